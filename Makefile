@@ -1,0 +1,46 @@
+# make test     everything: wheel, ruff, mypy, pytest        make demo   eight sessions on a real server
+# make lint     ruff and mypy only                           make setup  the virtual environment only
+SHELL := /usr/bin/env bash
+VENV := .venv
+BIN := $(CURDIR)/$(VENV)/bin
+WHEELS := build/wheels
+PACKAGES := codec manager policies vllm_hooks
+# The folders count as sources too: a deleted file changes nothing but its folder.
+SOURCES := pyproject.toml $(wildcard README.md) $(shell find $(PACKAGES) -name __pycache__ -prune -o -print)
+
+export HF_HUB_OFFLINE := 1
+export VLLM_NO_USAGE_STATS := 1
+export VLLM_CPU_KVCACHE_SPACE := 1
+
+.PHONY: setup test lint demo clean
+
+setup: $(VENV)/.installed
+
+test: $(VENV)/.redis lint
+	$(BIN)/pytest
+
+# mypy reads the installed wheel, from a folder where the source folders do not shadow it.
+lint: $(VENV)/.installed
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	cd $(VENV) && $(BIN)/mypy --config-file ../pyproject.toml --cache-dir ../.mypy_cache \
+	    -p manthan.codec -p manthan.manager -p manthan.policies
+
+demo: $(VENV)/.installed
+	$(BIN)/python benchmarks/demo.py
+
+clean:
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
+
+$(VENV)/.dependencies: pyproject.toml $(wildcard .ci/*.sh .ci/*.py)
+	.ci/setup_venv.sh $(VENV) $(WHEELS)
+	touch $@
+
+$(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
+	.ci/build_wheel.sh $(VENV) $(WHEELS)
+	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall $(WHEELS)/manthan_kv-*.whl
+	touch $@
+
+$(VENV)/.redis: $(VENV)/.dependencies
+	.ci/install_redis.sh
+	touch $@

@@ -1,0 +1,50 @@
+"""Codecs by name. Others add theirs through entry points of the group `manthan.codecs`: the codec's name, and
+a callable (head_dim, backend) -> Codec."""
+
+import difflib
+from functools import lru_cache
+from importlib.metadata import EntryPoint, entry_points
+
+from manthan.codec.base import Codec, CodecSpec
+from manthan.codec.errors import UnknownBackendError, UnknownCodecError
+from manthan.codec.numpy_backend import NumpyCodec
+
+GROUP = "manthan.codecs"
+DEFAULT = "lloyd3"
+SPECS = {
+    spec.name: spec
+    for spec in (
+        CodecSpec("lloyd3", 3, 3),
+        CodecSpec("lloyd4", 4, 4),
+        CodecSpec("k4v3", 4, 3),
+        CodecSpec("lloyd3-unrotated", 3, 3, rotated=False),
+    )
+}
+
+
+def codec_names() -> list[str]:
+    """Every name that get_codec knows, ours first."""
+    return [*SPECS, *sorted(_others().keys() - SPECS.keys())]
+
+
+def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
+    """The codec of this name for vectors of head_dim numbers, a multiple of 8 from 32 to 512.
+
+    backend: "auto" or "numpy". Raises UnknownCodecError, UnknownBackendError, HeadDimError.
+    """
+    if backend == "cuda":
+        raise UnknownBackendError('backend "cuda" is not available yet: use "numpy" or "auto".')
+    if backend not in ("auto", "numpy"):
+        raise UnknownBackendError(f'backend {backend!r} is unknown: use "auto" or "numpy".')
+    if name in SPECS:
+        return NumpyCodec(SPECS[name], head_dim)
+    if name in _others():
+        codec: Codec = _others()[name].load()(head_dim, backend)
+        return codec
+    near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
+    raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
+
+
+@lru_cache
+def _others() -> dict[str, EntryPoint]:
+    return {point.name: point for point in entry_points(group=GROUP)}

@@ -1,0 +1,65 @@
+"""The fixed randomized Hadamard rotation: x -> H S x, orthonormal, the same for every vector, process and
+machine.
+
+S flips signs; H is the Walsh-Hadamard transform in natural order over 1/sqrt(size). Where head_dim is no
+power of two, H is block-diagonal over the powers of two in its binary expansion, largest first (96 = 64 + 32,
+80 = 64 + 16).
+
+The sign of element i is the top bit of splitmix64's i-th output from SEED, set for minus:
+
+    z = SEED + (i + 1) * 0x9E3779B97F4A7C15                (all modulo 2**64)
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EB
+    z = z ^ (z >> 31)
+"""
+
+import numpy as np
+import numpy.typing as npt
+
+SEED = 0x4D616E7468616E  # "Manthan"
+_MASK = 2**64 - 1
+
+
+def sign(i: int) -> int:
+    """+1 or -1, the sign that element i of a vector is multiplied by."""
+    z = (SEED + (i + 1) * 0x9E3779B97F4A7C15) & _MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & _MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & _MASK
+    return -1 if (z ^ (z >> 31)) >> 63 else 1
+
+
+def block_sizes(head_dim: int) -> tuple[int, ...]:
+    """The powers of two that add up to head_dim, largest first."""
+    return tuple(1 << k for k in reversed(range(head_dim.bit_length())) if head_dim >> k & 1)
+
+
+def weights(head_dim: int) -> npt.NDArray[np.float32]:
+    """[head_dim] float32: each element's sign over the square root of its block's size.
+
+    Rotate: multiply by these, then transform each block. Rotate back: transform each block, then multiply by
+    these.
+    """
+    scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
+    signs = np.array([sign(i) for i in range(head_dim)])
+    return np.asarray(scale * signs, np.float32)
+
+
+def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:
+    """Transform [head_dim, n] float32 in place, block by block, not normalized; scratch has the same shape.
+
+    The order of the additions is part of the format: strides 1, 2, 4, ... up to half the block.
+    """
+    start = 0
+    for size in blocks.tolist():
+        src, dst = x[start : start + size], scratch[start : start + size]
+        stride = 1
+        while stride < size:
+            pairs = src.reshape(size // (2 * stride), 2, stride, -1)
+            out = dst.reshape(pairs.shape)
+            np.add(pairs[:, 0], pairs[:, 1], out=out[:, 0])
+            np.subtract(pairs[:, 0], pairs[:, 1], out=out[:, 1])
+            src, dst = dst, src
+            stride *= 2
+        if size.bit_length() % 2 == 0:  # an odd number of stages ends in the scratch
+            dst[:] = src
+        start += size

@@ -1,0 +1,79 @@
+"""Every block the manager knows, and counts over them that are always exact."""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from manthan.manager.session import Block, CodeState
+
+
+class BlockTable:
+    """Blocks by key. All changes go through `change`, so that the counts need no scan.
+
+    A block is forgotten when no session uses it and it has no codes.
+    """
+
+    def __init__(self) -> None:
+        self._blocks: dict[bytes, Block] = {}
+        self.hot = 0
+        """Blocks that a session believes to be in vLLM's pool."""
+        self.exposed = 0
+        """Blocks whose only copy vLLM may overwrite."""
+        self._codes: Counter[CodeState] = Counter()
+
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def __iter__(self) -> Iterator[Block]:
+        return iter(self._blocks.values())
+
+    @property
+    def queued(self) -> int:
+        return self._codes[CodeState.QUEUED]
+
+    @property
+    def spilling(self) -> int:
+        return self._codes[CodeState.SPILLING]
+
+    @property
+    def cold(self) -> int:
+        return self._codes[CodeState.COLD]
+
+    @property
+    def reserved(self) -> int:
+        """Blocks that take room in the cold store, now or as soon as they are encoded."""
+        return self.queued + self.spilling + self.cold
+
+    def get(self, key: bytes) -> Block | None:
+        return self._blocks.get(key)
+
+    def obtain(self, key: bytes, depth: int) -> Block:
+        """The block of that key, new if need be; `depth` is its place in every chain."""
+        block = self._blocks.get(key)
+        if block is None:
+            block = self._blocks[key] = Block(key, depth)
+        return block
+
+    def change(
+        self,
+        block: Block,
+        *,
+        users: int = 0,
+        hot: int = 0,
+        running: int = 0,
+        pins: int = 0,
+        code: CodeState | None = None,
+    ) -> None:
+        """Add to the block's counts, set the state of its codes, and keep the totals."""
+        was_hot, was_exposed = block.hot > 0, block.exposed
+        block.users += users
+        block.hot += hot
+        block.running += running
+        block.pins += pins
+        if code is not None:
+            self._codes[block.code] -= 1
+            self._codes[code] += 1
+            block.code = code
+        self.hot += (block.hot > 0) - was_hot
+        self.exposed += block.exposed - was_exposed
+        if not (block.users or block.reserves):
+            self._blocks.pop(block.key, None)

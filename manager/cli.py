@@ -1,0 +1,51 @@
+"""The `manthan` command."""
+
+from importlib.metadata import version
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize
+from rich.console import Console
+from rich.table import Table
+
+from manthan.manager.config import ConfigError, ManthanConfig, Resolved, resolve_config
+from manthan.manager.registries import check_registered
+
+app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
+config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
+app.add_typer(config_app, name="config")
+
+
+@app.command("version")
+def show_version() -> None:
+    """Print Manthan's version."""
+    typer.echo(version("manthan-kv"))
+
+
+@config_app.command("check")
+def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, see configs/.")]) -> None:
+    """Print what FILE and the environment amount to, or what is wrong with them."""
+    try:
+        resolved = resolve_config(file)
+        check_registered(resolved)
+    except ConfigError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    console = Console()
+    if not console.is_terminal:
+        console.width = 10_000  # a row stays one line for grep, whatever the length of the path
+    console.print(_table(resolved))
+
+
+def _table(resolved: Resolved) -> Table:
+    table = Table("key", "value", "source", box=None)
+    for key, source in resolved.sources.items():
+        table.add_row(key, _value(resolved.config, key), source)
+    return table
+
+
+def _value(config: ManthanConfig, key: str) -> str:
+    value: object = config
+    for name in key.split(".", 1):
+        value = getattr(value, name)
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)

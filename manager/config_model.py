@@ -1,0 +1,168 @@
+"""The configuration's models: keys, types, defaults and bounds, and the one sentence for each mistake.
+
+A field's description completes the sentence "KEY must be …".
+"""
+
+import difflib
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from typing import Annotated, Any, ClassVar, Literal, Self
+
+from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic.fields import FieldInfo
+
+
+class ConfigError(ValueError):
+    """A configuration that cannot be used, in one sentence for the person who wrote it."""
+
+
+def _no_bool(value: object) -> object:
+    if isinstance(value, bool):  # Python takes True for 1, a user who writes `true` does not
+        raise ValueError("a truth value is not a number")
+    return value
+
+
+Count = Annotated[int, BeforeValidator(_no_bool)]
+Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
+
+_SECONDS = "a plain number of seconds above 0, such as {}"
+_SHARE = "a share of the KV pool between 0 and 1"
+
+
+class _Model(BaseModel):
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+
+class _Group(_Model):
+    shorthand: ClassVar[str | None] = None
+    """The key that a bare string stands for: `policy: lru` is `policy: {name: lru}`."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _spell_out(cls, value: object) -> object:
+        return {cls.shorthand: value} if cls.shorthand and isinstance(value, str) else value
+
+
+class PolicyConfig(_Group):
+    """Which eviction policy, and the options that this policy takes."""
+
+    model_config = ConfigDict(extra="allow")
+    shorthand = "name"
+
+    name: str = Field(default="lru", description="the name of a policy, such as lru")
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Everything beside the name, as it was written."""
+        return dict(self.model_extra or {})
+
+
+class ColdStoreConfig(_Group):
+    """Where the codes of cold sessions are kept, and how many bytes they may take."""
+
+    shorthand = "kind"
+
+    kind: str = Field(default="host", description="the name of a cold store, such as host")
+    max_bytes: Bytes = Field(
+        default=ByteSize(4 << 30),
+        description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes",
+    )
+
+
+class HotPoolConfig(_Group):
+    """Shares of vLLM's KV pool that should hold nothing worth keeping.
+
+    Below `low_watermark`, sessions are evicted until `high_watermark` is reached, idle or not.
+    """
+
+    low_watermark: Number = Field(default=0.1, ge=0, le=1, description=_SHARE)
+    high_watermark: Number = Field(default=0.25, ge=0, le=1, description=_SHARE)
+
+    @model_validator(mode="after")
+    def _check_order(self) -> Self:
+        if self.low_watermark > self.high_watermark:
+            raise ValueError(
+                f"hot_pool.low_watermark must not exceed hot_pool.high_watermark, "
+                f"but {self.low_watermark} is above {self.high_watermark}"
+            )
+        return self
+
+
+class ManthanConfig(_Model):
+    """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
+
+    policy: PolicyConfig = PolicyConfig()
+    idle_after_s: Number = Field(default=300.0, gt=0, description=_SECONDS.format(300))
+    sweep_interval_s: Number = Field(default=10.0, gt=0, description=_SECONDS.format(10))
+    min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
+    codec: str = Field(default="lloyd3", description="the name of a codec, such as lloyd3")
+    backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
+    encode_threads: Count = Field(default=1, ge=1, description="a whole number of threads, 1 or more")
+    cold_store: ColdStoreConfig = ColdStoreConfig()
+    hot_pool: HotPoolConfig = HotPoolConfig()
+
+
+GROUPS: dict[str, type[_Group]] = {
+    name: field.annotation
+    for name, field in ManthanConfig.model_fields.items()
+    if isinstance(field.annotation, type) and issubclass(field.annotation, _Group)
+}
+"""The nested models by their key."""
+
+
+def _fields() -> dict[str, FieldInfo]:
+    fields: dict[str, FieldInfo] = {}
+    for key, field in ManthanConfig.model_fields.items():
+        if key in GROUPS:
+            fields |= {f"{key}.{name}": inner for name, inner in GROUPS[key].model_fields.items()}
+        else:
+            fields[key] = field
+    return fields
+
+
+FIELDS = _fields()
+"""Every key that holds a value, by its dotted name: `idle_after_s`, `cold_store.max_bytes`."""
+
+
+def nearest(name: str, valid: Iterable[str]) -> str:
+    """` (did you mean 'x'?)`, or the list of what is valid when nothing comes near."""
+    valid = sorted(valid)
+    if not valid:
+        return " (there are none)"
+    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
+    if close:
+        return f" (did you mean '{close[0]}'?)"
+    return f" (valid: {', '.join(valid)})"
+
+
+def check_names(
+    config: ManthanConfig,
+    *,
+    policies: Mapping[str, Collection[str]],
+    codecs: Iterable[str],
+    stores: Iterable[str],
+    sources: Mapping[str, str] | None = None,
+) -> None:
+    """Refuse names that no registry has.
+
+    `policies` maps each policy's name to the options that it takes; `sources` (from `resolve_config`) lets
+    the error say where the name was written.
+    """
+    for key, what, name, valid in _names(config, policies, codecs, stores):
+        if name not in valid:
+            written = f"{sources[key]}: " if sources else ""
+            raise ConfigError(f"{written}unknown {what} '{name}'{nearest(name, valid)}")
+
+
+def _names(
+    config: ManthanConfig,
+    policies: Mapping[str, Collection[str]],
+    codecs: Iterable[str],
+    stores: Iterable[str],
+) -> Iterator[tuple[str, str, str, Collection[str]]]:
+    policy = config.policy
+    yield "policy.name", "policy", policy.name, policies
+    for option in policy.options:
+        yield f"policy.{option}", f"{policy.name} option", option, policies[policy.name]
+    yield "codec", "codec", config.codec, list(codecs)
+    yield "cold_store.kind", "cold store", config.cold_store.kind, list(stores)

@@ -1,0 +1,115 @@
+"""Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from enum import StrEnum, auto
+from typing import NamedTuple
+
+
+class SessionState(StrEnum):
+    """HOT: a request runs. IDLE: bf16 in the pool, no request. EVICTING: being encoded. COLD: codes only."""
+
+    HOT = auto()
+    IDLE = auto()
+    EVICTING = auto()
+    COLD = auto()
+
+
+class CodeState(StrEnum):
+    """Where a block's codes are: nowhere, waiting to be encoded, being encoded, or in the cold store."""
+
+    NONE = auto()
+    QUEUED = auto()
+    SPILLING = auto()
+    COLD = auto()
+
+
+@dataclass(slots=True, eq=False)
+class Block:
+    """One block key and who needs it. A key covers its prefix, so it has the same place in every chain."""
+
+    key: bytes
+    depth: int
+    code: CodeState = CodeState.NONE
+    users: int = 0
+    """Sessions whose chain holds it."""
+    hot: int = 0
+    """Those of them that are HOT or IDLE."""
+    running: int = 0
+    """Those of them that are HOT."""
+    pins: int = 0
+    """Restores that read the codes right now; a pinned block is never dropped."""
+    waiters: "dict[Session, None]" = field(default_factory=dict)
+    """EVICTING sessions that wait for its codes, in order of arrival."""
+
+    @property
+    def reserves(self) -> bool:
+        """Whether the block takes bytes of the cold store, or holds a reservation there."""
+        return self.code is not CodeState.NONE
+
+    @property
+    def in_flight(self) -> bool:
+        """Whether its bf16 copy is about to be encoded, or being encoded."""
+        return self.code in (CodeState.QUEUED, CodeState.SPILLING)
+
+    @property
+    def droppable(self) -> bool:
+        return self.code is CodeState.COLD and not self.pins
+
+    @property
+    def gone(self) -> bool:
+        """Whether sessions name it that nobody has any more, as bf16 or as codes."""
+        return self.users > 0 and self.hot == 0 and self.code is CodeState.NONE
+
+    @property
+    def exposed(self) -> bool:
+        """Whether vLLM may overwrite the only copy: idle in the pool, and neither cold nor on its way."""
+        return self.hot > 0 and self.running == 0 and self.code is CodeState.NONE
+
+
+@dataclass(slots=True, eq=False)
+class Session:
+    """One growing chain of block keys; `asked_id` is what the client called it, if it did."""
+
+    session_id: str
+    asked_id: str | None
+    created: float
+    last_used: float
+    state: SessionState = SessionState.HOT
+    chain: list[Block] = field(default_factory=list)
+    requests: set[str] = field(default_factory=set)
+    uses: int = 0
+    idle_since: float = 0.0
+    retry_after: float = 0.0
+    """Memory pressure leaves a session alone until then if its last eviction failed."""
+    pending: int = 0
+    """Blocks that an eviction under way still waits for."""
+    evict_began: float = 0.0
+    evict_encoded: int = 0
+
+
+class Eviction(NamedTuple):
+    """A session went cold. `encoded` of its `blocks` had no codes before; times in seconds."""
+
+    session_id: str
+    blocks: int
+    tokens: int
+    encoded: int
+    idle_s: float
+    took_s: float
+
+
+class DropCause(StrEnum):
+    """Why codes leave the cold store: no room, unreadable, nobody's any more, or the cache was reset."""
+
+    BUDGET = auto()
+    FAILED = auto()
+    ABANDONED = auto()
+    RESET = auto()
+
+
+class Drop(NamedTuple):
+    """Codes to take out of the cold store."""
+
+    keys: Sequence[bytes]
+    cause: DropCause

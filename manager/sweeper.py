@@ -1,0 +1,32 @@
+"""The clock of the sweep: a background job that rings when a session is due."""
+
+from collections.abc import Callable
+
+from apscheduler.schedulers.background import BackgroundScheduler
+
+
+class Sweeper:
+    """Calls `due` every `interval_s` seconds and, when it says yes, `ring`. Both run on the job's thread."""
+
+    def __init__(self, interval_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
+        self._due, self._ring = due, ring
+        self._scheduler = BackgroundScheduler(timezone="UTC")  # no look at the machine's time zone
+        self._scheduler.add_job(
+            self._tick,
+            "interval",
+            seconds=interval_s,
+            coalesce=True,
+            max_instances=1,
+            misfire_grace_time=None,  # on a busy machine a late sweep is better than none
+        )
+
+    def start(self) -> None:
+        self._scheduler.start()
+
+    def stop(self) -> None:
+        if self._scheduler.running:
+            self._scheduler.shutdown(wait=False)
+
+    def _tick(self) -> None:
+        if self._due():
+            self._ring()

@@ -1,0 +1,36 @@
+"""Codecs of others, by entry point."""
+
+from importlib.metadata import EntryPoint
+
+import pytest
+
+from manthan.codec import CodecSpec, codec_names, get_codec, registry
+from manthan.codec.numpy_backend import NumpyCodec
+
+
+def two_thirds(head_dim, backend):
+    """A codec that another package might offer."""
+    return NumpyCodec(CodecSpec("two-thirds", 3, 4), head_dim)
+
+
+@pytest.fixture
+def installed(monkeypatch):
+    """As if a package declared the entry point `two-thirds` in the group `manthan.codecs`."""
+    point = EntryPoint("two-thirds", "a_package:two_thirds", "manthan.codecs")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: two_thirds)
+    monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "manthan.codecs" else [])
+    registry._others.cache_clear()
+    yield
+    registry._others.cache_clear()
+
+
+@pytest.mark.usefixtures("installed")
+def test_entry_points_add_codecs():
+    assert codec_names() == ["lloyd3", "lloyd4", "k4v3", "lloyd3-unrotated", "two-thirds"]
+    codec = get_codec("two-thirds", 64)
+    assert (codec.bits("key"), codec.bits("value")) == (3, 4)
+
+
+def test_ours_alone():
+    assert codec_names() == ["lloyd3", "lloyd4", "k4v3", "lloyd3-unrotated"]
+    assert get_codec(registry.DEFAULT, 64).name == "lloyd3"

@@ -1,0 +1,134 @@
+"""Which session a request belongs to, by example."""
+
+import pytest
+from engine import SHAPE, Engine
+
+from manthan.manager.session import SessionState
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_request_that_extends_a_chain_continues_its_session(engine: Engine) -> None:
+    engine.talk("a b c")
+    engine.talk("a b c d e")
+    assert engine.chains() == {"anonymous-1": "a b c d e"}
+    assert engine.session("anonymous-1").uses == 2
+
+
+def test_a_name_finds_its_session(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    engine.talk("x y", "bob")
+    engine.talk("a b c d", "alice")
+    assert engine.chains() == {"alice": "a b c d", "bob": "x y"}
+
+
+def test_another_name_does_not_continue_a_session(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    engine.talk("a b c d", "bob")
+    assert engine.chains() == {"alice": "a b", "bob": "a b c d"}
+
+
+def test_a_request_without_a_name_may_continue_a_named_session(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    engine.talk("a b c d")
+    assert engine.chains() == {"alice": "a b c d"}
+
+
+def test_the_longest_chain_is_continued(engine: Engine) -> None:
+    engine.talk("a", "alice")
+    engine.talk("a b", "bob")
+    engine.talk("a b c d")
+    assert engine.chains() == {"alice": "a", "bob": "a b c d"}
+
+
+def test_a_named_prompt_that_is_asked_again_is_not_a_fork_until_it_differs(engine: Engine) -> None:
+    engine.talk("sys a b", "alice")
+    again = engine.start("sys a", "alice")
+    assert engine.session("alice").state is SessionState.HOT
+    engine.finish(again, "sys a b")
+    assert engine.chains() == {"alice": "sys a b"}
+    differs = engine.start("sys a", "alice")
+    engine.finish(differs, "sys a c")
+    assert sorted(engine.chains().values()) == ["sys a b", "sys a c"]
+    engine.start("", "alice")
+    assert engine.session("alice").state is SessionState.IDLE
+
+
+def test_a_fork_is_a_new_session_that_shares_the_prefix(engine: Engine) -> None:
+    engine.talk("sys a b", "alice")
+    engine.talk("sys a c", "alice")
+    engine.talk("sys a d", "alice")
+    assert sorted(engine.chains().values()) == ["sys a b", "sys a c", "sys a d"]
+    assert "alice" in engine.chains()
+    assert len(engine.manager.blocks) == 5
+    shared = engine.session("alice").chain[0]
+    assert (shared.users, shared.hot, shared.running) == (3, 3, 0)
+
+
+def test_asking_again_and_getting_the_same_answer_is_one_session(engine: Engine) -> None:
+    for _ in range(3):
+        engine.talk("a b c")
+    assert list(engine.chains().values()) == ["a b c"]
+    assert engine.states() == {"anonymous-1": "idle"}
+    assert len(engine.manager.table.chains._tips) == 1
+
+
+def test_a_session_found_only_by_the_answer_is_continued(engine: Engine) -> None:
+    first, second = engine.start("a", "alice"), engine.start("a", "alice")
+    engine.finish(first, "a b")
+    engine.finish(second, "a b c")
+    assert engine.chains() == {"alice": "a b c"}
+
+
+def test_requests_of_one_session_at_once_keep_it_hot_until_the_last_ends(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    first, second = engine.start("a b c", "alice"), engine.start("a b d", "alice")
+    engine.finish(first, "a b c x")
+    assert engine.states() == {"alice": "hot"}
+    engine.finish(second, "a b c x y")
+    assert engine.states() == {"alice": "idle"}
+    assert engine.chains() == {"alice": "a b c x y"}
+
+
+def test_requests_of_one_session_that_go_apart_become_two(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    first, second = engine.start("a b c", "alice"), engine.start("a b d", "alice")
+    engine.finish(first, "a b c")
+    engine.finish(second, "a b d")
+    assert sorted(engine.chains().values()) == ["a b c", "a b d"]
+    assert engine.manager.table.states == {SessionState.IDLE: 2, SessionState.HOT: 0}
+
+
+def test_an_abort_with_less_than_the_session_has_changes_nothing(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.talk("a b c d", "alice")  # another session, of another name, on the way
+    engine.finish(engine.start("a b c d e", "alice"), "a b")
+    assert engine.chains() == {"anonymous-1": "a b", "alice": "a b c d"}
+    assert engine.session("anonymous-1").uses == 1
+
+
+def test_an_abort_before_anything_was_computed_leaves_no_trace(engine: Engine) -> None:
+    request = engine.start("a b c")
+    assert engine.manager.table.states[SessionState.HOT] == 1
+    engine.finish(request, "")
+    assert engine.chains() == {}
+    assert len(engine.manager.blocks) == 0
+    assert +engine.manager.table.states == {}
+    assert engine.manager.next_deadline is None
+
+
+def test_the_end_of_an_unknown_request_is_ignored(engine: Engine) -> None:
+    engine.finish("nobody", "a b")
+    assert engine.chains() == {}
+
+
+def test_short_sessions_are_not_tracked() -> None:
+    engine = Engine(min_tokens=2 * SHAPE.block_tokens + 1)
+    engine.talk("a b")
+    assert engine.chains() == {}
+    assert len(engine.manager.blocks) == 0
+    engine.talk("a b c")
+    assert list(engine.chains().values()) == ["a b c"]

@@ -1,0 +1,317 @@
+"""Where a configuration comes from, and what is said about one that cannot be used."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from pydantic import ValidationError
+
+from manthan.manager.config import (
+    FLAG_KEYS,
+    ConfigError,
+    ManthanConfig,
+    check_names,
+    load_config,
+    resolve_config,
+)
+from manthan.manager.config_model import FIELDS
+
+CONFIGS = Path(__file__).parents[2] / "configs"
+
+WriteYaml = Callable[[str], Path]
+
+
+@pytest.fixture
+def write(tmp_path: Path) -> WriteYaml:
+    def write(text: str) -> Path:
+        path = tmp_path / "x.yaml"
+        path.write_text(text)
+        return path
+
+    return write
+
+
+def load(path: Path | None = None, env: dict[str, str] | None = None, **flags: object) -> ManthanConfig:
+    return load_config(path, env=env or {}, flags=flags)
+
+
+def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: dict[str, object] | None = None) -> str:
+    """The sentence, without the file's folder."""
+    with pytest.raises(ConfigError) as error:
+        load_config(path, env=env or {}, flags=flags)
+    sentence = str(error.value)
+    assert "\n" not in sentence
+    return sentence.replace(f"{path.parent}/", "") if path else sentence
+
+
+def test_defaults_are_the_documented_ones() -> None:
+    assert load().model_dump(mode="json") == {
+        "policy": {"name": "lru"},
+        "idle_after_s": 300,
+        "sweep_interval_s": 10,
+        "min_tokens": 256,
+        "codec": "lloyd3",
+        "backend": "auto",
+        "encode_threads": 1,
+        "cold_store": {"kind": "host", "max_bytes": 4 << 30},
+        "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
+    }
+
+
+def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
+    path = write("{idle_after_s: 1, min_tokens: 1, codec: one, cold_store: {max_bytes: 1}}")
+    env = {"MANTHAN_MIN_TOKENS": "2", "MANTHAN_CODEC": "two", "MANTHAN_COLD_STORE__MAX_BYTES": "2"}
+    flags = {"--manthan-codec": "three", "--manthan-cold-bytes": "3", "--manthan-policy": None}
+
+    config, sources = resolve_config(path, env=env, flags=flags)
+
+    assert (config.sweep_interval_s, sources["sweep_interval_s"]) == (10, "default")
+    assert (config.policy.name, sources["policy.name"]) == ("lru", "default")
+    assert (config.idle_after_s, sources["idle_after_s"]) == (1, str(path))
+    assert (config.min_tokens, sources["min_tokens"]) == (2, "MANTHAN_MIN_TOKENS")
+    assert (config.codec, sources["codec"]) == ("three", "--manthan-codec")
+    assert (config.cold_store.max_bytes, sources["cold_store.max_bytes"]) == (3, "--manthan-cold-bytes")
+
+
+def test_every_value_has_a_source() -> None:
+    sources = resolve_config(env={}, flags={"policy": {"name": "decay", "half_life_s": 60}}).sources
+    assert set(sources) == {*FIELDS, "policy.half_life_s"}
+    assert sources["policy.half_life_s"] == "argument"
+
+
+def test_a_kubernetes_service_of_our_name_is_not_a_mistake() -> None:
+    env = {
+        "MANTHAN_SERVICE_HOST": "10.0.0.1",
+        "MANTHAN_SERVICE_PORT": "80",
+        "MANTHAN_SERVICE_PORT_HTTP": "80",
+        "MANTHAN_PORT": "tcp://10.0.0.1:80",
+        "MANTHAN_PORT_80_TCP_ADDR": "10.0.0.1",
+    }
+    assert load_config(env=env) == ManthanConfig()
+
+
+def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_MIN_TOKENS", "7")
+    assert load_config().min_tokens == 7
+    assert load_config(env={}).min_tokens == 256
+
+
+@pytest.mark.parametrize("flag", FLAG_KEYS)
+def test_flags_set_the_key_they_stand_for(flag: str) -> None:
+    assert FLAG_KEYS[flag] in {*FIELDS, "policy"}
+    assert flag in resolve_config(env={}, flags={flag: "77"}).sources.values()
+
+
+@pytest.mark.parametrize(
+    ("size", "expected"),
+    [
+        ("8GiB", 8 << 30),
+        ("512MiB", 512 << 20),
+        ("1.5GB", 1_500_000_000),
+        ("4 kib", 4096),
+        ("12", 12),
+        (12, 12),
+    ],
+)
+def test_sizes(size: object, expected: int) -> None:
+    assert load(**{"cold_store.max_bytes": size}).cold_store.max_bytes == expected
+
+
+@pytest.mark.parametrize("size", ["8 apples", "-1", "0", 0, -5, "", "GiB", 1.5, True, None, "1e999GiB", [1]])
+def test_bad_sizes_are_refused_in_one_sentence(write: WriteYaml, size: object) -> None:
+    path = write(yaml.safe_dump({"cold_store": {"max_bytes": size}}))
+    shown = "empty" if size is None else repr(size)
+    assert refusal(path) == (
+        "x.yaml: cold_store.max_bytes must be a size above 0, such as 4GiB, 512MiB "
+        f"or a plain number of bytes, not {shown}"
+    )
+
+
+def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
+    expected = "codec must be the name of a codec, such as lloyd3, not 3"
+    assert refusal(write("codec: 3")) == f"x.yaml: {expected}"
+    assert refusal(flags={"--manthan-codec": 3}) == f"--manthan-codec: {expected}"
+    assert refusal(flags={"codec": 3}) == f"argument: {expected}"
+    assert refusal(env={"MANTHAN_MIN_TOKENS": "few"}) == (
+        "MANTHAN_MIN_TOKENS: min_tokens must be a whole number of tokens, 0 or more, not 'few'"
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("idle_after_s", 0),
+        ("idle_after_s", "soon"),
+        ("idle_after_s", float("nan")),
+        ("idle_after_s", float("inf")),
+        ("sweep_interval_s", -1),
+        ("sweep_interval_s", True),
+        ("min_tokens", -1),
+        ("min_tokens", 2.5),
+        ("encode_threads", 0),
+        ("backend", "rocm"),
+        ("policy", 3),
+        ("cold_store", ["host"]),
+        ("hot_pool.low_watermark", 1.01),
+        ("hot_pool.high_watermark", -0.1),
+    ],
+)
+def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
+    leaf = {"policy": "policy.name", "cold_store": "cold_store.kind"}.get(key, key)
+    assert refusal(flags={key: value}) == f"argument: {leaf} must be {FIELDS[leaf].description}, not {value!r}"
+
+
+@pytest.mark.parametrize(("value", "seconds"), [("5m", "300"), ("1.5 h", "5400"), ("500ms", "0.5"), ("30s", "30")])
+def test_a_duration_with_a_unit_is_answered_with_its_seconds(value: str, seconds: str) -> None:
+    assert refusal(flags={"--manthan-idle-after": value}) == (
+        "--manthan-idle-after: idle_after_s must be a plain number of seconds above 0, such as 300, "
+        f"not '{value}' (write {seconds})"
+    )
+
+
+def test_watermarks_out_of_order_are_refused_with_both_sources(write: WriteYaml) -> None:
+    path = write("hot_pool: {low_watermark: 0.5}")
+    assert refusal(path, env={"MANTHAN_HOT_POOL__HIGH_WATERMARK": "0.4"}) == (
+        "x.yaml, MANTHAN_HOT_POOL__HIGH_WATERMARK: hot_pool.low_watermark must not exceed "
+        "hot_pool.high_watermark, but 0.5 is above 0.4"
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "expected"),
+    [
+        ("idle_after: 3", "unknown key 'idle_after' (did you mean 'idle_after_s'?)"),
+        ("coldstore: {kind: host}", "unknown key 'coldstore' (did you mean 'cold_store'?)"),
+        (
+            "cold_store: {max_byte: 1}",
+            "unknown key 'cold_store.max_byte' (did you mean 'cold_store.max_bytes'?)",
+        ),
+        ("max_bytes: 1", "unknown key 'max_bytes' (did you mean 'cold_store.max_bytes'?)"),
+        ("hot_pool: 0.5", "hot_pool must be a mapping with low_watermark and high_watermark, not 0.5"),
+        ("- policy", "must be a mapping of keys to values, not a list"),
+        (
+            "policy: lru\n codec: x",
+            "is not valid YAML: mapping values are not allowed here in line 2, column 7",
+        ),
+        ("day: 2001-99-99", "is not valid YAML"),
+        ("\x00", "is not valid YAML"),
+        ("!!python/object/apply:os.getcwd []", "is not valid YAML: could not determine a constructor"),
+    ],
+)
+def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> None:
+    assert refusal(write(text)).startswith(f"x.yaml: {expected}")
+
+
+def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
+    assert refusal(flags={"zzz": 1}).startswith("argument: unknown key 'zzz' (valid: backend, codec, ")
+
+
+def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
+    assert refusal(tmp_path / "none.yaml") == "none.yaml: cannot be read: No such file or directory"
+    assert refusal(tmp_path / "..").endswith(": cannot be read: Is a directory")
+    binary = tmp_path / "binary.yaml"
+    binary.write_bytes(b"\xff\xfe\x00\xd8")
+    assert refusal(binary) == "binary.yaml: is not valid YAML"
+
+
+def test_unknown_variables_are_refused() -> None:
+    assert refusal(env={"MANTHAN_IDLE_AFTER": "3"}) == (
+        "environment: unknown variable 'MANTHAN_IDLE_AFTER' (did you mean 'MANTHAN_IDLE_AFTER_S'?)"
+    )
+    assert "(did you mean 'MANTHAN_COLD_STORE__MAX_BYTES'?)" in refusal(env={"MANTHAN_COLD_STORE_MAX_BYTES": "1"})
+    assert load(env={"VLLM_MANTHAN_POLICY": "x", "MANTHANX": "x"}) == load()
+
+
+def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:
+    assert load(write("")) == load(write("cold_store:\npolicy:\n")) == load()
+
+
+def test_shorthands(write: WriteYaml) -> None:
+    config = load(write("{policy: mru, cold_store: disk}"))
+    assert (config.policy.name, config.cold_store.kind) == ("mru", "disk")
+    assert config == ManthanConfig.model_validate({"policy": "mru", "cold_store": "disk"})
+    assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "disk"}).cold_store.max_bytes == 5
+
+
+def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(write: WriteYaml) -> None:
+    path = write("policy: {name: decay, half_life_s: 60}")
+    assert load(path).policy.options == {"half_life_s": 60}
+    assert load(path, policy="decay").policy.options == {"half_life_s": 60}
+    assert load(path, policy="lru").policy.options == {}
+    assert load(path, env={"MANTHAN_POLICY__HALF_LIFE_S": "9"}).policy.options == {"half_life_s": "9"}
+
+
+def test_json_round_trip() -> None:
+    config = load(policy={"name": "decay", "half_life_s": 60}, **{"cold_store.max_bytes": "1GiB"})
+    assert ManthanConfig.model_validate(config.model_dump(mode="json")) == config
+    assert ManthanConfig.model_validate_json(config.model_dump_json()) == config
+
+
+def test_a_configuration_is_frozen() -> None:
+    config = load()
+    with pytest.raises(ValidationError):
+        config.codec = "other"
+    with pytest.raises(ValidationError):
+        config.cold_store.kind = "other"
+
+
+NAMES: dict[str, Any] = {
+    "policies": {"lru": (), "decay": ("half_life_s",)},
+    "codecs": ["lloyd3"],
+    "stores": ["host"],
+}
+
+
+@pytest.mark.parametrize(
+    ("flag", "value", "expected"),
+    [
+        ("--manthan-policy", "lur", "--manthan-policy: unknown policy 'lur' (did you mean 'lru'?)"),
+        ("--manthan-codec", "loyd3", "--manthan-codec: unknown codec 'loyd3' (did you mean 'lloyd3'?)"),
+        ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
+        ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: host)"),
+        ("policy", {"half_life": 1}, "argument: unknown lru option 'half_life' (there are none)"),
+        (
+            "policy",
+            {"name": "decay", "half_life": 1},
+            "argument: unknown decay option 'half_life' (did you mean 'half_life_s'?)",
+        ),
+    ],
+)
+def test_names_that_no_registry_has_are_refused(flag: str, value: object, expected: str) -> None:
+    config, sources = resolve_config(env={}, flags={flag: value})
+    with pytest.raises(ConfigError) as error:
+        check_names(config, sources=sources, **NAMES)
+    assert str(error.value) == expected
+    with pytest.raises(ConfigError) as error:
+        check_names(config, **NAMES)
+    assert str(error.value) == expected.partition(": ")[2]
+
+
+def test_names_that_the_registries_have_are_accepted() -> None:
+    check_names(load(policy={"name": "decay", "half_life_s": 1}), **NAMES)
+
+
+def test_the_default_file_has_every_key_with_its_default_and_a_comment() -> None:
+    path = CONFIGS / "default.yaml"
+    config, sources = resolve_config(path, env={})
+    assert config == load()
+    assert {key for key, source in sources.items() if source == str(path)} == set(FIELDS)
+    lines = [line.strip() for line in path.read_text().splitlines()]
+    for key in FIELDS:
+        name = key.removesuffix(".name").rpartition(".")[2]
+        at = next(at for at, line in enumerate(lines) if line.startswith(f"{name}:"))
+        assert lines[at - 1].startswith("#"), f"{name} has no comment"
+
+
+@pytest.mark.parametrize("path", sorted(CONFIGS.glob("*.yaml")), ids=lambda path: path.name)
+def test_the_files_users_start_from_load(path: Path) -> None:
+    load(path)
+
+
+def test_the_demo_is_quick_and_gb10_encodes_on_the_cpu() -> None:
+    demo = load(CONFIGS / "demo.yaml")
+    assert demo.idle_after_s + 2 * demo.sweep_interval_s <= 3
+    assert demo.cold_store.max_bytes == 64 << 20
+    assert load(CONFIGS / "gb10.yaml").backend == "numpy"

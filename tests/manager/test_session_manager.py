@@ -1,0 +1,280 @@
+"""The manager by example: eviction, memory pressure, reset."""
+
+from collections.abc import Callable
+
+import pytest
+from engine import IDLE_AFTER_S, Engine, chain
+
+from manthan.manager.session import Drop, DropCause
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+# -- sweep and eviction -------------------------------------------------------------------------------
+
+
+def test_the_deadline_is_that_of_the_session_idle_for_longest(engine: Engine) -> None:
+    assert engine.manager.next_deadline is None
+    engine.talk("a b")
+    engine.now = 3.0
+    engine.talk("x y")
+    assert engine.manager.next_deadline == IDLE_AFTER_S
+    request = engine.start("a b c")
+    assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
+    engine.now = 4.0
+    engine.finish(request, "a b c")
+    assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
+
+
+def test_a_sweep_takes_what_is_due_and_nothing_else(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.now = 3.0
+    engine.talk("x y")
+    engine.manager.sweep(IDLE_AFTER_S - 0.1)
+    assert not engine.manager.has_work
+    engine.manager.sweep(IDLE_AFTER_S)
+    assert engine.states() == {"anonymous-1": "evicting", "anonymous-2": "idle"}
+    assert engine.manager.has_work
+
+
+def test_running_sessions_are_not_swept(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.start("a b c")
+    engine.sweep()
+    assert engine.states() == {"anonymous-1": "hot"}
+
+
+def test_blocks_are_released_only_when_their_codes_are_stored(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.sweep()
+    assert engine.manager.take_releases() == []
+    head, tail = chain("a b")
+    assert engine.spill(limit=1) == [tail]  # vLLM overwrites tails first
+    assert engine.spill() == [head]
+    assert engine.manager.take_releases() == []
+    engine.stored([tail])
+    assert engine.manager.take_releases() == [tail]
+    assert engine.states() == {"anonymous-1": "evicting"}
+    engine.stored([head])
+    assert engine.manager.take_releases() == [head]
+    assert engine.states() == {"anonymous-1": "cold"}
+    assert not engine.manager.has_work
+    assert engine.manager.match(chain("a b c")) == 2
+
+
+def test_an_eviction_is_accounted_for(engine: Engine) -> None:
+    engine.talk("a b c")
+    engine.sweep()
+    keys = engine.spill()
+    engine.now += 2
+    engine.stored(keys)
+    (eviction,) = engine.manager.take_evictions()
+    assert eviction == ("anonymous-1", 3, 48, 3, IDLE_AFTER_S, 2.0)
+    assert engine.manager.take_evictions() == []
+
+
+def test_an_unknown_or_repeated_answer_is_ignored(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.evict()
+    for answer in (engine.manager.spilled, engine.manager.spill_failed, engine.manager.lost):
+        answer(b"a", engine.now)
+        answer(b"unknown", engine.now)
+    assert engine.states() == {"anonymous-1": "cold"}
+    assert engine.cold() == {"a", "b"}
+
+
+def test_a_second_eviction_after_a_return_encodes_nothing(engine: Engine) -> None:
+    engine.talk("a b c")
+    assert len(engine.evict()) == 3
+    engine.manager.take_evictions()
+    for _ in range(5):
+        engine.finish(engine.start("a b c"), "a b c")
+        assert engine.evict() == []
+        assert engine.states() == {"anonymous-1": "cold"}
+        assert engine.manager.take_evictions()[0].encoded == 0
+    engine.talk("a b c d e")
+    assert engine.evict() == chain("a b c d e")[:2:-1]
+
+
+def test_a_return_in_the_middle_of_an_eviction_takes_back_what_only_waits(engine: Engine) -> None:
+    engine.talk("a b c")
+    engine.sweep()
+    first, second, third = engine.spill(limit=1)[0], *chain("a b c")[1::-1]
+    request = engine.start("a b c d")
+    engine.stored([first])
+    assert engine.manager.take_releases() == []
+    assert engine.spill() == []
+    assert engine.manager.blocks.queued == 0
+    assert not engine.manager.has_work
+    engine.finish(request, "a b c d")
+    engine.sweep()
+    assert engine.spill() == [chain("a b c d")[3], second, third]  # the stored one is kept
+
+
+def test_a_block_that_another_eviction_waits_for_stays_queued(engine: Engine) -> None:
+    engine.talk("sys a")
+    engine.talk("sys b")
+    engine.sweep()
+    engine.start("sys a x")
+    assert set(engine.spill()) == set(chain("sys b"))
+
+
+def test_a_release_waits_if_the_block_is_queued_again(engine: Engine) -> None:
+    engine.talk("a")
+    engine.sweep()
+    engine.stored(engine.spill())  # not released yet
+    request = engine.start("a")
+    engine.manager.restore_started(request, chain("a"))
+    engine.manager.restore_finished(request, chain("a"))
+    engine.finish(request, "a")
+    engine.sweep()
+    assert engine.manager.take_releases() == []
+    engine.stored(engine.spill())
+    assert engine.manager.take_releases() == chain("a")
+
+
+def test_lost_blocks_cut_their_session(engine: Engine) -> None:
+    engine.talk("a b c d")
+    engine.sweep()
+    d, c, b, a = engine.spill()
+    engine.stored([d, c])
+    engine.manager.lost(b, engine.now)
+    assert engine.chains() == {"anonymous-1": "a"}
+    assert engine.manager.take_drops() == [Drop([c, d], DropCause.ABANDONED)]
+    engine.stored([a])
+    assert engine.states() == {"anonymous-1": "cold"}
+
+
+def test_a_session_whose_head_is_lost_is_gone(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.sweep()
+    tail, head = engine.spill()
+    engine.manager.lost(head, engine.now)
+    assert engine.chains() == {}
+    engine.stored([tail])  # nobody's by now
+    assert engine.manager.take_drops() == [Drop([tail], DropCause.ABANDONED)]
+    assert len(engine.manager.blocks) == 0
+
+
+def test_a_failed_spill_leaves_the_session_hot_and_is_tried_again(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.sweep()
+    tail, head = engine.spill()
+    engine.stored([tail])
+    engine.manager.spill_failed(head, engine.now)
+    assert engine.states() == {"anonymous-1": "idle"}
+    assert engine.manager.take_releases() == []
+    assert engine.manager.take_drops() == [Drop([head], DropCause.FAILED)]  # a rank may have stored it
+    assert not engine.manager.relieve(10, engine.now + 1)
+    assert engine.manager.next_deadline == engine.now + IDLE_AFTER_S
+    assert engine.manager.relieve(10, engine.now + IDLE_AFTER_S)
+    assert engine.evict() == [head]
+    assert engine.states() == {"anonymous-1": "cold"}
+
+
+def test_one_failed_spill_of_a_shared_block_fails_all_evictions_that_wait_for_it(engine: Engine) -> None:
+    engine.talk("sys a")
+    engine.talk("sys b")
+    engine.sweep()
+    engine.manager.take_spills(10)
+    engine.manager.spill_failed(b"sys", engine.now)
+    assert engine.states() == {"anonymous-1": "idle", "anonymous-2": "idle"}
+
+
+# -- memory pressure ----------------------------------------------------------------------------------
+
+
+def test_relief_goes_in_policy_order_and_no_further_than_wanted(engine: Engine) -> None:
+    for text in ("a b", "c d", "e f"):
+        engine.talk(text)
+    engine.talk("a b a")
+    assert engine.manager.blocks.exposed == 7
+    assert engine.manager.relieve(3, engine.now)
+    assert engine.states() == {
+        "anonymous-1": "idle",
+        "anonymous-2": "evicting",
+        "anonymous-3": "evicting",
+    }
+    assert engine.manager.blocks.exposed == 3
+
+
+@pytest.mark.parametrize("wanted", [0, -5])
+def test_no_relief_is_given_where_none_is_wanted(engine: Engine, wanted: int) -> None:
+    engine.talk("a b")
+    assert not engine.manager.relieve(wanted, engine.now)
+    assert engine.states() == {"anonymous-1": "idle"}
+
+
+def test_relief_passes_over_sessions_that_vllm_may_overwrite_without_loss(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.evict()
+    engine.finish(engine.start("a b"), "a b")  # idle again, with codes
+    engine.talk("c d")
+    assert engine.manager.relieve(100, engine.now)
+    assert engine.states() == {"anonymous-1": "idle", "anonymous-2": "evicting"}
+    assert not engine.manager.relieve(100, engine.now)
+
+
+def test_relief_never_takes_running_sessions(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.start("a b c")
+    assert engine.manager.blocks.exposed == 0
+    assert not engine.manager.relieve(100, engine.now)
+
+
+# -- reset --------------------------------------------------------------------------------------------
+
+
+def test_codes_from_before_a_reset_never_match_again(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.evict()
+    engine.manager.reset()
+    assert engine.manager.match(chain("a b")) == 0
+    assert engine.chains() == {}
+    drops = engine.manager.take_drops()
+    assert {(key, d.cause) for d in drops for key in d.keys} == {(k, DropCause.RESET) for k in chain("a b")}
+    assert not engine.manager.has_work
+
+
+@pytest.mark.parametrize("answer", ["spilled", "spill_failed", "lost"])
+def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, answer: str) -> None:
+    settle: Callable[[bytes, float], None] = getattr(engine.manager, answer)
+    engine.talk("a b")
+    engine.sweep()
+    (tail,) = engine.spill(limit=1)
+    engine.manager.reset()
+    engine.talk("a b")  # computed anew, under the same keys
+    engine.sweep()
+    settle(tail, engine.now)
+    assert engine.manager.match(chain("a b")) == 0
+    engine.manager.take_drops()
+    engine.talk("a b")
+    engine.evict()
+    assert engine.manager.match(chain("a b")) == 2
+
+
+def test_a_restore_under_way_at_a_reset_pins_nothing_computed_later(engine: Engine) -> None:
+    engine.talk("a b")
+    engine.evict()
+    request = engine.start("a b c")
+    engine.manager.restore_started(request, chain("a b"))
+    engine.manager.reset()
+    assert engine.manager.match(chain("a b")) == 0
+    assert len(engine.manager.blocks) == 0
+    engine.finish(request, "a b c")
+    engine.evict()
+    engine.manager.restore_finished(request, chain("a b"))
+    assert engine.manager.match(chain("a b c")) == 3
+
+
+def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> None:
+    engine.talk("a b", "alice")
+    request = engine.start("a b c", "alice")
+    engine.manager.reset()
+    assert engine.chains() == {"alice": ""}
+    engine.finish(request, "a b c")
+    assert engine.chains() == {"alice": "a b c"}
+    assert engine.states() == {"alice": "idle"}

@@ -1,0 +1,140 @@
+"""Paged blocks through vLLM's own cache-write operation, in every layout that this machine's kernels use."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from vllm import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from manthan.codec import get_codec, wire
+from manthan.vllm_hooks.block_codec import BlockCodec
+from manthan.vllm_hooks.paged_layout import probe_layout
+from manthan.vllm_hooks.support import UnsupportedError
+
+LAYERS, HEADS, BLOCKS = 3, 2, 8
+KEY, PRINT = b"k" * 32, b"f" * 16
+ISAS = ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def engine_config() -> Any:
+    from pathlib import Path
+
+    model = Path(__file__).parents[1] / "data" / "tiny-llama"
+    with set_current_vllm_config(EngineArgs(str(model)).create_engine_config()):
+        yield
+
+
+def paged(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> tuple[dict, dict, FullAttentionSpec]:
+    """Caches and attention layers as the CPU worker builds them."""
+    caches, layers = {}, {}
+    for n in range(LAYERS):
+        impl = CPUAttentionBackendImpl(2 * HEADS, head_dim, 1.0, HEADS, None, None, "auto")
+        layers[f"layer-{n}"] = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
+        caches[f"layer-{n}"] = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_dim, dtype=dtype)
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=head_dim, dtype=dtype)
+    return caches, layers, spec
+
+
+def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed: int) -> tuple[np.ndarray, np.ndarray]:
+    """Fill a block with random vectors through the backend; returns keys and values as float32 vectors in order."""
+    torch.manual_seed(seed)
+    shape = (2, LAYERS, spec.block_size, HEADS, spec.head_size)
+    data = torch.randn(shape).to(spec.dtype)
+    slots = block * spec.block_size + torch.arange(spec.block_size)
+    for n, (name, layer) in enumerate(layers.items()):
+        layer.impl.do_kv_cache_update(layer, data[0, n], data[1, n], caches[name], slots)
+    keys, values = data.transpose(2, 3).float().reshape(2, -1, spec.head_size).numpy()
+    return keys, values
+
+
+def block_codec(caches: dict, layers: dict, spec: FullAttentionSpec, **changes: Any) -> BlockCodec:
+    options = {"codec_name": "lloyd3", "backend": "auto", "num_blocks": BLOCKS, "fingerprint": PRINT} | changes
+    return BlockCodec(caches=caches, layers=layers, spec=spec, **options)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(32, 128), (128, 64), (32, 96)])
+def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> None:
+    if isa == "amx" and dtype is not torch.bfloat16:
+        pytest.skip("AMX kernels take bf16 only")
+    caches, layers, spec = paged(isa, dtype, tokens, head_dim)
+    blocks = block_codec(caches, layers, spec)
+    keys, values = write(caches, layers, 3, spec, seed=1)
+    buf = blocks.encode(KEY, 3)
+    assert buf.nbytes == blocks.nbytes
+    codec = get_codec("lloyd3", head_dim)
+    parsed = wire.parse(buf, key=KEY, fingerprint=PRINT)
+    assert np.array_equal(parsed.key_codes, codec.encode(keys, "key"))
+    assert np.array_equal(parsed.value_codes, codec.encode(values, "value"))
+
+    others = {name: cache.clone() for name, cache in caches.items()}
+    assert blocks.decode(KEY, 5, buf) is None
+    # A second cache, written by the backend with what the codec gives, must hold the very same bytes.
+    n = len(keys)
+    decoded = np.stack([codec.decode(parsed.key_codes, n, "key"), codec.decode(parsed.value_codes, n, "value")])
+    data = torch.from_numpy(decoded).reshape(2, LAYERS, HEADS, tokens, head_dim).transpose(2, 3).to(dtype).contiguous()
+    slots = 5 * tokens + torch.arange(tokens)
+    for n_layer, (name, layer) in enumerate(layers.items()):
+        layer.impl.do_kv_cache_update(layer, data[0, n_layer], data[1, n_layer], others[name], slots)
+        assert torch.equal(caches[name], others[name])
+
+
+def test_probing_leaves_nothing_behind() -> None:
+    caches, layers, _ = paged("vec", torch.bfloat16, 32, 128)
+    key_at, value_at = probe_layout(caches["layer-0"], layers["layer-0"], HEADS, 32, 128)
+    assert not caches["layer-0"].any()
+    assert sorted([*key_at, *value_at]) == list(range(2 * HEADS * 32 * 128))
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda buf: buf[:-1], "truncated"),
+        (lambda buf: np.r_[buf, np.uint8(0)], "trailing"),
+        (lambda buf: np.r_[np.uint8(0), buf[1:]], "magic"),
+        (lambda buf: np.r_[buf[:-1], buf[-1:] ^ 1], "checksum"),
+    ],
+)
+def test_what_is_damaged_is_not_written(damage: Any, cause: str) -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=2)
+    buf = blocks.encode(KEY, 3)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert blocks.decode(KEY, 5, damage(buf)) == cause
+    assert blocks.decode(b"another key", 5, buf) == "key"
+    stranger = block_codec({n: c.clone() for n, c in caches.items()}, layers, spec, fingerprint=b"g" * 16)
+    assert stranger.decode(KEY, 5, buf) == "fingerprint"
+    assert all(torch.equal(caches[name], before[name]) for name in caches)
+
+
+def test_kv_that_is_not_finite_is_not_encoded() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=3)
+    caches["layer-1"][3, 0, 0, 0] = float("nan")
+    with pytest.raises(ValueError, match="holds a NaN or an infinity"):
+        blocks.encode(KEY, 3)
+
+
+def test_layers_that_share_a_cache_are_kept_once() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    nbytes = block_codec(caches, layers, spec).nbytes
+    shared = caches | {"layer-9": caches["layer-0"]}
+    assert block_codec(shared, layers | {"layer-9": layers["layer-0"]}, spec).nbytes == nbytes
+
+
+def test_a_layout_that_cannot_be_read_back_is_refused() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    layers["layer-0"].impl.do_kv_cache_update = lambda layer, key, value, cache, slots: None
+    with pytest.raises(UnsupportedError, match="lays KV blocks out in a way that cannot be read back"):
+        block_codec(caches, layers, spec)
+    with pytest.raises(UnsupportedError, match="9 contiguous blocks are expected"):
+        block_codec(*paged("vec", torch.bfloat16, 32, 128), num_blocks=9)

@@ -1,0 +1,169 @@
+"""More sessions than the pool holds: saved before they are overwritten, within the cold store's budget."""
+
+import asyncio
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+SESSIONS = 8  # of 18 blocks each, where the pool has 95
+
+
+def store_figures(worker: Any) -> tuple[int, int, int]:
+    """Peak and present bytes of the worker's store, and its budget."""
+    store = get_kv_transfer_group().worker.store
+    return store.peak, store.used, store.max_bytes
+
+
+def slow_store(worker: Any, seconds: float) -> None:
+    """From now on every read, and every write, takes so long."""
+    import time
+
+    half = get_kv_transfer_group().worker
+    get, put = type(half.store).get, type(half.store).put
+
+    def slow_get(keys: Any) -> Any:
+        time.sleep(seconds)
+        return get(half.store, keys)
+
+    def slow_put(key: Any, buf: Any) -> None:
+        time.sleep(seconds)
+        put(half.store, key, buf)
+
+    half.store.get, half.store.put = slow_get, slow_put
+
+
+def broken_store(worker: Any) -> None:
+    """From now on nothing can be put."""
+
+    def put(key: Any, buf: Any) -> None:
+        raise OSError("the store is on fire")
+
+    get_kv_transfer_group().worker.store.put = put
+
+
+def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
+    tables = [table(seed) for seed in range(SESSIONS)]
+    for number, t in enumerate(tables):
+        prompt, right = t.question(2)
+        assert crowded.ask(prompt, f"user-{number}").text == right
+    crowded.wait_until_quiet()
+    assert crowded.sessions("cold") >= SESSIONS - 5
+    assert crowded.sessions("cold") + crowded.sessions("idle") == SESSIONS
+    for number, t in enumerate(tables):  # the one to come back next is always the one that went first
+        prompt, right = t.question(14)
+        answer = crowded.ask(prompt, f"user-{number}")
+        assert answer.text == right
+        assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
+
+
+def test_new_requests_wait_while_what_they_would_overwrite_is_being_saved(crowded, table) -> None:
+    crowded.on_worker(slow_store, 0.02)  # a session takes longer to save than the next one to answer
+    tables = [table(seed) for seed in range(10, 10 + SESSIONS)]
+    for number, t in enumerate(tables):
+        prompt, right = t.question(2)
+        assert crowded.ask(prompt, f"user-{number}").text == right
+    crowded.wait_until_quiet()
+    for number, t in enumerate(tables):
+        prompt, right = t.question(2)
+        answer = crowded.ask(prompt, f"user-{number}")
+        assert answer.text == right
+        assert answer.cached_tokens == (answer.prompt_tokens - 1) // 32 * 32
+
+
+def test_the_least_recently_used_goes_first(crowded, table) -> None:
+    prompts = [table(seed).question(2)[0] for seed in range(20, 25)]
+    for number, prompt in enumerate(prompts[:4]):
+        crowded.ask(prompt, f"user-{number}")
+    crowded.ask(prompts[0], "user-0")
+    crowded.wait_until_quiet()
+    restored = crowded.metric("manthan_restored_blocks_total")
+    crowded.ask(prompts[4], "user-4")  # pushes out user-1
+    crowded.wait_until_quiet()
+    crowded.ask(prompts[0], "user-0")
+    assert crowded.metric("manthan_restored_blocks_total") == restored
+    crowded.ask(prompts[1], "user-1")
+    assert crowded.metric("manthan_restored_blocks_total") > restored
+
+
+def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) -> None:
+    for seed in range(30, 30 + 18):  # 18 sessions, where pool and store together hold about 15
+        prompt, right = table(seed).question(2)
+        assert crowded.ask(prompt, f"user-{seed}").text == right
+    crowded.wait_until_quiet()
+    peak, used, budget = crowded.on_worker(store_figures)
+    assert 0.8 * budget < used <= peak <= budget
+    assert crowded.metric("manthan_dropped_blocks_total", cause="budget") > 0
+    prompt, right = table(30 + 16).question(2)
+    assert crowded.ask(prompt, "user-46").cached_tokens > 0
+    prompt, right = table(30).question(2)
+    answer = crowded.ask(prompt, "user-30")
+    assert answer.text == right
+    assert answer.cached_tokens == 0
+
+
+def test_a_shared_prefix_is_dropped_last(crowded, table) -> None:
+    head = table(1000).text  # 17 blocks that all share, before 18 of their own
+    for seed in range(50, 64):
+        prompt, right = table(seed, head).question(1)
+        assert crowded.ask(prompt, f"tenant-{seed}").text == right
+    crowded.wait_until_quiet()
+    assert crowded.metric("manthan_dropped_blocks_total", cause="budget") > 0
+    prompt, right = table(50, head).question(1)
+    answer = crowded.ask(prompt, "tenant-50")
+    assert answer.text == right
+    assert 16 * 32 <= answer.cached_tokens < 20 * 32  # the shared head was found, its own tail was dropped
+
+
+def test_aborted_restores_and_evictions_leave_nothing_behind(crowded, table) -> None:
+    tables = [table(seed) for seed in range(SESSIONS)]
+    for number, t in enumerate(tables):
+        crowded.ask(t.question(0)[0], f"user-{number}")
+    crowded.on_worker(slow_store, 0.01)
+    for round_ in range(3):
+        futures = [
+            crowded.start(crowded.generate(t.question(round_ + 1)[0], f"user-{number}", max_tokens=200))
+            for number, t in enumerate(tables)
+        ]
+        crowded.run(asyncio.sleep(0.05 + 0.1 * round_))
+        for future in futures[::2]:
+            future.cancel()
+        for t, future in list(zip(tables, futures, strict=True))[1::2]:
+            assert future.result(60).text.startswith(t.question(round_ + 1)[1])
+    crowded.wait_until_quiet()
+    for number, t in enumerate(tables):
+        prompt, right = t.question(13)
+        assert crowded.ask(prompt, f"user-{number}").text == right
+    crowded.wait_until_quiet()
+    crowded.wait(lambda: crowded.metric("kv_cache_usage_perc") == 0, "an empty pool")
+    assert crowded.failures() == 0
+
+
+def test_preempted_requests_are_right(crowded, table) -> None:
+    preempted = crowded.metric("num_preemptions_total")
+    tables = [table(seed) for seed in range(70, 70 + SESSIONS)]
+    for number, t in enumerate(tables):
+        crowded.ask(t.question(0)[0], f"user-{number}")
+    futures = [
+        crowded.start(crowded.generate(t.question(1)[0], f"user-{number}", max_tokens=400))
+        for number, t in enumerate(tables)
+    ]
+    for t, future in zip(tables, futures, strict=True):
+        assert future.result(120).text.startswith(t.question(1)[1])
+    assert crowded.metric("num_preemptions_total") > preempted
+    crowded.wait_until_quiet()
+    for number, t in enumerate(tables):
+        prompt, right = t.question(2)
+        assert crowded.ask(prompt, f"user-{number}").text == right
+    crowded.wait(lambda: crowded.metric("kv_cache_usage_perc") == 0, "an empty pool")
+
+
+def test_a_store_that_fails_costs_a_recompute_only(crowded, table) -> None:
+    crowded.on_worker(broken_store)
+    tables = [table(seed) for seed in range(80, 80 + SESSIONS)]
+    for question in range(2):
+        for number, t in enumerate(tables):
+            prompt, right = t.question(question)
+            assert crowded.ask(prompt, f"user-{number}").text == right
+    crowded.wait_until_quiet()
+    assert crowded.metric("manthan_failures_total", cause="internal") > 0
+    assert crowded.on_worker(store_figures)[1] == 0

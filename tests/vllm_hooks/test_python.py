@@ -1,0 +1,43 @@
+"""The offline class `LLM`, with the engine in the caller's own process: swept when it is stepped, never by itself."""
+
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+
+
+def test_llm_in_one_process(table, tmp_path: Path) -> None:
+    (first, right), (second, right_too), (other, _) = table(1).question(1), table(1).question(2), table(2).question(1)
+    script = textwrap.dedent(f"""
+        import os, time
+        os.environ |= {{"HF_HUB_OFFLINE": "1", "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_ENABLE_V1_MULTIPROCESSING": "0"}}
+        from vllm import LLM, SamplingParams
+        from manthan.vllm_hooks import kv_transfer_config
+
+        manthan = kv_transfer_config(policy="lru", idle_after_s=0.2, min_tokens=64)
+        llm = LLM({str(MODEL)!r}, block_size=32, num_gpu_blocks_override=131, max_model_len=2048,
+                  enforce_eager=True, kv_transfer_config=manthan)
+
+        def ask(prompt):
+            output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
+            print("ANSWER", output.outputs[0].text, output.num_cached_tokens)
+
+        manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
+        ask({first!r})
+        time.sleep(0.5)
+        print("BETWEEN", *manager.table.states.elements())
+        ask({other!r})
+        print("AFTER", *sorted(manager.table.states.elements()))
+        ask({second!r})
+    """)
+    result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert result.returncode == 0, result.stderr[-3000:]
+    said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(("ANSWER", "BETWEEN", "AFTER"))]
+    assert [line[0] for line in said] == ["ANSWER", "BETWEEN", "ANSWER", "AFTER", "ANSWER"]
+    assert said[0] == ["ANSWER", right, "0"]
+    assert said[1] == ["BETWEEN", "idle"]
+    assert said[3] == ["AFTER", "cold", "idle"]
+    assert said[4][1] == right_too
+    assert int(said[4][2]) >= 16 * 32

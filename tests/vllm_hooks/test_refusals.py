@@ -1,0 +1,213 @@
+"""What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from vllm import EngineArgs
+from vllm.config import KVTransferConfig
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+
+from manthan.manager.config import ConfigError, load_config
+from manthan.manager.session_table import MemoryShape
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.announce import check_capacity
+from manthan.vllm_hooks.support import full_attention_spec
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+SIZES = {
+    "hidden_size": 256,
+    "intermediate_size": 512,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 4,
+    "max_position_embeddings": 4096,
+    "vocab_size": 1024,
+    "torch_dtype": "bfloat16",
+}
+MLA = SIZES | {
+    "architectures": ["DeepseekV2ForCausalLM"],
+    "model_type": "deepseek_v2",
+    "kv_lora_rank": 64,
+    "q_lora_rank": None,
+    "qk_nope_head_dim": 32,
+    "qk_rope_head_dim": 32,
+    "v_head_dim": 32,
+}
+MAMBA = {
+    "architectures": ["MambaForCausalLM"],
+    "model_type": "mamba",
+    "hidden_size": 256,
+    "num_hidden_layers": 4,
+    "state_size": 16,
+    "vocab_size": 1024,
+    "torch_dtype": "bfloat16",
+}
+GDN = SIZES | {
+    "architectures": ["Qwen3NextForCausalLM"],
+    "model_type": "qwen3_next",
+    "head_dim": 64,
+    "layer_types": ["linear_attention", "linear_attention", "linear_attention", "full_attention"],
+}
+SLIDING = SIZES | {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": 1024}
+
+
+def refusal(model: str, **options: Any) -> str:
+    """What `EngineArgs` says on the way to an engine."""
+    options = {"kv_transfer_config": kv_transfer_config(), "max_model_len": 1024} | options
+    with pytest.raises(ConfigError) as refused:
+        EngineArgs(model, skip_tokenizer_init=True, **options).create_engine_config()
+    message = str(refused.value)
+    assert message.startswith("Manthan cannot be used here: ")
+    assert message.count("\n") == 0
+    return message
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        (MLA, "uses multi-head latent attention (MLA), whose cache is no keys and values"),
+        (MAMBA, "has Mamba or linear attention layers"),
+        (GDN, "has Mamba or linear attention layers"),
+        (SLIDING, "uses sliding window attention (window 1024)"),
+    ],
+    ids=["mla", "mamba", "gdn", "sliding-window"],
+)
+def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert refusal(str(tmp_path)).endswith(f"{tmp_path} {why}; serve it without Manthan.")
+
+
+@pytest.mark.parametrize(
+    ("options", "why"),
+    [
+        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is quantized already; use auto, bfloat16 or float16"),
+        ({"enable_prefix_caching": False}, "prefix caching is off; remove --no-enable-prefix-caching"),
+        (
+            {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
+            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+        ),
+        ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2; use tensor parallelism instead"),
+    ],
+    ids=["fp8", "prefix-caching", "context-parallel", "pipeline"],
+)
+def test_settings(options: dict[str, Any], why: str) -> None:
+    assert refusal(MODEL, **options).endswith(f": {why}.")
+
+
+@pytest.mark.parametrize(
+    ("change", "why"),
+    [
+        ({"kv_role": "kv_producer"}, "kv_role is kv_producer: prefill/decode disaggregation is not supported"),
+        ({"kv_load_failure_policy": "fail"}, "kv_load_failure_policy is fail: set it to recompute"),
+    ],
+)
+def test_transfer_roles(change: dict[str, str], why: str) -> None:
+    transfer = kv_transfer_config()
+    for name, value in change.items():
+        setattr(transfer, name, value)
+    assert why in refusal(MODEL, kv_transfer_config=transfer)
+
+
+def test_several_kinds_of_kv_cache() -> None:
+    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
+    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
+    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)]
+    assert full_attention_spec(KVCacheConfig(8, [], groups[:1])) is full
+    with pytest.raises(ConfigError, match=r"KV cache groups are FullAttentionSpec, SlidingWindowSpec; only one group"):
+        full_attention_spec(KVCacheConfig(8, [], groups))
+
+
+def test_a_cold_store_too_small_for_a_block() -> None:
+    shape = MemoryShape(block_tokens=32, hot_nbytes=131_072, cold_nbytes=25_760)
+    check_capacity(load_config(flags={"cold_store.max_bytes": 25_760}), shape)
+    with pytest.raises(ConfigError, match=r"cold_store.max_bytes is 25759, but one encoded block .* takes 25760 bytes"):
+        check_capacity(load_config(flags={"cold_store.max_bytes": 25_759}), shape)
+
+
+def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(SLIDING))
+    EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    EngineArgs(MODEL, enable_prefix_caching=False).create_engine_config()
+
+
+@pytest.mark.parametrize(
+    ("options", "sentence"),
+    [
+        ({"policy": "lry"}, "argument: unknown policy 'lry' (did you mean 'lru'?)"),
+        ({"codec": "zip"}, "argument: unknown codec 'zip' (valid: k4v3, lloyd3, lloyd3-unrotated, lloyd4)"),
+        ({"idle_after": 5}, "argument: unknown key 'idle_after' (did you mean 'idle_after_s'?)"),
+        (
+            {"cold_store": {"max_bytes": "much"}},
+            "argument: cold_store.max_bytes must be a size above 0, such as 4GiB, 512MiB or a plain number of bytes, "
+            "not 'much'",
+        ),
+    ],
+)
+def test_python_options(options: dict[str, Any], sentence: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        kv_transfer_config(**options)
+    assert str(refused.value) == sentence
+
+
+def from_flags(*flags: str) -> EngineArgs:
+    """What `vllm serve` makes of its command line."""
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+    parser = EngineArgs.add_cli_args(FlexibleArgumentParser())
+    return EngineArgs.from_cli_args(parser.parse_args(["--model", MODEL, *flags]))
+
+
+def test_flags_become_the_connector(tmp_path: Path) -> None:
+    file = tmp_path / "m.yaml"
+    file.write_text("idle_after_s: 7\nmin_tokens: 9\n")
+    transfer = from_flags(
+        "--manthan-config", str(file), "--manthan-idle-after", "5", "--manthan-cold-bytes", "8GiB"
+    ).kv_transfer_config
+    assert isinstance(transfer, KVTransferConfig)
+    config = transfer.kv_connector_extra_config["manthan"]
+    assert (transfer.kv_connector, transfer.kv_load_failure_policy) == ("ManthanConnector", "recompute")
+    assert (config["idle_after_s"], config["min_tokens"], config["cold_store"]["max_bytes"]) == (5, 9, 8 << 30)
+
+
+def test_without_flags_nothing_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_IDLE_AFTER_S", "5")  # not a flag: does not turn it on
+    assert from_flags().kv_transfer_config is None
+    other = '{"kv_connector": "ExampleConnector", "kv_role": "kv_both"}'
+    assert from_flags("--kv-transfer-config", other).kv_transfer_config.kv_connector == "ExampleConnector"
+
+
+@pytest.mark.parametrize(
+    ("flags", "sentence"),
+    [
+        (["--manthan-policy", "lry"], "--manthan-policy: unknown policy 'lry' (did you mean 'lru'?)"),
+        (["--manthan-codec", "zip"], "--manthan-codec: unknown codec 'zip'"),
+        (["--manthan-cold-bytes", "8Gigs"], "--manthan-cold-bytes: cold_store.max_bytes must be a size above 0"),
+        (["--manthan-idle-after", "5m"], "--manthan-idle-after: idle_after_s must be a plain number of seconds"),
+        (["--manthan-config", "no.yaml"], "no.yaml: "),
+        (
+            ["--manthan-policy", "lru", "--kv-transfer-config", '{"kv_connector": "X", "kv_role": "kv_both"}'],
+            "--kv-transfer-config cannot be given together with --manthan-policy",
+        ),
+    ],
+)
+def test_flags_are_refused_in_one_sentence(flags: list[str], sentence: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        from_flags(*flags)
+    assert str(refused.value).startswith(f"vllm: error: {sentence}")
+    assert "\n" not in str(refused.value)
+
+
+def test_a_bad_key_names_the_file_and_the_nearest(tmp_path: Path) -> None:
+    file = tmp_path / "m.yaml"
+    file.write_text("idle_after: 7\n")
+    with pytest.raises(SystemExit, match="unknown key 'idle_after' \\(did you mean 'idle_after_s'\\?\\)"):
+        from_flags("--manthan-config", str(file))
+
+
+def test_the_command_line_gets_no_traceback() -> None:
+    args = from_flags("--manthan-policy", "lru", "--no-enable-prefix-caching")
+    with pytest.raises(SystemExit, match=r"^vllm: error: Manthan cannot be used here: prefix caching is off"):
+        args.create_engine_config()

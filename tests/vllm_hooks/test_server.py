@@ -1,0 +1,118 @@
+"""`vllm serve` as an operator runs it, with the flags and without."""
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from server import Reply, VllmServer
+
+from manthan.vllm_hooks.plugin import HELP
+from manthan.vllm_hooks.stats import METRICS
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+FLAGS = [
+    *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
+    *("--enforce-eager", "--enable-prompt-tokens-details"),
+]
+YAML = "idle_after_s: 30\nsweep_interval_s: 0.1\nmin_tokens: 64\n"
+ANSWER = {"temperature": 0, "max_tokens": 4}
+
+
+def started(flags: list[str], folder: Path) -> Iterator[VllmServer]:
+    with VllmServer(MODEL, [*FLAGS, *flags], folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        server.wait_until_ready(300)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("manthan")
+    (folder / "manthan.yaml").write_text(YAML)
+    flags = ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
+    yield from started([*flags, "--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB"], folder)
+
+
+@pytest.fixture(scope="module")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    yield from started([], tmp_path_factory.mktemp("plain"))
+
+
+def ask(server: VllmServer, prompt: str, session: str) -> Reply:
+    return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
+
+
+def wait_until_cold(server: VllmServer) -> None:
+    def is_cold() -> bool:
+        text = httpx.get(f"{server.url}/metrics").text
+        return 'state="cold"} 3.0' in text and 'state="idle"} 0.0' in text
+
+    server.wait_for(is_cold, 30, "show three cold sessions")
+
+
+def test_sessions_go_cold_and_return(server, table) -> None:
+    tables = [table(seed) for seed in range(3)]
+    for n, t in enumerate(tables):
+        prompt, right = t.question(1)
+        assert ask(server, prompt, f"guest-{n}").text == right
+    wait_until_cold(server)
+    lines = server.new_log_lines()
+    assert len([line for line in lines if "Manthan is on: policy lru, codec lloyd3 (5.09x" in line]) == 1
+    assert len([line for line in lines if "idle after 0.5 s" in line and "64.0MiB for 83360 tokens" in line]) == 1
+    restored = []
+    for n, t in enumerate(tables):
+        assert len([line for line in lines if "INFO" in line and f"session guest-{n} went cold" in line]) == 1
+        prompt, right = t.question(1)
+        reply = ask(server, prompt, f"guest-{n}")
+        assert reply.text == right
+        blocks = (reply.prompt_tokens - 1) // 32
+        assert reply.cached_tokens == blocks * 32
+        restored.append(f"session guest-{n} restored {blocks} of {blocks} blocks")
+    lines = server.new_log_lines()
+    assert [len([line for line in lines if "INFO" in line and what in line]) for what in restored] == [1, 1, 1]
+
+
+def test_every_metric_is_on_the_metrics_page(server) -> None:
+    text = httpx.get(f"{server.url}/metrics").text
+    for name in METRICS:
+        assert f"vllm:manthan_{name}" in text
+    metrics = server.metrics()
+    assert metrics["vllm:manthan_compression_ratio"] == pytest.approx(5.09, abs=0.01)
+    assert metrics["vllm:manthan_restores_total"] >= 3
+    assert metrics["vllm:manthan_restored_blocks_total"] >= 3 * 17
+    assert metrics["vllm:manthan_encode_seconds_count"] == metrics["vllm:manthan_encoded_blocks_total"]
+    assert metrics["vllm:manthan_restore_bytes_sum"] == metrics["vllm:manthan_restored_blocks_total"] * 25_760
+
+
+@pytest.mark.parametrize("query", ["", "?reset_external=true"])
+def test_reset_prefix_cache_empties_the_cold_store(server, table, query: str) -> None:
+    prompts = [table(seed).question(1)[0] for seed in range(3)]
+    for n, prompt in enumerate(prompts):
+        ask(server, prompt, f"guest-{n}")
+    wait_until_cold(server)
+    assert server.metrics()["vllm:manthan_cold_bytes"] > 0
+    server.new_log_lines()
+    assert httpx.post(f"{server.url}/reset_prefix_cache{query}").json() == {"success": True}
+    reply = ask(server, prompts[0], "guest-0")
+    assert (reply.text, reply.cached_tokens) == (table(0).question(1)[1], 0)
+    assert server.metrics()["vllm:manthan_cold_bytes"] == 0
+    assert len([line for line in server.new_log_lines() if "cold store is emptied" in line]) == 1
+
+
+def test_without_flags_it_is_plain_vllm(plain_server, table) -> None:
+    prompt, right = table(0).question(1)
+    first, again = (ask(plain_server, prompt, "guest-0") for _ in range(2))
+    assert (first.text, first.cached_tokens) == (right, 0)
+    assert (again.text, again.cached_tokens) == (right, (again.prompt_tokens - 1) // 32 * 32)
+    assert "manthan" not in httpx.get(f"{plain_server.url}/metrics").text
+    assert not [line for line in plain_server.new_log_lines() if "anthan" in line and "--manthan" not in line]
+
+
+def test_the_flags_have_a_group_of_their_own_in_the_help() -> None:
+    vllm = Path(sys.executable).with_name("vllm")
+    page = subprocess.run([vllm, "serve", "--help=Manthan"], capture_output=True, text=True, check=True).stdout
+    for flag in HELP:
+        assert flag in page
+    assert "Session memory manager" in page

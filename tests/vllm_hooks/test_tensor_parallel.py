@@ -1,0 +1,82 @@
+"""Two ranks: each keeps its own shard of heads, and a block is cold when both have said so."""
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.distributed import get_tensor_model_parallel_rank
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+BOTH = pytest.mark.parametrize("rank", [0, 1])
+
+
+@pytest.fixture(scope="module")
+def pair(start_engine: Any) -> Iterator[Any]:
+    cores = sorted(os.sched_getaffinity(0))
+    with pytest.MonkeyPatch.context() as patch:  # a rank a core; by itself vLLM wants a NUMA node for each
+        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
+        yield from start_engine(
+            blocks=131, ranks=2, idle_after_s=0.5, sweep_interval_s=0.1, cold_store={"max_bytes": "64MiB"}
+        )
+
+
+def stored_bytes(worker: Any) -> tuple[int, int]:
+    store = get_kv_transfer_group().worker.store
+    return store.used, store.max_bytes
+
+
+def flip_a_byte(worker: Any, rank: int) -> None:
+    if get_tensor_model_parallel_rank() == rank:
+        blocks = get_kv_transfer_group().worker.store._blocks
+        key = list(blocks)[3]
+        blocks[key] = blocks[key].copy()
+        blocks[key][5000] ^= 1
+
+
+def break_store(worker: Any, rank: int) -> None:
+    def put(key: Any, buf: Any) -> None:
+        raise OSError("this rank's store is on fire")
+
+    if get_tensor_model_parallel_rank() == rank:
+        get_kv_transfer_group().worker.store.put = put
+
+
+def test_a_session_goes_cold_on_both_ranks_and_returns(pair, table) -> None:
+    prompt, right = table(1).question(3)
+    assert pair.ask(prompt, "duo").text == right
+    pair.wait_until_cold(1)
+    (used, budget), (used_too, budget_too) = pair.on_workers(stored_bytes)
+    assert used == used_too > 0
+    assert used + used_too == pair.metric("manthan_cold_bytes")
+    assert budget + budget_too == 64 << 20
+    answer = pair.ask(prompt, "duo")
+    assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+
+
+@BOTH
+def test_damage_on_one_rank_is_enough_to_recompute(pair, table, rank: int) -> None:
+    pair.start_afresh()
+    prompt, right = table(2).question(3)
+    pair.ask(prompt, "duo")
+    pair.wait_until_cold(1)
+    failures = pair.failures()
+    pair.on_workers(flip_a_byte, rank)
+    assert pair.ask(prompt, "duo").text == right
+    assert pair.failures() == failures + 1
+    pair.wait_until_cold(1)
+    assert len(set(pair.on_workers(stored_bytes))) == 1
+
+
+@BOTH
+def test_a_block_that_one_rank_cannot_store_stays_hot(pair, table, rank: int) -> None:
+    pair.start_afresh()
+    pair.on_workers(break_store, rank)
+    prompt, right = table(3).question(3)
+    failures, evictions = pair.failures(), pair.metric("manthan_evictions_total")
+    pair.ask(prompt, "duo")
+    pair.wait(lambda: pair.failures() > failures, "a failure")
+    pair.wait_until_quiet()
+    answer = pair.ask(prompt, "duo")
+    assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+    assert pair.metric("manthan_evictions_total") == evictions

@@ -1,0 +1,11 @@
+"""The only place that knows vLLM: the plugin, its flags, and the KV connector in two halves.
+
+From Python:
+
+    from manthan.vllm_hooks import kv_transfer_config
+    llm = LLM(model, kv_transfer_config=kv_transfer_config(policy="lru", idle_after_s=5))
+"""
+
+from manthan.vllm_hooks.transfer_config import kv_transfer_config
+
+__all__ = ["kv_transfer_config"]

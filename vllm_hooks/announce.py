@@ -1,0 +1,57 @@
+"""What is on, said once at start, and what a block will weigh."""
+
+from typing import TYPE_CHECKING
+
+from pydantic import ByteSize
+from vllm.logger import init_logger
+
+from manthan.codec import wire
+from manthan.manager.config import ConfigError, ManthanConfig
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from manthan.manager.session_table import MemoryShape
+
+logger = init_logger("vllm.manthan")
+
+
+def human_bytes(nbytes: int) -> str:
+    """A size for people: 1.6MiB."""
+    return ByteSize(nbytes).human_readable()
+
+
+def encoded_block_nbytes(codec: str, spec: "FullAttentionSpec", layers: int) -> int:
+    """Bytes of one rank's encoded block, header included."""
+    header = wire.BlockHeader(
+        codec, b"", bytes(wire.FINGERPRINT_LEN), layers, spec.num_kv_heads, spec.block_size, spec.head_size
+    )
+    return wire.block_nbytes(header)
+
+
+def check_capacity(config: ManthanConfig, shape: "MemoryShape") -> None:
+    """Raise ConfigError if the cold store cannot hold a single block."""
+    if config.cold_store.max_bytes < shape.cold_nbytes:
+        raise ConfigError(
+            f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
+            f"({shape.block_tokens} tokens) takes {shape.cold_nbytes} bytes: give it room for many."
+        )
+
+
+def announce(vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape") -> None:
+    """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is."""
+    blocks = config.cold_store.max_bytes // shape.cold_nbytes
+    logger.info(
+        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s for %d tokens, "
+        "idle after %g s",
+        config.policy.name,
+        config.codec,
+        shape.hot_nbytes / shape.cold_nbytes,
+        vllm_config.model_config.model,
+        shape.cold_nbytes // shape.block_tokens,
+        config.cold_store.kind,
+        human_bytes(config.cold_store.max_bytes),
+        blocks * shape.block_tokens,
+        config.idle_after_s,
+    )

@@ -1,0 +1,134 @@
+"""The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
+
+from typing import TYPE_CHECKING, Any
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import (
+    KVConnectorBase_V1,
+    KVConnectorMetadata,
+    KVConnectorRole,
+    SupportsHMA,
+)
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
+
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
+from manthan.vllm_hooks.stats import ManthanPromMetrics, ManthanStats
+from manthan.vllm_hooks.support import check_supported
+from manthan.vllm_hooks.worker_half import WorkerHalf
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
+    from vllm.forward_context import ForwardContext
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
+    from vllm.v1.core.sched.output import SchedulerOutput
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.outputs import KVConnectorOutput
+    from vllm.v1.request import Request
+
+
+class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
+    """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
+
+    SupportsHMA is declared so that vLLM need not change its memory allocator; one KV cache group is required.
+    """
+
+    _cache_hit_source = CacheHitSource.HOST
+
+    def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
+        super().__init__(vllm_config, role, kv_cache_config)
+        check_supported(vllm_config)
+        self.scheduler = SchedulerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else None
+        self.worker = WorkerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.WORKER else None
+
+    @property
+    def requires_kv_delivery(self) -> bool:
+        return False  # a cache: what is not stored is recomputed
+
+    # -- scheduler half -------------------------------------------------------------------------------
+
+    def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
+        self.scheduler.bind(gpu_block_pool)
+
+    def on_new_request(self, request: "Request") -> None:
+        self.scheduler.new_request(request)
+
+    def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
+        return self.scheduler.match(request, num_computed_tokens)
+
+    def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
+        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+
+    def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
+        return self.scheduler.step(
+            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        )
+
+    def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
+        if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
+            self.scheduler.worker_output(report)
+
+    def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
+        self.scheduler.finished(request, len(block_ids))
+        return False, None
+
+    def request_finished_all_groups(
+        self, request: "Request", block_ids: tuple[list[int], ...]
+    ) -> tuple[bool, dict[str, Any] | None]:
+        return self.request_finished(request, block_ids[0])
+
+    def has_pending_push_work(self) -> bool:
+        return self.scheduler.has_work
+
+    def has_pending_block_frees(self) -> bool:
+        return self.scheduler.holds_blocks
+
+    def reset_cache(self) -> bool:
+        self.scheduler.reset()
+        return True
+
+    def get_kv_connector_stats(self) -> "KVConnectorStats | None":
+        return self.scheduler.stats.take() if self.scheduler else None
+
+    @classmethod
+    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
+        return ManthanStats(data=data or {})
+
+    @classmethod
+    def build_prom_metrics(cls, *args: Any) -> "KVConnectorPromMetrics":
+        return ManthanPromMetrics(*args)
+
+    # -- worker half ----------------------------------------------------------------------------------
+
+    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
+        self.worker.register_kv_caches(kv_caches)
+
+    def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
+        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(metadata, ManthanMetadata)
+        self.worker.submit(metadata)
+
+    def wait_for_layer_load(self, layer_name: str) -> None:
+        """Restores are asynchronous: no layer waits for one."""
+
+    def save_kv_layer(self, layer_name: str, kv_layer: "torch.Tensor", attn_metadata: Any, **kwargs: Any) -> None:
+        """Blocks are read whole when their session is evicted, not layer by layer."""
+
+    def wait_for_save(self) -> None:
+        """Blocks under encoding are referenced until they are done: nothing to wait for."""
+
+    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
+        return None, self.worker.take_finished_loads()
+
+    def get_block_ids_with_load_errors(self) -> set[int]:
+        return self.worker.take_failed_blocks()
+
+    def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
+        return self.worker.take_report()
+
+    def shutdown(self) -> None:
+        for half in (self.scheduler, self.worker):
+            if half is not None:
+                half.shutdown()

@@ -1,0 +1,60 @@
+"""What the two halves of the connector tell each other, once a step."""
+
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
+
+
+class SpillBlock(NamedTuple):
+    """Encode this block of the paged cache and keep it under its key."""
+
+    key: bytes
+    block_id: int
+
+
+class Load(NamedTuple):
+    """Decode these codes into these blocks of the paged cache, for a request that waits for them."""
+
+    request_id: str
+    keys: list[bytes]
+    block_ids: list[int]
+
+
+@dataclass
+class ManthanMetadata(KVConnectorMetadata):
+    """Scheduler to worker, carried out in this order."""
+
+    clear: bool = False
+    drops: list[bytes] = field(default_factory=list)
+    spills: list[SpillBlock] = field(default_factory=list)
+    loads: list[Load] = field(default_factory=list)
+
+
+class SpillResult(NamedTuple):
+    """`cause` is None if the codes are in the rank's tier, and a metric label otherwise."""
+
+    key: bytes
+    cause: str | None
+    seconds: float
+
+
+class LoadResult(NamedTuple):
+    """`failed` are the keys that could not be loaded, each with its cause."""
+
+    request_id: str
+    failed: list[tuple[bytes, str]]
+    nbytes: int
+    seconds: float
+
+
+@dataclass
+class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
+    """Worker to scheduler: what ended since the last step, on all ranks."""
+
+    spills: list[SpillResult] = field(default_factory=list)
+    loads: list[LoadResult] = field(default_factory=list)
+
+    def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
+        assert isinstance(other, ManthanWorkerMetadata)
+        return ManthanWorkerMetadata(self.spills + other.spills, self.loads + other.loads)

@@ -1,0 +1,315 @@
+"""The scheduler half of the connector: vLLM's events to the manager, the manager's decisions to blocks and messages."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from manthan.manager.session_manager import SessionMemoryManager
+from manthan.manager.session_table import MemoryShape
+from manthan.manager.sweeper import Sweeper
+from manthan.policies import get_policy
+from manthan.vllm_hooks.announce import announce, check_capacity, encoded_block_nbytes, human_bytes
+from manthan.vllm_hooks.messages import (
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    ManthanWorkerMetadata,
+    SpillBlock,
+    SpillResult,
+)
+from manthan.vllm_hooks.runway import Runway
+from manthan.vllm_hooks.stats import StatsRecorder
+from manthan.vllm_hooks.support import full_attention_spec
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.waker import engine_waker
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+    from vllm.v1.request import Request
+
+logger = init_logger("vllm.manthan")
+
+GROUP = [0]
+IN_FLIGHT_SHARE = 4
+"""A block under encoding is out of vLLM's reach: at most one in so many blocks of the pool at a time."""
+ADMISSION_WAIT_S = 3.0
+"""How long a new request may wait for room, while sessions it would overwrite are being encoded."""
+
+
+@dataclass
+class Restore:
+    """A restore under way: which session, which load, and how many ranks have answered."""
+
+    session_id: str
+    load: Load
+    answers: list[LoadResult]
+
+
+class SchedulerHalf:
+    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
+
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+        self._config = config = from_vllm_config(vllm_config)
+        self._ranks = vllm_config.parallel_config.world_size
+        spec = full_attention_spec(kv_cache_config)
+        layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
+        self._block_size = spec.block_size
+        self._shape = MemoryShape(
+            block_tokens=spec.block_size,
+            hot_nbytes=spec.page_size_bytes * layers * self._ranks,
+            cold_nbytes=encoded_block_nbytes(config.codec, spec, layers) * self._ranks,
+        )
+        check_capacity(config, self._shape)
+        self.manager = SessionMemoryManager(
+            get_policy(config.policy.name),
+            self._shape,
+            capacity_nbytes=config.cold_store.max_bytes,
+            idle_after_s=config.idle_after_s,
+            min_tokens=config.min_tokens,
+        )
+        self.stats = StatsRecorder(self.manager, self._shape)
+        self._pool: BlockPool | None = None
+        self._hashes: object = None
+        self._held: dict[bytes, KVCacheBlock] = {}
+        self._answers: dict[bytes, list[SpillResult]] = {}
+        self._to_load: list[Load] = []
+        self._restores: dict[str, Restore] = {}
+        self._session_of: dict[str, str] = {}
+        self._first_external: dict[str, int] = {}
+        self._waiting_since: dict[str, float] = {}
+        self._clear = False
+        self._deadline: float | None = None
+        self._rung = False
+        self._wake = engine_waker()
+        self._sweeper = Sweeper(config.sweep_interval_s, self._is_due, self._ring)
+        announce(vllm_config, config, self._shape)
+
+    def bind(self, pool: "BlockPool") -> None:
+        """The pool exists: from now on there is something to watch."""
+        self._pool = pool
+        self._hashes = pool.cached_block_hash_to_block
+        blocks = pool.num_gpu_blocks - 1  # the null block is never free
+        self._low = int(self._config.hot_pool.low_watermark * blocks)
+        self._high = int(self._config.hot_pool.high_watermark * blocks)
+        self._max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
+        self._runway = Runway(pool, self.manager.blocks, ahead=self._high)
+        self._sweeper.start()
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def new_request(self, request: "Request") -> None:
+        self._notice_reset()
+        self._session_of[request.request_id] = self.manager.request_started(
+            request.request_id, request.block_hashes, request.session_id or None, time.monotonic()
+        )
+
+    def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
+        """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
+        self._notice_reset()
+        if self._should_wait(request, computed):
+            return None, False
+        if request.skip_reading_prefix_cache:
+            return 0, False
+        first = computed // self._block_size
+        usable = (request.num_tokens - 1) // self._block_size  # the last token is always computed
+        tokens = self.manager.match(request.block_hashes[first:usable]) * self._block_size
+        self._first_external[request.request_id] = first
+        return tokens, tokens > 0
+
+    def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
+        """vLLM has allocated the request's blocks; `tokens` tokens behind its hot ones are to be restored."""
+        request_id = request.request_id
+        self._runway.taken(len(block_ids))
+        self._waiting_since.pop(request_id, None)
+        first = self._first_external.pop(request_id, 0)
+        if not tokens:
+            return
+        last = first + tokens // self._block_size
+        load = Load(request_id, list(request.block_hashes[first:last]), list(block_ids[first:last]))
+        self.manager.restore_started(request_id, load.keys)
+        self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load, [])
+        self._to_load.append(load)
+
+    def finished(self, request: "Request", blocks: int) -> None:
+        """A request ended, with KV computed for that many blocks."""
+        for by_request in (self._waiting_since, self._first_external, self._session_of):
+            by_request.pop(request.request_id, None)
+        computed = min(blocks, request.num_computed_tokens // self._block_size)
+        self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
+        self._deadline = self.manager.next_deadline
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
+        """What the workers are to do in this step, in which the model computes so much."""
+        self._rung = False
+        self._notice_reset()
+        now = time.monotonic()
+        self.manager.sweep(now)
+        self._runway.taken(-(-scheduled_tokens // self._block_size) + scheduled_requests)
+        if self._runway.length(self._low) < self._low:
+            self.manager.relieve(self._high - self._runway.length(self._high) - self._on_their_way(), now)
+        drops = self.manager.take_drops()
+        for drop in drops:
+            self.stats.dropped(drop)
+            self._runway.forget()  # what was dropped may be hot
+        self._release(self.manager.take_releases())
+        metadata = ManthanMetadata(
+            clear=self._clear,
+            drops=[key for drop in drops for key in drop.keys],
+            spills=self._begin_spills(now),
+            loads=self._to_load,
+        )
+        self._clear, self._to_load = False, []
+        self._log_evictions()
+        self._deadline = self.manager.next_deadline
+        return metadata
+
+    def worker_output(self, report: ManthanWorkerMetadata) -> None:
+        """What ended on the workers. A block or a restore is settled when every rank has answered."""
+        now = time.monotonic()
+        for result in report.spills:
+            answers = self._answers.setdefault(result.key, [])
+            answers.append(result)
+            if len(answers) == self._ranks:
+                self._settle_spill(self._answers.pop(result.key), now)
+        for load in report.loads:
+            restore = self._restores[load.request_id]
+            restore.answers.append(load)
+            if len(restore.answers) == self._ranks:
+                self._settle_restore(self._restores.pop(load.request_id))
+        self._release(self.manager.take_releases())
+        self._log_evictions()
+        self._deadline = self.manager.next_deadline
+
+    @property
+    def has_work(self) -> bool:
+        """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
+        self._notice_reset()
+        return self._rung or self._clear or self.manager.has_work
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks come free by themselves when what is being encoded is done."""
+        return bool(self._held)
+
+    def reset(self) -> None:
+        """Empty the cold store: the KV that vLLM computes from now on is another's."""
+        assert self._pool is not None
+        self._hashes = self._pool.cached_block_hash_to_block
+        self.manager.reset()
+        self._clear = True
+        logger.info("Manthan: the cold store is emptied together with the prefix cache.")
+
+    def shutdown(self) -> None:
+        self._sweeper.stop()
+
+    # -- blocks ---------------------------------------------------------------------------------------
+
+    def _begin_spills(self, now: float) -> list[SpillBlock]:
+        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile."""
+        assert self._pool is not None
+        spills = []
+        for key in self.manager.take_spills(self._max_in_flight - len(self._held)):
+            found = self._pool.get_cached_block(key, GROUP)
+            if found is None:
+                self.manager.lost(key, now)
+                continue
+            self._pool.touch(found)
+            self._held[key] = found[0]
+            spills.append(SpillBlock(key, found[0].block_id))
+        return spills
+
+    def _settle_spill(self, answers: list[SpillResult], now: float) -> None:
+        assert self._pool is not None
+        key = answers[0].key
+        self._pool.free_blocks([self._held.pop(key)])
+        causes = {answer.cause for answer in answers if answer.cause is not None}
+        if causes:
+            self.stats.spill_failed(causes)
+            self.manager.spill_failed(key, now)
+        else:
+            self.stats.spilled(answers)
+            self.manager.spilled(key, now)
+
+    def _settle_restore(self, restore: Restore) -> None:
+        failed = dict(pair for answer in restore.answers for pair in answer.failed)
+        blocks = len(restore.load.keys)
+        good = next((i for i, key in enumerate(restore.load.keys) if key in failed), blocks)
+        self.manager.restore_finished(restore.load.request_id, failed)
+        self.stats.restored(restore.answers, good, failed.values())
+        seconds = max(answer.seconds for answer in restore.answers)
+        logger.info(
+            "Manthan: session %s restored %d of %d blocks (%d tokens) in %.0f ms%s",
+            restore.session_id,
+            good,
+            blocks,
+            good * self._block_size,
+            seconds * 1e3,
+            f"; unreadable codes ({', '.join(sorted(set(failed.values())))}) are recomputed" if failed else "",
+        )
+
+    def _release(self, keys: Sequence[bytes]) -> None:
+        """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
+        assert self._pool is not None
+        for key in keys:
+            while (found := self._pool.get_cached_block(key, GROUP)) and found[0].ref_cnt == 0:
+                self._pool.touch(found)
+                self._pool.evict_blocks({found[0].block_id})
+                self._pool.free_blocks(found)
+
+    # -- memory pressure ------------------------------------------------------------------------------
+
+    def _on_their_way(self) -> int:
+        return self.manager.blocks.queued + self.manager.blocks.spilling
+
+    def _should_wait(self, request: "Request", computed: int) -> bool:
+        """Whether sessions that this request would overwrite are being saved; bounded by ADMISSION_WAIT_S."""
+        now = time.monotonic()
+        needed = -(-request.num_tokens // self._block_size) - computed // self._block_size
+        short = needed - self._runway.length(needed)
+        if short <= 0:
+            return False
+        self.manager.relieve(short - self._on_their_way(), now)
+        waited = now - self._waiting_since.setdefault(request.request_id, now)
+        return self._on_their_way() > 0 and waited < ADMISSION_WAIT_S
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def _is_due(self) -> bool:
+        return self._deadline is not None and self._deadline <= time.monotonic()
+
+    def _ring(self) -> None:
+        self._rung = True
+        self._wake()
+
+    def _notice_reset(self) -> None:
+        """vLLM tells connectors of a reset only if the caller asks for it; a new hash map tells of all."""
+        assert self._pool is not None
+        if self._pool.cached_block_hash_to_block is not self._hashes:
+            self.reset()
+
+    def _log_evictions(self) -> None:
+        for eviction in self.manager.take_evictions():
+            self.stats.evicted(eviction)
+            hot = eviction.blocks * self._shape.hot_nbytes
+            cold = eviction.blocks * self._shape.cold_nbytes
+            logger.info(
+                "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
+                "%d encoded in %.0f ms",
+                eviction.session_id,
+                eviction.idle_s,
+                eviction.blocks,
+                eviction.tokens,
+                human_bytes(hot),
+                human_bytes(cold),
+                hot / cold,
+                eviction.encoded,
+                eviction.took_s * 1e3,
+            )

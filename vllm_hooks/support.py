@@ -1,0 +1,84 @@
+"""What Manthan can serve. Everything else stops the server at start with one sentence."""
+
+from typing import TYPE_CHECKING
+
+from manthan.manager.config import ConfigError
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+
+KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+
+
+class UnsupportedError(ConfigError):
+    """A model or a setting of vLLM that Manthan does not support."""
+
+
+def check_supported(vllm_config: "VllmConfig") -> None:
+    """Refuse what can be told from vLLM's configuration alone; raises UnsupportedError."""
+    from vllm.platforms import current_platform
+
+    model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
+    transfer = vllm_config.kv_transfer_config
+    assert transfer is not None
+    speculative = vllm_config.speculative_config
+    device = current_platform.device_type
+    without = "serve it without Manthan"
+    refusals = [
+        (device != "cpu", f"vLLM runs on {device}; only vLLM's CPU build is supported so far"),
+        (
+            model.use_mla,
+            f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",
+        ),
+        (model.is_hybrid or model.has_inner_state, f"{model.model} has Mamba or linear attention layers; {without}"),
+        (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
+        (
+            model.get_sliding_window() is not None,
+            f"{model.model} uses sliding window attention (window {model.get_sliding_window()}); {without}",
+        ),
+        (
+            cache.cache_dtype not in KV_DTYPES,
+            f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
+        ),
+        (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
+        (
+            parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
+            "context parallelism is on; set --decode-context-parallel-size and --prefill-context-parallel-size to 1",
+        ),
+        (
+            parallel.pipeline_parallel_size > 1,
+            f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; use tensor parallelism instead",
+        ),
+        (
+            speculative is not None and speculative.use_eagle(),
+            "speculative decoding with a draft model is on; remove --speculative-config or use ngram",
+        ),
+        (
+            transfer.kv_role != "kv_both",
+            f"kv_role is {transfer.kv_role}: prefill/decode disaggregation is not supported; use kv_both",
+        ),
+        (
+            transfer.kv_load_failure_policy != "recompute",
+            f"kv_load_failure_policy is {transfer.kv_load_failure_policy}: set it to recompute, so that a lost block "
+            "costs time and not the request",
+        ),
+    ]
+    for refused, why in refusals:
+        if refused:
+            raise UnsupportedError(f"Manthan cannot be used here: {why}.")
+
+
+def full_attention_spec(kv_cache_config: "KVCacheConfig") -> "FullAttentionSpec":
+    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
+    names = ", ".join(type(spec).__name__ for spec in specs) or "none"
+    spec = specs[0] if len(specs) == 1 else None
+    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+        raise UnsupportedError(
+            f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
+            "is supported."
+        )
+    return spec

@@ -1,0 +1,48 @@
+"""Manthan's configuration as vLLM carries it to its processes: a KVTransferConfig and back."""
+
+from typing import TYPE_CHECKING, Any
+
+from manthan.manager.config import ManthanConfig, Resolved, resolve_config
+from manthan.manager.registries import check_registered
+
+if TYPE_CHECKING:
+    from vllm.config import KVTransferConfig, VllmConfig
+
+CONNECTOR = "ManthanConnector"
+CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
+EXTRA_KEY = "manthan"
+
+
+def kv_transfer_config(config_file: str | None = None, **options: Any) -> "KVTransferConfig":
+    """What `LLM(kv_transfer_config=…)` takes to turn Manthan on.
+
+    config_file: a YAML file. options: keys of the configuration, which go before the file and the environment,
+    nested ones as mappings: `cold_store={"max_bytes": "8GiB"}`. Raises ConfigError.
+    """
+    return to_transfer_config(resolve_config(config_file, flags=options))
+
+
+def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
+    """Raises ConfigError for a policy, codec or cold store that is not registered."""
+    from vllm.config import KVTransferConfig
+
+    check_registered(resolved)
+    return KVTransferConfig(
+        kv_connector=CONNECTOR,
+        kv_connector_module_path=CONNECTOR_MODULE,
+        kv_role="kv_both",
+        kv_load_failure_policy="recompute",
+        kv_connector_extra_config={EXTRA_KEY: resolved.config.model_dump(mode="json")},
+    )
+
+
+def is_on(vllm_config: "VllmConfig") -> bool:
+    """Whether this engine runs with Manthan."""
+    transfer = vllm_config.kv_transfer_config
+    return transfer is not None and transfer.kv_connector == CONNECTOR
+
+
+def from_vllm_config(vllm_config: "VllmConfig") -> ManthanConfig:
+    """Manthan's configuration, in whatever process of the engine."""
+    assert vllm_config.kv_transfer_config is not None
+    return ManthanConfig.model_validate(vllm_config.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY])
