@@ -11,7 +11,8 @@ Vectors stand in the order [layers, heads, tokens], keys and values alike.
 """
 
 import struct
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import NamedTuple
 
@@ -52,6 +53,8 @@ __all__ = [
     "VersionError",
     "WireError",
     "block_nbytes",
+    "field_cause",
+    "header_rows",
     "open_block",
     "pack",
     "parse",
@@ -62,6 +65,20 @@ VERSION = 1
 BF16 = 1
 HEADER = struct.Struct("<4sHHQ24s16sIIIHBBQQ64s8x")
 CHECKSUM = slice(8, 16)
+KEY_AT = 88
+FIELD_ENDS = (
+    ("magic", 4),
+    ("version", 8),
+    ("checksum", 16),
+    ("codec", 40),
+    ("fingerprint", 56),
+    ("size", 70),
+    ("key", 71),
+    ("version", 72),
+    ("size", KEY_AT),
+    ("key", HEADER.size),
+)
+"""What the bytes of a header are about, as causes of refusal, each with the offset behind it."""
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 
 Buffer = bytes | bytearray | memoryview | Codes
@@ -111,12 +128,7 @@ class OpenBlock(NamedTuple):
 
     def seal(self) -> Codes:
         """Write header and checksum; returns the finished block, the buffer itself."""
-        h = self.header
-        sizes = (self.key_codes.size, self.value_codes.size)
-        shape = (h.layers, h.heads, h.tokens, h.head_dim)
-        name = h.codec.encode()
-        fields = (name, h.fingerprint, *shape, len(h.key), BF16, *sizes, h.key)
-        HEADER.pack_into(self.buffer.data, 0, MAGIC, VERSION, HEADER.size, 0, *fields)
+        _write_header(self.buffer, self.header)
         self.buffer[CHECKSUM] = np.frombuffer(_checksum(self.buffer), np.uint8)
         return self.buffer
 
@@ -139,6 +151,26 @@ def open_block(header: BlockHeader, buffer: Codes | None = None) -> OpenBlock:
         raise HeaderError(f"buffer is {buffer.dtype} of shape {buffer.shape}: the block takes uint8 of ({nbytes},).")
     payload = buffer[HEADER.size :]
     return OpenBlock(header, buffer, payload[:keys], payload[keys:])
+
+
+def header_rows(header: BlockHeader, keys: Sequence[bytes]) -> Codes:
+    """[len(keys), 160] uint8: the headers of blocks that differ only in their key, checksums left zero.
+
+    The keys are of one length. Raises HeaderError.
+    """
+    if len({len(key) for key in keys}) > 1:
+        raise HeaderError("the block keys are of different lengths: headers are made for one at a time.")
+    template = np.zeros(HEADER.size, np.uint8)
+    _write_header(template, replace(header, key=keys[0] if keys else b""))
+    rows = np.tile(template, (len(keys), 1))
+    if keys:
+        rows[:, KEY_AT : KEY_AT + len(keys[0])] = np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
+    return rows
+
+
+def field_cause(offset: int) -> str:
+    """The `WireError.cause` that fits a header whose byte at `offset` is not as expected."""
+    return next(cause for cause, end in FIELD_ENDS if offset < end)
 
 
 def pack(header: BlockHeader, key_codes: Codes, value_codes: Codes) -> Codes:
@@ -193,6 +225,13 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     if fingerprint is not None and header.fingerprint != fingerprint:
         raise FingerprintMismatchError(f"the block's fingerprint is {found.hex()}, not {fingerprint.hex()}.")
     return EncodedBlock(header, data[HEADER.size : HEADER.size + keys], data[HEADER.size + keys :])
+
+
+def _write_header(buffer: Codes, h: BlockHeader) -> None:
+    """All of the header but its checksum, which becomes zero."""
+    shape = (h.layers, h.heads, h.tokens, h.head_dim)
+    fields = (h.codec.encode(), h.fingerprint, *shape, len(h.key), BF16, *_payload_sizes(h), h.key)
+    HEADER.pack_into(buffer.data, 0, MAGIC, VERSION, HEADER.size, 0, *fields)
 
 
 def _checksum(data: Codes) -> bytes:

@@ -1,0 +1,624 @@
+// Paged KV to codes and back. Compiled by NVRTC for one head size, codec and cache dtype; see paged_cuda.py.
+//
+// What comes from Python, ahead of this text, as macros: HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, DTYPE (0 bf16, 1 fp16,
+// 2 fp32), FAST; and as constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word
+// i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block; LEVELS_b and CUTS_b of
+// b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as tables for prmt.
+//
+// A warp works on tiles of 8 vectors (tokens of one head). The order of all float operations in encode_vector and
+// decode_vector is that of manthan.codec.base, bit for bit. The fast paths do the same sums on the tensor cores:
+// H(16 n) = H(16) x H(n), the first factor by mma.m16n8k16 over 8 vectors at a time, the second by butterflies between
+// accumulators of one thread. The inputs of those products are exact in 16 bits (a bf16 or fp16 vector, +-1; or a level
+// as the sum of two fp16), and the sums are float32, so only the order of additions differs.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define FULL 0xffffffffu
+#define EXPONENT 0x7f800000u
+#define TILE 8
+#define TILES_PER_ITEM 16
+
+struct Job {
+    const u64* caches;     // [layers] addresses
+    const i64* block_ids;  // [n]
+    const i64* slots;      // [n]
+    u8* codes;             // slot i is at codes + i * slot_stride
+    const u8* headers;     // [n, 160]
+    int* status;           // [n]
+    i64 slot_stride, nbytes;
+    i64 block_stride, head_stride, token_stride;  // in elements
+    i64 at[2];                                    // first key and first value of a block, in elements
+    i64 payload[2];                               // key codes and value codes of an encoded block, in bytes
+    int n, layers, heads, tokens;
+    int kinds, first_kind;  // keys are kind 0, values kind 1
+};
+
+#define GOOD 0x7fffffff
+#define BAD_CHECKSUM -1
+#define BAD_HEADER -2  // minus the offset of the first byte that differs
+
+__device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 b(float x) { return __float_as_uint(x); }
+template <int BITS>
+__device__ __forceinline__ float level(int k) { return f(BITS == 3 ? LEVELS_3[k] : LEVELS_4[k]); }
+template <int BITS>
+__device__ __forceinline__ float cut_at(int k) { return f(BITS == 3 ? CUTS_3[k] : CUTS_4[k]); }
+__device__ __forceinline__ u32 bf16_bits(u32 bits) { return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16; }
+
+#if DTYPE == 2
+typedef u32 Word;
+__device__ __forceinline__ float load(const Word* x) { return f(*x); }
+__device__ __forceinline__ Word store(float x) { return b(x); }
+#elif DTYPE == 1
+typedef u16 Word;
+__device__ __forceinline__ float load(const Word* x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(*x)); return y; }
+__device__ __forceinline__ Word store(float x) {
+    Word y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(fminf(fmaxf(x, -65504.f), 65504.f)));
+    return y;
+}
+#else
+typedef u16 Word;
+__device__ __forceinline__ float load(const Word* x) { return f((u32)*x << 16); }
+__device__ __forceinline__ Word store(float x) { return (Word)bf16_bits(b(x)); }
+#endif
+
+// ---- one vector by one warp, in the exact order ------------------------------------------------------------------------
+
+#define ROWS ((HEAD_DIM + 31) / 32)  // element 32 r + lane is in v[r]
+
+__device__ __forceinline__ void hadamard(float (&v)[ROWS], int lane) {
+    if (!ROTATED) return;
+#pragma unroll
+    for (int stride = 1; stride < 32; stride *= 2) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            float other = __shfl_xor_sync(FULL, v[r], stride);
+            int i = 32 * r + lane;
+            if (i < HEAD_DIM && BLOCK_SIZE_OF[i] > stride)
+                v[r] = lane & stride ? __fsub_rn(other, v[r]) : __fadd_rn(v[r], other);
+        }
+    }
+#pragma unroll
+    for (int stride = 1; stride < ROWS; stride *= 2) {
+#pragma unroll
+        for (int r = 0; r < ROWS; r++) {
+            if (!(r & stride) && (r | stride) < ROWS && BLOCK_SIZE_OF[32 * r] > 32 * stride) {
+                float low = v[r], high = v[r | stride];
+                v[r] = __fadd_rn(low, high);
+                v[r | stride] = __fsub_rn(low, high);
+            }
+        }
+    }
+}
+
+__device__ __forceinline__ float fold(const float (&v)[ROWS], int lane, float* sums) {
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        float x = v[r];
+        x = __fadd_rn(x, __shfl_down_sync(FULL, x, 4, 8));
+        x = __fadd_rn(x, __shfl_down_sync(FULL, x, 2, 8));
+        x = __fadd_rn(x, __shfl_down_sync(FULL, x, 1, 8));
+        if (lane % 8 == 0 && 32 * r + lane < HEAD_DIM) sums[4 * r + lane / 8] = x;
+    }
+    __syncwarp();
+    for (int n = HEAD_DIM / 8; n > 1; n = (n + 1) / 2) {
+        int half = (n + 1) / 2;
+        if (lane < n - half) sums[lane] = __fadd_rn(sums[lane], sums[half + lane]);
+        __syncwarp();
+    }
+    float total = sums[0];
+    __syncwarp();
+    return total;
+}
+
+// Returns whether the vector is finite; of one that is not, nothing is written.
+template <int BITS>
+__device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes, int lane, float* sums) {
+    const int levels = 1 << (BITS - 1);
+    float v[ROWS], q[ROWS], t[ROWS];
+    u32 top = 0;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane;
+        v[r] = i < HEAD_DIM ? load(x + i) : 0.f;
+        top = max(top, b(v[r]) & 0x7fffffffu);
+    }
+    top = __reduce_max_sync(FULL, top);
+    if (top >= EXPONENT) return false;
+    u32 field = (u32)max(254 - (int)(top >> 23), 8);
+    float factor = f(field << 23), inverse = field < 254 ? f((254 - field) << 23) : f(1u << 22);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane;
+        v[r] = i < HEAD_DIM ? __fmul_rn(__fmul_rn(v[r], factor), f(WEIGHTS[i])) : 0.f;
+    }
+    hadamard(v, lane);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) t[r] = __fmul_rn(v[r], v[r]);
+    float rms = __fmul_rn(__fsqrt_rn(fold(t, lane, sums)), f(ROOT));
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        bool minus = v[r] < 0.f;
+        v[r] = fabsf(v[r]);
+        int k = 0;
+        q[r] = level<BITS>(0);
+#pragma unroll
+        for (int c = 1; c < levels; c++)
+            if (v[r] > __fmul_rn(cut_at<BITS>(c - 1), rms)) {
+                k = c;
+                q[r] = level<BITS>(c);
+            }
+        int code = k | (minus ? levels : 0);
+#pragma unroll
+        for (int p = 0; p < BITS; p++) {
+            u32 word = __ballot_sync(FULL, code >> (BITS - 1 - p) & 1);
+            if (lane < 4 && 4 * r + lane < HEAD_DIM / 8) planes[p * (HEAD_DIM / 8) + 4 * r + lane] = word >> (8 * lane);
+        }
+        t[r] = __fmul_rn(v[r], q[r]);
+        q[r] = __fmul_rn(q[r], q[r]);
+    }
+    float dot = fold(t, lane, sums), square = fold(q, lane, sums);
+    u32 rounded = min(bf16_bits(b(__fmul_rn(__fdiv_rn(dot, square), inverse))), 0x7f7fu);
+    if (lane < 2) scale[lane] = rounded >> (8 * lane);
+    return true;
+}
+
+// Returns whether the scale is finite; with one that is not, nothing is written.
+template <int BITS>
+__device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Word* x, int lane) {
+    const int levels = 1 << (BITS - 1);
+    u32 bits = (u32)scale[0] << 16 | (u32)scale[1] << 24;
+    if ((bits & EXPONENT) == EXPONENT) return false;
+    float v[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane, code = 0;
+        v[r] = 0.f;
+        if (i < HEAD_DIM) {
+#pragma unroll
+            for (int p = 0; p < BITS; p++) code = code << 1 | (planes[p * (HEAD_DIM / 8) + i / 8] >> (i % 8) & 1);
+            float level = level<BITS>(code & (levels - 1));
+            v[r] = code & levels ? -level : level;
+        }
+    }
+    hadamard(v, lane);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane;
+        if (i < HEAD_DIM) {
+            float y = __fmul_rn(__fmul_rn(v[r], f(WEIGHTS[i])), f(bits));
+            x[i] = store(__fadd_rn(fminf(fmaxf(y, -f(LARGEST)), f(LARGEST)), 0.f));  // adding 0 leaves no -0
+        }
+    }
+    return true;
+}
+
+// ---- tiles of 8 vectors on the tensor cores ----------------------------------------------------------------------------
+
+#if FAST
+// Thread 4 g + t holds of B, the 16 x 8 operand whose columns are vectors: rows 2t, 2t + 1 (b0) and 2t + 8, 2t + 9 (b1)
+// of column g; and of the product: rows g (c0, c1) and g + 8 (c2, c3) of columns 2t and 2t + 1.
+
+#define CHUNKS (HEAD_DIM / 16)  // the n of H(16 n)
+#define RUN (HEAD_DIM / 8)      // elements, or bits of a plane, that are next to each other in one thread
+
+#if DTYPE == 1
+#define ONE 0x3c00u
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#else
+#define ONE 0x3f80u
+#define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#endif
+#define MMA_F16 "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+
+#define PRODUCT(OP, c, a, b0, b1)                                                                                    \
+    asm volatile(OP " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+// A pair of +-1 in 16 bits: the sign of the first, and whether the second differs from it.
+__device__ __forceinline__ u32 ones(u32 one, int minus, int differ) {
+    return one * 0x10001u ^ (minus & 1 ? 0x80008000u : 0u) ^ (differ ? 0x80000000u : 0u);
+}
+
+// The factor H(n), between a thread's accumulators.
+__device__ __forceinline__ void butterflies(float (&c)[CHUNKS][4]) {
+#pragma unroll
+    for (int stride = 1; stride < CHUNKS; stride *= 2)
+#pragma unroll
+        for (int j = 0; j < CHUNKS; j++)
+            if (!(j & stride))
+#pragma unroll
+                for (int k = 0; k < 4; k++) {
+                    float low = c[j][k], high = c[j | stride][k];
+                    c[j][k] = low + high;
+                    c[j | stride][k] = low - high;
+                }
+}
+
+__device__ __forceinline__ float over_rows(float x) {  // sum over the 8 threads that share two vectors
+    x += __shfl_xor_sync(FULL, x, 4);
+    x += __shfl_xor_sync(FULL, x, 8);
+    return x + __shfl_xor_sync(FULL, x, 16);
+}
+
+// Element e of a vector: bit 0 is row bit 0 of B, the bits above it the chunk, the three highest rows' bits t and 3.
+// Row g + 8 i of chunk j's product is element RUN g + 2 j + i of the transformed vector.
+struct Encoder {
+    u32 a[4], flip[2][CHUNKS];
+
+    __device__ __forceinline__ Encoder(int lane) {
+        int g = lane >> 2, t = lane & 3;
+        for (int i = 0; i < 4; i++) a[i] = ones(ONE, __popc(g & (t + 4 * (i >> 1))), i & 1);
+#pragma unroll
+        for (int k = 0; k < 2; k++)
+#pragma unroll
+            for (int j = 0; j < CHUNKS; j++) {
+                int e = RUN * (t + 4 * k) + 2 * j;
+                u32 two = SIGNS[e / 32] >> (e % 32);
+                flip[k][j] = (two & 1) << 15 | (two & 2) << 30;
+            }
+    }
+};
+
+struct Piece {  // a thread's share of its vector: two runs
+    u32 w[2][CHUNKS];
+
+    __device__ __forceinline__ void fetch(const Word* x, int lane) {
+        int t = lane & 3;
+#pragma unroll
+        for (int k = 0; k < 2; k++) {
+            const uint4* from = (const uint4*)(x + RUN * (t + 4 * k));
+#pragma unroll
+            for (int i = 0; i < CHUNKS / 4; i++) {
+                uint4 four = __ldg(from + i);
+                w[k][4 * i] = four.x, w[k][4 * i + 1] = four.y, w[k][4 * i + 2] = four.z, w[k][4 * i + 3] = four.w;
+            }
+        }
+    }
+};
+
+// Encode 8 vectors, `valid` of which exist; returns a bit for each that needs encode_vector.
+template <int BITS>
+__device__ __forceinline__ u32 encode_tile(const Encoder& encoder, const Piece& piece, u8* scales, u8* planes, int valid,
+                                           int lane) {
+    const int cuts = (1 << (BITS - 1)) - 1;
+    int g = lane >> 2, t = lane & 3;
+    float c[CHUNKS][4];
+#pragma unroll
+    for (int j = 0; j < CHUNKS; j++) {
+        c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.f;
+        PRODUCT(MMA, c[j], encoder.a, piece.w[0][j] ^ encoder.flip[0][j], piece.w[1][j] ^ encoder.flip[1][j]);
+    }
+    butterflies(c);
+    u32 plane[2][BITS];
+    float scale[2];
+    u32 slow = 0;
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        float even = 0.f, odd = 0.f;
+#pragma unroll
+        for (int j = 0; j < CHUNKS; j++) {
+            even = fmaf(c[j][v], c[j][v], even);
+            odd = fmaf(c[j][v + 2], c[j][v + 2], odd);
+        }
+        float total = over_rows(even + odd);
+        if (!(total > 1e-20f && total < 1e30f)) slow |= 1u << (2 * t + v);
+        float rms = sqrtf(total * (1.f / HEAD_DIM));
+        float cut[cuts], sum[cuts + 1];
+        u32 over[cuts], minus = 0;
+#pragma unroll
+        for (int k = 0; k < cuts; k++) {
+            cut[k] = cut_at<BITS>(k) * rms;
+            over[k] = 0;
+        }
+#pragma unroll
+        for (int k = 0; k <= cuts; k++) sum[k] = 0.f;
+#pragma unroll
+        for (int e = RUN - 1; e >= 0; e--) {
+            float y = c[e / 2][v + 2 * (e % 2)], magnitude = fabsf(y);
+            minus = __funnelshift_l(b(y), minus, 1);
+            sum[0] += magnitude;
+#pragma unroll
+            for (int k = 0; k < cuts; k++)
+                if (magnitude > cut[k]) {
+                    over[k] |= 1u << e;
+                    sum[k + 1] += magnitude;
+                }
+        }
+        // The level is a staircase: each cut that is passed adds a step to it, and to its square.
+        float dot = level<BITS>(0) * sum[0];
+        float square = RUN * level<BITS>(0) * level<BITS>(0);
+#pragma unroll
+        for (int k = 0; k < cuts; k++) {
+            float low = level<BITS>(k), high = level<BITS>(k + 1);
+            dot = fmaf(high - low, sum[k + 1], dot);
+            square = fmaf(high * high - low * low, (float)__popc(over[k]), square);
+        }
+        scale[v] = over_rows(dot) / over_rows(square) * f(ROOT);
+        plane[v][0] = minus;
+#pragma unroll
+        for (int p = 1; p < BITS; p++) {  // bit p of a count of passed cuts: the parity of every 2**p-th cut
+            plane[v][p] = 0;
+#pragma unroll
+            for (int k = (1 << (BITS - 1 - p)) - 1; k < cuts; k += 1 << (BITS - 1 - p)) plane[v][p] ^= over[k];
+        }
+    }
+#pragma unroll
+    for (int p = 0; p < BITS; p++) {
+        u8* at = planes + p * (HEAD_DIM / 8);
+        const int stride = BITS * HEAD_DIM / 8;
+        if (RUN == 32) {
+            if (2 * t < valid) *(u32*)(at + 2 * t * stride + 4 * g) = plane[0][p];
+            if (2 * t + 1 < valid) *(u32*)(at + (2 * t + 1) * stride + 4 * g) = plane[1][p];
+        } else {  // neighbours swap, so that each writes twice as much of one vector
+            u32 mine = plane[0][p] | plane[1][p] << RUN, other = __shfl_xor_sync(FULL, mine, 4);
+            u32 mask = (1u << RUN % 32) - 1;
+            u32 both = g & 1 ? other >> RUN | (mine & ~mask) : (mine & mask) | other << RUN;
+            int vector = 2 * t + (g & 1);
+            if (vector < valid) {
+                if (RUN == 16) *(u32*)(at + vector * stride + 4 * (g / 2)) = both;
+                else *(u16*)(at + vector * stride + 2 * (g / 2)) = (u16)both;
+            }
+        }
+    }
+    if (g == 0) {
+        u32 low = min(bf16_bits(b(scale[0])), 0x7f7fu), high = min(bf16_bits(b(scale[1])), 0x7f7fu);
+        if (2 * t + 1 < valid) *(u32*)(scales + 4 * t) = low | high << 16;
+        else if (2 * t < valid) *(u16*)(scales + 4 * t) = (u16)low;
+    }
+    return __reduce_or_sync(FULL, slow) & ((1u << valid) - 1);
+}
+
+// Element e: bits 2 and 3 are row bits 0 and 3 of B, the two highest are t, the others the chunk: a plane word's
+// nibbles then turn into lookups (prmt) of four elements at a time. Row g + 8 i of chunk j's product is the element with
+// bit 2 = i, bit 3 = g & 1, the two highest = g >> 1, and the others those of j.
+#define WORDS ((HEAD_DIM + 127) / 128)  // plane words of a vector in one thread
+
+struct Decoder {
+    u32 a[4], flip[CHUNKS / 4][4];
+
+    __device__ __forceinline__ Decoder(int lane) {
+        int g = lane >> 2, t = lane & 3;
+        for (int i = 0; i < 4; i++) a[i] = ones(0x3c00u, __popc((g >> 1) & t) + (g & (i >> 1)), i & 1);
+#pragma unroll
+        for (int h = 0; h < CHUNKS / 4; h++)
+#pragma unroll
+            for (int i = 0; i < 4; i++) {
+                int e = 8 * (g & 1) + 16 * h + HEAD_DIM / 4 * (g >> 1) + 2 * i;
+                u32 two = SIGNS[e / 32] >> (e % 32);
+                flip[h][i] = ONE * 0x10001u | (two & 1) << 15 | (two & 2) << 30;
+            }
+    }
+};
+
+template <int BITS>
+struct Packed {  // a thread's share of vector g's planes, and the scales of its two output vectors
+    u32 w[BITS][WORDS], scales;
+
+    __device__ __forceinline__ void fetch(const u8* from_scales, const u8* from_planes, int valid, int lane) {
+        int g = lane >> 2, t = lane & 3;
+        const u8* at = from_planes + min(g, valid - 1) * (BITS * HEAD_DIM / 8) + t * (HEAD_DIM / 32);
+#pragma unroll
+        for (int p = 0; p < BITS; p++)
+#pragma unroll
+            for (int i = 0; i < WORDS; i++) {
+                const u8* word = at + p * (HEAD_DIM / 8) + 4 * i;
+                w[p][i] = HEAD_DIM == 64 ? *(const u16*)word : *(const u32*)word;
+            }
+        if (2 * t + 1 < valid) scales = *(const u32*)(from_scales + 4 * t);
+        else scales = 2 * t < valid ? *(const u16*)(from_scales + 4 * t) : 0u;
+    }
+};
+
+// The bits of a plane word at positions 4 i + b, as bit p of nibble i.
+__device__ __forceinline__ u32 spread(u32 word, int b, int p) {
+    return (b > p ? word >> (b - p) : word << (p - b)) & (0x11111111u << p);
+}
+
+// Four levels by the nibbles of `code`, as two pairs of fp16: their high and low bytes are looked up apart.
+template <int BITS>
+__device__ __forceinline__ void look_up(int part, u32 code, u32 minus, u32& pair0, u32& pair1) {
+    const u32* table = BITS == 3 ? HALVES_3[part] : HALVES_4[part];
+    u32 low = __byte_perm(table[0], table[1], code), high = __byte_perm(table[2], table[3], code);
+    if (BITS == 4) high ^= minus;
+    pair0 = __byte_perm(low, high, 0x5140);
+    pair1 = __byte_perm(low, high, 0x7362);
+}
+
+// Two numbers rounded to the cache's dtype, times +-1; adding 0 leaves no -0.
+__device__ __forceinline__ u32 pair_of(float low, float high, u32 flip) {
+    u32 pair;
+#if DTYPE == 1
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("fma.rn.f16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(flip), "r"(0));
+#else
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    asm("fma.rn.bf16x2 %0, %0, %1, %2;" : "+r"(pair) : "r"(flip), "r"(0));
+#endif
+    return pair;
+}
+
+// Decode 8 vectors, `valid` of which exist; returns a bit for each whose scale is not finite or may overflow.
+template <int BITS>
+__device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<BITS>& packed, Word* x, i64 stride,
+                                           int valid, int lane) {
+    int g = lane >> 2, t = lane & 3;
+    float c[CHUNKS][4];
+#pragma unroll
+    for (int i = 0; i < WORDS; i++)
+#pragma unroll
+        for (int bit = 0; bit < 4; bit++) {
+            u32 code = spread(packed.w[BITS - 1][i], bit, 0) | spread(packed.w[BITS - 2][i], bit, 1) |
+                       spread(packed.w[BITS - 3][i], bit, 2);
+            u32 sign = BITS == 4 ? spread(packed.w[0][i], bit, 0) : 0u;
+#pragma unroll
+            for (int half = 0; half < (HEAD_DIM == 64 ? 1 : 2); half++) {
+                float(&to)[4] = c[bit + 4 * half + 8 * i];
+                u32 minus = BITS == 4 ? __byte_perm(0x8000u, 0u, sign >> 16 * half) : 0u;
+                u32 b0, b1;
+                to[0] = to[1] = to[2] = to[3] = 0.f;
+                look_up<BITS>(0, code >> 16 * half, minus, b0, b1);
+                PRODUCT(MMA_F16, to, decoder.a, b0, b1);
+                look_up<BITS>(1, code >> 16 * half, minus, b0, b1);
+                PRODUCT(MMA_F16, to, decoder.a, b0, b1);
+            }
+        }
+    butterflies(c);
+    u32 slow = 0;
+#pragma unroll
+    for (int v = 0; v < 2; v++) {
+        float scale = f(v ? packed.scales & 0xffff0000u : packed.scales << 16);
+        // No sum exceeds 2.74 HEAD_DIM: beyond this scale the result may be too large for its dtype.
+        if (!(fabsf(scale) < (DTYPE == 1 ? 1400.f : 1e34f))) slow |= 1u << (2 * t + v);
+        scale *= f(ROOT);
+        if (2 * t + v < valid) {
+            Word* to = x + (2 * t + v) * stride + 8 * (g & 1) + HEAD_DIM / 4 * (g >> 1);
+#pragma unroll
+            for (int h = 0; h < CHUNKS / 4; h++) {
+                uint4 eight;
+                eight.x = pair_of(c[4 * h][v] * scale, c[4 * h + 1][v] * scale, decoder.flip[h][0]);
+                eight.y = pair_of(c[4 * h + 2][v] * scale, c[4 * h + 3][v] * scale, decoder.flip[h][1]);
+                eight.z = pair_of(c[4 * h][v + 2] * scale, c[4 * h + 1][v + 2] * scale, decoder.flip[h][2]);
+                eight.w = pair_of(c[4 * h + 2][v + 2] * scale, c[4 * h + 3][v + 2] * scale, decoder.flip[h][3]);
+                *(uint4*)(to + 16 * h) = eight;
+            }
+        }
+    }
+    return __reduce_or_sync(FULL, slow) & ((1u << valid) - 1);
+}
+#endif
+
+// ---- all layers of many blocks -----------------------------------------------------------------------------------------
+
+struct Place {  // up to TILES_PER_ITEM tiles of the keys, or of the values, of one layer of one block
+    Word* x;
+    u8 *scales, *planes;
+    int kind, block, first, head, token, tiles;
+
+    __device__ __forceinline__ Place(const Job& job, i64 item) {
+        int per_head = (job.tokens + TILE - 1) / TILE, in_layer = job.heads * per_head;
+        int chunks = (in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM;
+        int chunk = item % chunks;
+        item /= chunks;
+        int layer = item % job.layers;
+        item /= job.layers;
+        kind = job.first_kind + item % job.kinds;
+        block = item / job.kinds;
+        tiles = min(TILES_PER_ITEM, in_layer - chunk * TILES_PER_ITEM);
+        head = chunk * TILES_PER_ITEM / per_head;
+        token = chunk * TILES_PER_ITEM % per_head * TILE;
+        x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
+        u8* codes = job.codes + job.slots[block] * job.slot_stride + job.payload[kind];
+        i64 vectors = (i64)job.heads * job.tokens;
+        scales = codes + 2 * layer * vectors;
+        int bits = kind ? VALUE_BITS : KEY_BITS;
+        planes = codes + (2 * vectors * job.layers + 15) / 16 * 16 + layer * vectors * (bits * (HEAD_DIM / 8));
+        first = layer * vectors;
+    }
+    __device__ __forceinline__ void next(const Job& job) {
+        token += TILE;
+        if (token >= job.tokens) token = 0, head++;
+    }
+    __device__ __forceinline__ Word* vector(const Job& job, int t) const {
+        return x + head * job.head_stride + (token + t) * job.token_stride;
+    }
+    __device__ __forceinline__ int index(const Job& job) const { return head * job.tokens + token; }
+    __device__ __forceinline__ int valid(const Job& job) const { return min(TILE, job.tokens - token); }
+};
+
+template <int BITS>
+__device__ void encode_item(const Job& job, Place place, int lane, float* sums) {
+    const int width = BITS * (HEAD_DIM / 8);
+#if FAST
+    Encoder encoder(lane);
+    Piece piece;
+    piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
+#endif
+    for (int tile = 0; tile < place.tiles; tile++) {
+        int valid = place.valid(job), at = place.index(job);
+        Word* x = place.vector(job, 0);
+        u8 *scales = place.scales + 2 * at, *planes = place.planes + (i64)at * width;
+        place.next(job);
+        u32 slow = (1u << valid) - 1;
+#if FAST
+        Piece now = piece;
+        if (tile + 1 < place.tiles) piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
+        slow = encode_tile<BITS>(encoder, now, scales, planes, valid, lane);
+        if (slow) __syncwarp();
+#endif
+        for (; slow; slow &= slow - 1) {
+            int t = __ffs(slow) - 1;
+            bool finite = encode_vector<BITS>(x + t * job.token_stride, scales + 2 * t, planes + t * width, lane, sums);
+            if (!finite && lane == 0) atomicMin(job.status + place.block, place.first + at + t);
+        }
+    }
+}
+
+template <int BITS>
+__device__ void decode_item(const Job& job, Place place, int lane) {
+    const int width = BITS * (HEAD_DIM / 8);
+#if FAST
+    Decoder decoder(lane);
+    Packed<BITS> packed;
+    packed.fetch(place.scales + 2 * place.index(job), place.planes + (i64)place.index(job) * width, place.valid(job), lane);
+#endif
+    for (int tile = 0; tile < place.tiles; tile++) {
+        int valid = place.valid(job), at = place.index(job);
+        Word* x = place.vector(job, 0);
+        u8 *scales = place.scales + 2 * at, *planes = place.planes + (i64)at * width;
+        place.next(job);
+        u32 slow = (1u << valid) - 1;
+#if FAST
+        Packed<BITS> now = packed;
+        if (tile + 1 < place.tiles) {
+            int next = place.index(job);
+            packed.fetch(place.scales + 2 * next, place.planes + (i64)next * width, place.valid(job), lane);
+        }
+        slow = decode_tile<BITS>(decoder, now, x, job.token_stride, valid, lane);
+        if (slow) __syncwarp();
+#endif
+        for (; slow; slow &= slow - 1) {
+            int t = __ffs(slow) - 1;
+            bool finite = decode_vector<BITS>(scales + 2 * t, planes + t * width, x + t * job.token_stride, lane);
+            if (!finite && lane == 0) atomicMin(job.status + place.block, place.first + at + t);
+        }
+    }
+}
+
+#define WARPS 8
+
+__device__ __forceinline__ i64 items_of(const Job& job) {
+    int in_layer = job.heads * ((job.tokens + TILE - 1) / TILE);
+    return (i64)job.n * job.kinds * job.layers * ((in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM);
+}
+
+// status: GOOD must be there before; becomes the first vector that is not finite.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) encode(const Job job) {
+    __shared__ float sums[WARPS][64];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    i64 items = items_of(job);
+    for (i64 item = (i64)blockIdx.x * WARPS + warp; item < items; item += (i64)gridDim.x * WARPS) {
+        Place place(job, item);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_item<KEY_BITS>(job, place, lane, sums[warp]);
+        else encode_item<VALUE_BITS>(job, place, lane, sums[warp]);
+    }
+}
+
+// Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
+// whose scale is not finite.
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) decode(const Job job) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    i64 items = items_of(job);
+    for (i64 item = (i64)blockIdx.x * WARPS + warp; item < items; item += (i64)gridDim.x * WARPS) {
+        Place place(job, item);
+        if (*(volatile int*)(job.status + place.block) < 0) continue;
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_item<KEY_BITS>(job, place, lane);
+        else decode_item<VALUE_BITS>(job, place, lane);
+    }
+}
