@@ -1,7 +1,7 @@
 // Paged KV to codes and back. Compiled by NVRTC for one head size, codec and cache dtype; see paged_cuda.py.
 //
 // What comes from Python, ahead of this text, as macros: HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, DTYPE (0 bf16, 1 fp16,
-// 2 fp32), FAST; and as constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word
+// 2 fp32), FAST, WHOLE (heads have whole tiles); and as constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word
 // i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block; LEVELS_b and CUTS_b of
 // b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as tables for prmt.
 //
@@ -30,9 +30,10 @@ struct Job {
     const u8* headers;     // [n, 160]
     int* status;           // [n]
     i64 slot_stride, nbytes;
-    i64 block_stride, head_stride, token_stride;  // in elements
-    i64 at[2];                                    // first key and first value of a block, in elements
-    i64 payload[2];                               // key codes and value codes of an encoded block, in bytes
+    i64 block_stride;               // in elements, as the next three; within a block they fit an int
+    i64 at[2];                      // first key and first value of a block
+    i64 payload[2];                 // key codes and value codes of an encoded block, in bytes
+    int head_stride, token_stride;  // in elements
     int n, layers, heads, tokens;
     int kinds, first_kind;  // keys are kind 0, values kind 1
 };
@@ -182,8 +183,8 @@ __device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Wo
         if (i < HEAD_DIM) {
 #pragma unroll
             for (int p = 0; p < BITS; p++) code = code << 1 | (planes[p * (HEAD_DIM / 8) + i / 8] >> (i % 8) & 1);
-            float level = level<BITS>(code & (levels - 1));
-            v[r] = code & levels ? -level : level;
+            float magnitude = level<BITS>(code & (levels - 1));
+            v[r] = code & levels ? -magnitude : magnitude;
         }
     }
     hadamard(v, lane);
@@ -210,9 +211,11 @@ __device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Wo
 #if DTYPE == 1
 #define ONE 0x3c00u
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
+#define MMA_K8 "mma.sync.aligned.m16n8k8.row.col.f32.f16.f16.f32"
 #else
 #define ONE 0x3f80u
 #define MMA "mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32"
+#define MMA_K8 "mma.sync.aligned.m16n8k8.row.col.f32.bf16.bf16.f32"
 #endif
 #define MMA_F16 "mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32"
 
@@ -220,6 +223,11 @@ __device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Wo
     asm volatile(OP " {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"                                         \
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1))
+
+#define PRODUCT_K8(c, a0, a1, b0)                                                                                    \
+    asm volatile(MMA_K8 " {%0,%1,%2,%3}, {%4,%5}, {%6}, {%0,%1,%2,%3};"                                              \
+                 : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
+                 : "r"(a0), "r"(a1), "r"(b0))
 
 // A pair of +-1 in 16 bits: the sign of the first, and whether the second differs from it.
 __device__ __forceinline__ u32 ones(u32 one, int minus, int differ) {
@@ -241,10 +249,10 @@ __device__ __forceinline__ void butterflies(float (&c)[CHUNKS][4]) {
                 }
 }
 
-__device__ __forceinline__ float over_rows(float x) {  // sum over the 8 threads that share two vectors
-    x += __shfl_xor_sync(FULL, x, 4);
-    x += __shfl_xor_sync(FULL, x, 8);
-    return x + __shfl_xor_sync(FULL, x, 16);
+// Of two numbers of this thread, one is kept, and the other added to what the thread `mask` away keeps of it.
+__device__ __forceinline__ float halve(float zero, float one, int mask, int lane) {
+    bool keeps_one = lane & mask;
+    return (keeps_one ? one : zero) + __shfl_xor_sync(FULL, keeps_one ? zero : one, mask);
 }
 
 // Element e of a vector: bit 0 is row bit 0 of B, the bits above it the chunk, the three highest rows' bits t and 3.
@@ -273,7 +281,7 @@ struct Piece {  // a thread's share of its vector: two runs
         int t = lane & 3;
 #pragma unroll
         for (int k = 0; k < 2; k++) {
-            const uint4* from = (const uint4*)(x + RUN * (t + 4 * k));
+            const uint4* from = (const uint4*)(x + RUN * t + 4 * RUN * k);
 #pragma unroll
             for (int i = 0; i < CHUNKS / 4; i++) {
                 uint4 four = __ldg(from + i);
@@ -283,95 +291,141 @@ struct Piece {  // a thread's share of its vector: two runs
     }
 };
 
-// Encode 8 vectors, `valid` of which exist; returns a bit for each that needs encode_vector.
-template <int BITS>
-__device__ __forceinline__ u32 encode_tile(const Encoder& encoder, const Piece& piece, u8* scales, u8* planes, int valid,
-                                           int lane) {
-    const int cuts = (1 << (BITS - 1)) - 1;
-    int g = lane >> 2, t = lane & 3;
-    float c[CHUNKS][4];
+__device__ __forceinline__ float quotient(float x, float y) {
+    float z;
+    asm("div.approx.ftz.f32 %0, %1, %2;" : "=f"(z) : "f"(x), "f"(y));
+    return z;
+}
+__device__ __forceinline__ float square_root(float x) { float y; asm("sqrt.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x)); return y; }
+
+// c becomes the product, norm the squared norms of this thread's two vectors: the diagonal of X transposed times X. Its
+// left operand is two registers next to each other, as they were loaded; with the first of them as the right operand,
+// rows 0 to 7 of the result are of use, with the second rows 8 to 15.
+__device__ __forceinline__ void transform(const Encoder& encoder, const Piece& piece, float (&c)[CHUNKS][4],
+                                          float (&norm)[2], int lane) {
+    float first[4] = {0.f, 0.f, 0.f, 0.f}, second[4] = {0.f, 0.f, 0.f, 0.f};
 #pragma unroll
     for (int j = 0; j < CHUNKS; j++) {
         c[j][0] = c[j][1] = c[j][2] = c[j][3] = 0.f;
         PRODUCT(MMA, c[j], encoder.a, piece.w[0][j] ^ encoder.flip[0][j], piece.w[1][j] ^ encoder.flip[1][j]);
-    }
-    butterflies(c);
-    u32 plane[2][BITS];
-    float scale[2];
-    u32 slow = 0;
 #pragma unroll
-    for (int v = 0; v < 2; v++) {
-        float even = 0.f, odd = 0.f;
-#pragma unroll
-        for (int j = 0; j < CHUNKS; j++) {
-            even = fmaf(c[j][v], c[j][v], even);
-            odd = fmaf(c[j][v + 2], c[j][v + 2], odd);
+        for (int k = 0; k < 2; k++) {
+            if (j % 2 == 0) PRODUCT_K8(first, piece.w[k][j], piece.w[k][j + 1], piece.w[k][j]);
+            else PRODUCT_K8(second, piece.w[k][j - 1], piece.w[k][j], piece.w[k][j]);
         }
-        float total = over_rows(even + odd);
-        if (!(total > 1e-20f && total < 1e30f)) slow |= 1u << (2 * t + v);
-        float rms = sqrtf(total * (1.f / HEAD_DIM));
-        float cut[cuts], sum[cuts + 1];
+    }
+    float own = lane & 4 ? first[1] + second[3] : first[0] + second[2];  // thread 4 n + n / 2 has vector n's
+    int source = 9 * (lane & 3);
+    norm[0] = __shfl_sync(FULL, own, source);
+    norm[1] = __shfl_sync(FULL, own, source + 4);
+}
+
+// What quantizing a thread's part of a vector gives: a bit of each plane for each element, and sums for the scale.
+template <int BITS>
+struct Part {
+    u32 plane[BITS];
+    float dot, square;
+
+    __device__ __forceinline__ void add_step(u32 elements, int from, int to) {
+        const float low = level<BITS>(from), high = level<BITS>(to);
+        square = fmaf(high * high - low * low, (float)__popc(elements), square);
+    }
+
+    // Element e of the part is at v + 2 (e % 2) of chunk e / 2. Integer instructions are what there is least of, so bits
+    // are set by adding powers of two to a float, 16 at a time: 2**23 keeps them the low bits of the mantissa.
+    __device__ __forceinline__ void quantize(const float (&c)[CHUNKS][4], int v, float rms) {
+        const int cuts = (1 << (BITS - 1)) - 1, groups = (RUN + 15) / 16;
+        float cut[cuts], sum = 0.f, above[cuts], set[cuts][groups];
         u32 over[cuts], minus = 0;
 #pragma unroll
         for (int k = 0; k < cuts; k++) {
-            cut[k] = cut_at<BITS>(k) * rms;
-            over[k] = 0;
-        }
+            cut[k] = cut_at<BITS>(k) * rms, above[k] = 0.f;
 #pragma unroll
-        for (int k = 0; k <= cuts; k++) sum[k] = 0.f;
+            for (int i = 0; i < groups; i++) set[k][i] = 8388608.f;
+        }
 #pragma unroll
         for (int e = RUN - 1; e >= 0; e--) {
             float y = c[e / 2][v + 2 * (e % 2)], magnitude = fabsf(y);
+            const float bit = (float)(1 << e % 16);
             minus = __funnelshift_l(b(y), minus, 1);
-            sum[0] += magnitude;
+            sum += magnitude;
+            if constexpr (BITS == 3) {  // by halves: the index' high bit, then its low bit
+                bool high = magnitude > cut[1], low = magnitude > (high ? cut[2] : cut[0]);
+                float step = high ? level<3>(3) - level<3>(2) : level<3>(1) - level<3>(0);
+                if (high) set[1][e / 16] += bit, above[1] += magnitude;
+                if (low) set[0][e / 16] += bit, above[0] = fmaf(magnitude, step, above[0]);
+            } else {
 #pragma unroll
-            for (int k = 0; k < cuts; k++)
-                if (magnitude > cut[k]) {
-                    over[k] |= 1u << e;
-                    sum[k + 1] += magnitude;
-                }
+                for (int k = 0; k < cuts; k++)
+                    if (magnitude > cut[k]) set[k][e / 16] += bit, above[k] += magnitude;
+            }
         }
-        // The level is a staircase: each cut that is passed adds a step to it, and to its square.
-        float dot = level<BITS>(0) * sum[0];
-        float square = RUN * level<BITS>(0) * level<BITS>(0);
 #pragma unroll
         for (int k = 0; k < cuts; k++) {
-            float low = level<BITS>(k), high = level<BITS>(k + 1);
-            dot = fmaf(high - low, sum[k + 1], dot);
-            square = fmaf(high * high - low * low, (float)__popc(over[k]), square);
+            over[k] = b(set[k][0]) & 0xffffu;
+            if constexpr (groups == 2) over[k] |= b(set[k][1]) << 16;
         }
-        scale[v] = over_rows(dot) / over_rows(square) * f(ROOT);
-        plane[v][0] = minus;
+        plane[0] = minus;
+        dot = level<BITS>(0) * sum;
+        square = RUN * level<BITS>(0) * level<BITS>(0);
+        if constexpr (BITS == 3) {
+            plane[1] = over[1], plane[2] = over[0];
+            dot = fmaf(level<3>(2) - level<3>(0), above[1], dot) + above[0];
+            add_step(over[1], 0, 2);
+            add_step(over[0] & ~over[1], 0, 1);
+            add_step(over[0] & over[1], 2, 3);
+        } else {  // the level is a staircase: each cut that is passed adds a step to it, and to its square
 #pragma unroll
-        for (int p = 1; p < BITS; p++) {  // bit p of a count of passed cuts: the parity of every 2**p-th cut
-            plane[v][p] = 0;
+            for (int k = 0; k < cuts; k++) {
+                dot = fmaf(level<BITS>(k + 1) - level<BITS>(k), above[k], dot);
+                add_step(over[k], k, k + 1);
+            }
 #pragma unroll
-            for (int k = (1 << (BITS - 1 - p)) - 1; k < cuts; k += 1 << (BITS - 1 - p)) plane[v][p] ^= over[k];
-        }
-    }
+            for (int p = 1; p < BITS; p++) {  // bit p of a count of passed cuts: the parity of every 2**p-th cut
+                plane[p] = 0;
 #pragma unroll
-    for (int p = 0; p < BITS; p++) {
-        u8* at = planes + p * (HEAD_DIM / 8);
-        const int stride = BITS * HEAD_DIM / 8;
-        if (RUN == 32) {
-            if (2 * t < valid) *(u32*)(at + 2 * t * stride + 4 * g) = plane[0][p];
-            if (2 * t + 1 < valid) *(u32*)(at + (2 * t + 1) * stride + 4 * g) = plane[1][p];
-        } else {  // neighbours swap, so that each writes twice as much of one vector
-            u32 mine = plane[0][p] | plane[1][p] << RUN, other = __shfl_xor_sync(FULL, mine, 4);
-            u32 mask = (1u << RUN % 32) - 1;
-            u32 both = g & 1 ? other >> RUN | (mine & ~mask) : (mine & mask) | other << RUN;
-            int vector = 2 * t + (g & 1);
-            if (vector < valid) {
-                if (RUN == 16) *(u32*)(at + vector * stride + 4 * (g / 2)) = both;
-                else *(u16*)(at + vector * stride + 2 * (g / 2)) = (u16)both;
+                for (int k = (1 << (BITS - 1 - p)) - 1; k < cuts; k += 1 << (BITS - 1 - p)) plane[p] ^= over[k];
             }
         }
     }
-    if (g == 0) {
-        u32 low = min(bf16_bits(b(scale[0])), 0x7f7fu), high = min(bf16_bits(b(scale[1])), 0x7f7fu);
-        if (2 * t + 1 < valid) *(u32*)(scales + 4 * t) = low | high << 16;
-        else if (2 * t < valid) *(u16*)(scales + 4 * t) = (u16)low;
+};
+
+// Encode 8 transformed vectors, `valid` of which exist; returns a bit for each that needs encode_vector.
+template <int BITS>
+__device__ __forceinline__ u32 encode_tile(float (&c)[CHUNKS][4], const float (&norm)[2], u8* scales, u8* planes,
+                                           int valid, int lane) {
+    int g = lane >> 2, t = lane & 3, odd = g & 1;
+    butterflies(c);
+    Part<BITS> part[2];
+    part[0].quantize(c, 0, square_root(norm[0]));
+    part[1].quantize(c, 1, square_root(norm[1]));
+    const int width = BITS * HEAD_DIM / 8;
+#pragma unroll
+    for (int p = 0; p < BITS; p++) {
+        u8* at = planes + p * (HEAD_DIM / 8);
+        u32 zero = part[0].plane[p], one = part[1].plane[p];
+        if constexpr (RUN == 32) {
+            at += 2 * t * width + 4 * g;
+            if (2 * t < valid) *(u32*)at = zero;
+            if (2 * t + 1 < valid) *(u32*)(at + width) = one;
+        } else {  // neighbours swap, so that each writes twice as much of one vector
+            u32 other = __shfl_xor_sync(FULL, odd ? zero : one, 4);
+            u32 both = odd ? other | one << RUN : zero | other << RUN;
+            at += (2 * t + odd) * width + RUN / 4 * (g / 2);
+            if (2 * t + odd < valid) {
+                if constexpr (RUN == 16) *(u32*)at = both;
+                else *(u16*)at = (u16)both;
+            }
+        }
     }
+    // Thread g < 2 ends with the scale of vector 2t + g.
+    float dot = halve(part[0].dot, part[1].dot, 4, lane), square = halve(part[0].square, part[1].square, 4, lane);
+    float sum = halve(dot, square, 8, lane);
+    sum += __shfl_xor_sync(FULL, sum, 16);
+    float scale = quotient(sum, __shfl_xor_sync(FULL, sum, 8)) * f(ROOT);
+    if (g < 2 && 2 * t + g < valid) *(u16*)(scales + 4 * t + 2 * g) = min(bf16_bits(b(scale)), 0x7f7fu);
+    float own = odd ? norm[1] : norm[0];
+    u32 slow = (own > 1e-20f && own < 1e30f ? 0u : 1u) << (2 * t + odd);
     return __reduce_or_sync(FULL, slow) & ((1u << valid) - 1);
 }
 
@@ -446,7 +500,7 @@ __device__ __forceinline__ u32 pair_of(float low, float high, u32 flip) {
 
 // Decode 8 vectors, `valid` of which exist; returns a bit for each whose scale is not finite or may overflow.
 template <int BITS>
-__device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<BITS>& packed, Word* x, i64 stride,
+__device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<BITS>& packed, Word* x, int stride,
                                            int valid, int lane) {
     int g = lane >> 2, t = lane & 3;
     float c[CHUNKS][4];
@@ -492,6 +546,11 @@ __device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<
     }
     return __reduce_or_sync(FULL, slow) & ((1u << valid) - 1);
 }
+#else
+struct Encoder {
+    __device__ __forceinline__ Encoder(int) {}
+};
+typedef Encoder Decoder;
 #endif
 
 // ---- all layers of many blocks -----------------------------------------------------------------------------------------
@@ -499,114 +558,113 @@ __device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<
 struct Place {  // up to TILES_PER_ITEM tiles of the keys, or of the values, of one layer of one block
     Word* x;
     u8 *scales, *planes;
-    int kind, block, first, head, token, tiles;
+    int kind, block, index, token, tiles;
 
-    __device__ __forceinline__ Place(const Job& job, i64 item) {
-        int per_head = (job.tokens + TILE - 1) / TILE, in_layer = job.heads * per_head;
-        int chunks = (in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM;
-        int chunk = item % chunks;
+    __device__ __forceinline__ Place(const Job& job, u32 item) {
+        u32 per_head = (job.tokens + TILE - 1) / TILE, in_layer = job.heads * per_head;
+        u32 chunks = (in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM, chunk = item % chunks;
         item /= chunks;
-        int layer = item % job.layers;
-        item /= job.layers;
-        kind = job.first_kind + item % job.kinds;
-        block = item / job.kinds;
+        int layer = item % (u32)job.layers;
+        item /= (u32)job.layers;
+        kind = job.first_kind + item % (u32)job.kinds;
+        block = item / (u32)job.kinds;
         tiles = min(TILES_PER_ITEM, in_layer - chunk * TILES_PER_ITEM);
-        head = chunk * TILES_PER_ITEM / per_head;
+        int head = chunk * TILES_PER_ITEM / per_head;
         token = chunk * TILES_PER_ITEM % per_head * TILE;
         x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
+        x += head * job.head_stride + token * job.token_stride;
         u8* codes = job.codes + job.slots[block] * job.slot_stride + job.payload[kind];
         i64 vectors = (i64)job.heads * job.tokens;
-        scales = codes + 2 * layer * vectors;
+        index = layer * vectors + head * job.tokens + token;
+        scales = codes + 2 * index;
         int bits = kind ? VALUE_BITS : KEY_BITS;
-        planes = codes + (2 * vectors * job.layers + 15) / 16 * 16 + layer * vectors * (bits * (HEAD_DIM / 8));
-        first = layer * vectors;
+        planes = codes + (2 * vectors * job.layers + 15) / 16 * 16 + index * (i64)(bits * (HEAD_DIM / 8));
     }
-    __device__ __forceinline__ void next(const Job& job) {
+    __device__ __forceinline__ void next(const Job& job, int width) {
+        scales += 2 * valid(job);
+        planes += width * valid(job);
+        index += valid(job);
         token += TILE;
-        if (token >= job.tokens) token = 0, head++;
+        x += TILE * job.token_stride;
+        if (token >= job.tokens) {
+            x += job.head_stride - token * job.token_stride;
+            token = 0;
+        }
     }
-    __device__ __forceinline__ Word* vector(const Job& job, int t) const {
-        return x + head * job.head_stride + (token + t) * job.token_stride;
-    }
-    __device__ __forceinline__ int index(const Job& job) const { return head * job.tokens + token; }
-    __device__ __forceinline__ int valid(const Job& job) const { return min(TILE, job.tokens - token); }
+    __device__ __forceinline__ Word* vector(const Job& job, int t) const { return x + t * job.token_stride; }
+    __device__ __forceinline__ int valid(const Job& job) const { return WHOLE ? TILE : min(TILE, job.tokens - token); }
 };
 
 template <int BITS>
-__device__ void encode_item(const Job& job, Place place, int lane, float* sums) {
+__device__ __forceinline__ void encode_item(const Job& job, Place place, const Encoder& encoder, int lane, float* sums) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
-    Encoder encoder(lane);
     Piece piece;
     piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
 #endif
     for (int tile = 0; tile < place.tiles; tile++) {
-        int valid = place.valid(job), at = place.index(job);
-        Word* x = place.vector(job, 0);
-        u8 *scales = place.scales + 2 * at, *planes = place.planes + (i64)at * width;
-        place.next(job);
+        const Place now = place;
+        int valid = now.valid(job);
+        place.next(job, width);
         u32 slow = (1u << valid) - 1;
 #if FAST
-        Piece now = piece;
+        float c[CHUNKS][4], norm[2];
+        transform(encoder, piece, c, norm, lane);
         if (tile + 1 < place.tiles) piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
-        slow = encode_tile<BITS>(encoder, now, scales, planes, valid, lane);
+        slow = encode_tile<BITS>(c, norm, now.scales, now.planes, valid, lane);
         if (slow) __syncwarp();
 #endif
         for (; slow; slow &= slow - 1) {
             int t = __ffs(slow) - 1;
-            bool finite = encode_vector<BITS>(x + t * job.token_stride, scales + 2 * t, planes + t * width, lane, sums);
-            if (!finite && lane == 0) atomicMin(job.status + place.block, place.first + at + t);
+            bool finite = encode_vector<BITS>(now.vector(job, t), now.scales + 2 * t, now.planes + t * width, lane, sums);
+            if (!finite && lane == 0) atomicMin(job.status + now.block, now.index + t);
         }
     }
 }
 
 template <int BITS>
-__device__ void decode_item(const Job& job, Place place, int lane) {
+__device__ __forceinline__ void decode_item(const Job& job, Place place, const Decoder& decoder, int lane) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
-    Decoder decoder(lane);
     Packed<BITS> packed;
-    packed.fetch(place.scales + 2 * place.index(job), place.planes + (i64)place.index(job) * width, place.valid(job), lane);
+    packed.fetch(place.scales, place.planes, place.valid(job), lane);
 #endif
     for (int tile = 0; tile < place.tiles; tile++) {
-        int valid = place.valid(job), at = place.index(job);
-        Word* x = place.vector(job, 0);
-        u8 *scales = place.scales + 2 * at, *planes = place.planes + (i64)at * width;
-        place.next(job);
+        const Place now = place;
+        int valid = now.valid(job);
+        place.next(job, width);
         u32 slow = (1u << valid) - 1;
 #if FAST
-        Packed<BITS> now = packed;
-        if (tile + 1 < place.tiles) {
-            int next = place.index(job);
-            packed.fetch(place.scales + 2 * next, place.planes + (i64)next * width, place.valid(job), lane);
-        }
-        slow = decode_tile<BITS>(decoder, now, x, job.token_stride, valid, lane);
+        Packed<BITS> these = packed;
+        if (tile + 1 < place.tiles) packed.fetch(place.scales, place.planes, place.valid(job), lane);
+        slow = decode_tile<BITS>(decoder, these, now.vector(job, 0), job.token_stride, valid, lane);
         if (slow) __syncwarp();
 #endif
         for (; slow; slow &= slow - 1) {
             int t = __ffs(slow) - 1;
-            bool finite = decode_vector<BITS>(scales + 2 * t, planes + t * width, x + t * job.token_stride, lane);
-            if (!finite && lane == 0) atomicMin(job.status + place.block, place.first + at + t);
+            bool finite = decode_vector<BITS>(now.scales + 2 * t, now.planes + t * width, now.vector(job, t), lane);
+            if (!finite && lane == 0) atomicMin(job.status + now.block, now.index + t);
         }
     }
 }
 
-#define WARPS 8
+#define WARPS (THREADS / 32)
 
-__device__ __forceinline__ i64 items_of(const Job& job) {
-    int in_layer = job.heads * ((job.tokens + TILE - 1) / TILE);
-    return (i64)job.n * job.kinds * job.layers * ((in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM);
+__device__ __forceinline__ u32 items_of(const Job& job) {
+    u32 in_layer = job.heads * ((job.tokens + TILE - 1) / TILE);
+    return job.n * job.kinds * job.layers * ((in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM);
 }
 
 // status: GOOD must be there before; becomes the first vector that is not finite.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) encode(const Job job) {
     __shared__ float sums[WARPS][64];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    i64 items = items_of(job);
-    for (i64 item = (i64)blockIdx.x * WARPS + warp; item < items; item += (i64)gridDim.x * WARPS) {
+    const Encoder encoder(lane);
+    u32 items = items_of(job);
+    for (u32 item = blockIdx.x * WARPS + warp; item < items; item += gridDim.x * WARPS) {
         Place place(job, item);
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_item<KEY_BITS>(job, place, lane, sums[warp]);
-        else encode_item<VALUE_BITS>(job, place, lane, sums[warp]);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_item<KEY_BITS>(job, place, encoder, lane, sums[warp]);
+        else encode_item<VALUE_BITS>(job, place, encoder, lane, sums[warp]);
     }
 }
 
@@ -614,11 +672,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) encode(const Job job
 // whose scale is not finite.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) decode(const Job job) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    i64 items = items_of(job);
-    for (i64 item = (i64)blockIdx.x * WARPS + warp; item < items; item += (i64)gridDim.x * WARPS) {
+    const Decoder decoder(lane);
+    u32 items = items_of(job);
+    for (u32 item = blockIdx.x * WARPS + warp; item < items; item += gridDim.x * WARPS) {
         Place place(job, item);
         if (*(volatile int*)(job.status + place.block) < 0) continue;
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_item<KEY_BITS>(job, place, lane);
-        else decode_item<VALUE_BITS>(job, place, lane);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_item<KEY_BITS>(job, place, decoder, lane);
+        else decode_item<VALUE_BITS>(job, place, decoder, lane);
     }
 }

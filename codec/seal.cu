@@ -65,24 +65,26 @@ __device__ u64 checksum(const u8* block, i64 nbytes, int lane) {
 
 // Write the blocks' headers and checksums.
 extern "C" __global__ void seal(const Job job) {
-    int block = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (block >= job.n) return;
-    u8* out = job.codes + job.slots[block] * job.slot_stride;
-    if (lane < HEADER / 8) ((u64*)out)[lane] = ((const u64*)(job.headers + block * HEADER))[lane];
-    __syncwarp();
-    u64 sum = checksum(out, job.nbytes, lane);
-    if (lane == 0) *(u64*)(out + CHECKSUM_AT) = sum;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int block = blockIdx.x * WARPS + warp; block < job.n; block += gridDim.x * WARPS) {
+        u8* out = job.codes + job.slots[block] * job.slot_stride;
+        if (lane < HEADER / 8) ((u64*)out)[lane] = ((const u64*)(job.headers + block * HEADER))[lane];
+        __syncwarp();
+        u64 sum = checksum(out, job.nbytes, lane);
+        if (lane == 0) *(u64*)(out + CHECKSUM_AT) = sum;
+    }
 }
 
 // status: GOOD, BAD_CHECKSUM, or BAD_HEADER minus the offset of the first byte that is not the expected header's.
 extern "C" __global__ void verify(const Job job) {
-    int block = (blockIdx.x * blockDim.x + threadIdx.x) / 32, lane = threadIdx.x % 32;
-    if (block >= job.n) return;
-    const u8 *found = job.codes + job.slots[block] * job.slot_stride, *wanted = job.headers + block * HEADER;
-    u32 differs = HEADER;
-    for (int i = lane; i < HEADER; i += 32)
-        if (found[i] != wanted[i] && (i < CHECKSUM_AT || i >= CHECKSUM_AT + 8)) differs = min(differs, (u32)i);
-    differs = __reduce_min_sync(FULL, differs);
-    bool right = checksum(found, job.nbytes, lane) == *(const u64*)(found + CHECKSUM_AT);
-    if (lane == 0) job.status[block] = !right ? BAD_CHECKSUM : differs < HEADER ? BAD_HEADER - (int)differs : GOOD;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    for (int block = blockIdx.x * WARPS + warp; block < job.n; block += gridDim.x * WARPS) {
+        const u8 *found = job.codes + job.slots[block] * job.slot_stride, *wanted = job.headers + block * HEADER;
+        u32 differs = HEADER;
+        for (int i = lane; i < HEADER; i += 32)
+            if (found[i] != wanted[i] && (i < CHECKSUM_AT || i >= CHECKSUM_AT + 8)) differs = min(differs, (u32)i);
+        differs = __reduce_min_sync(FULL, differs);
+        bool right = checksum(found, job.nbytes, lane) == *(const u64*)(found + CHECKSUM_AT);
+        if (lane == 0) job.status[block] = !right ? BAD_CHECKSUM : differs < HEADER ? BAD_HEADER - (int)differs : GOOD;
+    }
 }

@@ -135,7 +135,7 @@ class OpenBlock(NamedTuple):
 
 def block_nbytes(header: BlockHeader) -> int:
     """Size in bytes of the whole encoded block, header included. Raises HeaderError."""
-    return HEADER.size + sum(_payload_sizes(header))
+    return HEADER.size + sum(payload_sizes(header))
 
 
 def open_block(header: BlockHeader, buffer: Codes | None = None) -> OpenBlock:
@@ -143,7 +143,7 @@ def open_block(header: BlockHeader, buffer: Codes | None = None) -> OpenBlock:
 
     Raises HeaderError.
     """
-    keys, values = _payload_sizes(header)
+    keys, values = payload_sizes(header)
     nbytes = HEADER.size + keys + values
     if buffer is None:
         buffer = np.empty(nbytes, np.uint8)
@@ -215,7 +215,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
         raise SizeError(f"the block key is said to have {key_len} bytes: at most {KEY_MAX} fit.")
     header = BlockHeader(_name(name), found_key[:key_len], found, layers, heads, tokens, head_dim)
     try:
-        expected = _payload_sizes(header)
+        expected = payload_sizes(header)
     except HeaderError as error:
         raise SizeError(str(error)) from None
     if (keys, values) != expected:
@@ -230,7 +230,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 def _write_header(buffer: Codes, h: BlockHeader) -> None:
     """All of the header but its checksum, which becomes zero."""
     shape = (h.layers, h.heads, h.tokens, h.head_dim)
-    fields = (h.codec.encode(), h.fingerprint, *shape, len(h.key), BF16, *_payload_sizes(h), h.key)
+    fields = (h.codec.encode(), h.fingerprint, *shape, len(h.key), BF16, *payload_sizes(h), h.key)
     HEADER.pack_into(buffer.data, 0, MAGIC, VERSION, HEADER.size, 0, *fields)
 
 
@@ -245,7 +245,7 @@ def _name(field: bytes) -> str:
     return field.rstrip(b"\0").decode("ascii", "backslashreplace")
 
 
-def _payload_sizes(header: BlockHeader) -> tuple[int, int]:
+def payload_sizes(header: BlockHeader) -> tuple[int, int]:
     """Bytes of the key and of the value codes; raises what is wrong with the header."""
     shape = (header.layers, header.heads, header.tokens)
     if not all(0 <= size < 2**32 for size in shape):

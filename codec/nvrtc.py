@@ -1,0 +1,74 @@
+"""CUDA C++ compiled when it is needed, by the compiler library that comes with PyTorch's CUDA wheels."""
+
+import ctypes
+from typing import Any
+
+import torch
+
+try:  # a dependency of PyTorch's CUDA wheels, absent beside its CPU wheels
+    from cuda.bindings import driver, nvrtc
+except ImportError:
+    driver = nvrtc = None
+
+THREADS = 256
+
+
+class CompileError(RuntimeError):
+    """The kernels cannot be compiled for this GPU: no compiler library, or one that does not know the GPU."""
+
+
+class Module:
+    """Compiled kernels on one device. Functions take one struct by value.
+
+    source: CUDA C++ that includes no headers. device: the CUDA device it is compiled and loaded for. Raises CompileError.
+    """
+
+    def __init__(self, source: str, device: torch.device) -> None:
+        if nvrtc is None:
+            raise CompileError("the Python package cuda-bindings is not installed")
+        with torch.cuda.device(device):
+            torch.cuda.current_stream().synchronize()  # makes the device's context current
+            major, minor = torch.cuda.get_device_capability(device)
+            self._module = _checked(driver.cuModuleLoadData(_compile(source, f"sm_{major}{minor}")))
+        self._sms = torch.cuda.get_device_properties(device).multi_processor_count
+        self._device = device
+        self._functions: dict[str, tuple[Any, int]] = {}
+
+    def launch(self, name: str, argument: ctypes.Structure, warps: int) -> None:
+        """Start a kernel on the current stream with enough blocks for so many warps, at most what fits on the device."""
+        function, resident = self._function(name)
+        blocks = min(-(-warps * 32 // THREADS), resident)
+        pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
+        stream = torch.cuda.current_stream(self._device).cuda_stream
+        _checked(
+            driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
+        )
+
+    def _function(self, name: str) -> tuple[Any, int]:
+        if name not in self._functions:
+            function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
+            per_sm = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
+            self._functions[name] = function, per_sm * self._sms
+        return self._functions[name]
+
+
+def _compile(source: str, architecture: str) -> bytes:
+    program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"manthan.cu", 0, [], []))
+    options = [b"--std=c++17", f"--gpu-architecture={architecture}".encode()]
+    error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+        log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
+        nvrtc.nvrtcGetProgramLog(program, log)
+        raise CompileError(f"NVRTC cannot compile for {architecture}: {error.name}: {log.decode(errors='replace')}")
+    cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+    _checked(nvrtc.nvrtcDestroyProgram(program))
+    return bytes(cubin)
+
+
+def _checked(answer: tuple[Any, ...]) -> Any:
+    """The result of a call, whose error code comes first."""
+    error, *results = answer
+    if int(error) != 0:
+        raise CompileError(f"CUDA answers {error.name}")
+    return results[0] if results else None
