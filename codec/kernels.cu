@@ -20,7 +20,6 @@ typedef long long i64;
 #define FULL 0xffffffffu
 #define EXPONENT 0x7f800000u
 #define TILE 8
-#define TILES_PER_ITEM 16
 
 struct Job {
     const u64* caches;     // [layers] addresses
@@ -326,11 +325,6 @@ struct Part {
     u32 plane[BITS];
     float dot, square;
 
-    __device__ __forceinline__ void add_step(u32 elements, int from, int to) {
-        const float low = level<BITS>(from), high = level<BITS>(to);
-        square = fmaf(high * high - low * low, (float)__popc(elements), square);
-    }
-
     // Element e of the part is at v + 2 (e % 2) of chunk e / 2. Integer instructions are what there is least of, so bits
     // are set by adding powers of two to a float, 16 at a time: 2**23 keeps them the low bits of the mantissa.
     __device__ __forceinline__ void quantize(const float (&c)[CHUNKS][4], int v, float rms) {
@@ -349,16 +343,9 @@ struct Part {
             const float bit = (float)(1 << e % 16);
             minus = __funnelshift_l(b(y), minus, 1);
             sum += magnitude;
-            if constexpr (BITS == 3) {  // by halves: the index' high bit, then its low bit
-                bool high = magnitude > cut[1], low = magnitude > (high ? cut[2] : cut[0]);
-                float step = high ? level<3>(3) - level<3>(2) : level<3>(1) - level<3>(0);
-                if (high) set[1][e / 16] += bit, above[1] += magnitude;
-                if (low) set[0][e / 16] += bit, above[0] = fmaf(magnitude, step, above[0]);
-            } else {
 #pragma unroll
-                for (int k = 0; k < cuts; k++)
-                    if (magnitude > cut[k]) set[k][e / 16] += bit, above[k] += magnitude;
-            }
+            for (int k = 0; k < cuts; k++)
+                if (magnitude > cut[k]) set[k][e / 16] += bit, above[k] += magnitude;
         }
 #pragma unroll
         for (int k = 0; k < cuts; k++) {
@@ -368,24 +355,18 @@ struct Part {
         plane[0] = minus;
         dot = level<BITS>(0) * sum;
         square = RUN * level<BITS>(0) * level<BITS>(0);
-        if constexpr (BITS == 3) {
-            plane[1] = over[1], plane[2] = over[0];
-            dot = fmaf(level<3>(2) - level<3>(0), above[1], dot) + above[0];
-            add_step(over[1], 0, 2);
-            add_step(over[0] & ~over[1], 0, 1);
-            add_step(over[0] & over[1], 2, 3);
-        } else {  // the level is a staircase: each cut that is passed adds a step to it, and to its square
+        // The level is a staircase: each cut that is passed adds a step to it, and to its square.
 #pragma unroll
-            for (int k = 0; k < cuts; k++) {
-                dot = fmaf(level<BITS>(k + 1) - level<BITS>(k), above[k], dot);
-                add_step(over[k], k, k + 1);
-            }
+        for (int k = 0; k < cuts; k++) {
+            const float low = level<BITS>(k), high = level<BITS>(k + 1);
+            dot = fmaf(high - low, above[k], dot);
+            square = fmaf(high * high - low * low, (float)__popc(over[k]), square);
+        }
 #pragma unroll
-            for (int p = 1; p < BITS; p++) {  // bit p of a count of passed cuts: the parity of every 2**p-th cut
-                plane[p] = 0;
+        for (int p = 1; p < BITS; p++) {  // bit p of a count of passed cuts: the parity of every 2**p-th cut
+            plane[p] = 0;
 #pragma unroll
-                for (int k = (1 << (BITS - 1 - p)) - 1; k < cuts; k += 1 << (BITS - 1 - p)) plane[p] ^= over[k];
-            }
+            for (int k = (1 << (BITS - 1 - p)) - 1; k < cuts; k += 1 << (BITS - 1 - p)) plane[p] ^= over[k];
         }
     }
 };
@@ -555,22 +536,23 @@ typedef Encoder Decoder;
 
 // ---- all layers of many blocks -----------------------------------------------------------------------------------------
 
-struct Place {  // up to TILES_PER_ITEM tiles of the keys, or of the values, of one layer of one block
+__device__ __forceinline__ u32 tiles_of_layer(const Job& job) { return job.heads * ((job.tokens + TILE - 1) / TILE); }
+
+struct Place {  // a tile of the keys, or of the values, of one layer of one block, and how many tiles follow in it
     Word* x;
     u8 *scales, *planes;
     int kind, block, index, token, tiles;
 
-    __device__ __forceinline__ Place(const Job& job, u32 item) {
-        u32 per_head = (job.tokens + TILE - 1) / TILE, in_layer = job.heads * per_head;
-        u32 chunks = (in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM, chunk = item % chunks;
-        item /= chunks;
-        int layer = item % (u32)job.layers;
-        item /= (u32)job.layers;
-        kind = job.first_kind + item % (u32)job.kinds;
-        block = item / (u32)job.kinds;
-        tiles = min(TILES_PER_ITEM, in_layer - chunk * TILES_PER_ITEM);
-        int head = chunk * TILES_PER_ITEM / per_head;
-        token = chunk * TILES_PER_ITEM % per_head * TILE;
+    __device__ __forceinline__ Place(const Job& job, u32 tile) {
+        u32 of_layer = tiles_of_layer(job), of_head = (job.tokens + TILE - 1) / TILE, in_layer = tile % of_layer;
+        tile /= of_layer;
+        int layer = tile % (u32)job.layers;
+        tile /= (u32)job.layers;
+        kind = job.first_kind + tile % (u32)job.kinds;
+        block = tile / (u32)job.kinds;
+        tiles = of_layer - in_layer;
+        int head = in_layer / of_head;
+        token = in_layer % of_head * TILE;
         x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
         x += head * job.head_stride + token * job.token_stride;
         u8* codes = job.codes + job.slots[block] * job.slot_stride + job.payload[kind];
@@ -596,7 +578,7 @@ struct Place {  // up to TILES_PER_ITEM tiles of the keys, or of the values, of 
 };
 
 template <int BITS>
-__device__ __forceinline__ void encode_item(const Job& job, Place place, const Encoder& encoder, int lane, float* sums) {
+__device__ __forceinline__ void encode_run(const Job& job, Place place, const Encoder& encoder, int lane, float* sums) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
     Piece piece;
@@ -623,7 +605,7 @@ __device__ __forceinline__ void encode_item(const Job& job, Place place, const E
 }
 
 template <int BITS>
-__device__ __forceinline__ void decode_item(const Job& job, Place place, const Decoder& decoder, int lane) {
+__device__ __forceinline__ void decode_run(const Job& job, Place place, const Decoder& decoder, int lane) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
     Packed<BITS> packed;
@@ -650,34 +632,46 @@ __device__ __forceinline__ void decode_item(const Job& job, Place place, const D
 
 #define WARPS (THREADS / 32)
 
-__device__ __forceinline__ u32 items_of(const Job& job) {
-    u32 in_layer = job.heads * ((job.tokens + TILE - 1) / TILE);
-    return job.n * job.kinds * job.layers * ((in_layer + TILES_PER_ITEM - 1) / TILES_PER_ITEM);
-}
+struct Range {  // the tiles of this warp: all warps of the launch share them evenly
+    u32 tile, end;
+
+    __device__ __forceinline__ Range(const Job& job) {
+        u64 all = (u64)job.n * job.kinds * job.layers * tiles_of_layer(job);
+        u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
+        tile = all * warp / warps;
+        end = all * (warp + 1) / warps;
+    }
+    __device__ __forceinline__ void take(Place& place) {
+        place.tiles = min((u32)place.tiles, end - tile);
+        tile += place.tiles;
+    }
+};
 
 // status: GOOD must be there before; becomes the first vector that is not finite.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) encode(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS, ENCODE_BLOCKS) encode(const Job job) {
     __shared__ float sums[WARPS][64];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Encoder encoder(lane);
-    u32 items = items_of(job);
-    for (u32 item = blockIdx.x * WARPS + warp; item < items; item += gridDim.x * WARPS) {
-        Place place(job, item);
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_item<KEY_BITS>(job, place, encoder, lane, sums[warp]);
-        else encode_item<VALUE_BITS>(job, place, encoder, lane, sums[warp]);
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile);
+        range.take(place);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_run<KEY_BITS>(job, place, encoder, lane, sums[warp]);
+        else encode_run<VALUE_BITS>(job, place, encoder, lane, sums[warp]);
     }
 }
 
 // Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
 // whose scale is not finite.
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 2) decode(const Job job) {
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode(const Job job) {
+    int lane = threadIdx.x % 32;
     const Decoder decoder(lane);
-    u32 items = items_of(job);
-    for (u32 item = blockIdx.x * WARPS + warp; item < items; item += gridDim.x * WARPS) {
-        Place place(job, item);
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile);
+        range.take(place);
         if (*(volatile int*)(job.status + place.block) < 0) continue;
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_item<KEY_BITS>(job, place, decoder, lane);
-        else decode_item<VALUE_BITS>(job, place, decoder, lane);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_run<KEY_BITS>(job, place, decoder, lane);
+        else decode_run<VALUE_BITS>(job, place, decoder, lane);
     }
 }

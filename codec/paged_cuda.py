@@ -19,7 +19,7 @@ DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TENSOR_CORE_DIMS = (64, 128, 256)
 ALIGNMENT = 16
 """Bytes that the tensor core kernels read at once: vectors must begin at multiples."""
-TILE, TILES_PER_ITEM = 8, 16
+TILE = 8
 
 
 class Job(ctypes.Structure):
@@ -36,9 +36,8 @@ class Job(ctypes.Structure):
 
     @property
     def warps(self) -> int:
-        """How many warps the encode and decode kernels can put to work."""
-        tiles = self.heads * -(-self.tokens // TILE)
-        return int(self.n * self.kinds * self.layers * -(-tiles // TILES_PER_ITEM))
+        """How many warps the encode and decode kernels can put to work: one for each tile."""
+        return int(self.n * self.kinds * self.layers * self.heads * -(-self.tokens // TILE))
 
 
 class CudaPagedCodec(PagedCodec):
@@ -128,6 +127,8 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
     """What kernels.cu and seal.cu expect ahead of them."""
     macros = {
         "THREADS": THREADS,
+        "ENCODE_BLOCKS": 2,
+        "DECODE_BLOCKS": 2,
         "HEAD_DIM": head_dim,
         "KEY_BITS": spec.key_bits,
         "VALUE_BITS": spec.value_bits,

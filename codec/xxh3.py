@@ -1,12 +1,19 @@
-"""The constants of xxh3-64 for inputs of more than 240 bytes, as 64-bit words; for hashing where the library cannot go.
+"""The constants of xxh3-64 without a seed for inputs over 240 bytes, for the device code that computes block
+checksums.
 
-From the algorithm's specification (github.com/Cyan4973/xxHash, doc/xxhash_spec.md): the secret, the sums' start values,
-and the parts of the secret that the last stripe and the final merge take.
+The input is read as 64-bit words, little-endian, 8 a stripe. Word i of stripe s of a kibibyte goes with
+SECRET[s + i]; after 16 stripes the sums are scrambled with SECRET[16 + i]. LAST goes with the input's last 64
+bytes, MERGE with the sums in the end.
 """
 
-_PRIME32 = (0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D)
-_PRIME64 = (0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9, 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5)
-_SECRET = bytes.fromhex(
+import struct
+
+PRIME_32_1, PRIME_32_2, PRIME_32_3 = 0x9E3779B1, 0x85EBCA77, 0xC2B2AE3D
+PRIME_64_1, PRIME_64_2, PRIME_64_3 = 0x9E3779B185EBCA87, 0xC2B2AE3D27D4EB4F, 0x165667B19E3779F9
+PRIME_64_4, PRIME_64_5 = 0x85EBCA77C2B2AE63, 0x27D4EB2F165667C5
+PRIME_MX1 = 0x165667919E3779F9
+
+_BYTES = bytes.fromhex(
     "b8fe6c3923a44bbe7c01812cf721ad1cded46de9839097db7240a4a4b7b3671f"
     "cb79e64eccc0e578825ad07dccff7221b8084674f743248ee03590e6813a264c"
     "3c2852bb91c300cb88d0658b1b532ea371644897a20df94e3819ef46a9deacd8"
@@ -16,20 +23,12 @@ _SECRET = bytes.fromhex(
 )
 
 
-def _words(start: int, count: int) -> tuple[int, ...]:
-    return tuple(int.from_bytes(_SECRET[i : i + 8], "little") for i in range(start, start + 8 * count, 8))
+def _words(count: int, start: int) -> tuple[int, ...]:
+    return struct.unpack_from(f"<{count}Q", _BYTES, start)
 
 
-START = (
-    _PRIME32[2],
-    _PRIME64[0],
-    _PRIME64[1],
-    _PRIME64[2],
-    _PRIME64[3],
-    _PRIME32[1],
-    _PRIME64[4],
-    _PRIME32[0],
-)
-SECRET = _words(0, 24)
-LAST = _words(121, 8)
-MERGE = _words(11, 8)
+START = (PRIME_32_3, PRIME_64_1, PRIME_64_2, PRIME_64_3, PRIME_64_4, PRIME_32_2, PRIME_64_5, PRIME_32_1)
+"""What the 8 sums begin with."""
+SECRET = _words(24, 0)
+LAST = _words(8, 121)
+MERGE = _words(8, 11)

@@ -1,0 +1,424 @@
+"""The torch backend against the numpy codec and xxhash, on the CPU: the same bytes, the same numbers, each refusal."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+
+torch = pytest.importorskip("torch")
+
+from manthan.codec import torch_backend, wire  # noqa: E402
+from manthan.codec.errors import ShapeError  # noqa: E402
+from manthan.codec.numpy_backend import NumpyCodec  # noqa: E402
+from manthan.codec.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedLayout, status_cause  # noqa: E402
+from manthan.codec.registry import SPECS  # noqa: E402
+from manthan.codec.tables import tables  # noqa: E402
+
+HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
+NAMES = list(SPECS)
+KINDS = ("key", "value")
+FINGERPRINT = bytes(range(16))
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def plain(name, head_dim):
+    """The codec that all others have to agree with."""
+    return NumpyCodec(SPECS[name], head_dim, fused=False)
+
+
+def constants(name, head_dim, kind):
+    """What encode_vectors and decode_vectors take after the data."""
+    bits = SPECS[name].bits(kind)
+    return tables(head_dim, bits, SPECS[name].rotated), bits
+
+
+def split(codes, n, bits, head_dim):
+    """Scales [n, 2] and planes [n, width] of a codec's codes."""
+    start, width = -(-2 * n // 16) * 16, bits * head_dim // 8
+    return codes[: 2 * n].reshape(n, 2), codes[start : start + n * width].reshape(n, width)
+
+
+def same_bits(a, b):
+    """Whether two arrays are equal to the last bit, minus zero and all."""
+    return a.shape == b.shape and a.tobytes() == b.tobytes()
+
+
+# ---- vectors
+
+
+@pytest.mark.parametrize("head_dim", HEAD_DIMS)
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_agree_with_numpy_bit_for_bit(name, head_dim, vectors):
+    noise = np.random.default_rng(head_dim).standard_normal((301, head_dim)).astype(np.float32)
+    huge = noise / np.abs(noise).max() * np.float32(3e38)
+    kinds = {"noise": noise, "huge": huge, "edges": vectors.edges(head_dim), "one": noise[:1]}
+    for what, x in {**kinds, **vectors.structured(head_dim)}.items():
+        for kind in KINDS:
+            codes = plain(name, head_dim).encode(x, kind)
+            scales, planes = split(codes, len(x), SPECS[name].bits(kind), head_dim)
+            made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, head_dim, kind))
+            assert made[2].all(), what
+            assert np.array_equal(made[0].numpy(), scales), what
+            assert np.array_equal(made[1].numpy(), planes), what
+            found, finite = torch_backend.decode_vectors(*made[:2], *constants(name, head_dim, kind))
+            assert finite.all(), what
+            assert same_bits(found.numpy(), plain(name, head_dim).decode(codes, len(x), kind)), what
+            bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+            assert same_bits(bf16, plain(name, head_dim).decode(codes, len(x), kind, np.uint16)), what
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_vectors_that_are_not_finite_leave_the_others_alone(name):
+    x = np.random.default_rng(0).standard_normal((20, 64)).astype(np.float32)
+    clean = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    bad = {3: np.nan, 7: np.inf, 8: -np.inf, 19: -np.nan}
+    for row, number in bad.items():
+        x[row, row] = number
+    made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    assert made[2].tolist() == [row not in bad for row in range(20)]
+    for before, after in zip(clean[:2], made[:2], strict=True):
+        assert torch.equal(before[made[2]], after[made[2]])
+
+
+@pytest.mark.parametrize("scale", [0x7F80, 0x7FC0, 0xFF80, 0xFFFF])
+def test_scales_that_are_not_finite_leave_the_others_alone(scale):
+    x = torch.randn((20, 64), generator=torch.Generator().manual_seed(0))
+    scales, planes, _ = torch_backend.encode_vectors(x, *constants("lloyd3", 64, "key"))
+    clean, _ = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    scales[5] = torch.tensor([scale & 255, scale >> 8], dtype=torch.uint8)
+    found, finite = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    assert finite.tolist() == [row != 5 for row in range(20)]
+    assert torch.equal(found[finite], clean[finite])
+
+
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("name", NAMES)
+def test_any_codes_decode_to_the_same_numbers(name, head_dim):
+    """Also those that encoding does not make: every scale, minus signs and overflow included."""
+    rng = np.random.default_rng(head_dim)
+    every = np.arange(2**16, dtype=np.uint16)
+    every = every[(every & 0x7F80) != 0x7F80][:: 7 if head_dim == 64 else 61]
+    for kind in KINDS:
+        codec = plain(name, head_dim)
+        codes = rng.integers(0, 256, codec.encoded_nbytes(len(every), kind), np.uint8)
+        codes[: 2 * len(every)] = np.frombuffer(every.tobytes(), np.uint8)
+        parts = split(codes, len(every), SPECS[name].bits(kind), head_dim)
+        found, _ = torch_backend.decode_vectors(*map(torch.tensor, parts), *constants(name, head_dim, kind))
+        assert same_bits(found.numpy(), codec.decode(codes, len(every), kind))
+        bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+        assert same_bits(bf16, codec.decode(codes, len(every), kind, np.uint16))
+        fp16 = torch_backend.cast(found, torch.float16).numpy()
+        assert same_bits(fp16, np.clip(found.numpy(), -65504, 65504).astype(np.float16))
+
+
+def test_no_vectors():
+    made = torch_backend.encode_vectors(torch.empty((0, 80)), *constants("k4v3", 80, "key"))
+    assert [tuple(part.shape) for part in made] == [(0, 2), (0, 40), (0,)]
+    found, finite = torch_backend.decode_vectors(*made[:2], *constants("k4v3", 80, "key"))
+    assert (found.shape, finite.shape) == ((0, 80), (0,))
+
+
+# ---- checksums
+
+SIZES = [
+    *range(272, 1024, 16),
+    *(n * 1024 + 16 * d for n in (1, 2, 3, 5) for d in range(-6, 7)),
+    *(n * 64 + 16 * d for n in (33, 100) for d in (-1, 0, 1)),
+    51360,
+    2**20 + 160,
+]
+
+
+@pytest.mark.parametrize("nbytes", SIZES)
+def test_checksums_are_those_of_xxhash(nbytes):
+    rows = np.random.default_rng(nbytes).integers(0, 256, (3, nbytes), np.uint8)
+    rows[1], rows[2] = 0, 255
+    expected = [xxhash.xxh3_64_intdigest(row[:8].tobytes() + row[16:].tobytes()) for row in rows]
+    found = torch_backend.checksums(torch.tensor(rows)).numpy()
+    assert found.dtype == np.int64
+    assert found.view(np.uint64).tolist() == expected
+
+
+def test_checksums_of_many_blocks():
+    rows = np.random.default_rng(1).integers(0, 256, (500, 1392), np.uint8)
+    expected = [xxhash.xxh3_64_intdigest(row[:8].tobytes() + row[16:].tobytes()) for row in rows]
+    assert torch_backend.checksums(torch.tensor(rows)).numpy().view(np.uint64).tolist() == expected
+
+
+@pytest.mark.parametrize("nbytes", [256, 1000])
+def test_checksums_refuse_other_sizes(nbytes):
+    with pytest.raises(AssertionError):
+        torch_backend.checksums(torch.zeros((1, nbytes), dtype=torch.uint8))
+
+
+# ---- whole blocks
+
+LAYERS, HEADS, TOKENS, BLOCKS = 3, 2, 5, 9
+IDS, SLOTS = [7, 0, 3, 8], [2, 5, 0, 1]
+LAYOUTS = ["interleaved", "halves", "heads first", "heads outermost"]
+
+
+def paged(layout, head_dim, dtype):
+    """A layout's PagedLayout over random numbers: each cache is a part of a larger tensor."""
+    inner = {
+        "interleaved": ((BLOCKS, TOKENS, HEADS, 2 * head_dim), (0, 2, 1), head_dim),
+        "halves": ((2, BLOCKS, TOKENS, HEADS, head_dim), (1, 3, 2), BLOCKS * TOKENS * HEADS * head_dim),
+        "heads first": ((BLOCKS, 2, HEADS, TOKENS, head_dim), (0, 2, 3), HEADS * TOKENS * head_dim),
+        "heads outermost": ((2, HEADS, BLOCKS, TOKENS, head_dim), (2, 1, 3), HEADS * BLOCKS * TOKENS * head_dim),
+    }
+    shape, (block, head, token), value_at = inner[layout]
+    size, generator = int(np.prod(shape)), torch.Generator().manual_seed(head_dim)
+    caches = tuple(
+        torch.randn(size + 96, generator=generator).to(dtype)[64 : 64 + size].view(shape) for _ in range(LAYERS)
+    )
+    block, head, token = (caches[0].stride(dim) for dim in (block, head, token))
+    return PagedLayout(caches, HEADS, TOKENS, head_dim, block, head, token, 0, value_at)
+
+
+def vector(layout, layer, kind, block, head, token):
+    """One vector of the paged cache, as a view."""
+    at = layout.value_at if kind == "value" else layout.key_at
+    at += block * layout.block_stride + head * layout.head_stride + token * layout.token_stride
+    return layout.caches[layer].as_strided((layout.head_dim,), (1,), layout.caches[layer].storage_offset() + at)
+
+
+def vectors_of(layout, kind, block):
+    """[layers, heads, tokens] flattened, by head_dim: one block's vectors in the cache's dtype."""
+    places = np.ndindex(LAYERS, HEADS, TOKENS)
+    return torch.stack([vector(layout, layer, kind, block, head, token) for layer, head, token in places])
+
+
+def as_numpy(x):
+    """A tensor's numbers for the numpy codec, and for comparing bits: bf16 as uint16."""
+    return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
+
+
+class World:
+    """A paged cache, its codec, and room for encoded blocks filled with 170."""
+
+    def __init__(self, name="k4v3", head_dim=64, layout="interleaved", dtype="bf16"):
+        self.layout = paged(layout, head_dim, DTYPES[dtype])
+        self.header = wire.BlockHeader(name, b"", FINGERPRINT, LAYERS, HEADS, TOKENS, head_dim)
+        self.keys = [bytes([i]) * 32 for i in IDS]
+        self.codec = torch_backend.TorchPagedCodec(SPECS[name], self.layout, self.header)
+        stride = -(-self.codec.nbytes // 16) * 16 + 32
+        self.codes = torch.full((7, stride), 170, dtype=torch.uint8)
+        self.headers = torch.tensor(wire.header_rows(self.header, self.keys))
+        self.ids, self.slots = torch.tensor(IDS), torch.tensor(SLOTS)
+
+    def encode(self):
+        """All of IDS into SLOTS; returns the status."""
+        status = torch.full((len(IDS),), 12345, dtype=torch.int32)
+        self.codec.encode(self.ids, self.codes, self.slots, self.headers, status)
+        return status.tolist()
+
+    def decode(self, ids):
+        """SLOTS into these blocks; returns the status."""
+        status = torch.full((len(IDS),), 12345, dtype=torch.int32)
+        self.codec.decode(torch.tensor(ids), self.codes, self.slots, self.headers, status)
+        return status.tolist()
+
+    def block(self, i):
+        """The i-th encoded block's bytes, as a view."""
+        return self.codes[SLOTS[i], : self.codec.nbytes]
+
+    def reseal(self, i):
+        """Give the i-th encoded block the checksum that fits it."""
+        block = self.block(i)
+        digest = xxhash.xxh3_64_intdigest(block[:8].numpy().tobytes() + block[16:].numpy().tobytes())
+        block[8:16] = torch.tensor(list(digest.to_bytes(8, "little")), dtype=torch.uint8)
+
+    def snapshot(self):
+        """The caches' whole storage, bits only."""
+        storages = [cache.untyped_storage() for cache in self.layout.caches]
+        return [torch.empty(0, dtype=torch.uint8).set_(storage).numpy().copy() for storage in storages]
+
+
+@pytest.fixture(params=[2**22, 2 * TOKENS * HEADS * 64, 1], ids=["all at once", "in parts", "one at a time"])
+def at_once(request, monkeypatch):
+    """How much of a batch is worked on at a time."""
+    monkeypatch.setattr(torch_backend, "NUMBERS_AT_ONCE", request.param)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(("name", "head_dim"), [("lloyd3", 64), ("k4v3", 80), ("lloyd4", 32), ("lloyd3-unrotated", 96)])
+def test_blocks_go_out_and_come_back(name, head_dim, layout, dtype):
+    world = World(name, head_dim, layout, dtype)
+    before = world.snapshot()
+    assert world.encode() == [GOOD] * 4
+    assert all(map(same_bits, before, world.snapshot()))
+    others = [slot for slot in range(7) if slot not in SLOTS]
+    assert (world.codes[others] == 170).all()
+    assert (world.codes[:, world.codec.nbytes :] == 170).all()
+    codec, blocks = plain(name, head_dim), []
+    for i, key in enumerate(world.keys):
+        found = wire.parse(world.block(i).numpy().tobytes(), key=key, fingerprint=FINGERPRINT)
+        for kind, codes in zip(KINDS, (found.key_codes, found.value_codes), strict=True):
+            x = vectors_of(world.layout, kind, IDS[i])
+            x = as_numpy(x.float() if dtype == "fp16" else x)
+            assert np.array_equal(codes, codec.encode(x, kind))
+        blocks.append((found.key_codes, found.value_codes))
+
+    ids = [1, 4, 6, 2]
+    expected = World(name, head_dim, layout, dtype)
+    for block, codes in zip(ids, blocks, strict=True):
+        for kind, some in zip(KINDS, codes, strict=True):
+            numbers = codec.decode(some, LAYERS * HEADS * TOKENS, kind, np.uint16 if dtype == "bf16" else np.float32)
+            for place, x in zip(np.ndindex(LAYERS, HEADS, TOKENS), numbers, strict=True):
+                to = vector(expected.layout, place[0], kind, block, *place[1:])
+                to.copy_(torch.tensor(x).view(torch.bfloat16) if dtype == "bf16" else torch.tensor(x).to(to.dtype))
+    assert world.decode(ids) == [GOOD] * 4
+    assert all(map(same_bits, world.snapshot(), expected.snapshot()))
+
+
+def test_caches_made_in_inference_mode():
+    with torch.inference_mode():
+        world = World()
+    assert world.encode() == [GOOD] * 4
+    assert world.decode([1, 4, 6, 2]) == [GOOD] * 4
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_host_never_waits_for_the_device():
+    """Meta tensors have no data: whatever asks for it, or for a size that depends on it, raises."""
+    world = World()
+    caches = tuple(cache.to("meta") for cache in world.layout.caches)
+    layout = replace(world.layout, caches=caches)
+    codec = torch_backend.TorchPagedCodec(world.codec.spec, layout, world.header)
+    given = [x.to("meta") for x in (world.ids, world.codes, world.slots, world.headers)]
+    status = torch.empty(len(IDS), dtype=torch.int32, device="meta")
+    codec.encode(*given, status)
+    codec.decode(*given, status)
+
+
+def test_float16_stays_within_its_range():
+    world = World(dtype="fp16")
+    for kind in KINDS:
+        vector(world.layout, 1, kind, IDS[0], 1, 3).copy_(65504 * torch.randn(64).sign())
+    assert world.encode() == [GOOD] * 4
+    assert world.decode([1, 4, 6, 2]) == [GOOD] * 4
+    assert vectors_of(world.layout, "key", 1).abs().max() == 65504
+
+
+def test_no_blocks():
+    world = World()
+    none, before = torch.empty(0, dtype=torch.int64), world.snapshot()
+    for work in (world.codec.encode, world.codec.decode):
+        work(none, world.codes, none, world.headers[:0], torch.empty(0, dtype=torch.int32))
+    assert (world.codes == 170).all()
+    assert all(map(same_bits, before, world.snapshot()))
+
+
+DAMAGE = {
+    "magic": (0, "magic"),
+    "version": (4, "version"),
+    "header length": (6, "version"),
+    "codec": (16, "codec"),
+    "fingerprint": (40, "fingerprint"),
+    "end of the fingerprint": (55, "fingerprint"),
+    "layers": (56, "size"),
+    "head_dim": (68, "size"),
+    "length of the key": (70, "key"),
+    "dtype": (71, "version"),
+    "payloads": (72, "size"),
+    "key": (88, "key"),
+    "end of the key": (119, "key"),
+    "behind the key": (159, "key"),
+}
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("what", DAMAGE)
+def test_a_header_that_is_not_the_expected_one_is_refused(what):
+    offset, cause = DAMAGE[what]
+    world = World()
+    world.encode()
+    world.block(2)[offset] ^= 1
+    world.block(2)[min(offset + 1, 159)] ^= 64  # the first is reported
+    world.reseal(2)
+    before = vectors_of(world.layout, "key", 6), vectors_of(world.layout, "value", 6)
+    status = world.decode([1, 4, 6, 2])
+    assert status == [GOOD, GOOD, BAD_HEADER - offset, GOOD]
+    assert [status_cause(one) for one in status] == [None, None, cause, None]
+    for kind, x in zip(KINDS, before, strict=True):
+        assert torch.equal(vectors_of(world.layout, kind, 6), x)
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("offset", [0, 8, 15, 50, 90, 159, 160, 1000, -1])
+def test_a_block_with_a_wrong_checksum_is_refused(offset):
+    world = World()
+    world.encode()
+    world.block(0)[offset] ^= 128
+    before = world.snapshot()
+    assert world.decode([1, 4, 6, 2]) == [BAD_CHECKSUM, GOOD, GOOD, GOOD]
+    assert status_cause(BAD_CHECKSUM) == "checksum"
+    clean = World()
+    for layer, storage in enumerate(before):  # block 1 as it was, the other three as in a run without damage
+        assert same_bits(storage, clean.snapshot()[layer])
+    clean.encode()
+    kept = [vectors_of(clean.layout, kind, 1) for kind in KINDS]
+    clean.decode([1, 4, 6, 2])
+    for kind, x in zip(KINDS, kept, strict=True):
+        for place, old in zip(np.ndindex(LAYERS, HEADS, TOKENS), x, strict=True):
+            vector(clean.layout, place[0], kind, 1, *place[1:]).copy_(old)
+    assert all(map(same_bits, world.snapshot(), clean.snapshot()))
+
+
+def test_two_blocks_swapped_are_refused():
+    world = World()
+    world.encode()
+    first, second = world.block(0).clone(), world.block(1).clone()
+    world.block(0).copy_(second)
+    world.block(1).copy_(first)
+    before = world.snapshot()
+    assert [status_cause(one) for one in world.decode(IDS)][:2] == ["key", "key"]
+    for kind in KINDS:
+        for block in IDS[:2]:
+            assert torch.equal(vectors_of(world.layout, kind, block), vectors_of(World().layout, kind, block))
+    assert not all(map(same_bits, before, world.snapshot()))
+
+
+@pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("number", [float("nan"), float("inf"), -float("inf")])
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_the_first_vector_that_is_not_finite_is_reported(dtype, number):
+    world = World(dtype=dtype)
+    vector(world.layout, 2, "key", IDS[1], 1, 4)[63] = number  # the last of all
+    vector(world.layout, 1, "value", IDS[2], 1, 3)[5] = number
+    vector(world.layout, 2, "key", IDS[2], 0, 0)[5] = number
+    vector(world.layout, 0, "key", IDS[3], 0, 0)[0] = number
+    assert world.encode() == [GOOD, 29, 18, 0]
+    assert [status_cause(status) for status in (29, 18, 0)] == ["decode"] * 3
+    wire.parse(world.block(0).numpy().tobytes(), key=world.keys[0], fingerprint=FINGERPRINT)
+
+
+@pytest.mark.usefixtures("at_once")
+def test_the_first_scale_that_is_not_finite_is_reported():
+    world = World()
+    world.encode()
+    keys, vectors = plain("k4v3", 64).encoded_nbytes(30, "key"), {1: (0, 17), 3: (0, 29)}
+    for i, (half, index) in {**vectors, 2: (keys, 3)}.items():
+        world.block(i)[160 + half + 2 * index : 162 + half + 2 * index] = torch.tensor([0x80, 0x7F])
+        world.reseal(i)
+    before = world.layout.caches[0].clone()
+    assert world.decode([1, 4, 6, 2]) == [GOOD, 17, 3, 29]
+    for block in (4, 6, 2):
+        assert torch.equal(world.layout.caches[0][block], before[block])
+
+
+def test_a_header_of_another_shape_is_refused():
+    world = World()
+    with pytest.raises(ShapeError):
+        torch_backend.TorchPagedCodec(SPECS["lloyd3"], world.layout, world.header)
+
+
+def test_importing_the_package_does_not_import_torch():
+    import subprocess
+    import sys
+
+    code = "import sys, manthan.codec, manthan.codec.paged, manthan.codec.xxh3; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
