@@ -20,7 +20,7 @@ class CompileError(RuntimeError):
 class Module:
     """Compiled kernels on one device. Functions take one struct by value.
 
-    source: CUDA C++ that includes no headers. device: the CUDA device it is compiled and loaded for. Raises CompileError.
+    source: CUDA C++ that includes no headers. device: the CUDA device it is for. Raises CompileError.
     """
 
     def __init__(self, source: str, device: torch.device) -> None:
@@ -35,14 +35,12 @@ class Module:
         self._functions: dict[str, tuple[Any, int]] = {}
 
     def launch(self, name: str, argument: ctypes.Structure, warps: int) -> None:
-        """Start a kernel on the current stream with enough blocks for so many warps, at most what fits on the device."""
+        """Start a kernel on the current stream, with so many warps or as many as fit on the device."""
         function, resident = self._function(name)
         blocks = min(-(-warps * 32 // THREADS), resident)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        _checked(
-            driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0)
-        )
+        _checked(driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0))
 
     def _function(self, name: str) -> tuple[Any, int]:
         if name not in self._functions:

@@ -45,9 +45,9 @@ class PagedLayout:
 class PagedCodec(ABC):
     """Encodes and decodes blocks of one paged cache, on the current stream, without waiting for the device.
 
-    All tensors are on the caches' device. block_ids: int64 [n], blocks of the paged cache. codes: uint8 [slots, stride],
-    its rows contiguous and at least `nbytes` long, stride a multiple of 16. slots: int64 [n], rows of `codes`. headers:
-    uint8 [n, 160], from `wire.header_rows`. status: int32 [n], written.
+    All tensors are on the caches' device. block_ids: int64 [n], blocks of the paged cache. codes: uint8 [slots, nbytes],
+    rows a multiple of 16 bytes apart. slots: int64 [n], rows of `codes`. headers: uint8 [n, 160], from
+    `wire.header_rows`. status: int32 [n], written.
     """
 
     def __init__(self, spec: CodecSpec, layout: PagedLayout, header: BlockHeader) -> None:
@@ -83,8 +83,8 @@ class PagedCodec(ABC):
     ) -> None:
         """Check codes[slots[i]] against headers[i] and its checksum, and decode it into block_ids[i].
 
-        status[i] becomes GOOD; or what `status_cause` explains, and the paged block is left as it was; or the index of a
-        vector whose scale is not finite, which a right checksum does not let happen.
+        status[i] becomes GOOD; or what `status_cause` explains, and the paged block is left as it was; or the index of
+        a vector whose scale is not finite, which a right checksum does not let happen.
         """
 
 

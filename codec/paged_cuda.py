@@ -109,11 +109,13 @@ class CudaPagedCodec(PagedCodec):
 
 
 @lru_cache
-def module(spec: CodecSpec, head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, whole: bool) -> Module:
-    """The kernels for vectors of this size and dtype, compiled at the first call (a few seconds).
+def module(
+    spec: CodecSpec, head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, whole: bool
+) -> Module:
+    """The kernels for vectors of this size and dtype, compiled at the first call (a second or two).
 
-    aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's tokens in a block are a multiple
-    of TILE. Raises CompileError.
+    aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's tokens in a block are a
+    multiple of TILE. Raises CompileError.
     """
     folder = resources.files("manthan.codec")
     parts = [constants(spec, head_dim, dtype, aligned, whole), *((folder / name).read_text() for name in SOURCES)]
@@ -149,7 +151,8 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
         words[f"LEVELS_{bits}"] = _bits(levels)
         words[f"CUTS_{bits}"] = _bits(tables(head_dim, bits, spec.rotated).thresholds)
     lines = [f"#define {name} {value}" for name, value in macros.items()]
-    lines += [f"#define {name} 0x{_bits(np.array([value]))[0]:08x}u" for name, value in _floats(made.root, made.largest)]
+    for name, value in (("ROOT", made.root), ("LARGEST", made.largest)):
+        lines.append(f"#define {name} 0x{value.view(np.uint32):08x}u")
     lines += [_array("unsigned int", name, values) for name, values in words.items()]
     for bits in (3, 4):
         rows = ", ".join("{" + ", ".join(f"0x{word:08x}u" for word in row) + "}" for row in _halves(bits))
@@ -157,10 +160,6 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
     for name in ("START", "SECRET", "LAST", "MERGE"):
         lines.append(_array("unsigned long long", name, getattr(xxh3, name)))
     return "\n".join(lines)
-
-
-def _floats(root: np.float32, largest: np.float32) -> tuple[tuple[str, np.float32], ...]:
-    return ("ROOT", root), ("LARGEST", largest)
 
 
 def _halves(bits: int) -> list[list[int]]:
@@ -172,7 +171,8 @@ def _halves(bits: int) -> list[list[int]]:
     signed = np.concatenate([levels, -levels]) if bits == 3 else levels
     high = signed.astype(np.float16)
     low = (signed - high.astype(np.float32)).astype(np.float16)
-    return [np.concatenate([(u := part.view(np.uint16)) & 255, u >> 8]).astype(np.uint8).view("<u4").tolist() for part in (high, low)]
+    halves = (part.view(np.uint16) for part in (high, low))
+    return [np.concatenate([half & 255, half >> 8]).astype(np.uint8).view("<u4").tolist() for half in halves]
 
 
 def _bits(floats: np.ndarray) -> list[int]:

@@ -118,4 +118,5 @@ class HostStore(ColdStore):
         return 0 if old is None else old.nbytes
 
 
-COLD_STORES: dict[str, type[HostStore]] = {HostStore.kind: HostStore}
+COLD_STORES = (HostStore.kind, "device")
+"""What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

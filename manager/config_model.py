@@ -23,6 +23,7 @@ def _no_bool(value: object) -> object:
 
 Count = Annotated[int, BeforeValidator(_no_bool)]
 Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
+AnyBytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)]
 Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
 
 _SECONDS = "a plain number of seconds above 0, such as {}"
@@ -58,7 +59,10 @@ class PolicyConfig(_Group):
 
 
 class ColdStoreConfig(_Group):
-    """Where the codes of cold sessions are kept, and how many bytes they may take."""
+    """Where the codes of cold sessions are kept, and how many bytes they may take.
+
+    kind host is RAM, pinned beside a GPU; device is GPU memory, which spills to host_bytes of RAM when it is full.
+    """
 
     shorthand = "kind"
 
@@ -67,6 +71,16 @@ class ColdStoreConfig(_Group):
         default=ByteSize(4 << 30),
         description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes",
     )
+    host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
+
+    @model_validator(mode="after")
+    def _check_host_bytes(self) -> Self:
+        if self.host_bytes and self.kind != "device":
+            raise ValueError(
+                f"cold_store.host_bytes is what cold_store.kind device spills to the host, but kind is {self.kind}: "
+                "use max_bytes"
+            )
+        return self
 
 
 class HotPoolConfig(_Group):

@@ -30,28 +30,29 @@ def encoded_block_nbytes(codec: str, spec: "FullAttentionSpec", layers: int) -> 
     return wire.block_nbytes(header)
 
 
-def check_capacity(config: ManthanConfig, shape: "MemoryShape") -> None:
+def check_capacity(config: ManthanConfig, shape: "MemoryShape", blocks: int) -> None:
     """Raise ConfigError if the cold store cannot hold a single block."""
-    if config.cold_store.max_bytes < shape.cold_nbytes:
+    if blocks < 1:
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
             f"({shape.block_tokens} tokens) takes {shape.cold_nbytes} bytes: give it room for many."
         )
 
 
-def announce(vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape") -> None:
+def announce(vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", blocks: int) -> None:
     """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is."""
-    blocks = config.cold_store.max_bytes // shape.cold_nbytes
+    store = config.cold_store
     logger.info(
-        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s for %d tokens, "
+        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s%s for %d tokens, "
         "idle after %g s",
         config.policy.name,
         config.codec,
         shape.hot_nbytes / shape.cold_nbytes,
         vllm_config.model_config.model,
         shape.cold_nbytes // shape.block_tokens,
-        config.cold_store.kind,
-        human_bytes(config.cold_store.max_bytes),
+        store.kind,
+        human_bytes(store.max_bytes),
+        f" and host of {human_bytes(store.host_bytes)}" if store.host_bytes else "",
         blocks * shape.block_tokens,
         config.idle_after_s,
     )

@@ -1,59 +1,40 @@
-"""One paged block to one encoded block and back, all layers at once."""
+"""One paged block to one encoded block and back on the CPU's cores, all layers at once; the cache may be on a GPU."""
 
-from collections.abc import Mapping
+from abc import ABC, abstractmethod
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.codec import CodecError, get_codec, wire
-from manthan.vllm_hooks.paged_layout import Index, probe_layout
-from manthan.vllm_hooks.support import UnsupportedError
-
-if TYPE_CHECKING:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+from manthan.codec import Codec, CodecError, wire
+from manthan.codec.paged import PagedLayout
+from manthan.vllm_hooks.paged_layout import Layer
 
 Buffer = NDArray[np.uint8]
+FLOAT16_MAX = 65504.0
 
 
-class BlockCodec:
+class BlockCodec(ABC):
     """Encodes and decodes blocks of the paged KV cache of this rank. Safe to call from several threads.
 
-    caches: each layer's paged cache by layer name, on the CPU, blocks first. layers: the attention modules by the same
-    names. Vectors lie in an encoded block as [layers, heads, tokens, head_dim], keys first.
+    codec: runs on the caller's thread alone; the caller decides how many blocks go side by side. header: what all
+    blocks have in common. dtype: the cache's. Vectors lie in an encoded block as [layers, heads, tokens, head_dim],
+    keys first.
     """
 
-    def __init__(
-        self,
-        codec_name: str,
-        backend: str,
-        caches: Mapping[str, torch.Tensor],
-        layers: Mapping[str, Any],
-        spec: "FullAttentionSpec",
-        num_blocks: int,
-        fingerprint: bytes,
-    ) -> None:
-        distinct = {cache.data_ptr(): name for name, cache in reversed(caches.items())}
-        names = [name for name in caches if name in distinct.values()]  # layers may share one cache
-        heads, tokens, head_dim = spec.num_kv_heads, spec.block_size, spec.head_size
-        self.dtype = spec.dtype
-        self.codec = get_codec(codec_name, head_dim, backend)
-        self.codec.threads = 1  # the caller's own; it decides how many blocks go side by side
+    def __init__(self, codec: Codec, header: wire.BlockHeader, dtype: torch.dtype) -> None:
+        self.codec = codec
+        self.codec.threads = 1
         self.codec.warm_up()
-        self._flat: list[NDArray[Any]] = []
-        self._where: list[tuple[Index, Index]] = []
-        for name in names:
-            self._flat.append(_as_rows(caches[name], num_blocks, name))
-            self._where.append(probe_layout(caches[name], layers[name], heads, tokens, head_dim))
-        self._shape = (len(names), heads * tokens, head_dim)
-        self._header = wire.BlockHeader(codec_name, b"", fingerprint, len(names), heads, tokens, head_dim)
-        self.nbytes = wire.block_nbytes(self._header)
+        self.dtype = dtype
+        self._header = header
+        self.nbytes = wire.block_nbytes(header)
 
     def encode(self, key: bytes, block_id: int) -> Buffer:
         """The encoded block; raises CodecError for KV that is not finite."""
-        keys, values = self._gather(block_id)
+        keys, values = (self._to_codec(rows) for rows in self._gather(block_id))
         block = wire.open_block(replace(self._header, key=key))
         self.codec.encode(keys, "key", out=block.key_codes)
         self.codec.encode(values, "value", out=block.value_codes)
@@ -74,42 +55,79 @@ class BlockCodec:
             return error.cause
         except CodecError:
             return "decode"
-        self._scatter(block_id, keys, values)
+        self._scatter(block_id, self._from_codec(keys), self._from_codec(values))
         return None
 
+    @abstractmethod
     def _gather(self, block_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
-        dtype = self._flat[0].dtype
-        layers, rows, head_dim = self._shape
-        keys = np.empty((layers, rows * head_dim), dtype)
-        values = np.empty_like(keys)
-        for layer, (flat, (key_at, value_at)) in enumerate(zip(self._flat, self._where, strict=True)):
-            # mode="clip" spares numpy a buffer; all positions are in range.
-            np.take(flat[block_id], key_at, out=keys[layer], mode="clip")
-            np.take(flat[block_id], value_at, out=values[layer], mode="clip")
-        return self._to_codec(keys), self._to_codec(values)
+        """Keys and values of a block in the cache's dtype, bf16 as uint16: [layers, heads * tokens * head_dim]."""
 
+    @abstractmethod
     def _scatter(self, block_id: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
-        layers = self._shape[0]
-        key_rows, value_rows = self._from_codec(keys, layers), self._from_codec(values, layers)
-        for layer, (flat, (key_at, value_at)) in enumerate(zip(self._flat, self._where, strict=True)):
-            row = flat[block_id]
-            row[key_at] = key_rows[layer]
-            row[value_at] = value_rows[layer]
+        """Write what `_gather` returns into a block."""
 
     def _to_codec(self, rows: NDArray[Any]) -> NDArray[Any]:
-        vectors = rows.reshape(-1, self._shape[2])
+        vectors = rows.reshape(-1, self._header.head_dim)
         return vectors.astype(np.float32) if vectors.dtype == np.float16 else vectors
 
-    def _from_codec(self, vectors: NDArray[Any], layers: int) -> NDArray[Any]:
-        return vectors.astype(self._flat[0].dtype, copy=False).reshape(layers, -1)
+    def _from_codec(self, vectors: NDArray[Any]) -> NDArray[Any]:
+        if self.dtype is torch.float16:
+            vectors = np.clip(vectors, -FLOAT16_MAX, FLOAT16_MAX).astype(np.float16)
+        return vectors.reshape(self._header.layers, -1)
 
 
-def _as_rows(cache: torch.Tensor, num_blocks: int, name: str) -> NDArray[Any]:
-    """A layer's cache as [blocks, elements] over the same memory; bf16 as its bits in uint16."""
-    if cache.shape[0] != num_blocks or not cache.is_contiguous():
-        raise UnsupportedError(
-            f"Manthan cannot be used here: the KV cache of {name} has shape {tuple(cache.shape)} and strides "
-            f"{cache.stride()}; {num_blocks} contiguous blocks are expected."
-        )
-    rows = cache.view(num_blocks, -1)
-    return (rows.view(torch.uint16) if rows.dtype is torch.bfloat16 else rows).numpy()
+class HostBlocks(BlockCodec):
+    """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
+
+    def __init__(self, codec: Codec, header: wire.BlockHeader, layers: list[Layer]) -> None:
+        super().__init__(codec, header, layers[0].rows.dtype)
+        self._layers = [layer._replace(rows=_as_numpy(layer.rows)) for layer in layers]
+
+    def _gather(self, block_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        first = self._layers[0]
+        keys = np.empty((len(self._layers), first.keys.size), first.rows.dtype)
+        values = np.empty_like(keys)
+        for n, layer in enumerate(self._layers):
+            # mode="clip" spares numpy a buffer; all positions are in range.
+            np.take(layer.rows[block_id], layer.keys, out=keys[n], mode="clip")
+            np.take(layer.rows[block_id], layer.values, out=values[n], mode="clip")
+        return keys, values
+
+    def _scatter(self, block_id: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        for n, layer in enumerate(self._layers):
+            row = layer.rows[block_id]
+            row[layer.keys] = keys[n]
+            row[layer.values] = values[n]
+
+
+class DeviceBlocks(BlockCodec):
+    """The paged cache is a GPU's. Blocks are copied to the CPU's memory to be encoded, and back; each thread waits for
+    its own copies only. For GPUs that share the CPU's memory, and for comparison."""
+
+    def __init__(self, codec: Codec, header: wire.BlockHeader, layout: PagedLayout) -> None:
+        super().__init__(codec, header, layout.caches[0].dtype)
+        self._layout = layout
+
+    def _gather(self, block_id: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        keys, values = (torch.stack(self._views(block_id, at)) for at in (self._layout.key_at, self._layout.value_at))
+        both = _as_numpy(torch.stack([keys, values]).cpu())
+        return both[0].reshape(len(keys), -1), both[1].reshape(len(keys), -1)
+
+    def _scatter(self, block_id: int, keys: NDArray[Any], values: NDArray[Any]) -> None:
+        for rows, at in ((keys, self._layout.key_at), (values, self._layout.value_at)):
+            views = self._views(block_id, at)
+            host = torch.from_numpy(np.ascontiguousarray(rows)).view(self.dtype).view(len(views), *views[0].shape)
+            torch._foreach_copy_(views, list(host.to(views[0].device)))
+        torch.cuda.current_stream(views[0].device).synchronize()
+
+    def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
+        layout = self._layout
+        shape = (layout.heads, layout.tokens, layout.head_dim)
+        strides = (layout.head_stride, layout.token_stride, 1)
+        start = block_id * layout.block_stride + at
+        return [cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in layout.caches]
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """The same memory; bf16 as its bits in uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()

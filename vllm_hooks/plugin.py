@@ -2,7 +2,7 @@
 
 vLLM gives plugins no hook for flags of their own, so three methods of EngineArgs are wrapped: the one that builds the
 parser, the one that reads the parsed flags, and the one that makes the engine's configuration, where models and
-settings that Manthan cannot serve are refused before any process starts.
+settings that Manthan cannot serve are refused, and GPU memory set aside, before any process starts.
 """
 
 import argparse
@@ -12,6 +12,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 from manthan.manager.config import FLAG_KEYS, ConfigError, resolve_config
+from manthan.vllm_hooks.capacity import set_gpu_memory_aside
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
 
@@ -53,6 +54,7 @@ def register() -> None:
         if is_on(vllm_config):
             with one_sentence() if hasattr(self, "manthan_from_command_line") else nullcontext():
                 check_supported(vllm_config)
+                set_gpu_memory_aside(vllm_config)
         return vllm_config
 
     EngineArgs.add_cli_args = staticmethod(with_flags)

@@ -12,6 +12,7 @@ from manthan.manager.session_table import MemoryShape
 from manthan.manager.sweeper import Sweeper
 from manthan.policies import get_policy
 from manthan.vllm_hooks.announce import announce, check_capacity, encoded_block_nbytes, human_bytes
+from manthan.vllm_hooks.capacity import TierBytes
 from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
@@ -60,16 +61,18 @@ class SchedulerHalf:
         spec = full_attention_spec(kv_cache_config)
         layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
         self._block_size = spec.block_size
+        cold_nbytes = encoded_block_nbytes(config.codec, spec, layers)
         self._shape = MemoryShape(
             block_tokens=spec.block_size,
             hot_nbytes=spec.page_size_bytes * layers * self._ranks,
-            cold_nbytes=encoded_block_nbytes(config.codec, spec, layers) * self._ranks,
+            cold_nbytes=cold_nbytes * self._ranks,
         )
-        check_capacity(config, self._shape)
+        capacity = TierBytes.of_a_rank(config.cold_store, self._ranks).blocks(cold_nbytes)
+        check_capacity(config, self._shape, capacity)
         self.manager = SessionMemoryManager(
             get_policy(config.policy.name),
             self._shape,
-            capacity_nbytes=config.cold_store.max_bytes,
+            capacity_nbytes=capacity * self._shape.cold_nbytes,
             idle_after_s=config.idle_after_s,
             min_tokens=config.min_tokens,
         )
@@ -88,7 +91,7 @@ class SchedulerHalf:
         self._rung = False
         self._wake = engine_waker()
         self._sweeper = Sweeper(config.sweep_interval_s, self._is_due, self._ring)
-        announce(vllm_config, config, self._shape)
+        announce(vllm_config, config, self._shape, capacity)
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""

@@ -3,11 +3,13 @@
 from typing import TYPE_CHECKING
 
 from manthan.manager.config import ConfigError
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
+DEVICES = ("cpu", "cuda")
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -22,11 +24,16 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
+    store = from_vllm_config(vllm_config).cold_store
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
     refusals = [
-        (device != "cpu", f"vLLM runs on {device}; only vLLM's CPU build is supported so far"),
+        (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
+        (
+            device == "cpu" and store.kind == "device",
+            "cold_store.kind is device, but vLLM runs on the CPU: use host",
+        ),
         (
             model.use_mla,
             f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",

@@ -1,150 +1,121 @@
-"""The worker half of the connector: one rank's blocks to codes and back, on threads of its own."""
+"""The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-import os
-import threading
-import time
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
+import torch
 from vllm.logger import init_logger
 
-from manthan.codec import CodecError
-from manthan.manager.cold_store import COLD_STORES, ColdStore, ColdStoreError
-from manthan.vllm_hooks.block_codec import BlockCodec
+from manthan.codec import get_codec, wire
+from manthan.codec.paged import PagedCodec, PagedLayout
+from manthan.codec.registry import SPECS
+from manthan.manager.cold_store import HostStore
+from manthan.vllm_hooks.block_codec import BlockCodec, DeviceBlocks, HostBlocks
+from manthan.vllm_hooks.capacity import TierBytes
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.messages import (
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    ManthanWorkerMetadata,
-    SpillBlock,
-    SpillResult,
-)
-from manthan.vllm_hooks.support import full_attention_spec
+from manthan.vllm_hooks.host_path import HostPath
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+from manthan.vllm_hooks.support import UnsupportedError, full_attention_spec
 from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker_path import WorkerPath
 
 if TYPE_CHECKING:
-    import torch
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import KVCacheConfig
 
 logger = init_logger("vllm.manthan.worker")
 
-SPILLS_PER_JOB = 16
-
 
 class WorkerHalf:
-    """Takes a step's metadata, works in the background, and reports what has ended.
-
-    The scheduler half holds a reference on every block that is named here until it is answered for, so no block is
-    written to by anybody else meanwhile. Restores have a thread of their own: they never wait behind evictions.
-    """
+    """Hands a step's metadata to the path that fits the device, and what has ended back to vLLM."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
         self._spec = full_attention_spec(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
-        store = self._config.cold_store
-        self.store: ColdStore = COLD_STORES[store.kind](store.max_bytes // vllm_config.parallel_config.world_size)
-        self._blocks: BlockCodec | None = None
-        self._encoders = ThreadPoolExecutor(self._config.encode_threads, "manthan-encode", initializer=_leave_core)
-        self._loaders = ThreadPoolExecutor(1, "manthan-restore", initializer=_leave_core)
-        self._lock = threading.Lock()
-        self._report = ManthanWorkerMetadata()
-        self._finished_loads: set[str] = set()
-        self._failed_blocks: set[int] = set()
+        self.path: WorkerPath | None = None
 
-    def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
-        layers: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        self._blocks = BlockCodec(
-            codec_name=self._config.codec,
-            backend=self._config.backend,
-            caches=kv_caches,
-            layers=layers,
-            spec=self._spec,
-            num_blocks=self._num_blocks,
-            fingerprint=fingerprint(self._vllm_config, self._spec, self._config.codec),
-        )
+    def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
+        modules: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        spec = self._spec
+        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
+        layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
+        print_ = fingerprint(self._vllm_config, spec, self._config.codec)
+        header = wire.BlockHeader(self._config.codec, b"", print_, len(layers), *shape)
+        device = layers[0].rows.device
+        tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
+        if codec_backend(self._config.backend, device) == "cuda":
+            self.path = _gpu_path(self._config.codec, header, paged_layout(layers, shape), tier_bytes)
+            return
+        if tier_bytes.device:
+            raise UnsupportedError(
+                f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
+                "host."
+            )
+        codec = get_codec(self._config.codec, spec.head_size, "numpy")
+        if device.type == "cpu":
+            blocks: BlockCodec = HostBlocks(codec, header, layers)
+        else:
+            blocks = DeviceBlocks(codec, header, paged_layout(layers, shape))
+        self.path = HostPath(blocks, HostStore(tier_bytes.host), self._config.encode_threads, device)
 
     def submit(self, metadata: ManthanMetadata) -> None:
-        """Carry out a step's metadata; only the dictionary work of drops is done on the caller's thread."""
-        if metadata.clear:
-            self.store.clear()
-        self.store.drop(metadata.drops)
-        for start in range(0, len(metadata.spills), SPILLS_PER_JOB):
-            self._encoders.submit(self._spill, metadata.spills[start : start + SPILLS_PER_JOB])
-        for load in metadata.loads:
-            self._loaders.submit(self._load, load)
+        if self.path is not None:  # None in a profiling run, which has nothing to do either
+            self.path.submit(metadata)
 
     def take_finished_loads(self) -> set[str]:
-        with self._lock:
-            taken, self._finished_loads = self._finished_loads, set()
-            return taken
+        return self.path.take_finished_loads() if self.path else set()
 
     def take_failed_blocks(self) -> set[int]:
-        with self._lock:
-            taken, self._failed_blocks = self._failed_blocks, set()
-            return taken
+        return self.path.take_failed_blocks() if self.path else set()
 
     def take_report(self) -> ManthanWorkerMetadata | None:
-        with self._lock:
-            taken, self._report = self._report, ManthanWorkerMetadata()
-            return taken if taken.spills or taken.loads else None
+        return self.path.take_report() if self.path else None
 
     def shutdown(self) -> None:
-        self._encoders.shutdown(wait=True, cancel_futures=True)
-        self._loaders.shutdown(wait=True, cancel_futures=True)
-
-    def _spill(self, spills: list[SpillBlock]) -> None:
-        for spill in spills:
-            began = time.monotonic()
-            cause = self._encode_and_put(spill)
-            result = SpillResult(spill.key, cause, time.monotonic() - began)
-            with self._lock:
-                self._report.spills.append(result)
-
-    def _encode_and_put(self, spill: SpillBlock) -> str | None:
-        assert self._blocks is not None
-        nbytes = self._blocks.nbytes
-        try:
-            self.store.reserve(nbytes)
-        except ColdStoreError as error:
-            return error.cause
-        try:
-            self.store.put(spill.key, self._blocks.encode(spill.key, spill.block_id))
-            return None
-        except Exception as error:  # whatever it is costs this block, not the thread
-            self.store.unreserve(nbytes)
-            logger.warning("Manthan: a block is not kept cold: %s: %s", type(error).__name__, error)
-            return "encode" if isinstance(error, CodecError) else "internal"
-
-    def _load(self, load: Load) -> None:
-        assert self._blocks is not None
-        began = time.monotonic()
-        try:
-            good, failed = self._decode_run(load)
-        except Exception as error:  # vLLM must get an answer, whatever happened
-            logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-            good, failed = 0, [(load.keys[0], "internal")]
-        result = LoadResult(load.request_id, failed, good * self._blocks.nbytes, time.monotonic() - began)
-        with self._lock:
-            self._failed_blocks.update(load.block_ids[good:])
-            self._finished_loads.add(load.request_id)
-            self._report.loads.append(result)
-
-    def _decode_run(self, load: Load) -> tuple[int, list[tuple[bytes, str]]]:
-        """Decode blocks up to the first that cannot be used; how many, and that one with its cause."""
-        assert self._blocks is not None
-        codes = self.store.get(load.keys)
-        for good, (key, block_id, buf) in enumerate(zip(load.keys, load.block_ids, codes, strict=True)):
-            cause = "missing" if buf is None else self._blocks.decode(key, block_id, buf)
-            if cause is not None:
-                return good, [(key, cause)]
-        return len(load.keys), []
+        if self.path is not None:
+            self.path.shutdown()
 
 
-def _leave_core() -> None:
-    """vLLM pins a CPU worker to its cores, and threads inherit that: ours would only run when the model does not."""
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, range(os.cpu_count() or 1))  # 0 is the calling thread
+def codec_backend(wanted: str, device: torch.device) -> str:
+    """ "cuda" or "numpy": what is wanted, or what suits the device the KV cache is on.
+
+    A GPU that shares the CPU's memory (GB10) gains nothing by codes that are made on it, and is better left to the
+    model.
+    Raises UnsupportedError if cuda is wanted without a GPU.
+    """
+    if device.type == "cpu":
+        if wanted == "cuda":
+            raise UnsupportedError("backend is cuda, but vLLM runs on the CPU here: use auto or numpy.")
+        return "numpy"
+    if wanted != "auto":
+        return wanted
+    return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
+
+
+def gpu_codec(name: str, layout: PagedLayout, header: wire.BlockHeader) -> PagedCodec:
+    """The paged codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled."""
+    from manthan.codec.nvrtc import CompileError
+    from manthan.codec.paged_cuda import CudaPagedCodec
+    from manthan.codec.torch_backend import TorchPagedCodec
+
+    if name not in SPECS:
+        raise UnsupportedError(f"codec {name} has no GPU version: use {', '.join(SPECS)}, or backend numpy.")
+    try:
+        return CudaPagedCodec(SPECS[name], layout, header)
+    except CompileError as error:
+        logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
+        return TorchPagedCodec(SPECS[name], layout, header)
+
+
+def _gpu_path(name: str, header: wire.BlockHeader, layout: PagedLayout, tier_bytes: TierBytes) -> WorkerPath:
+    from manthan.vllm_hooks.gpu_path import GpuPath
+    from manthan.vllm_hooks.tiers import Tier, Tiers
+
+    codec = gpu_codec(name, layout, header)
+    device = layout.caches[0].device
+    on_device = Tier.on_device(tier_bytes.device, codec.nbytes, device) if tier_bytes.device else None
+    on_host = Tier.pinned(tier_bytes.host, codec.nbytes) if tier_bytes.host else None
+    return GpuPath(codec, header, Tiers(on_device, on_host))

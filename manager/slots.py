@@ -1,0 +1,58 @@
+"""Slots of equal size: which block lies in which, and where there is room."""
+
+from collections import OrderedDict
+from collections.abc import Iterable
+
+
+class SlotTable:
+    """The slots of one tier by block key, least recently used first.
+
+    A slot is free, taken (its block is being written), or holds a block.
+    """
+
+    def __init__(self, slots: int) -> None:
+        self._free = list(range(slots - 1, -1, -1))
+        self._of: OrderedDict[bytes, int] = OrderedDict()
+
+    def __len__(self) -> int:
+        return len(self._of)
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self) -> int | None:
+        """A free slot, to be put or given back; None if there is none."""
+        return self._free.pop() if self._free else None
+
+    def give_back(self, slot: int) -> None:
+        """A slot that was taken and will not be put."""
+        self._free.append(slot)
+
+    def put(self, key: bytes, slot: int) -> None:
+        """A block is in the slot that was taken for it. One that is there already under its key is replaced."""
+        self.drop([key])
+        self._of[key] = slot
+
+    def get(self, key: bytes) -> int | None:
+        """The slot of a block, which counts as used now; None if it is not here."""
+        slot = self._of.get(key)
+        if slot is not None:
+            self._of.move_to_end(key)
+        return slot
+
+    def pop_oldest(self) -> tuple[bytes, int] | None:
+        """Take out the block that was not used for longest; its slot counts as taken."""
+        return self._of.popitem(last=False) if self._of else None
+
+    def drop(self, keys: Iterable[bytes]) -> None:
+        """Remove blocks; unknown keys are ignored."""
+        for key in keys:
+            slot = self._of.pop(key, None)
+            if slot is not None:
+                self._free.append(slot)
+
+    def clear(self) -> None:
+        """Remove all blocks; slots that are taken stay so."""
+        self._free += reversed(self._of.values())
+        self._of.clear()

@@ -1,0 +1,257 @@
+"""Encoding and decoding on the GPU, on streams beside the model's; codes, not bf16, cross PCIe.
+
+No thread, and no wait: work is queued on side streams behind what the model's stream was given before, each chunk of it
+ends in an event, and the events are polled once a step. The codes of a chunk fit a staging buffer on the device; a tier
+on the device needs no staging. Slots in the tiers are given and taken on the caller's thread, in
+the order in which the streams use them; where a slot changes hands between streams, one waits for the other.
+"""
+
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from vllm import _custom_ops as ops
+from vllm.logger import init_logger
+
+from manthan.codec import wire
+from manthan.codec.paged import GOOD, PagedCodec, status_cause
+from manthan.vllm_hooks.capacity import STAGING_BYTES, STAGINGS
+from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.vllm_hooks.tiers import Demotion, Found, Tiers
+from manthan.vllm_hooks.worker_path import WorkerPath
+
+logger = init_logger("vllm.manthan.worker")
+
+
+class Staging:
+    """A stream and a buffer on the device; jobs on the same one follow each other."""
+
+    def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
+        self.codes = torch.empty(max(1, STAGING_BYTES // nbytes), nbytes, dtype=torch.uint8, device=device)
+        self.stream = torch.cuda.Stream(device, priority=priority)
+        self.addresses = torch.arange(len(self.codes)) * nbytes + self.codes.data_ptr()
+
+
+class Batch(NamedTuple):
+    """Arguments of the paged codec on the device, for n blocks; see PagedCodec."""
+
+    block_ids: torch.Tensor
+    slots: torch.Tensor
+    headers: torch.Tensor
+    status: torch.Tensor
+
+
+@dataclass
+class Chunk:
+    """A part of a job that is under way on one stream. status: int32 [n], pinned, valid once `done` is reached."""
+
+    status: torch.Tensor
+    done: torch.cuda.Event
+
+
+@dataclass
+class Spill:
+    spills: list[SpillBlock]
+    slots: list[int]
+    chunk: Chunk
+    began: float
+
+
+@dataclass
+class Restore:
+    load: Load
+    found: int
+    """Blocks before the first that no tier has."""
+    chunks: list[Chunk] = field(default_factory=list)
+    began: float = field(default_factory=time.monotonic)
+
+
+class GpuPath(WorkerPath):
+    """One rank's blocks to codes and back by a paged codec on its GPU.
+
+    header: what all encoded blocks have in common.
+    """
+
+    def __init__(self, codec: PagedCodec, header: wire.BlockHeader, tiers: Tiers) -> None:
+        super().__init__()
+        self.codec, self.tiers = codec, tiers
+        self._header = header
+        self._device = codec.layout.caches[0].device
+        self._spill_staging = Staging(codec.nbytes, self._device)
+        self._load_stagings = [Staging(codec.nbytes, self._device, priority=-1) for _ in range(STAGINGS - 1)]
+        self._spills: deque[Spill] = deque()
+        self._restores: deque[Restore] = deque()
+        self._demoted: torch.cuda.Event | None = None
+        self._warm_up()
+
+    def submit(self, metadata: ManthanMetadata) -> None:
+        if metadata.clear:
+            self.tiers.clear()
+        self.tiers.drop(metadata.drops)
+        if not (metadata.spills or metadata.loads):
+            return
+        model = torch.cuda.current_stream(self._device).record_event()
+        for load in metadata.loads:
+            self._guard_load(load, model)
+        for start in range(0, len(metadata.spills), len(self._spill_staging.codes)):
+            self._begin_spills(metadata.spills[start : start + len(self._spill_staging.codes)], model)
+
+    def take_finished_loads(self) -> set[str]:
+        """Polls; vLLM asks for this first in every step."""
+        while self._spills and self._spills[0].chunk.done.query():
+            self._end_spill(self._spills.popleft())
+        while self._restores and all(chunk.done.query() for chunk in self._restores[0].chunks):
+            self._end_restore(self._restores.popleft())
+        return super().take_finished_loads()
+
+    def shutdown(self) -> None:
+        for staging in (self._spill_staging, *self._load_stagings):
+            staging.stream.synchronize()
+        self.tiers.release()
+
+    # -- evict ----------------------------------------------------------------------------------------
+
+    def _begin_spills(self, spills: list[SpillBlock], model: torch.cuda.Event) -> None:
+        """Find slots for a chunk of blocks, and encode those that got one."""
+        taken = [self.tiers.take() for _ in spills]
+        self._spilled([SpillResult(s.key, "store_full", 0.0) for s, t in zip(spills, taken, strict=True) if t is None])
+        kept = [spill for spill, t in zip(spills, taken, strict=True) if t is not None]
+        slots = [t[0] for t in taken if t is not None]
+        try:
+            if kept:
+                self._encode(kept, slots, [t[1] for t in taken if t is not None and t[1] is not None], model)
+        except Exception as error:  # whatever it is costs these blocks, not the model's thread
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            for slot in slots:
+                self.tiers.first.slots.give_back(slot)
+            self._spilled([SpillResult(spill.key, "internal", 0.0) for spill in kept])
+
+    def _encode(
+        self, kept: list[SpillBlock], slots: list[int], demotions: list[Demotion], model: torch.cuda.Event
+    ) -> None:
+        """Encode into slots of the first tier, by way of the staging buffer if that is the host."""
+        began, tier, staging = time.monotonic(), self.tiers.first, self._spill_staging
+        on_host = tier is self.tiers.host
+        staging.stream.wait_event(model)
+        for reading in self._load_stagings:  # a slot that was dropped or demoted may still be read
+            staging.stream.wait_stream(reading.stream)
+        with torch.cuda.stream(staging.stream):
+            self._demote(demotions)
+            rows = range(len(kept)) if on_host else slots
+            batch = self._batch([spill.key for spill in kept], [spill.block_id for spill in kept], rows)
+            self.codec.encode(batch.block_ids, staging.codes if on_host else tier.codes, *batch[1:])
+            if on_host:
+                self._copy(staging.addresses[: len(kept)], tier.addresses(slots))
+            self._spills.append(Spill(kept, slots, self._chunk(batch), began))
+
+    def _demote(self, demotions: Sequence[Demotion]) -> None:
+        device, host = self.tiers.device, self.tiers.host
+        if demotions and device is not None and host is not None:
+            self._copy(
+                device.addresses([move.device_slot for move in demotions]),
+                host.addresses([move.host_slot for move in demotions]),
+            )
+            self._demoted = torch.cuda.current_stream(self._device).record_event()
+
+    def _end_spill(self, ended: Spill) -> None:
+        seconds = (time.monotonic() - ended.began) / len(ended.spills)
+        results = []
+        for spill, slot, status in zip(ended.spills, ended.slots, ended.chunk.status.tolist(), strict=True):
+            good = status == GOOD
+            if good:
+                self.tiers.first.slots.put(spill.key, slot)
+            else:
+                self.tiers.first.slots.give_back(slot)
+            results.append(SpillResult(spill.key, None if good else "encode", seconds))
+        self._spilled(results)
+
+    # -- restore --------------------------------------------------------------------------------------
+
+    def _guard_load(self, load: Load, model: torch.cuda.Event) -> None:
+        try:
+            self._begin_load(load, model)
+        except Exception as error:  # vLLM must get an answer, whatever happened
+            logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
+            for staging in self._load_stagings:
+                staging.stream.wait_event(model)
+            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0), load.block_ids)
+
+    def _begin_load(self, load: Load, model: torch.cuda.Event) -> None:
+        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns."""
+        found: list[Found] = []
+        for key in load.keys:
+            if (at := self.tiers.find(key)) is None:
+                break
+            found.append(at)
+        restore = Restore(load, len(found))
+        for staging in self._load_stagings:
+            staging.stream.wait_event(model)
+            if self._demoted is not None:
+                staging.stream.wait_event(self._demoted)
+        for turn, (start, end) in enumerate(self._chunks(found)):
+            staging = self._load_stagings[turn % len(self._load_stagings)]
+            tier, slots = found[start].tier, [at.slot for at in found[start:end]]
+            on_host = tier is self.tiers.host
+            with torch.cuda.stream(staging.stream):
+                if on_host:
+                    self._copy(tier.addresses(slots), staging.addresses[: len(slots)])
+                rows = range(len(slots)) if on_host else slots
+                batch = self._batch(load.keys[start:end], load.block_ids[start:end], rows)
+                self.codec.decode(batch.block_ids, staging.codes if on_host else tier.codes, *batch[1:])
+                restore.chunks.append(self._chunk(batch))
+        self._restores.append(restore)
+
+    def _chunks(self, found: list[Found]) -> Iterator[tuple[int, int]]:
+        """Runs of blocks in the same tier; those on the host fit a staging buffer."""
+        start = 0
+        for i in range(1, len(found) + 1):
+            staged = found[start].tier is self.tiers.host and i - start == len(self._spill_staging.codes)
+            if i == len(found) or found[i].tier is not found[start].tier or staged:
+                yield start, i
+                start = i
+
+    def _end_restore(self, ended: Restore) -> None:
+        load = ended.load
+        status = [value for chunk in ended.chunks for value in chunk.status.tolist()]
+        good = next((i for i, value in enumerate(status) if value != GOOD), len(status))
+        failed = []
+        if good < len(load.keys):
+            cause = status_cause(status[good]) if good < len(status) else "missing"
+            failed.append((load.keys[good], cause or "internal"))
+        seconds = time.monotonic() - ended.began
+        result = LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds)
+        self._loaded(result, load.block_ids[good:])
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def _batch(self, keys: Sequence[bytes], block_ids: Sequence[int], slots: Sequence[int]) -> Batch:
+        """One upload for all arguments: two rows of int64, then the headers."""
+        n = len(keys)
+        numbers = np.array([block_ids, slots], np.int64)
+        headers = wire.header_rows(self._header, keys)
+        both = torch.from_numpy(np.concatenate([numbers.view(np.uint8).ravel(), headers.ravel()])).pin_memory()
+        there = both.to(self._device, non_blocking=True)
+        ids, rows = there[: 16 * n].view(torch.int64).view(2, n)
+        return Batch(ids, rows, there[16 * n :].view(n, -1), torch.empty(n, dtype=torch.int32, device=self._device))
+
+    def _chunk(self, batch: Batch) -> Chunk:
+        status = torch.empty(batch.status.shape, dtype=torch.int32, pin_memory=True)
+        status.copy_(batch.status, non_blocking=True)
+        return Chunk(status, torch.cuda.current_stream(self._device).record_event())
+
+    def _warm_up(self) -> None:
+        """Do now what the first job would otherwise pay for: load the kernels, allocate pinned memory."""
+        null_block = [0] * len(self._spill_staging.codes)
+        for staging in (self._spill_staging, *self._load_stagings):
+            with torch.cuda.stream(staging.stream):
+                batch = self._batch([b""] * len(null_block), null_block, range(len(null_block)))
+                self.codec.encode(batch.block_ids, staging.codes, *batch[1:])
+                self._chunk(batch).done.synchronize()
+
+    def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
+        """Copy encoded blocks between addresses, by the copy engines, on the current stream."""
+        ops.swap_blocks_batch(sources, targets, torch.full_like(sources, self.codec.nbytes))
