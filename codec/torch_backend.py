@@ -40,7 +40,7 @@ def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor
     inverse = torch.where(field < 254, (254 - field) << 23, 1 << 22)  # 2**-127 is denormal
     y = y * (field << 23).view(torch.float32)
     y = _hadamard(y * _weights(tables, x.device), tables.blocks.tolist())
-    rms = torch.sqrt(_fold(y * y)) * float(tables.root)
+    rms = _sqrt(_fold(y * y)) * float(tables.root)
     code = (y < 0).to(torch.uint8) << (bits - 1)
     y = y.abs()
     q = torch.full_like(y, float(tables.levels[0]))
@@ -198,7 +198,7 @@ class TorchPagedCodec(PagedCodec):
         """The status of encoded blocks uint8 [n, nbytes]."""
         offsets = torch.arange(HEADER.size, dtype=torch.int32, device=rows.device)
         differs = rows[:, : HEADER.size] != headers
-        differs[:, CHECKSUM] = False
+        differs[:, CHECKSUM].fill_(False)
         first = torch.where(differs, offsets, HEADER.size).amin(1)
         status = torch.where(first < HEADER.size, BAD_HEADER - first, GOOD)
         right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
@@ -255,6 +255,11 @@ def _hadamard(x: Tensor, blocks: Sequence[int]) -> Tensor:
             torch.sub(pairs[:, 0], pairs[:, 1], out=part[:, 1])
         done.append(part.view(size, n))
     return torch.cat(done) if done else x
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The nearest float32: by way of float64, because torch's own may be off in the last bit (MKL's on CPUs is)."""
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
 
 
 def _fold(rows: Tensor) -> Tensor:
