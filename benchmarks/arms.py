@@ -22,7 +22,7 @@ from server import ENVIRONMENT
 
 ROOT = Path(__file__).resolve().parent.parent
 OUT = ROOT / "build" / "benchmarks"
-LAST_LINES = 40
+LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0
 

@@ -7,6 +7,7 @@ only here, and only when an engine is built.
 import asyncio
 import json
 import time
+import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -245,8 +246,9 @@ def serve(job_file: Path, measurements: Mapping[str, Measurement]) -> None:
     try:
         asyncio.run(_serve(job, report, measurements[job["measurement"]]))
     except BaseException as error:
+        traceback.print_exc()
         report.tell(error=f"{type(error).__name__}: {error}")
-        raise
+        raise SystemExit(1) from None
 
 
 async def _serve(job: dict[str, Any], report: Report, measure: Measurement) -> None:
