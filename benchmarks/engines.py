@@ -1,0 +1,263 @@
+"""A vLLM engine in a process of its own, for benchmarks: which one, how it is asked, and what it says of itself.
+
+The process that measures runs `serve`; `arms.py` starts it, waits for it and reads what it found. vLLM is imported
+only here, and only when an engine is built.
+"""
+
+import asyncio
+import json
+import time
+import traceback
+from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Self
+
+import numpy as np
+
+QWEN3_8B = {
+    "architectures": ["Qwen3ForCausalLM"],
+    "model_type": "qwen3",
+    "dtype": "bfloat16",
+    "vocab_size": 151936,
+    "hidden_size": 4096,
+    "intermediate_size": 12288,
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_act": "silu",
+    "attention_bias": False,
+    "max_position_embeddings": 40960,
+    "rope_theta": 1000000,
+    "rms_norm_eps": 1e-6,
+    "tie_word_embeddings": False,
+}
+"""The shape of Qwen3-8B. Weights are made up: what is measured does not depend on them."""
+
+WAIT_S = 60.0
+POLL_S = 0.02
+
+
+class WrongPathError(RuntimeError):
+    """A request was not answered from where the arm says, so that its figure would be another's."""
+
+
+# -- what is asked for ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Shape:
+    """What the sizes follow from. token_nbytes: bf16 bytes that the KV of one token takes."""
+
+    vocabulary: int
+    positions: int
+    token_nbytes: int
+
+    @classmethod
+    def of(cls, model: Path) -> Self:
+        config = json.loads((model / "config.json").read_text())
+        heads = config.get("num_key_value_heads", config["num_attention_heads"])
+        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
+        numbers = 2 * config["num_hidden_layers"] * heads * head_dim
+        return cls(config["vocab_size"], config["max_position_embeddings"], 2 * numbers)
+
+
+def write_model(folder: Path) -> Path:
+    """A folder that vLLM takes for a model, if it is told to make up the weights."""
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(QWEN3_8B, indent=2))
+    return folder
+
+
+@dataclass(frozen=True)
+class EngineOptions:
+    """One engine. blocks: of its KV pool. offload_nbytes: for vLLM's own CPU offload. manthan: Manthan's options."""
+
+    model: str
+    block_size: int
+    blocks: int
+    max_model_len: int
+    max_num_seqs: int = 8
+    batched_tokens: int = 8192
+    eager: bool = False
+    offload_nbytes: int = 0
+    manthan: dict[str, Any] | None = None
+
+    def engine_args(self) -> dict[str, Any]:
+        """What AsyncEngineArgs takes."""
+        args: dict[str, Any] = {
+            "model": self.model,
+            "load_format": "dummy",
+            "dtype": "bfloat16",
+            "skip_tokenizer_init": True,
+            "block_size": self.block_size,
+            "num_gpu_blocks_override": self.blocks,
+            "max_model_len": self.max_model_len,
+            "max_num_seqs": self.max_num_seqs,
+            "max_num_batched_tokens": self.batched_tokens,
+            "gpu_memory_utilization": 0.9,
+            "enable_prefix_caching": True,
+        }
+        if self.eager:
+            args["enforce_eager"] = True
+        else:
+            args["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
+        if self.offload_nbytes:
+            args["kv_offloading_size"] = self.offload_nbytes / 2**30
+        if self.manthan is not None:
+            from manthan.vllm_hooks import kv_transfer_config
+
+            args["kv_transfer_config"] = kv_transfer_config(**self.manthan)
+        return args
+
+
+def random_tokens(seed: int, index: int, count: int, vocabulary: int) -> list[int]:
+    """Token ids that share no block with those of another index."""
+    return np.random.default_rng([seed, index]).integers(0, vocabulary, count).tolist()
+
+
+# -- the engine -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Answer:
+    """One request. cached_tokens: prompt tokens not computed; external_tokens: those of them from beyond the pool."""
+
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    external_tokens: int
+
+
+class Engine:
+    """AsyncLLM as a server drives it, its core in a process of its own."""
+
+    def __init__(self, options: EngineOptions) -> None:
+        from vllm import AsyncEngineArgs
+        from vllm.v1.engine.async_llm import AsyncLLM
+
+        self.options = options
+        self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**options.engine_args()))
+        self._requests = 0
+
+    async def ask(self, tokens: list[int], session: str | None = None) -> Answer:
+        """The time to the first token of this prompt. external_tokens is right if nothing else restores meanwhile."""
+        external = self.metrics("external_prefix_cache_hits_total")
+        began = time.perf_counter()
+        ttft_s, cached = 0.0, 0
+        async for output in self.generate(tokens, 1, session):  # one output: the first token is the last
+            ttft_s, cached = time.perf_counter() - began, output.num_cached_tokens or 0
+        await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
+        external = self.metrics("external_prefix_cache_hits_total") - external
+        return Answer(ttft_s, len(tokens), cached, round(external))
+
+    def generate(self, tokens: list[int], max_tokens: int, session: str | None = None) -> Any:
+        """vLLM's stream of outputs; each holds only the tokens that are new."""
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        self._requests += 1
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            output_kind=RequestOutputKind.DELTA,
+        )
+        prompt = {"prompt_token_ids": tokens}
+        return self._llm.generate(prompt, params, f"request-{self._requests}", session_id=session)
+
+    def metrics(self, name: str, **labels: str) -> float:
+        """The value of `vllm:name`, summed over the series that have these labels; 0 if there is none."""
+        found = self._samples(f"vllm:{name}")
+        return sum(value for has, value in found if labels.items() <= has.items())
+
+    def manthan_metrics(self) -> dict[str, float]:
+        """Manthan's gauges, counters, sums and counts."""
+        totals: dict[str, float] = {}
+        for name, labels, value in _registry():
+            if name.startswith("vllm:manthan_") and not name.endswith(("_bucket", "_created")):
+                key = name + "".join(f"{{{labels[label]}}}" for label in ("state", "cause") if label in labels)
+                totals[key] = totals.get(key, 0.0) + value
+        return totals
+
+    def sessions(self, state: str) -> float:
+        return self.metrics("manthan_sessions", state=state)
+
+    async def until_cold(self, sessions: int | None = None) -> None:
+        """Return when no session is hot, idle or being evicted, and `sessions` of them are cold."""
+
+        def done() -> bool:
+            still = sum(map(self.sessions, ("hot", "idle", "evicting")))
+            return not still and (sessions is None or self.sessions("cold") == sessions)
+
+        await self.until(done, f"{sessions or 'all'} sessions were not cold")
+
+    async def until(self, done: Callable[[], bool], complaint: str) -> None:
+        deadline = time.monotonic() + WAIT_S
+        while not done():
+            if time.monotonic() > deadline:
+                raise WrongPathError(f"{complaint} within {WAIT_S:.0f} s; Manthan says {self.manthan_metrics()}")
+            await asyncio.sleep(POLL_S)
+
+    def stop(self) -> None:
+        self._llm.shutdown()
+
+    @staticmethod
+    def _samples(name: str) -> list[tuple[Mapping[str, str], float]]:
+        return [(labels, value) for found, labels, value in _registry() if found == name]
+
+
+def _registry() -> list[tuple[str, Mapping[str, str], float]]:
+    import prometheus_client
+
+    return [
+        (sample.name, sample.labels, sample.value)
+        for family in prometheus_client.REGISTRY.collect()
+        for sample in family.samples
+    ]
+
+
+# -- the measuring process ------------------------------------------------------------------------------
+
+
+class Report:
+    """What the measuring process tells the one that waits for it: a line of JSON each."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", buffering=1)
+
+    def step(self, text: str) -> None:
+        self.tell(step=text)
+
+    def tell(self, **what: Any) -> None:
+        self._file.write(json.dumps(what) + "\n")
+
+
+Measurement = Callable[..., Awaitable[dict[str, Any]]]
+"""`measure(engine, report, **parameters)`; what it returns becomes JSON."""
+
+
+def serve(job_file: Path, measurements: Mapping[str, Measurement]) -> None:
+    """Do the one job in this file: build the engine, measure, report. See arms.run_arm."""
+    job = json.loads(job_file.read_text())
+    report = Report(Path(job["report"]))
+    try:
+        asyncio.run(_serve(job, report, measurements[job["measurement"]]))
+    except BaseException as error:
+        traceback.print_exc()
+        report.tell(error=f"{type(error).__name__}: {error}")
+        raise SystemExit(1) from None
+
+
+async def _serve(job: dict[str, Any], report: Report, measure: Measurement) -> None:
+    report.step("the engine starts")
+    began = time.monotonic()
+    engine = Engine(EngineOptions(**job["engine"]))
+    started_s = time.monotonic() - began
+    try:
+        result = await measure(engine, report, **job["parameters"])
+        report.tell(result=result | {"start_s": round(started_s, 1), "manthan": engine.manthan_metrics()})
+    finally:
+        engine.stop()

@@ -1,0 +1,270 @@
+"""What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
+
+Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
+vLLM's own CPU offload, and from Manthan's host and device stores. Capacity: how many sessions survive in the same
+number of bytes. Every arm is an engine of its own; where each token came from is checked, and a return that was not
+answered from where its arm says is an error.
+
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device]
+    python benchmarks/restore.py --plot-only FOLDER/restore.json
+"""
+
+import json
+import math
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from engines import Answer, Engine, EngineOptions, Report, Shape, WrongPathError, random_tokens, serve, write_model
+from restore_report import CAPACITY, LATENCY, OURS, show
+
+SESSIONS = 3
+"""Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
+POOL_SESSIONS = 1.3
+SPARE_POSITIONS = 64
+KEPT_SHARE = 0.95
+GONE_SHARE = 0.01
+LEAST_RATIO, MOST_RATIO = 4.0, 5.2
+"""How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
+HOT_POOL_SHARE = 0.1
+MANTHAN = {"policy": "lru", "idle_after_s": 0.3, "sweep_interval_s": 0.05}
+
+
+class Only(StrEnum):
+    """The two measurements."""
+
+    latency = "latency"
+    capacity = "capacity"
+
+
+# -- in the measuring process ---------------------------------------------------------------------------
+
+
+def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what: str) -> None:
+    """Refuse an answer whose prompt did not come from where it should."""
+    full = (answer.prompt_tokens - 1) // block_size * block_size  # the last token is always computed
+    right = answer.cached_tokens >= KEPT_SHARE * full if cached else answer.cached_tokens <= GONE_SHARE * full
+    right &= answer.external_tokens >= KEPT_SHARE * full if external else answer.external_tokens == 0
+    if not right:
+        raise WrongPathError(
+            f"{what}: of {answer.prompt_tokens} prompt tokens {answer.cached_tokens} were not computed, "
+            f"{answer.external_tokens} of these from beyond the pool"
+        )
+
+
+async def measure_latency(
+    engine: Engine, report: Report, *, arm: str, returns: int, tokens: int, vocabulary: int, seed: int
+) -> dict[str, Any]:
+    """One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
+    sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
+    if arm == "hot":
+        return {"returns": await _ask_again(engine, report, sessions, returns)}
+    ours, block_size = arm in OURS, engine.options.block_size
+    cold, again = [], []
+    for index, session in enumerate(sessions):
+        report.step(f"first turn of session {index + 1} of {SESSIONS}")
+        await engine.ask(session, f"s{index}")
+        if ours:
+            await engine.until_cold(index + 1)
+    for number in range(returns + 1):
+        index = number % SESSIONS
+        report.step(f"return {number} of {returns}")
+        cold.append(await engine.ask(sessions[index], f"s{index}"))
+        check(cold[-1], block_size, cached=arm != "recompute", external=arm != "recompute", what=f"return {number}")
+        if ours:
+            again.append(await engine.ask(sessions[index], f"s{index}"))
+            check(again[-1], block_size, cached=True, external=False, what=f"return {number}, asked again at once")
+            await engine.until_cold(SESSIONS)
+    return {"returns": list(map(asdict, cold))} | ({"hot": list(map(asdict, again))} if ours else {})
+
+
+async def _ask_again(
+    engine: Engine, report: Report, sessions: Sequence[list[int]], returns: int
+) -> list[dict[str, Any]]:
+    """Each session in turn is put into the pool, and asked again at once for its share of the returns."""
+    answers: list[Answer] = []
+    put = -1
+    for number in range(returns + 1):
+        report.step(f"return {number} of {returns}")
+        index = number * len(sessions) // (returns + 1)
+        if index != put:
+            await engine.ask(sessions[index])
+            put = index
+        answers.append(await engine.ask(sessions[index]))
+        check(answers[-1], engine.options.block_size, cached=True, external=False, what=f"return {number}")
+    return list(map(asdict, answers))
+
+
+async def measure_capacity(
+    engine: Engine, report: Report, *, sessions: int, tokens: int, vocabulary: int, seed: int
+) -> dict[str, Any]:
+    """Put the sessions in one after the other, wait until all is quiet, then return them, newest first."""
+    prompts = [random_tokens(seed, index, tokens, vocabulary) for index in range(sessions)]
+    for index, prompt in enumerate(prompts):
+        report.step(f"session {index + 1} of {sessions}")
+        await engine.ask(prompt, f"s{index}")
+    if engine.options.manthan is not None:
+        await engine.until_cold()
+    full = tokens // engine.options.block_size * engine.options.block_size
+    returns = []
+    for index in reversed(range(sessions)):
+        report.step(f"return of session {index + 1} of {sessions}")
+        answer = await engine.ask(prompts[index], f"s{index}")
+        returns.append({"session": index, "kept": answer.cached_tokens >= KEPT_SHARE * full} | asdict(answer))
+    return {"kept": sum(found["kept"] for found in returns), "returns": returns}
+
+
+# -- the arms -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms have in common."""
+
+    model: Path
+    block_size: int
+    eager: bool
+    batched_tokens: int
+    returns: int
+    tokens: int
+    capacity_tokens: int
+    capacity_sessions: int
+    seed: int
+    simple_offload: bool
+
+    @property
+    def shape(self) -> Shape:
+        return Shape.of(self.model)
+
+    @property
+    def env(self) -> dict[str, str]:
+        return {"VLLM_USE_SIMPLE_KV_OFFLOAD": "1" if self.simple_offload else "0"}
+
+    def engine(self, tokens: int, pool_sessions: float, **more: Any) -> EngineOptions:
+        """An engine for sessions of so many tokens; the pool holds so many of them, and at least one and a bit."""
+        longest = tokens + SPARE_POSITIONS
+        return EngineOptions(
+            model=str(self.model),
+            block_size=self.block_size,
+            blocks=max(math.ceil(pool_sessions * tokens / self.block_size), math.ceil(longest / self.block_size) + 2),
+            max_model_len=longest,
+            eager=self.eager,
+            batched_tokens=self.batched_tokens,
+            **more,
+        )
+
+
+def latency_arm(name: str, setting: Setting) -> Arm:
+    """Offload and stores have room for all sessions and one more."""
+    nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
+    more: dict[str, Any] = {}
+    if name == "vllm-offload":
+        more["offload_nbytes"] = nbytes
+    elif name in OURS:
+        more["manthan"] = MANTHAN | {"cold_store": {"kind": name, "max_bytes": math.ceil(nbytes / LEAST_RATIO)}}
+    parameters = {
+        "arm": name,
+        "returns": setting.returns,
+        "tokens": setting.tokens,
+        "vocabulary": setting.shape.vocabulary,
+        "seed": setting.seed,
+    }
+    engine = setting.engine(setting.tokens, POOL_SESSIONS, **more)
+    return Arm(f"latency {name}", "latency", engine, parameters, setting.env)
+
+
+def capacity_arm(name: str, setting: Setting) -> Arm:
+    """The budget is that of so many bf16 sessions: beside the pool, or with it where all is memory of the GPU."""
+    tokens, budget_sessions = setting.capacity_tokens, setting.capacity_sessions
+    budget = budget_sessions * tokens * setting.shape.token_nbytes
+    pool_sessions, expected, more = POOL_SESSIONS, float(budget_sessions), {}
+    if name == "vllm-offload":
+        more["offload_nbytes"] = budget
+    elif name == "host":
+        more["manthan"] = MANTHAN | {"cold_store": {"kind": "host", "max_bytes": budget}}
+        expected = MOST_RATIO * budget_sessions
+    elif name == "plain":
+        pool_sessions = budget_sessions
+    else:
+        pool_sessions = max(POOL_SESSIONS, HOT_POOL_SHARE * budget_sessions)
+        store = math.floor((budget_sessions - pool_sessions) * tokens * setting.shape.token_nbytes)
+        more["manthan"] = MANTHAN | {"cold_store": {"kind": "device", "max_bytes": store}}
+        expected = MOST_RATIO * (budget_sessions - pool_sessions)
+    sessions = math.ceil(expected * 1.05 + pool_sessions) + 2
+    parameters = {
+        "sessions": sessions,
+        "tokens": tokens,
+        "vocabulary": setting.shape.vocabulary,
+        "seed": setting.seed + 1,
+    }
+    return Arm(f"capacity {name}", "capacity", setting.engine(tokens, pool_sessions, **more), parameters, setting.env)
+
+
+def chosen_arms(only: Only | None, names: str, setting: Setting) -> list[Arm]:
+    """Raises BadParameter for names that there are not."""
+    wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
+    if unknown := wanted - {*LATENCY, *CAPACITY}:
+        raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {', '.join((*LATENCY, 'plain'))}")
+    latency = [] if only is Only.capacity else [latency_arm(name, setting) for name in LATENCY if name in wanted]
+    capacity = [] if only is Only.latency else [capacity_arm(name, setting) for name in CAPACITY if name in wanted]
+    return latency + capacity
+
+
+def main(
+    context: typer.Context,
+    tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the latency.")] = 32000,
+    returns: Annotated[int, typer.Option(help="Returns that are counted, in each arm.")] = 12,
+    capacity_tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the capacity.")] = 8000,
+    capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of so many bf16 sessions.")] = 16,
+    only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
+    arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
+    model: Annotated[Path | None, typer.Option(help="Folder with a config.json; else Qwen3-8B's shape.")] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    batched_tokens: Annotated[int, typer.Option(help="Most tokens that vLLM computes in a step.")] = 8192,
+    eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
+    simple_offload: Annotated[
+        bool, typer.Option("--simple-offload", help="vllm-offload with VLLM_USE_SIMPLE_KV_OFFLOAD (no /dev/shm).")
+    ] = False,
+    seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that an arm may take.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
+    plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
+    job: Annotated[Path | None, typer.Option(hidden=True)] = None,
+) -> None:
+    """Measure how soon sessions return and how many are kept."""
+    if job is not None:
+        return serve(job, {"latency": measure_latency, "capacity": measure_capacity})
+    console = make_console()
+    if plot_only is not None:
+        return show(json.loads(plot_only.read_text()), plot_only.with_suffix(".png"), console)
+    leave_on_signals()
+    out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder:
+        setting = Setting(
+            (model or write_model(Path(folder, "qwen3-8b-shape"))).absolute(),
+            block_size,
+            eager,
+            batched_tokens,
+            returns,
+            tokens,
+            capacity_tokens,
+            capacity_sessions,
+            seed,
+            simple_offload,
+        )
+        selected = chosen_arms(only, arms, setting)
+        found, errors = run_arms(Path(__file__), selected, out, console, timeout)
+    report = new_report("restore", context.params, selected, found, errors)
+    path = write_report(report, out)
+    console.print(f"  {path}", soft_wrap=True)
+    show(report, path.with_suffix(".png"), console)
+    raise typer.Exit(1 if errors else 0)
+
+
+if __name__ == "__main__":
+    typer.run(main)

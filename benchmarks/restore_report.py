@@ -1,0 +1,149 @@
+"""What restore.py found, as tables and as a plot."""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from arms import save_plot, where
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+OURS = ("host", "device")
+LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
+CAPACITY = ("vllm-offload", "host", "plain", "device")
+RATIOS = (("host", "vllm-offload"), ("device", "hot"), ("recompute", "host"))
+GAINS = (("host", "vllm-offload"), ("device", "plain"))
+BUDGET_OF = {
+    "vllm-offload": "host memory, beside a small pool",
+    "host": "host memory, beside a small pool",
+    "plain": "GPU memory, all of it pool",
+    "device": "GPU memory, a small pool and a device store",
+}
+
+
+def show(report: dict[str, Any], plot: Path, console: Console) -> None:
+    """Tables of what was measured, and the plot."""
+    console.print(where(report), soft_wrap=True)
+    if latency_rows(report):
+        console.print(latency_table(report))
+    if kept_sessions(report):
+        console.print(capacity_table(report))
+    if report["arms"]:
+        save_plot(draw, report, plot, console)
+
+
+@dataclass(frozen=True)
+class Row:
+    """Times of one kind of return, in ms. cached: the least prompt tokens that any return did not compute."""
+
+    name: str
+    times: Sequence[float]
+    cached: int
+
+    @property
+    def median(self) -> float:
+        return statistics.median(self.times)
+
+
+def latency_rows(report: dict[str, Any]) -> list[Row]:
+    """The first return of each kind warmed up and does not count."""
+    rows = []
+    for name in LATENCY:
+        found = report["arms"].get(f"latency {name}", {})
+        for key, label in (("returns", name), ("hot", f"{name}, hot")):
+            if counted := found.get(key, [])[1:]:
+                times = [answer["ttft_s"] * 1e3 for answer in counted]
+                rows.append(Row(label, times, min(answer["cached_tokens"] for answer in counted)))
+    return rows
+
+
+def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
+    median = {row.name: row.median for row in rows}
+    return {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
+
+
+def kept_sessions(report: dict[str, Any]) -> dict[str, int]:
+    found = report["arms"]
+    return {name: found[f"capacity {name}"]["kept"] for name in CAPACITY if f"capacity {name}" in found}
+
+
+def capacity_ratios(kept: dict[str, int]) -> dict[str, float]:
+    return {f"{a} / {b}": kept[a] / kept[b] for a, b in GAINS if kept.get(b) and a in kept}
+
+
+def latency_table(report: dict[str, Any]) -> Table:
+    rows = latency_rows(report)
+    tokens = report["arguments"]["tokens"]
+    caption = ",  ".join(f"{name} = {ratio:.2f}" for name, ratio in latency_ratios(rows).items())
+    table = Table(title=f"A session of {tokens:,} tokens returns: time to first token", caption=caption, box=SIMPLE)
+    table.add_column("")
+    for header in ("median, ms", "least, ms", "most, ms", "returns", "tokens not computed"):
+        table.add_column(header, justify="right")
+    for row in rows:
+        numbers = (f"{number:.1f}" for number in (row.median, min(row.times), max(row.times)))
+        table.add_row(row.name, *numbers, str(len(row.times)), str(row.cached))
+    return table
+
+
+def capacity_table(report: dict[str, Any]) -> Table:
+    arguments, kept = report["arguments"], kept_sessions(report)
+    title = (
+        f"Sessions of {arguments['capacity_tokens']:,} tokens kept in the bytes of "
+        f"{arguments['capacity_sessions']} bf16 sessions"
+    )
+    caption = ",  ".join(f"{name} = {ratio:.2f}" for name, ratio in capacity_ratios(kept).items())
+    table = Table(title=title, caption=caption, box=SIMPLE)
+    table.add_column("")
+    table.add_column("bytes of")
+    for header in ("put in", "kept"):
+        table.add_column(header, justify="right")
+    for name, count in kept.items():
+        put = len(report["arms"][f"capacity {name}"]["returns"])
+        table.add_row(name, BUDGET_OF[name], str(put), str(count))
+    return table
+
+
+def draw(report: dict[str, Any]) -> Any:
+    """Bars for what was measured."""
+    from matplotlib.figure import Figure
+
+    rows, kept = latency_rows(report), kept_sessions(report)
+    parts = [part for part in (rows, kept) if part]
+    figure = Figure(figsize=(11, 3.0 * len(parts) + 0.6), layout="constrained")
+    axes = figure.subplots(len(parts), 1, squeeze=False)[:, 0]
+    if rows:
+        _draw_latency(axes[0], rows, report["arguments"]["tokens"])
+    if kept:
+        _draw_capacity(axes[-1], kept, report["arguments"])
+    figure.suptitle(where(report), fontsize=9)
+    return figure
+
+
+def _draw_latency(axes: Any, rows: Sequence[Row], tokens: int) -> None:
+    medians = [row.median for row in rows]
+    spread = [[row.median - min(row.times) for row in rows], [max(row.times) - row.median for row in rows]]
+    names = [row.name for row in rows]
+    bars = axes.barh(names, medians, xerr=spread, color=[_color(name) for name in names], ecolor="#444444", capsize=3)
+    axes.bar_label(bars, [f"{median:,.0f} ms" for median in medians], padding=6)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    axes.set_title(f"A session of {tokens:,} tokens returns", loc="left")
+    axes.set_xlabel("time to first token, ms: median, least to most")
+
+
+def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -> None:
+    names = [f"{name}\n({BUDGET_OF[name]})" for name in kept]
+    bars = axes.barh(names, list(kept.values()), color=[_color(name) for name in kept])
+    axes.bar_label(bars, padding=4)
+    axes.margins(x=0.12)
+    axes.invert_yaxis()
+    size = f"{arguments['capacity_tokens']:,} tokens"
+    axes.set_title(f"Sessions of {size} kept in the bytes of {arguments['capacity_sessions']} in bf16", loc="left")
+    axes.set_xlabel("sessions of which at least 95% was not recomputed")
+
+
+def _color(name: str) -> str:
+    return "#2f6db5" if name.startswith(OURS) else "#9aa5b1"

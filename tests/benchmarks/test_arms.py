@@ -1,0 +1,96 @@
+"""The benchmarks' arithmetic: budgets are equal, and an answer from the wrong place is refused."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from engines import Answer, Shape, WrongPathError, write_model
+from restore import Setting, capacity_arm, check, chosen_arms, latency_arm
+from restore_report import capacity_ratios, kept_sessions, latency_ratios, latency_rows
+
+
+@pytest.fixture
+def setting(tmp_path: Path) -> Setting:
+    return Setting(
+        model=write_model(tmp_path),
+        block_size=16,
+        eager=False,
+        batched_tokens=8192,
+        returns=12,
+        tokens=32000,
+        capacity_tokens=8000,
+        capacity_sessions=16,
+        seed=0,
+        simple_offload=False,
+    )
+
+
+def store(arm: Any) -> dict[str, Any]:
+    return arm.engine.manthan["cold_store"]
+
+
+def test_qwen3_8b_has_144_kib_of_kv_a_token(setting: Setting) -> None:
+    assert Shape.of(setting.model).token_nbytes == 144 * 1024
+
+
+def test_both_arms_of_a_capacity_have_the_same_bytes(setting: Setting) -> None:
+    block = 16 * 144 * 1024
+    budget = 16 * 8000 * 144 * 1024
+    plain, device = capacity_arm("plain", setting), capacity_arm("device", setting)
+    assert plain.engine.blocks * block == budget
+    assert budget - block < device.engine.blocks * block + store(device)["max_bytes"] <= budget
+    assert capacity_arm("vllm-offload", setting).engine.offload_nbytes == budget
+    assert store(capacity_arm("host", setting))["max_bytes"] == budget
+
+
+@pytest.mark.parametrize(("name", "fits"), [("vllm-offload", 17), ("host", 83), ("plain", 16), ("device", 76)])
+def test_more_sessions_are_put_in_than_fit(setting: Setting, name: str, fits: int) -> None:
+    assert capacity_arm(name, setting).parameters["sessions"] > fits
+
+
+def test_the_pool_does_not_hold_two_sessions(setting: Setting) -> None:
+    assert 2000 < latency_arm("recompute", setting).engine.blocks < 2 * 2000
+
+
+@pytest.mark.parametrize(
+    ("cached", "external", "claim"),
+    [
+        (0, 0, {"cached": True, "external": False}),
+        (31984, 31984, {"cached": True, "external": False}),
+        (31984, 0, {"cached": True, "external": True}),
+        (31984, 16000, {"cached": True, "external": True}),
+        (9600, 0, {"cached": False, "external": False}),
+    ],
+)
+def test_an_answer_from_elsewhere_is_refused(cached: int, external: int, claim: dict[str, bool]) -> None:
+    with pytest.raises(WrongPathError):
+        check(Answer(0.1, 32000, cached, external), 16, **claim, what="return 1")
+
+
+def test_an_answer_from_where_it_should_be_is_taken() -> None:
+    check(Answer(0.1, 32000, 31984, 0), 16, cached=True, external=False, what="hot")
+    check(Answer(0.1, 32000, 0, 0), 16, cached=False, external=False, what="recompute")
+    check(Answer(0.1, 32000, 31984, 31984), 16, cached=True, external=True, what="host")
+
+
+def test_arms_can_be_chosen(setting: Setting) -> None:
+    assert [arm.name for arm in chosen_arms(None, "host, hot", setting)] == [
+        "latency hot",
+        "latency host",
+        "capacity host",
+    ]
+
+
+def test_the_warm_up_does_not_count() -> None:
+    def returns(*times: float) -> list[dict[str, float]]:
+        return [{"ttft_s": time, "cached_tokens": 16} for time in times]
+
+    arms = {"latency host": {"returns": returns(9, 2, 4)}, "latency vllm-offload": {"returns": returns(9, 6)}}
+    rows = latency_rows({"arms": arms})
+    assert {row.name: row.median for row in rows} == {"host": 3000, "vllm-offload": 6000}
+    assert latency_ratios(rows) == {"host / vllm-offload": 0.5}
+
+
+def test_ratios_of_what_was_kept() -> None:
+    kept = kept_sessions({"arms": {"capacity host": {"kept": 81}, "capacity vllm-offload": {"kept": 16}}})
+    assert capacity_ratios(kept) == {"host / vllm-offload": 81 / 16}
