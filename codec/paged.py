@@ -45,8 +45,8 @@ class PagedLayout:
 class PagedCodec(ABC):
     """Encodes and decodes blocks of one paged cache, on the current stream, without waiting for the device.
 
-    All tensors are on the caches' device. block_ids: int64 [n], blocks of the paged cache. codes: uint8 [slots, nbytes],
-    rows a multiple of 16 bytes apart. slots: int64 [n], rows of `codes`. headers: uint8 [n, 160], from
+    All tensors are on the caches' device. block_ids: int64 [n], blocks of the paged cache. codes: uint8
+    [slots, nbytes], rows a multiple of 16 bytes apart. slots: int64 [n], rows of `codes`. headers: uint8 [n, 160], from
     `wire.header_rows`. status: int32 [n], written.
     """
 

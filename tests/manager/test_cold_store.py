@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from manthan.manager.cold_store import COLD_STORES, Buffer, ColdStoreError, ColdStoreFullError, HostStore
+from manthan.manager.cold_store import Buffer, ColdStoreError, ColdStoreFullError, HostStore
 
 
 def buffer(nbytes: int, value: int = 0) -> Buffer:
@@ -94,10 +94,6 @@ def test_a_block_that_is_read_outlives_its_drop() -> None:
     store.drop([b"a"])
     assert buf is not None
     assert buf.tolist() == [7, 7, 7, 7]
-
-
-def test_stores_are_found_by_kind() -> None:
-    assert {kind: store.kind for kind, store in COLD_STORES.items()} == {"host": "host"}
 
 
 def test_many_threads_never_exceed_the_budget_or_mix_blocks_up() -> None:

@@ -1,176 +1,9 @@
-"""A real engine for the tests, driven like a server drives it, and questions that it answers rightly or not."""
+"""Engines that the tests of this folder share."""
 
-import asyncio
-import os
-import random
-import sys
-import threading
-import time
-from collections.abc import Callable, Coroutine, Iterator
-from concurrent.futures import Future
-from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
+from collections.abc import Callable, Iterator
 
-import cloudpickle
-import prometheus_client
 import pytest
-
-os.environ |= {
-    "HF_HUB_OFFLINE": "1",
-    "VLLM_NO_USAGE_STATS": "1",
-    "VLLM_CPU_KVCACHE_SPACE": "1",
-    "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send functions to the worker
-}
-
-MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
-NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
-BLOCK = 32
-
-
-class Table:
-    """16 lines `name = 4821`, four times over, about 570 tokens, and lookups in it.
-
-    Said once, the model gets one lookup in sixty wrong with exact KV already: no basis for asserting answers.
-    """
-
-    def __init__(self, seed: int, head: str = "") -> None:
-        rng = random.Random(seed)
-        self.values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(NAMES, 16)}
-        self.text = head + 4 * "".join(f"{name} = {value}\n" for name, value in self.values.items())
-
-    def question(self, index: int) -> tuple[str, str]:
-        """The prompt for the index-th entry, and the right answer."""
-        name = list(self.values)[index]
-        return f"{self.text}assert {name} == ", self.values[name]
-
-
-@dataclass(frozen=True)
-class Answer:
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-
-    @property
-    def full_blocks(self) -> int:
-        return self.prompt_tokens // BLOCK
-
-
-class Engine:
-    """A vLLM engine with Manthan, its core and its worker in processes of their own."""
-
-    def __init__(self, blocks: int, ranks: int = 1, **manthan: Any) -> None:
-        from vllm import AsyncEngineArgs
-        from vllm.v1.engine.async_llm import AsyncLLM
-
-        from manthan.vllm_hooks import kv_transfer_config
-
-        prometheus_client.REGISTRY._names_to_collectors.clear()  # an earlier engine's
-        prometheus_client.REGISTRY._collector_to_names.clear()
-        self.loop = asyncio.new_event_loop()
-        threading.Thread(target=self.loop.run_forever, daemon=True).start()
-        args = AsyncEngineArgs(
-            MODEL,
-            block_size=BLOCK,
-            num_gpu_blocks_override=blocks,
-            max_model_len=2048,
-            enforce_eager=True,
-            tensor_parallel_size=ranks,
-            kv_transfer_config=kv_transfer_config(min_tokens=64, **manthan),
-        )
-
-        async def start() -> AsyncLLM:
-            return AsyncLLM.from_engine_args(args)
-
-        self.llm = self.run(start())
-        self._requests = 0
-
-    def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(coroutine).result(timeout=120)
-
-    def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
-        return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
-
-    async def generate(self, prompt: str, session: str | None = None, max_tokens: int = 4) -> Answer:
-        from vllm import SamplingParams
-
-        self._requests += 1
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
-        async for output in self.llm.generate(prompt, params, f"request-{self._requests}", session_id=session):
-            last = output
-        return Answer(last.outputs[0].text, len(last.prompt_token_ids), last.num_cached_tokens)
-
-    def ask(self, prompt: str, session: str | None = None, max_tokens: int = 4) -> Answer:
-        return self.run(self.generate(prompt, session, max_tokens))
-
-    def on_worker(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Run `function(worker, *args)` in the first worker's process, and in those of all other ranks."""
-        return self.on_workers(function, *args)[0]
-
-    def on_workers(self, function: Callable[..., Any], *args: Any) -> list[Any]:
-        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])  # workers cannot import the tests
-        return self.run(self.llm.collective_rpc(function, args=args))
-
-    def reset(self) -> bool:
-        """What POST /reset_prefix_cache does."""
-        return self.run(self.llm.reset_prefix_cache())
-
-    def metric(self, name: str, **labels: str) -> float:
-        labels = {"model_name": MODEL, "engine": "0"} | labels
-        return prometheus_client.REGISTRY.get_sample_value(f"vllm:{name}", labels) or 0.0
-
-    def failures(self) -> float:
-        """Blocks that could not be stored or restored, whatever the cause."""
-        samples = [sample for family in prometheus_client.REGISTRY.collect() for sample in family.samples]
-        return sum(sample.value for sample in samples if sample.name == "vllm:manthan_failures_total")
-
-    def sessions(self, state: str) -> float:
-        return self.metric("manthan_sessions", state=state)
-
-    def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, f"{what} did not come to pass"
-            time.sleep(0.02)
-
-    def wait_until_cold(self, count: int) -> None:
-        self.wait(
-            lambda: self.sessions("cold") == count and not any(map(self.sessions, ("hot", "idle", "evicting"))),
-            f"{count} cold sessions",
-        )
-
-    def wait_until_quiet(self) -> None:
-        """No request runs and nothing is being encoded."""
-        self.wait(lambda: not (self.sessions("hot") or self.sessions("evicting")), "quiet")
-
-    def start_afresh(self) -> None:
-        """Nothing hot, nothing cold, nothing patched."""
-        self.on_worker(restore_worker)
-        self.wait_until_quiet()
-        self.wait(self.reset, "a reset")
-        self.ask("x")  # the reset reaches the metrics with the next step
-        self.wait(lambda: self.metric("manthan_cold_bytes") == 0 and self.sessions("cold") == 0, "an empty store")
-
-    def stop(self) -> None:
-        async def finish_tasks() -> None:
-            tasks = asyncio.all_tasks() - {asyncio.current_task()}
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
-
-        self.llm.shutdown()
-        self.run(finish_tasks())
-        self.loop.call_soon_threadsafe(self.loop.stop)
-
-
-def restore_worker(worker: Any) -> None:
-    """Undo what tests have put over the worker's store and codec."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    half = get_kv_transfer_group().worker
-    for part in (half.store, half._blocks):
-        for name in [name for name in vars(part) if name in ("get", "put", "encode", "decode")]:
-            delattr(part, name)
+from vllm_engine import Engine, Table, running
 
 
 @pytest.fixture(scope="session")
@@ -178,28 +11,22 @@ def table() -> type[Table]:
     return Table
 
 
-def _engine(**options: Any) -> Iterator[Engine]:
-    engine = Engine(**options)
-    yield engine
-    engine.stop()
-
-
 @pytest.fixture(scope="session")
 def start_engine() -> Callable[..., Iterator[Engine]]:
     """For a module that needs an engine of its own."""
-    return _engine
+    return running
 
 
 @pytest.fixture(scope="package")
 def sweeping_engine() -> Iterator[Engine]:
     """Sessions go cold after half a second; the pool has room for seven of them."""
-    yield from _engine(blocks=131, idle_after_s=0.5, sweep_interval_s=0.1, cold_store={"max_bytes": "64MiB"})
+    yield from running(blocks=131, idle_after_s=0.5, sweep_interval_s=0.1, cold_store={"max_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="package")
 def crowded_engine() -> Iterator[Engine]:
     """Nothing goes cold by the clock; the pool has room for five sessions, the cold store for about ten."""
-    yield from _engine(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25728})
+    yield from running(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25728})
 
 
 @pytest.fixture

@@ -12,8 +12,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.codec import get_codec, wire
-from manthan.vllm_hooks.block_codec import BlockCodec
-from manthan.vllm_hooks.paged_layout import probe_layout
+from manthan.vllm_hooks.block_codec import HostBlocks
+from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
 from manthan.vllm_hooks.support import UnsupportedError
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
@@ -53,9 +53,16 @@ def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed:
     return keys, values
 
 
-def block_codec(caches: dict, layers: dict, spec: FullAttentionSpec, **changes: Any) -> BlockCodec:
-    options = {"codec_name": "lloyd3", "backend": "auto", "num_blocks": BLOCKS, "fingerprint": PRINT} | changes
-    return BlockCodec(caches=caches, layers=layers, spec=spec, **options)
+def shape_of(spec: FullAttentionSpec) -> tuple[int, int, int]:
+    return spec.num_kv_heads, spec.block_size, spec.head_size
+
+
+def block_codec(
+    caches: dict, layers: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, num_blocks: int = BLOCKS
+) -> HostBlocks:
+    probed = probe_layers(caches, layers, num_blocks, shape_of(spec))
+    header = wire.BlockHeader("lloyd3", b"", fingerprint, len(probed), *shape_of(spec))
+    return HostBlocks(get_codec("lloyd3", spec.head_size), header, probed)
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -87,10 +94,10 @@ def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, 
 
 
 def test_probing_leaves_nothing_behind() -> None:
-    caches, layers, _ = paged("vec", torch.bfloat16, 32, 128)
-    key_at, value_at = probe_layout(caches["layer-0"], layers["layer-0"], HEADS, 32, 128)
-    assert not caches["layer-0"].any()
-    assert sorted([*key_at, *value_at]) == list(range(2 * HEADS * 32 * 128))
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    for layer in probe_layers(caches, layers, BLOCKS, shape_of(spec)):
+        assert not caches[layer.name].any()
+        assert sorted([*layer.keys, *layer.values]) == list(range(2 * HEADS * 32 * 128))
 
 
 @pytest.mark.parametrize(
@@ -136,5 +143,30 @@ def test_a_layout_that_cannot_be_read_back_is_refused() -> None:
     layers["layer-0"].impl.do_kv_cache_update = lambda layer, key, value, cache, slots: None
     with pytest.raises(UnsupportedError, match="lays KV blocks out in a way that cannot be read back"):
         block_codec(caches, layers, spec)
-    with pytest.raises(UnsupportedError, match="9 contiguous blocks are expected"):
+    with pytest.raises(UnsupportedError, match="9 blocks, each in one piece, are expected"):
         block_codec(*paged("vec", torch.bfloat16, 32, 128), num_blocks=9)
+
+
+def test_a_layout_whose_vectors_are_scattered_is_not_for_gpu_kernels() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    with pytest.raises(UnsupportedError, match="does not lay each vector out in one piece"):
+        paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_strides_are_found_whatever_the_order_of_heads_and_tokens(order: tuple[int, ...]) -> None:
+    """As GPU backends lay blocks out: heads outside tokens, or tokens outside heads."""
+    caches, spec = {}, paged("vec", torch.float16, 16, 64)[2]
+    shape = [(BLOCKS, HEADS, 16, 128)[axis] for axis in order]
+
+    class Impl:
+        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
+            cache[slots // 16, :, slots % 16] = torch.cat([key, value], -1)
+
+    for n in range(LAYERS):
+        caches[f"layer-{n}"] = torch.zeros(shape, dtype=torch.float16).permute(order)
+    layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
+    layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+    cache = caches["layer-1"]
+    assert (layout.block_stride, layout.head_stride, layout.token_stride) == cache.stride()[:3]
+    assert (layout.key_at, layout.value_at) == (0, 64)

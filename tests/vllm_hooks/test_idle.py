@@ -7,7 +7,7 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 def flip_a_byte(worker: Any, position: int) -> int:
     """Change one byte of one stored block; returns how many blocks there are."""
-    blocks = get_kv_transfer_group().worker.store._blocks
+    blocks = get_kv_transfer_group().worker.path.store._blocks
     key = list(blocks)[len(blocks) // 2]
     damaged = blocks[key].copy()
     damaged[position] ^= 0x10
@@ -16,14 +16,14 @@ def flip_a_byte(worker: Any, position: int) -> int:
 
 
 def stored_blocks(worker: Any) -> int:
-    return len(get_kv_transfer_group().worker.store._blocks)
+    return len(get_kv_transfer_group().worker.path.store._blocks)
 
 
 def note_threads(worker: Any) -> None:
     """From now on, the store notes which threads read and write it."""
     import threading
 
-    store = get_kv_transfer_group().worker.store
+    store = get_kv_transfer_group().worker.path.store
     store.threads = set()
 
     def noting(name: str) -> Any:
@@ -39,7 +39,7 @@ def note_threads(worker: Any) -> None:
 
 
 def noted_threads(worker: Any) -> list[str]:
-    return sorted(get_kv_transfer_group().worker.store.threads)
+    return sorted(get_kv_transfer_group().worker.path.store.threads)
 
 
 def test_sessions_go_cold_without_traffic_and_come_back_right(engine, table) -> None:

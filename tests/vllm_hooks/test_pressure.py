@@ -10,7 +10,7 @@ SESSIONS = 8  # of 18 blocks each, where the pool has 95
 
 def store_figures(worker: Any) -> tuple[int, int, int]:
     """Peak and present bytes of the worker's store, and its budget."""
-    store = get_kv_transfer_group().worker.store
+    store = get_kv_transfer_group().worker.path.store
     return store.peak, store.used, store.max_bytes
 
 
@@ -18,7 +18,7 @@ def slow_store(worker: Any, seconds: float) -> None:
     """From now on every read, and every write, takes so long."""
     import time
 
-    half = get_kv_transfer_group().worker
+    half = get_kv_transfer_group().worker.path
     get, put = type(half.store).get, type(half.store).put
 
     def slow_get(keys: Any) -> Any:
@@ -38,7 +38,7 @@ def broken_store(worker: Any) -> None:
     def put(key: Any, buf: Any) -> None:
         raise OSError("the store is on fire")
 
-    get_kv_transfer_group().worker.store.put = put
+    get_kv_transfer_group().worker.path.store.put = put
 
 
 def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:

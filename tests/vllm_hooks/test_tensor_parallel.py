@@ -22,13 +22,13 @@ def pair(start_engine: Any) -> Iterator[Any]:
 
 
 def stored_bytes(worker: Any) -> tuple[int, int]:
-    store = get_kv_transfer_group().worker.store
+    store = get_kv_transfer_group().worker.path.store
     return store.used, store.max_bytes
 
 
 def flip_a_byte(worker: Any, rank: int) -> None:
     if get_tensor_model_parallel_rank() == rank:
-        blocks = get_kv_transfer_group().worker.store._blocks
+        blocks = get_kv_transfer_group().worker.path.store._blocks
         key = list(blocks)[3]
         blocks[key] = blocks[key].copy()
         blocks[key][5000] ^= 1
@@ -39,7 +39,7 @@ def break_store(worker: Any, rank: int) -> None:
         raise OSError("this rank's store is on fire")
 
     if get_tensor_model_parallel_rank() == rank:
-        get_kv_transfer_group().worker.store.put = put
+        get_kv_transfer_group().worker.path.store.put = put
 
 
 def test_a_session_goes_cold_on_both_ranks_and_returns(pair, table) -> None:
