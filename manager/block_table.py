@@ -1,7 +1,7 @@
 """Every block the manager knows, and counts over them that are always exact."""
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 from manthan.manager.session import Block, CodeState
 
@@ -53,6 +53,20 @@ class BlockTable:
             block = self._blocks[key] = Block(key, depth)
         return block
 
+    def pin(self, blocks: Iterable[Block], by: int) -> None:
+        """Add to the pins of blocks, on which no total depends."""
+        for block in blocks:
+            block.pins += by
+
+    def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
+        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
+        for block in blocks:
+            was_hot, was_exposed = block.hot > 0, block.exposed
+            block.hot += hot
+            block.running += running
+            self.hot += (block.hot > 0) - was_hot
+            self.exposed += block.exposed - was_exposed
+
     def change(
         self,
         block: Block,
@@ -60,7 +74,6 @@ class BlockTable:
         users: int = 0,
         hot: int = 0,
         running: int = 0,
-        pins: int = 0,
         code: CodeState | None = None,
     ) -> None:
         """Add to the block's counts, set the state of its codes, and keep the totals."""
@@ -68,7 +81,6 @@ class BlockTable:
         block.users += users
         block.hot += hot
         block.running += running
-        block.pins += pins
         if code is not None:
             self._codes[block.code] -= 1
             self._codes[code] += 1

@@ -118,15 +118,13 @@ class SessionMemoryManager:
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> None:
         """These codes, which matched, are being read for the request; they are not dropped until it ends."""
         blocks = [block for key in keys if (block := self.blocks.get(key)) is not None]
-        for block in blocks:
-            self.blocks.change(block, pins=+1)
+        self.blocks.pin(blocks, +1)
         self._restoring[request_id] = blocks
 
     def restore_finished(self, request_id: str, failed: Iterable[bytes] = ()) -> None:
         """The restore ended; codes in `failed` could not be read and are dropped."""
         blocks = self._restoring.pop(request_id, [])
-        for block in blocks:
-            self.blocks.change(block, pins=-1)
+        self.blocks.pin(blocks, -1)
         if request_id in self._running:
             self._restored[request_id] = blocks
         keys = set(failed)

@@ -48,8 +48,7 @@ class SessionTable:
         hot = (state in _HOT_STATES) - (old in _HOT_STATES)
         running = (state is SessionState.HOT) - (old is SessionState.HOT)
         if hot or running:
-            for block in session.chain:
-                self.blocks.change(block, hot=hot, running=running)
+            self.blocks.move(session.chain, hot=hot, running=running)
         self.states[old] -= 1
         self.states[state] += 1
         session.state = state

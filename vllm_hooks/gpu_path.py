@@ -26,6 +26,9 @@ from manthan.vllm_hooks.worker_path import WorkerPath
 
 logger = init_logger("vllm.manthan.worker")
 
+DEVICE_CHUNK = 512
+"""Blocks of a restore from the tier on the device that are begun at once: the GPU decodes while more are prepared."""
+
 
 class Staging:
     """A stream and a buffer on the device; jobs on the same one follow each other."""
@@ -182,11 +185,7 @@ class GpuPath(WorkerPath):
 
     def _begin_load(self, load: Load, model: torch.cuda.Event) -> None:
         """Copy codes in, check and decode them, a chunk at a time, on two streams by turns."""
-        found: list[Found] = []
-        for key in load.keys:
-            if (at := self.tiers.find(key)) is None:
-                break
-            found.append(at)
+        found = self.tiers.find(load.keys)
         restore = Restore(load, len(found))
         for staging in self._load_stagings:
             staging.stream.wait_event(model)
@@ -208,11 +207,12 @@ class GpuPath(WorkerPath):
     def _chunks(self, found: list[Found]) -> Iterator[tuple[int, int]]:
         """Runs of blocks in the same tier; those on the host fit a staging buffer."""
         start = 0
-        for i in range(1, len(found) + 1):
-            staged = found[start].tier is self.tiers.host and i - start == len(self._spill_staging.codes)
-            if i == len(found) or found[i].tier is not found[start].tier or staged:
-                yield start, i
-                start = i
+        while start < len(found):
+            tier = found[start].tier
+            end = min(len(found), start + (len(self._spill_staging.codes) if tier is self.tiers.host else DEVICE_CHUNK))
+            end = next((i for i in range(start, end) if found[i].tier is not tier), end)
+            yield start, end
+            start = end
 
     def _end_restore(self, ended: Restore) -> None:
         load = ended.load

@@ -33,6 +33,8 @@ class Runway:
 
     def length(self, wanted: int) -> int:
         """Blocks before the first one worth keeping; only exact below `wanted`."""
+        if not (self._blocks.exposed or self._blocks.queued):
+            return self._pool.get_num_free_blocks()
         if self._left < wanted:
             self._left = self._walk(max(wanted, self._ahead))
         return self._left

@@ -243,8 +243,9 @@ class SchedulerHalf:
 
     def _settle_restore(self, restore: Restore) -> None:
         failed = dict(pair for answer in restore.answers for pair in answer.failed)
-        blocks = len(restore.load.keys)
-        good = next((i for i, key in enumerate(restore.load.keys) if key in failed), blocks)
+        keys = restore.load.keys
+        blocks = len(keys)
+        good = next(i for i, key in enumerate(keys) if key in failed) if failed else blocks
         self.manager.restore_finished(restore.load.request_id, failed)
         self.stats.restored(restore.answers, good, failed.values())
         seconds = max(answer.seconds for answer in restore.answers)

@@ -109,11 +109,17 @@ class Tiers:
         self.host.slots.put(key, below)
         return slot, Demotion(slot, below)
 
-    def find(self, key: bytes) -> Found | None:
-        for tier in self._all:
-            if (slot := tier.slots.get(key)) is not None:
-                return Found(tier, slot)
-        return None
+    def find(self, keys: list[bytes]) -> list[Found]:
+        """Where blocks are, up to the first that no tier has."""
+        found = []
+        for key in keys:
+            for tier in self._all:
+                if (slot := tier.slots.get(key)) is not None:
+                    found.append(Found(tier, slot))
+                    break
+            else:
+                break
+        return found
 
     def drop(self, keys: list[bytes]) -> None:
         for tier in self._all:
