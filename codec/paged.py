@@ -73,18 +73,19 @@ class PagedCodec(ABC):
         """
 
     @abstractmethod
-    def decode(
-        self,
-        block_ids: "torch.Tensor",
-        codes: "torch.Tensor",
-        slots: "torch.Tensor",
-        headers: "torch.Tensor",
-        status: "torch.Tensor",
+    def verify(
+        self, codes: "torch.Tensor", slots: "torch.Tensor", headers: "torch.Tensor", status: "torch.Tensor"
     ) -> None:
-        """Check codes[slots[i]] against headers[i] and its checksum, and decode it into block_ids[i].
+        """Check codes[slots[i]] against headers[i] and its checksum: status[i] becomes GOOD, or what `status_cause`
+        explains."""
 
-        status[i] becomes GOOD; or what `status_cause` explains, and the paged block is left as it was; or the index of
-        a vector whose scale is not finite, which a right checksum does not let happen.
+    @abstractmethod
+    def decode(
+        self, block_ids: "torch.Tensor", codes: "torch.Tensor", slots: "torch.Tensor", status: "torch.Tensor"
+    ) -> None:
+        """Decode codes[slots[i]] into block_ids[i] where `verify` found it good; other blocks are left as they were.
+
+        status[i] becomes the index of a vector whose scale is not finite, which a right checksum does not let happen.
         """
 
 

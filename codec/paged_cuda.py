@@ -81,16 +81,12 @@ class CudaPagedCodec(PagedCodec):
         self._module.launch("encode", job, job.warps)
         self._module.launch("seal", job, job.n)
 
-    def decode(
-        self,
-        block_ids: torch.Tensor,
-        codes: torch.Tensor,
-        slots: torch.Tensor,
-        headers: torch.Tensor,
-        status: torch.Tensor,
-    ) -> None:
-        job = self._filled(block_ids, codes, slots, headers, status)
+    def verify(self, codes: torch.Tensor, slots: torch.Tensor, headers: torch.Tensor, status: torch.Tensor) -> None:
+        job = self._filled(slots, codes, slots, headers, status)
         self._module.launch("verify", job, job.n)
+
+    def decode(self, block_ids: torch.Tensor, codes: torch.Tensor, slots: torch.Tensor, status: torch.Tensor) -> None:
+        job = self._filled(block_ids, codes, slots, None, status)
         self._module.launch("decode", job, job.warps)
 
     def _filled(
@@ -98,11 +94,12 @@ class CudaPagedCodec(PagedCodec):
         block_ids: torch.Tensor,
         codes: torch.Tensor,
         slots: torch.Tensor,
-        headers: torch.Tensor,
+        headers: torch.Tensor | None,
         status: torch.Tensor,
     ) -> Job:
         job = Job.from_buffer_copy(self._job)
-        job.block_ids, job.slots, job.headers = block_ids.data_ptr(), slots.data_ptr(), headers.data_ptr()
+        job.block_ids, job.slots = block_ids.data_ptr(), slots.data_ptr()
+        job.headers = 0 if headers is None else headers.data_ptr()
         job.codes, job.slot_stride, job.status = codes.data_ptr(), codes.stride(0), status.data_ptr()
         job.n = len(block_ids)
         return job

@@ -146,14 +146,19 @@ class TorchPagedCodec(PagedCodec):
                 rows, status[some] = self._encode(block_ids[some], headers[some])
                 codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
 
-    def decode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
-        """As `PagedCodec.decode` says; a block with a scale that is not finite is left as it was, too."""
+    def verify(self, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
+        """As `PagedCodec.verify` says; scales that are not finite are found here already."""
+        with torch.inference_mode():
+            for some in self._batches(len(slots)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                status[some] = self._check(rows, headers[some])
+
+    def decode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, status: Tensor) -> None:
+        """As `PagedCodec.decode` says."""
         with torch.inference_mode():
             for some in self._batches(len(block_ids)):
                 rows = codes[:, : self.nbytes].index_select(0, slots[some])
-                found = self._check(rows, headers[some])
-                self._restore(rows, block_ids[some], found == GOOD)
-                status[some] = found
+                self._restore(rows, block_ids[some], status[some] == GOOD)
 
     def _batches(self, n: int) -> Iterator[slice]:
         """The n blocks in runs of as many as are worked on at once."""

@@ -1,7 +1,7 @@
 """Slots of equal size: which block lies in which, and where there is room."""
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 
 class SlotTable:
@@ -34,12 +34,16 @@ class SlotTable:
         self.drop([key])
         self._of[key] = slot
 
-    def get(self, key: bytes) -> int | None:
-        """The slot of a block, which counts as used now; None if it is not here."""
-        slot = self._of.get(key)
-        if slot is not None:
+    def get(self, keys: Sequence[bytes]) -> list[int]:
+        """The slots of these blocks up to the first that is not here; they count as used now."""
+        slots = []
+        for key in keys:
+            slot = self._of.get(key)
+            if slot is None:
+                break
             self._of.move_to_end(key)
-        return slot
+            slots.append(slot)
+        return slots
 
     def pop_oldest(self) -> tuple[bytes, int] | None:
         """Take out the block that was not used for longest; its slot counts as taken."""

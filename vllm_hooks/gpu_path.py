@@ -8,7 +8,7 @@ the order in which the streams use them; where a slot changes hands between stre
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -21,13 +21,15 @@ from manthan.codec import wire
 from manthan.codec.paged import GOOD, PagedCodec, status_cause
 from manthan.vllm_hooks.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
-from manthan.vllm_hooks.tiers import Demotion, Found, Tiers
+from manthan.vllm_hooks.tiers import Demotion, Tiers
 from manthan.vllm_hooks.worker_path import WorkerPath
 
 logger = init_logger("vllm.manthan.worker")
 
-DEVICE_CHUNK = 512
-"""Blocks of a restore from the tier on the device that are begun at once: the GPU decodes while more are prepared."""
+LOAD_CHUNK = 1024
+"""Blocks of a restore that are begun at once, at most: the GPU works on them while more are prepared."""
+PAUSE_S = 1e-3
+"""What vLLM's engine core sleeps after a step in which the model computes nothing."""
 
 
 class Staging:
@@ -50,9 +52,10 @@ class Batch(NamedTuple):
 
 @dataclass
 class Chunk:
-    """A part of a job that is under way on one stream. status: int32 [n], pinned, valid once `done` is reached."""
+    """A part of a job. status: int32 [n], pinned, valid once `checked` is reached. done: all work on it has ended."""
 
     status: torch.Tensor
+    checked: torch.cuda.Event
     done: torch.cuda.Event
 
 
@@ -66,9 +69,10 @@ class Spill:
 
 @dataclass
 class Restore:
+    """answered: vLLM has been told, and the model's stream waits for the rest."""
+
     load: Load
-    found: int
-    """Blocks before the first that no tier has."""
+    answered: bool = False
     chunks: list[Chunk] = field(default_factory=list)
     began: float = field(default_factory=time.monotonic)
 
@@ -89,9 +93,11 @@ class GpuPath(WorkerPath):
         self._spills: deque[Spill] = deque()
         self._restores: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
+        self._may_pause = False
         self._warm_up()
 
     def submit(self, metadata: ManthanMetadata) -> None:
+        self._may_pause = metadata.model_rests
         if metadata.clear:
             self.tiers.clear()
         self.tiers.drop(metadata.drops)
@@ -107,7 +113,11 @@ class GpuPath(WorkerPath):
         """Polls; vLLM asks for this first in every step."""
         while self._spills and self._spills[0].chunk.done.query():
             self._end_spill(self._spills.popleft())
-        while self._restores and all(chunk.done.query() for chunk in self._restores[0].chunks):
+        self._pause()
+        for restore in self._restores:
+            if not restore.answered and self._is_checked(restore):
+                self._answer(restore)
+        while self._restores and self._restores[0].answered and self._is_done(self._restores[0]):
             self._end_restore(self._restores.popleft())
         return super().take_finished_loads()
 
@@ -179,52 +189,89 @@ class GpuPath(WorkerPath):
             self._begin_load(load, model)
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-            for staging in self._load_stagings:
-                staging.stream.wait_event(model)
-            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0), load.block_ids)
+            self._finished(load.request_id, load.block_ids)
+            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0))
 
     def _begin_load(self, load: Load, model: torch.cuda.Event) -> None:
-        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns."""
-        found = self.tiers.find(load.keys)
-        restore = Restore(load, len(found))
-        for staging in self._load_stagings:
-            staging.stream.wait_event(model)
-            if self._demoted is not None:
-                staging.stream.wait_event(self._demoted)
-        for turn, (start, end) in enumerate(self._chunks(found)):
-            staging = self._load_stagings[turn % len(self._load_stagings)]
-            tier, slots = found[start].tier, [at.slot for at in found[start:end]]
+        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns.
+
+        Codes on the device are all checked before any is decoded: vLLM can be told sooner.
+        """
+        restore, later = Restore(load), []
+        done = 0
+        while done < len(load.keys) and (found := self.tiers.find(load.keys[done : done + LOAD_CHUNK])):
+            tier, slots = found
+            staging = self._load_stagings[len(restore.chunks) % len(self._load_stagings)]
             on_host = tier is self.tiers.host
+            slots = slots[: len(staging.codes)] if on_host else slots
+            end = done + len(slots)
             with torch.cuda.stream(staging.stream):
+                if self._demoted is not None:
+                    staging.stream.wait_event(self._demoted)
                 if on_host:
                     self._copy(tier.addresses(slots), staging.addresses[: len(slots)])
-                rows = range(len(slots)) if on_host else slots
-                batch = self._batch(load.keys[start:end], load.block_ids[start:end], rows)
-                self.codec.decode(batch.block_ids, staging.codes if on_host else tier.codes, *batch[1:])
-                restore.chunks.append(self._chunk(batch))
+                codes, rows = (staging.codes, range(len(slots))) if on_host else (tier.codes, slots)
+                batch = self._batch(load.keys[done:end], load.block_ids[done:end], rows)
+                self.codec.verify(codes, *batch[1:])
+                chunk = self._chunk(batch)
+            restore.chunks.append(chunk)
+            later.append((staging.stream, chunk, batch, codes))
+            if on_host:  # the staging buffer is needed for the next but one
+                self._decode(*later.pop(), model)
+            done = end
+        for one in later:
+            self._decode(*one, model)
         self._restores.append(restore)
 
-    def _chunks(self, found: list[Found]) -> Iterator[tuple[int, int]]:
-        """Runs of blocks in the same tier; those on the host fit a staging buffer."""
-        start = 0
-        while start < len(found):
-            tier = found[start].tier
-            end = min(len(found), start + (len(self._spill_staging.codes) if tier is self.tiers.host else DEVICE_CHUNK))
-            end = next((i for i in range(start, end) if found[i].tier is not tier), end)
-            yield start, end
-            start = end
+    def _decode(
+        self, stream: torch.cuda.Stream, chunk: Chunk, batch: Batch, codes: torch.Tensor, model: torch.cuda.Event
+    ) -> None:
+        """Decode what is good of a chunk, once the model is done with the blocks."""
+        stream.wait_event(model)
+        with torch.cuda.stream(stream):
+            self.codec.decode(batch.block_ids, codes, batch.slots, batch.status)
+            chunk.done = stream.record_event()
+
+    def _pause(self) -> None:
+        """Where the model has nothing to compute, give codes on the device a moment to be checked: vLLM would sleep for
+        longer before it asks again."""
+        if self._may_pause and self._restores and self.tiers.first is self.tiers.device:
+            until = time.monotonic() + PAUSE_S
+            while not self._is_checked(self._restores[-1]) and time.monotonic() < until:
+                time.sleep(PAUSE_S / 20)
+
+    def _is_checked(self, restore: Restore) -> bool:
+        return all(chunk.checked.query() for chunk in restore.chunks)
+
+    def _is_done(self, restore: Restore) -> bool:
+        return all(chunk.done.query() for chunk in restore.chunks)
+
+    def _answer(self, restore: Restore) -> None:
+        """Tell vLLM that the load is finished; what the model computes from now on comes after its decoding."""
+        for chunk in restore.chunks:
+            torch.cuda.current_stream(self._device).wait_event(chunk.done)
+        restore.answered = True
+        self._finished(restore.load.request_id, restore.load.block_ids[self._good(restore) :])
+
+    def _good(self, restore: Restore) -> int:
+        """How many blocks are good before the first that is not."""
+        good = 0
+        for chunk in restore.chunks:
+            bad = (chunk.status != GOOD).nonzero()
+            if len(bad):
+                return good + int(bad[0])
+            good += len(chunk.status)
+        return good
 
     def _end_restore(self, ended: Restore) -> None:
-        load = ended.load
-        status = [value for chunk in ended.chunks for value in chunk.status.tolist()]
-        good = next((i for i, value in enumerate(status) if value != GOOD), len(status))
+        load, good = ended.load, self._good(ended)
         failed = []
         if good < len(load.keys):
-            cause = status_cause(status[good]) if good < len(status) else "missing"
+            status = torch.cat([chunk.status for chunk in ended.chunks]) if ended.chunks else torch.empty(0)
+            cause = status_cause(int(status[good])) if good < len(status) else "missing"
             failed.append((load.keys[good], cause or "internal"))
         seconds = time.monotonic() - ended.began
-        result = LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds)
-        self._loaded(result, load.block_ids[good:])
+        self._loaded(LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds))
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -241,7 +288,8 @@ class GpuPath(WorkerPath):
     def _chunk(self, batch: Batch) -> Chunk:
         status = torch.empty(batch.status.shape, dtype=torch.int32, pin_memory=True)
         status.copy_(batch.status, non_blocking=True)
-        return Chunk(status, torch.cuda.current_stream(self._device).record_event())
+        reached = torch.cuda.current_stream(self._device).record_event()
+        return Chunk(status, reached, reached)
 
     def _warm_up(self) -> None:
         """Do now what the first job would otherwise pay for: load the kernels, allocate pinned memory."""

@@ -93,8 +93,8 @@ class HostPath(WorkerPath):
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
             good, failed = 0, [(load.keys[0], "internal")]
         nbytes = good * self.blocks.nbytes
-        result = LoadResult(load.request_id, failed, nbytes, time.monotonic() - began)
-        self._loaded(result, load.block_ids[good:])
+        self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began))
+        self._finished(load.request_id, load.block_ids[good:])
 
     def _decode_run(self, load: Load) -> tuple[int, list[tuple[bytes, str]]]:
         """Decode blocks up to the first that cannot be used; how many, and that one with its cause."""

@@ -29,6 +29,8 @@ class ManthanMetadata(KVConnectorMetadata):
     drops: list[bytes] = field(default_factory=list)
     spills: list[SpillBlock] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    model_rests: bool = False
+    """Nothing is computed in this step."""
 
 
 class SpillResult(NamedTuple):

@@ -115,8 +115,8 @@ class SchedulerHalf:
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
-        if self._should_wait(request, computed):
-            return None, False
+        if self._should_wait(request, computed) or request.request_id in self._restores:
+            return None, False  # also while an earlier load for it is not settled, before it was preempted
         if request.skip_reading_prefix_cache:
             return 0, False
         first = computed // self._block_size
@@ -168,6 +168,7 @@ class SchedulerHalf:
             drops=[key for drop in drops for key in drop.keys],
             spills=self._begin_spills(now),
             loads=self._to_load,
+            model_rests=not scheduled_tokens,
         )
         self._clear, self._to_load = False, []
         self._log_evictions()

@@ -1,6 +1,7 @@
 """Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
 
 import time
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -67,13 +68,6 @@ class Tier:
         return torch.tensor(slots, dtype=torch.int64) * self.codes.stride(0) + self.codes.data_ptr()
 
 
-class Found(NamedTuple):
-    """Where a block's codes are."""
-
-    tier: Tier
-    slot: int
-
-
 class Demotion(NamedTuple):
     """A block that moves from the device to the host to make room; its codes are yet to be copied."""
 
@@ -109,17 +103,12 @@ class Tiers:
         self.host.slots.put(key, below)
         return slot, Demotion(slot, below)
 
-    def find(self, keys: list[bytes]) -> list[Found]:
-        """Where blocks are, up to the first that no tier has."""
-        found = []
-        for key in keys:
-            for tier in self._all:
-                if (slot := tier.slots.get(key)) is not None:
-                    found.append(Found(tier, slot))
-                    break
-            else:
-                break
-        return found
+    def find(self, keys: Sequence[bytes]) -> tuple[Tier, list[int]] | None:
+        """The tier that has the first of these blocks, and the slots of its run of them; None if no tier has it."""
+        for tier in self._all:
+            if slots := tier.slots.get(keys):
+                return tier, slots
+        return None
 
     def drop(self, keys: list[bytes]) -> None:
         for tier in self._all:

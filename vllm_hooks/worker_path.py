@@ -46,8 +46,13 @@ class WorkerPath(ABC):
         with self._lock:
             self._report.spills += results
 
-    def _loaded(self, result: LoadResult, failed_blocks: list[int]) -> None:
+    def _finished(self, request_id: str, failed_blocks: list[int]) -> None:
+        """vLLM may use a request's blocks, but for those that failed."""
         with self._lock:
             self._failed_blocks.update(failed_blocks)
-            self._finished_loads.add(result.request_id)
+            self._finished_loads.add(request_id)
+
+    def _loaded(self, result: LoadResult) -> None:
+        """The codes of a load are not needed any more."""
+        with self._lock:
             self._report.loads.append(result)

@@ -225,7 +225,8 @@ class World:
     def decode(self, ids):
         """SLOTS into these blocks; returns the status."""
         status = torch.full((len(IDS),), 12345, dtype=torch.int32)
-        self.codec.decode(torch.tensor(ids), self.codes, self.slots, self.headers, status)
+        self.codec.verify(self.codes, self.slots, self.headers, status)
+        self.codec.decode(torch.tensor(ids), self.codes, self.slots, status)
         return status.tolist()
 
     def block(self, i):

@@ -42,7 +42,8 @@ class Cache:
 
     def decode(self, ids: list[int], headers: torch.Tensor | None = None) -> list[str | None]:
         headers = self.headers if headers is None else headers
-        self.paged.decode(torch.tensor(ids, device="cuda"), self.codes, self.slots, headers, self.status)
+        self.paged.verify(self.codes, self.slots, headers, self.status)
+        self.paged.decode(torch.tensor(ids, device="cuda"), self.codes, self.slots, self.status)
         return [status_cause(status) for status in self.status.tolist()]
 
     def vectors(self, block: int, kind: int) -> torch.Tensor:

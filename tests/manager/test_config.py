@@ -55,7 +55,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "codec": "lloyd3",
         "backend": "auto",
         "encode_threads": 1,
-        "cold_store": {"kind": "host", "max_bytes": 4 << 30},
+        "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0},
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
     }
 

@@ -122,9 +122,9 @@ def test_several_kinds_of_kv_cache() -> None:
 
 def test_a_cold_store_too_small_for_a_block() -> None:
     shape = MemoryShape(block_tokens=32, hot_nbytes=131_072, cold_nbytes=25_760)
-    check_capacity(load_config(flags={"cold_store.max_bytes": 25_760}), shape)
+    check_capacity(load_config(flags={"cold_store.max_bytes": 25_760}), shape, blocks=1)
     with pytest.raises(ConfigError, match=r"cold_store.max_bytes is 25759, but one encoded block .* takes 25760 bytes"):
-        check_capacity(load_config(flags={"cold_store.max_bytes": 25_759}), shape)
+        check_capacity(load_config(flags={"cold_store.max_bytes": 25_759}), shape, blocks=0)
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
