@@ -1,6 +1,7 @@
 """How fast the codec is here, in M vectors/s and GB/s of bf16: fused with numba, and in plain numpy.
 
     python benchmarks/codec.py [--json FILE]
+    python benchmarks/codec.py --backend cuda [--json FILE]     the CUDA kernels, in G vectors/s; see codec_gpu.py
 
 bf16 in and out, rotation included, results in new memory as a caller gets them. One core: the process is
 pinned to one. All cores: as many threads. Each figure is the median of the repeats, with the slowest and the
@@ -116,13 +117,42 @@ def table(results: list[Result], title: str) -> Table:
     return made
 
 
+def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None) -> None:
+    """The CUDA kernels, 256 Ki to 4 Mi vectors at head size 128, and 1 Mi at others."""
+    import codec_gpu
+    import torch
+
+    where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    results: list[codec_gpu.GpuResult] = []
+    with console.status("measuring") as status:
+        copy = codec_gpu.copy_bandwidth(repeats)
+        for head_dim, vectors in (
+            (128, 1 << 18),
+            (128, 1 << 20),
+            (128, 1 << 22),
+            (64, 1 << 20),
+            (256, 1 << 20),
+            (96, 1 << 20),
+        ):
+            status.update(f"D = {head_dim}, {vectors:,} vectors")
+            results += codec_gpu.measure(codec, head_dim, vectors, copy, repeats)
+    console.print(codec_gpu.table(results, f"{codec} on {where}, copy {copy / 1e12:.2f} TB/s"))
+    if json_file is not None:
+        figures = {"machine": where, "codec": codec, "copy_bytes_s": copy, "results": [asdict(r) for r in results]}
+        json_file.write_text(json.dumps(figures))
+
+
 def main(
     codec: Annotated[str, typer.Option(help="Name of the codec.")] = DEFAULT,
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
+    backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
 ) -> None:
     """Measure the codec on this machine."""
     console = Console()
+    if backend == "cuda":
+        on_gpu(console, codec, repeats, json_file)
+        return
     cpus = os.sched_getaffinity(0)
     implementations = [True, False] if NumpyCodec(SPECS[codec], 128).fused else [False]
     results: list[Result] = []

@@ -636,10 +636,11 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
     u32 tile, end;
 
     __device__ __forceinline__ Range(const Job& job) {
-        u64 all = (u64)job.n * job.kinds * job.layers * tiles_of_layer(job);
+        u32 all = (u32)job.n * job.kinds * job.layers * tiles_of_layer(job);
         u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
-        tile = all * warp / warps;
-        end = all * (warp + 1) / warps;
+        u32 each = all / warps, more = all % warps;  // the first so many warps take one more
+        tile = warp * each + min(warp, more);
+        end = tile + each + (warp < more);
     }
     __device__ __forceinline__ void take(Place& place) {
         place.tiles = min((u32)place.tiles, end - tile);
@@ -648,7 +649,7 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
 };
 
 // status: GOOD must be there before; becomes the first vector that is not finite.
-extern "C" __global__ void __launch_bounds__(THREADS, ENCODE_BLOCKS) encode(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) encode(const Job job) {
     __shared__ float sums[WARPS][64];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Encoder encoder(lane);
@@ -663,7 +664,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, ENCODE_BLOCKS) encode(cons
 
 // Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
 // whose scale is not finite.
-extern "C" __global__ void __launch_bounds__(THREADS, DECODE_BLOCKS) decode(const Job job) {
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const Job job) {
     int lane = threadIdx.x % 32;
     const Decoder decoder(lane);
     Range range(job);

@@ -10,7 +10,7 @@ try:  # a dependency of PyTorch's CUDA wheels, absent beside its CPU wheels
 except ImportError:
     driver = nvrtc = None
 
-THREADS = 256
+THREADS = 512
 
 
 class CompileError(RuntimeError):
@@ -36,6 +36,8 @@ class Module:
 
     def launch(self, name: str, argument: ctypes.Structure, warps: int) -> None:
         """Start a kernel on the current stream, with so many warps or as many as fit on the device."""
+        if not warps:
+            return
         function, resident = self._function(name)
         blocks = min(-(-warps * 32 // THREADS), resident)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))

@@ -89,6 +89,19 @@ class CudaPagedCodec(PagedCodec):
         job = self._filled(block_ids, codes, slots, None, status)
         self._module.launch("decode", job, job.warps)
 
+    def launch(
+        self,
+        name: str,
+        block_ids: torch.Tensor,
+        codes: torch.Tensor,
+        slots: torch.Tensor,
+        headers: torch.Tensor,
+        status: torch.Tensor,
+    ) -> None:
+        """Run one kernel alone: encode, seal, verify or decode. For measurements."""
+        job = self._filled(block_ids, codes, slots, headers, status)
+        self._module.launch(name, job, job.n if name in ("seal", "verify") else job.warps)
+
     def _filled(
         self,
         block_ids: torch.Tensor,
@@ -126,8 +139,6 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
     """What kernels.cu and seal.cu expect ahead of them."""
     macros = {
         "THREADS": THREADS,
-        "ENCODE_BLOCKS": 2,
-        "DECODE_BLOCKS": 2,
         "HEAD_DIM": head_dim,
         "KEY_BITS": spec.key_bits,
         "VALUE_BITS": spec.value_bits,

@@ -1,0 +1,92 @@
+"""The CUDA kernels over a paged cache, beside the GPU's own copy; what `codec.py --backend cuda` runs.
+
+A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, head size 128, bf16. A run of so many blocks,
+in random order, is encoded into as many slots and decoded back. Each sample is ten launches between two events.
+"""
+
+import statistics
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+
+import torch
+from rich.box import SIMPLE
+from rich.table import Table
+
+from manthan.codec import wire
+from manthan.codec.paged import PagedLayout
+from manthan.codec.paged_cuda import CudaPagedCodec
+from manthan.codec.registry import SPECS
+
+LAYERS, HEADS, TOKENS = 36, 8, 16
+LAUNCHES = 10
+
+
+@dataclass(frozen=True)
+class GpuResult:
+    """One figure. median, slowest, fastest: G vectors/s. of_copy: bytes read and written a second, as a share of what
+    a device-to-device copy does."""
+
+    operation: str
+    head_dim: int
+    vectors: int
+    median: float
+    slowest: float
+    fastest: float
+    of_copy: float
+
+
+def seconds(call: Callable[[], object], repeats: int) -> list[float]:
+    """Of one launch, for each repeat."""
+    for _ in range(LAUNCHES):
+        call()
+    pairs = [(torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)) for _ in range(repeats)]
+    for begin, end in pairs:
+        begin.record()
+        for _ in range(LAUNCHES):
+            call()
+        end.record()
+    torch.cuda.synchronize()
+    return [begin.elapsed_time(end) / 1e3 / LAUNCHES for begin, end in pairs]
+
+
+def copy_bandwidth(repeats: int) -> float:
+    """Bytes read and written a second by a copy of a GiB on the device."""
+    source = torch.ones(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    return 2 * source.numel() / statistics.median(seconds(lambda: target.copy_(source), repeats))
+
+
+def measure(name: str, head_dim: int, vectors: int, copy: float, repeats: int) -> Iterator[GpuResult]:
+    """Encode, decode, and the two passes over the codes for header and checksum."""
+    blocks = max(1, vectors // (2 * LAYERS * HEADS * TOKENS))
+    shape = (blocks + 8, TOKENS, HEADS, 2 * head_dim)
+    caches = tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS))
+    row = HEADS * 2 * head_dim
+    layout = PagedLayout(caches, HEADS, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
+    header = wire.BlockHeader(name, b"", bytes(16), LAYERS, HEADS, TOKENS, head_dim)
+    codec = CudaPagedCodec(SPECS[name], layout, header)
+    codes = torch.empty(blocks, codec.nbytes, dtype=torch.uint8, device="cuda")
+    ids, slots = torch.randperm(blocks, device="cuda") + 1, torch.randperm(blocks, device="cuda")
+    headers = torch.from_numpy(wire.header_rows(header, [i.to_bytes(32, "big") for i in range(blocks)])).cuda()
+    status = torch.empty(blocks, dtype=torch.int32, device="cuda")
+    codec.encode(ids, codes, slots, headers, status)
+    n = blocks * 2 * LAYERS * HEADS * TOKENS
+    both = n * 2 * head_dim + blocks * codec.nbytes
+    for operation, moved in (("encode", both), ("decode", both), ("seal", codes.nbytes), ("verify", codes.nbytes)):
+        taken = seconds(
+            lambda operation=operation: codec.launch(operation, ids, codes, slots, headers, status), repeats
+        )
+        median = statistics.median(taken)
+        rates = [n / each / 1e9 for each in (median, max(taken), min(taken))]
+        yield GpuResult(operation, head_dim, n, *rates, moved / median / copy)
+
+
+def table(results: list[GpuResult], title: str) -> Table:
+    """A row for each operation and size."""
+    made = Table(title=title, caption="G vectors/s: median (slowest-fastest)", box=SIMPLE, padding=0)
+    for column in ("D", "vectors", "", "G/s", "of copy"):
+        made.add_column(column, justify="right", no_wrap=True)
+    for r in results:
+        rate = f"{r.median:.2f} ({r.slowest:.2f}-{r.fastest:.2f})"
+        made.add_row(str(r.head_dim), f"{r.vectors:,}", r.operation, rate, f"{r.of_copy:.0%}")
+    return made
