@@ -1,4 +1,4 @@
-"""The CUDA kernels of kernels.cu and seal.cu: their constants, their arguments, and the paged codec that runs them."""
+"""The CUDA kernels: their constants, their arguments, and the paged codec that runs them."""
 
 import ctypes
 from functools import lru_cache
@@ -23,7 +23,7 @@ TILE = 8
 
 
 class Job(ctypes.Structure):
-    """`struct Job` of kernels.cu."""
+    """`struct Job` of common.cu."""
 
     _fields_ = (
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "slots", "codes", "headers", "status")),
@@ -132,11 +132,11 @@ def module(
     return Module("\n".join(parts), device)
 
 
-SOURCES = ("kernels.cu", "seal.cu")
+SOURCES = ("common.cu", "vector.cu", "tile.cu", "blocks.cu", "seal.cu")
 
 
 def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool, whole: bool) -> str:
-    """What kernels.cu and seal.cu expect ahead of them."""
+    """What the sources expect ahead of them."""
     macros = {
         "THREADS": THREADS,
         "HEAD_DIM": head_dim,

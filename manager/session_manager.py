@@ -107,10 +107,10 @@ class SessionMemoryManager:
 
     def match(self, keys: Iterable[bytes]) -> int:
         """How many of these keys, from the first on without a gap, can be restored."""
-        count = 0
+        count, find, cold = 0, self.blocks.get, CodeState.COLD
         for key in keys:
-            block = self.blocks.get(key)
-            if block is None or block.code is not CodeState.COLD:
+            block = find(key)
+            if block is None or block.code is not cold:
                 break
             count += 1
         return count

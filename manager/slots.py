@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Sequence
+from itertools import takewhile
 
 
 class SlotTable:
@@ -35,15 +36,14 @@ class SlotTable:
         self._of[key] = slot
 
     def get(self, keys: Sequence[bytes]) -> list[int]:
-        """The slots of these blocks up to the first that is not here; they count as used now."""
-        slots = []
+        """The slots of these blocks up to the first that is not here."""
+        slots = map(self._of.get, keys)
+        return [slot for slot in takewhile(lambda slot: slot is not None, slots) if slot is not None]
+
+    def used(self, keys: Iterable[bytes]) -> None:
+        """These blocks, which are here, are used now."""
         for key in keys:
-            slot = self._of.get(key)
-            if slot is None:
-                break
             self._of.move_to_end(key)
-            slots.append(slot)
-        return slots
 
     def pop_oldest(self) -> tuple[bytes, int] | None:
         """Take out the block that was not used for longest; its slot counts as taken."""

@@ -107,6 +107,8 @@ class Tiers:
         """The tier that has the first of these blocks, and the slots of its run of them; None if no tier has it."""
         for tier in self._all:
             if slots := tier.slots.get(keys):
+                if len(self._all) > 1:  # where nothing moves down, the order does not matter
+                    tier.slots.used(keys[: len(slots)])
                 return tier, slots
         return None
 

@@ -1,0 +1,142 @@
+// All layers of many blocks in one launch: every warp of it takes an equal run of tiles.
+
+__device__ __forceinline__ u32 tiles_of_layer(const Job& job) { return job.heads * ((job.tokens + TILE - 1) / TILE); }
+
+struct Place {  // a tile of the keys, or of the values, of one layer of one block, and how many tiles follow in it
+    Word* x;
+    u8 *scales, *planes;
+    int kind, block, index, token, tiles;
+
+    __device__ __forceinline__ Place(const Job& job, u32 tile) {
+        u32 of_layer = tiles_of_layer(job), of_head = (job.tokens + TILE - 1) / TILE, in_layer = tile % of_layer;
+        tile /= of_layer;
+        int layer = tile % (u32)job.layers;
+        tile /= (u32)job.layers;
+        kind = job.first_kind + tile % (u32)job.kinds;
+        block = tile / (u32)job.kinds;
+        tiles = of_layer - in_layer;
+        int head = in_layer / of_head;
+        token = in_layer % of_head * TILE;
+        x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
+        x += head * job.head_stride + token * job.token_stride;
+        u8* codes = job.codes + job.slots[block] * job.slot_stride + job.payload[kind];
+        i64 vectors = (i64)job.heads * job.tokens;
+        index = layer * vectors + head * job.tokens + token;
+        scales = codes + 2 * index;
+        int bits = kind ? VALUE_BITS : KEY_BITS;
+        planes = codes + (2 * vectors * job.layers + 15) / 16 * 16 + index * (i64)(bits * (HEAD_DIM / 8));
+    }
+    __device__ __forceinline__ void next(const Job& job, int width) {
+        scales += 2 * valid(job);
+        planes += width * valid(job);
+        index += valid(job);
+        token += TILE;
+        x += TILE * job.token_stride;
+        if (token >= job.tokens) {
+            x += job.head_stride - token * job.token_stride;
+            token = 0;
+        }
+    }
+    __device__ __forceinline__ Word* vector(const Job& job, int t) const { return x + t * job.token_stride; }
+    __device__ __forceinline__ int valid(const Job& job) const { return WHOLE ? TILE : min(TILE, job.tokens - token); }
+};
+
+template <int BITS>
+__device__ __forceinline__ void encode_run(const Job& job, Place place, const Encoder& encoder, int lane, float* sums) {
+    const int width = BITS * (HEAD_DIM / 8);
+#if FAST
+    Piece piece;
+    piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
+#endif
+    for (int tile = 0; tile < place.tiles; tile++) {
+        const Place now = place;
+        int valid = now.valid(job);
+        place.next(job, width);
+        u32 slow = (1u << valid) - 1;
+#if FAST
+        float c[CHUNKS][4], norm[2];
+        transform(encoder, piece, c, norm, lane);
+        if (tile + 1 < place.tiles) piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
+        slow = encode_tile<BITS>(c, norm, now.scales, now.planes, valid, lane);
+        if (slow) __syncwarp();
+#endif
+        for (; slow; slow &= slow - 1) {
+            int t = __ffs(slow) - 1;
+            bool finite = encode_vector<BITS>(now.vector(job, t), now.scales + 2 * t, now.planes + t * width, lane, sums);
+            if (!finite && lane == 0) atomicMin(job.status + now.block, now.index + t);
+        }
+    }
+}
+
+template <int BITS>
+__device__ __forceinline__ void decode_run(const Job& job, Place place, const Decoder& decoder, int lane) {
+    const int width = BITS * (HEAD_DIM / 8);
+#if FAST
+    Packed<BITS> packed;
+    packed.fetch(place.scales, place.planes, place.valid(job), lane);
+#endif
+    for (int tile = 0; tile < place.tiles; tile++) {
+        const Place now = place;
+        int valid = now.valid(job);
+        place.next(job, width);
+        u32 slow = (1u << valid) - 1;
+#if FAST
+        Packed<BITS> these = packed;
+        if (tile + 1 < place.tiles) packed.fetch(place.scales, place.planes, place.valid(job), lane);
+        slow = decode_tile<BITS>(decoder, these, now.vector(job, 0), job.token_stride, valid, lane);
+        if (slow) __syncwarp();
+#endif
+        for (; slow; slow &= slow - 1) {
+            int t = __ffs(slow) - 1;
+            bool finite = decode_vector<BITS>(now.scales + 2 * t, now.planes + t * width, now.vector(job, t), lane);
+            if (!finite && lane == 0) atomicMin(job.status + now.block, now.index + t);
+        }
+    }
+}
+
+#define WARPS (THREADS / 32)
+
+struct Range {  // the tiles of this warp: all warps of the launch share them evenly
+    u32 tile, end;
+
+    __device__ __forceinline__ Range(const Job& job) {
+        u32 all = (u32)job.n * job.kinds * job.layers * tiles_of_layer(job);
+        u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
+        u32 each = all / warps, more = all % warps;  // the first so many warps take one more
+        tile = warp * each + min(warp, more);
+        end = tile + each + (warp < more);
+    }
+    __device__ __forceinline__ void take(Place& place) {
+        place.tiles = min((u32)place.tiles, end - tile);
+        tile += place.tiles;
+    }
+};
+
+// status: GOOD must be there before; becomes the first vector that is not finite.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) encode(const Job job) {
+    __shared__ float sums[WARPS][64];
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    const Encoder encoder(lane);
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile);
+        range.take(place);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_run<KEY_BITS>(job, place, encoder, lane, sums[warp]);
+        else encode_run<VALUE_BITS>(job, place, encoder, lane, sums[warp]);
+    }
+}
+
+// Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
+// whose scale is not finite.
+extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const Job job) {
+    int lane = threadIdx.x % 32;
+    const Decoder decoder(lane);
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile);
+        range.take(place);
+        if (*(volatile int*)(job.status + place.block) < 0) continue;
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_run<KEY_BITS>(job, place, decoder, lane);
+        else decode_run<VALUE_BITS>(job, place, decoder, lane);
+    }
+}

@@ -1,0 +1,64 @@
+// Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in paged_cuda.py
+// and compiled by NVRTC for one head size, codec and cache dtype.
+//
+// What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, DTYPE (0 bf16,
+// 1 fp16, 2 fp32), FAST (tile.cu is of use), WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT;
+// LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size
+// of an element's Hadamard block; LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low
+// bytes, then their high bytes, as tables for prmt.
+
+typedef unsigned char u8;
+typedef unsigned short u16;
+typedef unsigned int u32;
+typedef unsigned long long u64;
+typedef long long i64;
+
+#define FULL 0xffffffffu
+#define EXPONENT 0x7f800000u
+#define TILE 8
+
+struct Job {
+    const u64* caches;     // [layers] addresses
+    const i64* block_ids;  // [n]
+    const i64* slots;      // [n]
+    u8* codes;             // slot i is at codes + i * slot_stride
+    const u8* headers;     // [n, 160]
+    int* status;           // [n]
+    i64 slot_stride, nbytes;
+    i64 block_stride;               // in elements, as the next three; within a block they fit an int
+    i64 at[2];                      // first key and first value of a block
+    i64 payload[2];                 // key codes and value codes of an encoded block, in bytes
+    int head_stride, token_stride;  // in elements
+    int n, layers, heads, tokens;
+    int kinds, first_kind;  // keys are kind 0, values kind 1
+};
+
+#define GOOD 0x7fffffff
+#define BAD_CHECKSUM -1
+#define BAD_HEADER -2  // minus the offset of the first byte that differs
+
+__device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
+__device__ __forceinline__ u32 b(float x) { return __float_as_uint(x); }
+template <int BITS>
+__device__ __forceinline__ float level(int k) { return f(BITS == 3 ? LEVELS_3[k] : LEVELS_4[k]); }
+template <int BITS>
+__device__ __forceinline__ float cut_at(int k) { return f(BITS == 3 ? CUTS_3[k] : CUTS_4[k]); }
+__device__ __forceinline__ u32 bf16_bits(u32 bits) { return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16; }
+
+#if DTYPE == 2
+typedef u32 Word;
+__device__ __forceinline__ float load(const Word* x) { return f(*x); }
+__device__ __forceinline__ Word store(float x) { return b(x); }
+#elif DTYPE == 1
+typedef u16 Word;
+__device__ __forceinline__ float load(const Word* x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(*x)); return y; }
+__device__ __forceinline__ Word store(float x) {
+    Word y;
+    asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(fminf(fmaxf(x, -65504.f), 65504.f)));
+    return y;
+}
+#else
+typedef u16 Word;
+__device__ __forceinline__ float load(const Word* x) { return f((u32)*x << 16); }
+__device__ __forceinline__ Word store(float x) { return (Word)bf16_bits(b(x)); }
+#endif

@@ -1,0 +1,114 @@
+"""Where codes go beside a GPU, and how much memory that takes: what can be told without one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from manthan.manager.config import ConfigError, load_config
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
+from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.tiers import Demotion, Tier, Tiers
+from manthan.vllm_hooks.worker_half import codec_backend
+
+GIB = 1 << 30
+
+
+def tier(slots: int) -> Tier:
+    return Tier(torch.zeros(slots, 16, dtype=torch.uint8))
+
+
+def keep(tiers: Tiers, key: bytes) -> Demotion | None:
+    slot, demotion = tiers.take()
+    tiers.first.slots.put(key, slot)
+    return demotion
+
+
+def test_a_full_device_moves_the_oldest_to_the_host() -> None:
+    tiers = Tiers(tier(2), tier(2))
+    assert [keep(tiers, key) for key in (b"a", b"b")] == [None, None]
+    assert tiers.find([b"a", b"b"]) == (tiers.device, tiers.device.slots.get([b"a", b"b"]))
+    tiers.find([b"a"])  # b is the oldest now
+    moved = keep(tiers, b"c")
+    assert tiers.find([b"b"]) == (tiers.host, [moved.host_slot])
+    assert tiers.device.slots.get([b"c"]) == [moved.device_slot]
+    assert tiers.find([b"a", b"b"])[1] == tiers.device.slots.get([b"a"])  # a run ends where its tier does
+    keep(tiers, b"d")
+    assert tiers.take() is None
+    assert tiers.used == 4 * 16
+    tiers.drop([b"b", b"d"])
+    assert tiers.find([b"b"]) is None
+    assert tiers.take() is not None
+    tiers.clear()
+    assert tiers.used == 0
+
+
+def test_one_tier_is_full_when_it_is_full() -> None:
+    tiers = Tiers(None, tier(1))
+    assert keep(tiers, b"a") is None
+    assert tiers.take() is None
+
+
+@pytest.mark.parametrize(
+    ("store", "device", "host"),
+    [
+        ({"kind": "host", "max_bytes": 100}, 0, 50),
+        ({"kind": "device", "max_bytes": 100}, 50, 0),
+        ({"kind": "device", "max_bytes": 100, "host_bytes": 61}, 50, 30),
+    ],
+)
+def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int, host: int) -> None:
+    share = TierBytes.of_a_rank(load_config(flags={"cold_store": store}).cold_store, 2)
+    assert share == (device, host)
+    assert share.blocks(20) == device // 20 + host // 20
+
+
+def test_host_bytes_belong_to_the_device() -> None:
+    with pytest.raises(
+        ConfigError, match=r"host_bytes is what cold_store.kind device spills to the host, but kind is hos"
+    ):
+        load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
+
+
+class Gpu:
+    """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], **cache: Any) -> None:
+        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+        monkeypatch.setattr(
+            type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
+        )
+        self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
+        self.kv_transfer_config = kv_transfer_config(cold_store=store)
+        self.parallel_config = SimpleNamespace(world_size=2)
+
+
+def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"})
+    set_gpu_memory_aside(gpu)
+    ours = 20 * GIB + STAGINGS * STAGING_BYTES
+    assert gpu.cache_config.gpu_memory_utilization == pytest.approx(0.9 - ours / (100 * GIB), abs=2e-6)
+    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
+    set_gpu_memory_aside(gpu)
+    assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - ours
+    assert gpu.cache_config.gpu_memory_utilization == 0.9
+
+
+def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"max_bytes is 200.0GiB of GPU memory: --gpu-memory-utilization leaves vLLM"):
+        set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
+
+
+def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
+    with pytest.raises(UnsupportedError, match="backend is cuda, but vLLM runs on the CPU"):
+        codec_backend("cuda", cpu)
+    for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
+        found = SimpleNamespace(is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        assert codec_backend("auto", gpu) == chosen
+        assert codec_backend("cuda", gpu) == "cuda"
