@@ -1,7 +1,7 @@
 """The CUDA kernels over a paged cache, beside the GPU's own copy; what `codec.py --backend cuda` runs.
 
-A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, head size 128, bf16. So many blocks, in random
-order, are encoded into as many slots and decoded back. Each sample is ten launches between two events.
+A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, head size 128, bf16. So many blocks, in
+random order, are encoded into as many slots and decoded back. Each sample is ten launches between two events.
 """
 
 import statistics

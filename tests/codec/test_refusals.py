@@ -24,9 +24,8 @@ REFUSALS = {
     "backend": (
         lambda: get_codec("lloyd3", 64, "tpu"),
         UnknownBackendError,
-        "'tpu' is unknown: use \"auto\" or",
+        '\'tpu\' is unknown: use "auto", "numpy" or "cuda"',
     ),
-    "cuda": (lambda: get_codec("lloyd3", 64, "cuda"), UnknownBackendError, '"cuda" is not available yet'),
     "head_dim odd": (
         lambda: get_codec("lloyd3", 100),
         HeadDimError,
@@ -84,3 +83,11 @@ def test_refused_with_a_clear_sentence(what):
     assert isinstance(refusal.value, CodecError)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).endswith((".", "?"))
+
+
+def test_cuda_without_a_gpu():
+    torch = pytest.importorskip("torch")
+    if torch.cuda.is_available():
+        pytest.skip("there is a GPU")
+    with pytest.raises(UnknownBackendError, match=r'"cuda" cannot run here.*: use "numpy" or "auto"'):
+        get_codec("lloyd3", 64, "cuda")
