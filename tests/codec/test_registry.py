@@ -1,5 +1,7 @@
 """Codecs of others, by entry point."""
 
+import subprocess
+import sys
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -34,3 +36,8 @@ def test_entry_points_add_codecs():
 def test_ours_alone():
     assert codec_names() == ["lloyd3", "lloyd4", "k4v3", "lloyd3-unrotated"]
     assert get_codec(registry.DEFAULT, 64).name == "lloyd3"
+
+
+def test_importing_the_package_does_not_import_torch():
+    code = "import sys, manthan.codec, manthan.codec.paged, manthan.codec.xxh3; sys.exit('torch' in sys.modules)"
+    assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
