@@ -21,7 +21,7 @@ from manthan.codec import wire
 from manthan.codec.paged import GOOD, PagedCodec, status_cause
 from manthan.vllm_hooks.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
-from manthan.vllm_hooks.tiers import Demotion, Tiers
+from manthan.vllm_hooks.tiers import Demotion, Taken, Tier, Tiers
 from manthan.vllm_hooks.worker_path import WorkerPath
 
 logger = init_logger("vllm.manthan.worker")
@@ -62,6 +62,7 @@ class Chunk:
 @dataclass
 class Spill:
     spills: list[SpillBlock]
+    tier: Tier
     slots: list[int]
     chunk: Chunk
     began: float
@@ -132,22 +133,31 @@ class GpuPath(WorkerPath):
         """Find slots for a chunk of blocks, and encode those that got one."""
         taken = [self.tiers.take() for _ in spills]
         self._spilled([SpillResult(s.key, "store_full", 0.0) for s, t in zip(spills, taken, strict=True) if t is None])
-        kept = [spill for spill, t in zip(spills, taken, strict=True) if t is not None]
-        slots = [t[0] for t in taken if t is not None]
+        for tier in (self.tiers.device, self.tiers.host):
+            kept = [(spill, t) for spill, t in zip(spills, taken, strict=True) if t is not None and t.tier is tier]
+            if tier is not None and kept:
+                self._guard_encode(tier, [spill for spill, _ in kept], [t for _, t in kept], model)
+
+    def _guard_encode(self, tier: Tier, kept: list[SpillBlock], taken: list[Taken], model: torch.cuda.Event) -> None:
+        slots = [t.slot for t in taken]
         try:
-            if kept:
-                self._encode(kept, slots, [t[1] for t in taken if t is not None and t[1] is not None], model)
+            self._encode(tier, kept, slots, [t.demotion for t in taken if t.demotion is not None], model)
         except Exception as error:  # whatever it is costs these blocks, not the model's thread
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             for slot in slots:
-                self.tiers.first.slots.give_back(slot)
+                tier.slots.give_back(slot)
             self._spilled([SpillResult(spill.key, "internal", 0.0) for spill in kept])
 
     def _encode(
-        self, kept: list[SpillBlock], slots: list[int], demotions: list[Demotion], model: torch.cuda.Event
+        self,
+        tier: Tier,
+        kept: list[SpillBlock],
+        slots: list[int],
+        demotions: list[Demotion],
+        model: torch.cuda.Event,
     ) -> None:
-        """Encode into slots of the first tier, by way of the staging buffer if that is the host."""
-        began, tier, staging = time.monotonic(), self.tiers.first, self._spill_staging
+        """Encode into slots of a tier, by way of the staging buffer if that is the host."""
+        began, staging = time.monotonic(), self._spill_staging
         on_host = tier is self.tiers.host
         staging.stream.wait_event(model)
         for reading in self._load_stagings:  # a slot that was dropped or demoted may still be read
@@ -159,7 +169,7 @@ class GpuPath(WorkerPath):
             self.codec.encode(batch.block_ids, staging.codes if on_host else tier.codes, *batch[1:])
             if on_host:
                 self._copy(staging.addresses[: len(kept)], tier.addresses(slots))
-            self._spills.append(Spill(kept, slots, self._chunk(batch), began))
+            self._spills.append(Spill(kept, tier, slots, self._chunk(batch), began))
 
     def _demote(self, demotions: Sequence[Demotion]) -> None:
         device, host = self.tiers.device, self.tiers.host
@@ -176,9 +186,9 @@ class GpuPath(WorkerPath):
         for spill, slot, status in zip(ended.spills, ended.slots, ended.chunk.status.tolist(), strict=True):
             good = status == GOOD
             if good:
-                self.tiers.first.slots.put(spill.key, slot)
+                ended.tier.slots.put(spill.key, slot)
             else:
-                self.tiers.first.slots.give_back(slot)
+                ended.tier.slots.give_back(slot)
             results.append(SpillResult(spill.key, None if good else "encode", seconds))
         self._spilled(results)
 

@@ -75,11 +75,20 @@ class Demotion(NamedTuple):
     host_slot: int
 
 
+class Taken(NamedTuple):
+    """A slot for a new block, and what must be copied out of it before."""
+
+    tier: Tier
+    slot: int
+    demotion: Demotion | None = None
+
+
 class Tiers:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
     New codes go to the first tier. When the device is full, the codes in it that were not used for longest move to the
-    host; the manager sees to it that both together never have to hold more than fits.
+    host, and where all of it is still being written to, new codes go to the host at once. The manager sees to it that
+    both together never have to hold more than fits.
     """
 
     def __init__(self, device: Tier | None, host: Tier | None) -> None:
@@ -87,21 +96,20 @@ class Tiers:
         self._all = [tier for tier in (device, host) if tier is not None]
         self.first = self._all[0]
 
-    def take(self) -> tuple[int, Demotion | None] | None:
-        """A slot of the first tier for a new block, and what must be copied out of it before; None if all is full."""
+    def take(self) -> Taken | None:
+        """A slot for a new block; None if all is full."""
         slot = self.first.slots.take()
         if slot is not None:
-            return slot, None
-        if self.first is self.host or self.host is None or not len(self.first.slots):
-            return None
-        below = self.host.slots.take()
-        if below is None:
+            return Taken(self.first, slot)
+        below = self.host.slots.take() if self.host is not None and self.first is not self.host else None
+        if self.host is None or below is None:
             return None
         oldest = self.first.slots.pop_oldest()
-        assert oldest is not None
+        if oldest is None:
+            return Taken(self.host, below)
         key, slot = oldest
         self.host.slots.put(key, below)
-        return slot, Demotion(slot, below)
+        return Taken(self.first, slot, Demotion(slot, below))
 
     def find(self, keys: Sequence[bytes]) -> tuple[Tier, list[int]] | None:
         """The tier that has the first of these blocks, and the slots of its run of them; None if no tier has it."""

@@ -22,9 +22,9 @@ def tier(slots: int) -> Tier:
 
 
 def keep(tiers: Tiers, key: bytes) -> Demotion | None:
-    slot, demotion = tiers.take()
-    tiers.first.slots.put(key, slot)
-    return demotion
+    taken = tiers.take()
+    taken.tier.slots.put(key, taken.slot)
+    return taken.demotion
 
 
 def test_a_full_device_moves_the_oldest_to_the_host() -> None:
@@ -44,6 +44,13 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert tiers.take() is not None
     tiers.clear()
     assert tiers.used == 0
+
+
+def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
+    tiers = Tiers(tier(2), tier(3))
+    taken = [tiers.take() for _ in range(6)]
+    assert [t and t.tier for t in taken] == [tiers.device] * 2 + [tiers.host] * 3 + [None]
+    assert all(t.demotion is None for t in taken[:5])
 
 
 def test_one_tier_is_full_when_it_is_full() -> None:
