@@ -46,10 +46,10 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """
     from vllm.platforms import current_platform
 
-    if not current_platform.is_cuda():
+    config = from_vllm_config(vllm_config)
+    if not current_platform.is_cuda() or config.backend == "numpy":
         return
-    cache = vllm_config.cache_config
-    store = from_vllm_config(vllm_config).cold_store
+    cache, store = vllm_config.cache_config, config.cold_store
     ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS * STAGING_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total

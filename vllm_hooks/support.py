@@ -24,15 +24,18 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
-    store = from_vllm_config(vllm_config).cold_store
+    config = from_vllm_config(vllm_config)
+    on_device = config.cold_store.kind == "device"
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
+        (device == "cpu" and on_device, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
+        (device == "cpu" and config.backend == "cuda", "backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
         (
-            device == "cpu" and store.kind == "device",
-            "cold_store.kind is device, but vLLM runs on the CPU: use host",
+            on_device and config.backend == "numpy",
+            "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
         ),
         (
             model.use_mla,

@@ -43,15 +43,17 @@ class Tier:
 
         PyTorch's own pinned allocator would round the size up to a power of two. Raises ConfigError.
         """
-        codes = torch.empty(max_bytes // nbytes, nbytes, dtype=torch.uint8)
-        logger.info("Manthan: pinning %s of RAM for codes", human_bytes(codes.nbytes))
+        slots = max_bytes // nbytes
+        size = human_bytes(slots * nbytes)
+        logger.info("Manthan: pinning %s of RAM for codes", size)
         began = time.monotonic()
         try:
-            if codes.nbytes:
+            codes = torch.empty(slots, nbytes, dtype=torch.uint8)
+            if slots:
                 pin_tensor(codes)
         except RuntimeError as error:
             raise ConfigError(
-                f"the cold store's {human_bytes(codes.nbytes)} of RAM cannot be pinned ({error}): lower "
+                f"the cold store's {size} of RAM cannot be pinned ({error}): lower "
                 "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
             ) from None
         logger.info("Manthan: pinned in %.1f s", time.monotonic() - began)

@@ -8,13 +8,14 @@ import pytest
 import torch
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
+from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from manthan.manager.config import ConfigError, load_config
 from manthan.manager.session_table import MemoryShape
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.announce import check_capacity
-from manthan.vllm_hooks.support import full_attention_spec
+from manthan.vllm_hooks.support import check_supported, full_attention_spec
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {
@@ -95,6 +96,26 @@ def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
 )
 def test_settings(options: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, **options).endswith(f": {why}.")
+
+
+@pytest.mark.parametrize(
+    ("manthan", "why"),
+    [
+        ({"cold_store": "device"}, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
+        ({"backend": "cuda"}, "backend is cuda, but vLLM runs on the CPU: use auto or numpy"),
+    ],
+    ids=["device tier", "backend"],
+)
+def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
+    assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
+
+
+def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineArgs(MODEL, skip_tokenizer_init=True).create_engine_config()
+    config.kv_transfer_config = kv_transfer_config(cold_store="device", backend="numpy")
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
+    with pytest.raises(ConfigError, match=r"cold_store.kind is device, but backend numpy keeps codes in RAM"):
+        check_supported(config)
 
 
 @pytest.mark.parametrize(

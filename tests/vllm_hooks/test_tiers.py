@@ -83,13 +83,15 @@ def test_host_bytes_belong_to_the_device() -> None:
 class Gpu:
     """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], **cache: Any) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str = "auto", **cache: Any
+    ) -> None:
         monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
         monkeypatch.setattr(
             type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
         )
         self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
-        self.kv_transfer_config = kv_transfer_config(cold_store=store)
+        self.kv_transfer_config = kv_transfer_config(cold_store=store, backend=backend)
         self.parallel_config = SimpleNamespace(world_size=2)
 
 
@@ -102,6 +104,17 @@ def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatc
     set_gpu_memory_aside(gpu)
     assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - ours
     assert gpu.cache_config.gpu_memory_utilization == 0.9
+
+
+def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, {"kind": "host", "max_bytes": "40GiB"}, backend="numpy")
+    set_gpu_memory_aside(gpu)
+    assert gpu.cache_config.gpu_memory_utilization == 0.9
+
+
+def test_ram_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower cold_store.max_bytes"):
+        Tier.pinned(1 << 60, 1 << 20)
 
 
 def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
