@@ -25,9 +25,12 @@ class ChainIndex:
     """Sessions by the last key of their chain.
 
     Sessions that clients named are found by requests of that name, and by requests without one.
+
+    label: tells this engine's sessions without a name from other engines'.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, label: str = "") -> None:
+        self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
         self._tips: dict[bytes, dict[str | None, Session]] = {}
         self._named: dict[str, dict[str, Session]] = {}
         self._anonymous = count(1)
@@ -72,7 +75,7 @@ class ChainIndex:
     def new_id(self, asked_id: str | None, taken: Container[str]) -> str:
         """What the client called it, with a number behind it for a fork; `anonymous-N` without a name."""
         if asked_id is None:
-            return next(name for n in self._anonymous if (name := f"anonymous-{n}") not in taken)
+            return next(name for n in self._anonymous if (name := f"{self._anonymous_name}{n}") not in taken)
         if asked_id not in taken:
             return asked_id
         return next(name for n in self._forks if (name := f"{asked_id}~{n}") not in taken)

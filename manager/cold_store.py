@@ -2,7 +2,7 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import ClassVar
 
 import numpy as np
@@ -41,25 +41,28 @@ class ColdStore(ABC):
         """Give back what was reserved and will not be put."""
 
     @abstractmethod
-    def put(self, key: bytes, buf: Buffer) -> None:
-        """Keep a block whose bytes are reserved. A key that is there already is replaced."""
+    def put_all(self, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        """Keep blocks whose bytes are reserved; keys that are there already are replaced.
+
+        Returns those that were not kept, each with the cause, a metric label; they stay reserved.
+        """
 
     @abstractmethod
-    def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """The blocks, in order; None for each that is not there."""
+    def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """The blocks, in order; None for each that is not there. Raises ColdStoreError where it cannot tell."""
 
     @abstractmethod
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
     @abstractmethod
-    def clear(self) -> None:
-        """Remove all blocks; reservations stay."""
+    def cleared(self, place: str) -> "ColdStore":
+        """An empty store to use instead of this one from now on, which may be this one; `place` is the directory's
+        name for it. What is being put keeps its reservations."""
 
-    @property
     @abstractmethod
-    def used(self) -> int:
-        """Bytes of the blocks in the store."""
+    def close(self) -> None:
+        """Let go of connections and threads."""
 
 
 class HostStore(ColdStore):
@@ -89,14 +92,24 @@ class HostStore(ColdStore):
             self._reserved -= nbytes
 
     def put(self, key: bytes, buf: Buffer) -> None:
+        """`put_all` of one."""
         with self._lock:
             self._reserved -= buf.nbytes
             self._used += buf.nbytes - self._pop(key)
             self._blocks[key] = buf
 
+    def put_all(self, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        for key, buf in blocks.items():
+            self.put(key, buf)
+        return {}
+
     def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
+        """`read` as a list."""
         with self._lock:
             return [self._blocks.get(key) for key in keys]
+
+    def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        return iter(self.get(keys))
 
     def drop(self, keys: Iterable[bytes]) -> None:
         with self._lock:
@@ -104,12 +117,21 @@ class HostStore(ColdStore):
                 self._used -= self._pop(key)
 
     def clear(self) -> None:
+        """Remove all blocks; reservations stay."""
         with self._lock:
             self._blocks.clear()
             self._used = 0
 
+    def cleared(self, place: str) -> "HostStore":
+        self.clear()
+        return self
+
+    def close(self) -> None:
+        self.clear()
+
     @property
     def used(self) -> int:
+        """Bytes of the blocks in the store."""
         with self._lock:
             return self._used
 
@@ -118,5 +140,5 @@ class HostStore(ColdStore):
         return 0 if old is None else old.nbytes
 
 
-COLD_STORES = (HostStore.kind, "device")
+COLD_STORES = (HostStore.kind, "device", "redis", "tiered")
 """What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

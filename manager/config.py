@@ -14,7 +14,15 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from manthan.manager.config_model import FIELDS, GROUPS, ConfigError, ManthanConfig, check_names, nearest
+from manthan.manager.config_model import (
+    FIELDS,
+    GROUPS,
+    REDIS_PASSWORD,
+    ConfigError,
+    ManthanConfig,
+    check_names,
+    nearest,
+)
 
 __all__ = [
     "FLAG_KEYS",
@@ -30,11 +38,13 @@ FLAG_KEYS = {
     "--manthan-policy": "policy",
     "--manthan-idle-after": "idle_after_s",
     "--manthan-codec": "codec",
+    "--manthan-cold-store": "cold_store.kind",
     "--manthan-cold-bytes": "cold_store.max_bytes",
+    "--manthan-redis-url": "redis.url",
 }
 ENV_PREFIX = "MANTHAN_"
-KUBERNETES = re.compile(r"MANTHAN_(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
-"""What a Service named `manthan` puts into every pod of its namespace: not meant for us."""
+KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
+"""What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
 DEFAULT = "default"
 
 
@@ -111,7 +121,7 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
 def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or KUBERNETES.fullmatch(variable):
+        if not variable.startswith(ENV_PREFIX) or variable == REDIS_PASSWORD or KUBERNETES.fullmatch(variable):
             continue
         key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
         if not _is_known(key):
@@ -189,6 +199,8 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
         return f"{', '.join(sources)}: {first['ctx']['error']}"
     value, source = given[key]
     shown = "empty" if value is None else repr(value)
+    if key == "redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
+        shown = "a URL with '@' or '?' in it"
     return f"{source}: {key} must be {FIELDS[key].description}, not {shown}{_in_seconds(key, value)}"
 
 

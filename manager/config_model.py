@@ -6,8 +6,9 @@ A field's description completes the sentence "KEY must be …".
 import difflib
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
+from urllib.parse import urlsplit
 
-from pydantic import BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
 
@@ -26,7 +27,35 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 AnyBytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)]
 Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
 
+REDIS_SCHEMES = (
+    "redis",
+    "rediss",
+    "unix",
+    "redis+sentinel",
+    "rediss+sentinel",
+    "redis+cluster",
+    "rediss+cluster",
+)
+
+
+def _redis_url(url: str) -> str:
+    """What can be told without a connection; a user, a password or options have keys of their own."""
+    try:
+        parts = urlsplit(url)
+        if parts.scheme not in REDIS_SCHEMES or "@" in parts.netloc or parts.query or parts.fragment:
+            raise ValueError
+        if not (parts.path if parts.scheme == "unix" else parts.netloc):
+            raise ValueError
+    except ValueError:
+        raise ValueError("not such a URL") from None
+    return url
+
+
+RedisUrl = Annotated[str, AfterValidator(_redis_url)]
+
 _SECONDS = "a plain number of seconds above 0, such as {}"
+REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
+"""The environment variable that holds the Redis password, unless redis.password_env names another."""
 _SHARE = "a share of the KV pool between 0 and 1"
 
 
@@ -58,10 +87,14 @@ class PolicyConfig(_Group):
         return dict(self.model_extra or {})
 
 
+SHARED_KINDS = ("redis", "tiered")
+
+
 class ColdStoreConfig(_Group):
     """Where the codes of cold sessions are kept, and how many bytes they may take.
 
-    kind host is RAM, pinned beside a GPU; device is GPU memory, which spills to host_bytes of RAM when it is full.
+    kind host is RAM, pinned beside a GPU; device is GPU memory, which spills to host_bytes of RAM when it is full;
+    redis is a Redis server; tiered is Redis with host_bytes of RAM in front of it.
     """
 
     shorthand = "kind"
@@ -73,12 +106,22 @@ class ColdStoreConfig(_Group):
     )
     host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
 
+    @property
+    def is_shared(self) -> bool:
+        """Whether the codes outlive the engine, and other engines may read them."""
+        return self.kind in SHARED_KINDS
+
+    @property
+    def front_bytes(self) -> int:
+        """RAM in front of Redis: a quarter of max_bytes where kind tiered says nothing else."""
+        return (self.host_bytes or self.max_bytes // 4) if self.kind == "tiered" else 0
+
     @model_validator(mode="after")
     def _check_host_bytes(self) -> Self:
-        if self.host_bytes and self.kind != "device":
+        if self.host_bytes and self.kind not in ("device", "tiered"):
             raise ValueError(
-                f"cold_store.host_bytes is what cold_store.kind device spills to the host, but kind is {self.kind}: "
-                "use max_bytes"
+                "cold_store.host_bytes is RAM behind cold_store.kind device or in front of kind tiered, but kind is "
+                f"{self.kind}: use max_bytes"
             )
         return self
 
@@ -102,6 +145,38 @@ class HotPoolConfig(_Group):
         return self
 
 
+class RedisConfig(_Group):
+    """The Redis (or Valkey) server of `cold_store.kind` redis and tiered. The password is never part of it."""
+
+    shorthand = "url"
+
+    url: RedisUrl = Field(
+        default="redis://127.0.0.1:6379/0",
+        description="redis://HOST:PORT/DB, rediss:// for TLS, unix:///PATH, redis+sentinel://HOST:PORT,…/SERVICE/DB or "
+        "redis+cluster://HOST:PORT,… without a user, a password or options (for them, see redis.username, "
+        "redis.password_file and redis.password_env)",
+    )
+    username: str = Field(default="", description="the name of a Redis user; empty for the default one")
+    password_file: str = Field(default="", description="the path of a file that holds the password; empty for none")
+    password_env: str = Field(
+        default=REDIS_PASSWORD,
+        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
+        description="the name of an environment variable that holds the password",
+    )
+    tls_ca_file: str = Field(default="", description="the path of the CA's certificate; empty for the system's")
+    tls_cert_file: str = Field(default="", description="the path of a client certificate; empty for none")
+    tls_key_file: str = Field(default="", description="the path of the client certificate's key; empty for none")
+    prefix: str = Field(
+        default="manthan:",
+        pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
+        description="what all keys begin with: up to 64 letters, digits and _ . : / -",
+    )
+    ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
+    timeout_s: Number = Field(default=2.0, gt=0, le=60, description=_SECONDS.format(2) + ", and 60 at most")
+    connections: Count = Field(default=4, ge=2, description="a whole number of connections, 2 or more")
+    required: bool = Field(default=True, description="true or false")
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
@@ -113,6 +188,7 @@ class ManthanConfig(_Model):
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
     encode_threads: Count = Field(default=1, ge=1, description="a whole number of threads, 1 or more")
     cold_store: ColdStoreConfig = ColdStoreConfig()
+    redis: RedisConfig = RedisConfig()
     hot_pool: HotPoolConfig = HotPoolConfig()
 
 

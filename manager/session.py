@@ -100,12 +100,13 @@ class Eviction(NamedTuple):
 
 
 class DropCause(StrEnum):
-    """Why codes leave the cold store: no room, unreadable, nobody's any more, or the cache was reset."""
+    """Why codes leave the cold store: no room, unreadable, nobody's any more, the cache was reset, or too old."""
 
     BUDGET = auto()
     FAILED = auto()
     ABANDONED = auto()
     RESET = auto()
+    EXPIRED = auto()
 
 
 class Drop(NamedTuple):
@@ -113,3 +114,16 @@ class Drop(NamedTuple):
 
     keys: Sequence[bytes]
     cause: DropCause
+
+
+class Stranger(NamedTuple):
+    """A session of another engine in a store that engines share.
+
+    expires: when, on the store's clock, as of the last look. blocks: how many it would free, at most.
+    last_used: seconds on the manager's clock.
+    """
+
+    session_id: str
+    expires: float
+    blocks: int
+    last_used: float

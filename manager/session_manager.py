@@ -28,6 +28,7 @@ class SessionMemoryManager:
     capacity_nbytes: the cold store's hard budget; a block is only ordered to be encoded while it fits.
     idle_after_s: seconds without a request after which a sweep evicts a session.
     min_tokens: shorter sessions are not tracked.
+    label: stands in the ids of sessions without a name.
     """
 
     def __init__(
@@ -37,12 +38,13 @@ class SessionMemoryManager:
         capacity_nbytes: int,
         idle_after_s: float,
         min_tokens: int = 0,
+        label: str = "",
     ) -> None:
         self.shape = shape
-        self.capacity_blocks = capacity_nbytes // shape.cold_nbytes
+        self.total_blocks = capacity_nbytes // shape.cold_nbytes
         self.idle_after_s = idle_after_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
-        self.table = SessionTable(policy, shape)
+        self.table = SessionTable(policy, shape, label)
         self.blocks = self.table.blocks
         self._running: dict[str, Session] = {}  # by request id
         self._restoring: dict[str, list[Block]] = {}  # by request id
@@ -172,6 +174,7 @@ class SessionMemoryManager:
         if not block.hot:
             self._releases.append(key)
         for session in self._waiters_of(block):
+            self.table.touch(session)
             session.evict_encoded += 1
             self._finish_eviction(session, now)
         if not block.users:
@@ -279,22 +282,32 @@ class SessionMemoryManager:
         self._drop_redundant(wanted)
         if self._free < wanted:
             for victim in self.table.cold_victims():
+                self._drop_strangers(victim.last_used, wanted)
                 if victim is session or self._free >= wanted:
                     break
                 self._drop_tail(victim, wanted)
         return min(wanted, self._free)
 
     @property
+    def capacity_blocks(self) -> int:
+        """How many blocks this engine may have in the cold store."""
+        return self.total_blocks
+
+    @property
     def _free(self) -> int:
         return self.capacity_blocks - self.blocks.reserved
 
+    def _drop_strangers(self, before: float, wanted: int) -> None:
+        """Where engines share a store, others' sessions that were not used since `before` go first."""
+
     def _drop_redundant(self, wanted: int) -> None:
         """Codes that a running request has read, and that nobody else needs, go before any cold session."""
-        for blocks in self._restored.values():
+        for request_id, blocks in self._restored.items():
             while blocks and self._free < wanted:
                 block = blocks.pop()
                 if block.users == 1 and block.running:
                     self._drop([block], DropCause.BUDGET)
+                    self.table.touch(self._running[request_id])
 
     def _drop_tail(self, victim: Session, wanted: int) -> None:
         """Drop codes from the victim's tail until `wanted` blocks are free; its hot blocks it keeps."""
@@ -308,6 +321,7 @@ class SessionMemoryManager:
         elif victim.state is SessionState.IDLE:
             codes = [b for b in reversed(victim.chain) if b.users == 1 and b.droppable]
             self._drop(codes[: wanted - self._free], DropCause.BUDGET)
+            self.table.touch(victim)
 
     def _cut(self, session: Session, length: int, cause: DropCause) -> None:
         """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""

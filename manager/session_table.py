@@ -24,14 +24,16 @@ class MemoryShape:
 class SessionTable:
     """All sessions: by id, by chain, by state, and in the order of the two policies."""
 
-    def __init__(self, policy: type[EvictionPolicy], shape: MemoryShape) -> None:
+    def __init__(self, policy: type[EvictionPolicy], shape: MemoryShape, label: str = "") -> None:
         self.shape = shape
+        self.changed: dict[str, None] | None = None
+        """Ids of sessions that are not what they were, where somebody asks for them."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()
         """IDLE sessions in the order in which they became so."""
-        self.chains = ChainIndex()
+        self.chains = ChainIndex(label)
         self._hot_policy = policy()
         self._cold_policy = policy()
 
@@ -42,8 +44,14 @@ class SessionTable:
         self.states[session.state] += 1
         return session
 
+    def touch(self, session: Session) -> None:
+        """The session, or what is stored of it, is not what it was."""
+        if self.changed is not None:
+            self.changed[session.session_id] = None
+
     def set_state(self, session: Session, state: SessionState, now: float) -> None:
         """Move a session to another state: its blocks' counts, the idle order and the hot policy follow."""
+        self.touch(session)
         old = session.state
         hot = (state in _HOT_STATES) - (old in _HOT_STATES)
         running = (state is SessionState.HOT) - (old is SessionState.HOT)
@@ -61,11 +69,13 @@ class SessionTable:
 
     def used(self, session: Session, now: float) -> None:
         """A request of the session began or ended."""
+        self.touch(session)
         session.last_used = now
         self._cold_policy.used(self.view(session))
 
     def extend(self, session: Session, keys: Sequence[bytes]) -> None:
         """Grow the chain of a HOT session."""
+        self.touch(session)
         self.chains.remove(session)
         for key in keys:
             block = self.blocks.obtain(key, len(session.chain))
@@ -75,6 +85,7 @@ class SessionTable:
 
     def truncate(self, session: Session, length: int) -> None:
         """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""
+        self.touch(session)
         self.chains.remove(session)
         cut = session.chain[length:]
         del session.chain[length:]

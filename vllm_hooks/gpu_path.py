@@ -99,7 +99,7 @@ class GpuPath(WorkerPath):
 
     def submit(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
-        if metadata.clear:
+        if metadata.place is not None:
             self.tiers.clear()
         self.tiers.drop(metadata.drops)
         if not (metadata.spills or metadata.loads):

@@ -10,7 +10,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec import CodecError
-from manthan.manager.cold_store import ColdStoreError, HostStore
+from manthan.manager.cold_store import Buffer, ColdStore, ColdStoreError
 from manthan.vllm_hooks.block_codec import BlockCodec
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
 from manthan.vllm_hooks.worker_path import WorkerPath
@@ -27,7 +27,7 @@ class HostPath(WorkerPath):
     given before.
     """
 
-    def __init__(self, blocks: BlockCodec, store: HostStore, encode_threads: int, device: torch.device) -> None:
+    def __init__(self, blocks: BlockCodec, store: ColdStore, encode_threads: int, device: torch.device) -> None:
         super().__init__()
         self.blocks, self.store = blocks, store
         self._device = device
@@ -36,21 +36,22 @@ class HostPath(WorkerPath):
 
     def submit(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
-        if metadata.clear:
-            self.store.clear()
+        if metadata.place is not None:
+            self.store = self.store.cleared(metadata.place)
         self.store.drop(metadata.drops)
         if not (metadata.spills or metadata.loads):
             return
         on_gpu = self._device.type != "cpu"
         model = torch.cuda.current_stream(self._device).record_event() if on_gpu else None
         for start in range(0, len(metadata.spills), SPILLS_PER_JOB):
-            self._encoders.submit(self._spill, metadata.spills[start : start + SPILLS_PER_JOB], model)
+            self._encoders.submit(self._spill, metadata.spills[start : start + SPILLS_PER_JOB], self.store, model)
         for load in metadata.loads:
-            self._loaders.submit(self._load, load, model)
+            self._loaders.submit(self._load, load, self.store, model)
 
     def shutdown(self) -> None:
         self._encoders.shutdown(wait=True, cancel_futures=True)
         self._loaders.shutdown(wait=True, cancel_futures=True)
+        self.store.close()
 
     @contextmanager
     def _behind(self, model: torch.cuda.Event | None) -> Iterator[None]:
@@ -63,47 +64,61 @@ class HostPath(WorkerPath):
         with torch.cuda.stream(stream):
             yield
 
-    def _spill(self, spills: list[SpillBlock], model: torch.cuda.Event | None) -> None:
+    def _spill(self, spills: list[SpillBlock], store: ColdStore, model: torch.cuda.Event | None) -> None:
+        """Encode blocks, then store them together."""
+        began = time.monotonic()
+        encoded, causes = {}, {}
         with self._behind(model):
             for spill in spills:
-                began = time.monotonic()
-                cause = self._encode_and_put(spill)
-                self._spilled([SpillResult(spill.key, cause, time.monotonic() - began)])
+                buf = self._encode(spill, store)
+                (causes if isinstance(buf, str) else encoded)[spill.key] = buf
+        refused = self._put(encoded, store)
+        for _ in refused:
+            store.unreserve(self.blocks.nbytes)
+        causes |= refused
+        seconds = (time.monotonic() - began) / len(spills)
+        self._spilled([SpillResult(spill.key, causes.get(spill.key), seconds) for spill in spills])
 
-    def _encode_and_put(self, spill: SpillBlock) -> str | None:
+    def _encode(self, spill: SpillBlock, store: ColdStore) -> Buffer | str:
+        """The codes of a block, for which room is set aside then; or why there are none."""
         nbytes = self.blocks.nbytes
         try:
-            self.store.reserve(nbytes)
+            store.reserve(nbytes)
         except ColdStoreError as error:
             return error.cause
         try:
-            self.store.put(spill.key, self.blocks.encode(spill.key, spill.block_id))
-            return None
+            return self.blocks.encode(spill.key, spill.block_id)
         except Exception as error:  # whatever it is costs this block, not the thread
-            self.store.unreserve(nbytes)
+            store.unreserve(nbytes)
             logger.warning("Manthan: a block is not kept cold: %s: %s", type(error).__name__, error)
             return "encode" if isinstance(error, CodecError) else "internal"
 
-    def _load(self, load: Load, model: torch.cuda.Event | None) -> None:
+    def _put(self, encoded: dict[bytes, Buffer], store: ColdStore) -> dict[bytes, str]:
+        try:
+            return store.put_all(encoded)
+        except Exception as error:
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            return dict.fromkeys(encoded, "internal")
+
+    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None) -> None:
         began = time.monotonic()
+        good, failed = 0, []
         try:
             with self._behind(model):
-                good, failed = self._decode_run(load)
+                for key, block_id, buf in zip(load.keys, load.block_ids, store.read(load.keys), strict=True):
+                    cause = "missing" if buf is None else self.blocks.decode(key, block_id, buf)
+                    if cause is not None:  # what follows is of no use
+                        failed = [(key, cause)]
+                        break
+                    good += 1
+        except ColdStoreError as error:
+            failed = [(load.keys[good], error.cause)]
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-            good, failed = 0, [(load.keys[0], "internal")]
+            failed = [(load.keys[good], "internal")]
         nbytes = good * self.blocks.nbytes
         self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began))
         self._finished(load.request_id, load.block_ids[good:])
-
-    def _decode_run(self, load: Load) -> tuple[int, list[tuple[bytes, str]]]:
-        """Decode blocks up to the first that cannot be used; how many, and that one with its cause."""
-        codes = self.store.get(load.keys)
-        for good, (key, block_id, buf) in enumerate(zip(load.keys, load.block_ids, codes, strict=True)):
-            cause = "missing" if buf is None else self.blocks.decode(key, block_id, buf)
-            if cause is not None:
-                return good, [(key, cause)]
-        return len(load.keys), []
 
 
 def _leave_core() -> None:

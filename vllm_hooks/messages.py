@@ -25,7 +25,8 @@ class Load(NamedTuple):
 class ManthanMetadata(KVConnectorMetadata):
     """Scheduler to worker, carried out in this order."""
 
-    clear: bool = False
+    place: str | None = None
+    """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
     drops: list[bytes] = field(default_factory=list)
     spills: list[SpillBlock] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)

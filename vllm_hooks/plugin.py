@@ -13,6 +13,7 @@ from typing import Any
 
 from manthan.manager.config import FLAG_KEYS, ConfigError, resolve_config
 from manthan.vllm_hooks.capacity import set_gpu_memory_aside
+from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
 
@@ -22,7 +23,9 @@ HELP = {
     CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
     "--manthan-codec": ("NAME", "How KV is encoded, such as lloyd3."),
+    "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
+    "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
 }
 
 
@@ -54,6 +57,7 @@ def register() -> None:
         if is_on(vllm_config):
             with one_sentence() if hasattr(self, "manthan_from_command_line") else nullcontext():
                 check_supported(vllm_config)
+                check_redis(vllm_config)
                 set_gpu_memory_aside(vllm_config)
         return vllm_config
 

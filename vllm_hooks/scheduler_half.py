@@ -7,12 +7,14 @@ from typing import TYPE_CHECKING
 
 from vllm.logger import init_logger
 
-from manthan.manager.session_manager import SessionMemoryManager
+from manthan.manager.redis_client import StoreDownError
 from manthan.manager.session_table import MemoryShape
+from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.manager.sweeper import Sweeper
 from manthan.policies import get_policy
 from manthan.vllm_hooks.announce import announce, check_capacity, encoded_block_nbytes, human_bytes
 from manthan.vllm_hooks.capacity import TierBytes
+from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
@@ -22,6 +24,7 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.runway import Runway
+from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.stats import StatsRecorder
 from manthan.vllm_hooks.support import full_attention_spec
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -69,14 +72,20 @@ class SchedulerHalf:
         )
         capacity = TierBytes.of_a_rank(config.cold_store, self._ranks).blocks(cold_nbytes)
         check_capacity(config, self._shape, capacity)
-        self.manager = SessionMemoryManager(
+        shared = config.cold_store.is_shared
+        namespace = namespace_of(vllm_config, config, spec, layers) if shared else None
+        owner = engine_name()
+        self.manager = SharedSessionManager(
             get_policy(config.policy.name),
             self._shape,
             capacity_nbytes=capacity * self._shape.cold_nbytes,
             idle_after_s=config.idle_after_s,
             min_tokens=config.min_tokens,
+            label=owner if shared else "",
         )
         self.stats = StatsRecorder(self.manager, self._shape)
+        directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
+        self._directory = DirectoryLink(directory, self.manager, self.stats, config.redis.timeout_s)
         self._pool: BlockPool | None = None
         self._hashes: object = None
         self._held: dict[bytes, KVCacheBlock] = {}
@@ -86,7 +95,8 @@ class SchedulerHalf:
         self._session_of: dict[str, str] = {}
         self._first_external: dict[str, int] = {}
         self._waiting_since: dict[str, float] = {}
-        self._clear = False
+        self._granted: list[bytes] = []
+        self._place: str | None = None
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
@@ -103,6 +113,7 @@ class SchedulerHalf:
         self._max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
         self._runway = Runway(pool, self.manager.blocks, ahead=self._high)
         self._sweeper.start()
+        self._directory.start()
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -111,19 +122,26 @@ class SchedulerHalf:
         self._session_of[request.request_id] = self.manager.request_started(
             request.request_id, request.block_hashes, request.session_id or None, time.monotonic()
         )
+        self._directory.look_up(request.request_id, request.block_hashes[: self._usable(request)])
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
+        self._hear()
         if self._should_wait(request, computed) or request.request_id in self._restores:
             return None, False  # also while an earlier load for it is not settled, before it was preempted
+        if self._directory.awaits(request.request_id):
+            return None, False
         if request.skip_reading_prefix_cache:
             return 0, False
         first = computed // self._block_size
-        usable = (request.num_tokens - 1) // self._block_size  # the last token is always computed
-        tokens = self.manager.match(request.block_hashes[first:usable]) * self._block_size
+        tokens = self.manager.match(request.block_hashes[first : self._usable(request)]) * self._block_size
         self._first_external[request.request_id] = first
         return tokens, tokens > 0
+
+    def _usable(self, request: "Request") -> int:
+        """How many of its blocks may come from elsewhere: the last token is always computed."""
+        return (request.num_tokens - 1) // self._block_size
 
     def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
         """vLLM has allocated the request's blocks; `tokens` tokens behind its hot ones are to be restored."""
@@ -143,6 +161,7 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks."""
         for by_request in (self._waiting_since, self._first_external, self._session_of):
             by_request.pop(request.request_id, None)
+        self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
         self._deadline = self.manager.next_deadline
@@ -163,14 +182,17 @@ class SchedulerHalf:
             self.stats.dropped(drop)
             self._runway.forget()  # what was dropped may be hot
         self._release(self.manager.take_releases())
+        self._hold_for_spills(now)
+        self._directory.tell(drops)
+        self._hear()
         metadata = ManthanMetadata(
-            clear=self._clear,
+            place=self._place,
             drops=[key for drop in drops for key in drop.keys],
-            spills=self._begin_spills(now),
+            spills=[SpillBlock(key, self._held[key].block_id) for key in self._granted],
             loads=self._to_load,
             model_rests=not scheduled_tokens,
         )
-        self._clear, self._to_load = False, []
+        self._place, self._granted, self._to_load = None, [], []
         self._log_evictions()
         self._deadline = self.manager.next_deadline
         return metadata
@@ -196,7 +218,7 @@ class SchedulerHalf:
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        return self._rung or self._clear or self.manager.has_work
+        return self._rung or self._place is not None or self.manager.has_work or self._directory.has_answers
 
     @property
     def holds_blocks(self) -> bool:
@@ -208,18 +230,22 @@ class SchedulerHalf:
         assert self._pool is not None
         self._hashes = self._pool.cached_block_hash_to_block
         self.manager.reset()
-        self._clear = True
+        self._place = self._directory.reset()
+        granted, self._granted = self._granted, []
+        for key in granted:
+            self._refused(key, "reset")
         logger.info("Manthan: the cold store is emptied together with the prefix cache.")
 
     def shutdown(self) -> None:
         self._sweeper.stop()
+        self._directory.close()
 
     # -- blocks ---------------------------------------------------------------------------------------
 
-    def _begin_spills(self, now: float) -> list[SpillBlock]:
-        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile."""
+    def _hold_for_spills(self, now: float) -> None:
+        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room."""
         assert self._pool is not None
-        spills = []
+        held = []
         for key in self.manager.take_spills(self._max_in_flight - len(self._held)):
             found = self._pool.get_cached_block(key, GROUP)
             if found is None:
@@ -227,13 +253,31 @@ class SchedulerHalf:
                 continue
             self._pool.touch(found)
             self._held[key] = found[0]
-            spills.append(SpillBlock(key, found[0].block_id))
-        return spills
+            held.append(key)
+        self._directory.reserve(held)
+
+    def _hear(self) -> None:
+        """What the store's directory says of blocks that wait for room, and of all else."""
+        answers = self._directory.hear()
+        self._granted += answers.granted
+        for key in answers.stored:
+            self._let_go(key)
+            self.manager.spilled(key, time.monotonic())
+        for key, cause in answers.refused:
+            self._refused(key, cause)
+
+    def _refused(self, key: bytes, cause: str) -> None:
+        self._let_go(key)
+        self.stats.spill_failed({cause})
+        self.manager.spill_failed(key, time.monotonic())
+
+    def _let_go(self, key: bytes) -> None:
+        assert self._pool is not None
+        self._pool.free_blocks([self._held.pop(key)])
 
     def _settle_spill(self, answers: list[SpillResult], now: float) -> None:
-        assert self._pool is not None
         key = answers[0].key
-        self._pool.free_blocks([self._held.pop(key)])
+        self._let_go(key)
         causes = {answer.cause for answer in answers if answer.cause is not None}
         if causes:
             self.stats.spill_failed(causes)
@@ -247,7 +291,8 @@ class SchedulerHalf:
         keys = restore.load.keys
         blocks = len(keys)
         good = next(i for i, key in enumerate(keys) if key in failed) if failed else blocks
-        self.manager.restore_finished(restore.load.request_id, failed)
+        bad = [key for key, cause in failed.items() if cause != StoreDownError.cause]
+        self.manager.restore_finished(restore.load.request_id, bad)
         self.stats.restored(restore.answers, good, failed.values())
         seconds = max(answer.seconds for answer in restore.answers)
         logger.info(

@@ -48,6 +48,7 @@ METRICS: dict[str, _Metric] = {
     "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle."),
     "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
+    "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
     "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of a block in the pool over its encoded bytes."),
     "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
     "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
@@ -55,6 +56,9 @@ METRICS: dict[str, _Metric] = {
     "restored_blocks": _Metric(prometheus_client.Counter, "Blocks restored from the cold store."),
     "dropped_blocks": _Metric(prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause"),
     "failures": _Metric(prometheus_client.Counter, "Blocks that could not be stored or restored, by cause.", "cause"),
+    "lookups": _Metric(
+        prometheus_client.Counter, "Prompts looked up in a shared store: found, nothing, unanswered.", "outcome"
+    ),
     "encode_seconds": _Metric(prometheus_client.Histogram, "Time to encode and store a block.", None, _SECONDS),
     "restore_seconds": _Metric(prometheus_client.Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
     "restore_bytes": _Metric(prometheus_client.Histogram, "Encoded bytes of a restore.", None, _BYTES),
@@ -104,6 +108,7 @@ class StatsRecorder:
         self._manager, self._shape = manager, shape
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
+        self.store_is_up = True
         self._sent_gauges: dict[str, dict[str, float]] = {}
 
     def evicted(self, eviction: Eviction) -> None:
@@ -123,6 +128,9 @@ class StatsRecorder:
         self._counters["failures"].update(failures)
         self._observations["restore_seconds"].append(max(answer.seconds for answer in answers))
         self._observations["restore_bytes"].append(sum(answer.nbytes for answer in answers))
+
+    def looked_up(self, outcome: str) -> None:
+        self._counters["lookups"][outcome] += 1
 
     def dropped(self, drop: Drop) -> None:
         self._counters["dropped_blocks"][str(drop.cause)] += len(drop.keys)
@@ -148,6 +156,7 @@ class StatsRecorder:
             "hot_bytes": {"": manager.blocks.hot * shape.hot_nbytes},
             "cold_bytes": {"": manager.blocks.cold * shape.cold_nbytes},
             "cold_budget_bytes": {"": manager.capacity_blocks * shape.cold_nbytes},
+            "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(shape.hot_nbytes / shape.cold_nbytes, 4)},
         }
 

@@ -1,5 +1,6 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
+import os
 from typing import TYPE_CHECKING
 
 from manthan.manager.config import ConfigError
@@ -29,6 +30,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
+    shared, hash_algo = config.cold_store.is_shared, cache.prefix_caching_hash_algo
+    store = f"cold_store.kind is {config.cold_store.kind}"
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
         (device == "cpu" and on_device, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
@@ -50,6 +53,16 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (
             cache.cache_dtype not in KV_DTYPES,
             f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
+        ),
+        (
+            shared and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
+            f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
+            "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
+        ),
+        (
+            shared and vllm_config.lora_config is not None,
+            f"{store}, whose codes outlive the engine, but --enable-lora is on, and adapters are told apart by name "
+            "and path only; use cold store host or device",
         ),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (

@@ -9,13 +9,14 @@ from vllm.logger import init_logger
 from manthan.codec import get_codec, wire
 from manthan.codec.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
-from manthan.manager.cold_store import HostStore
+from manthan.manager.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.block_codec import BlockCodec, DeviceBlocks, HostBlocks
 from manthan.vllm_hooks.capacity import TierBytes
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.host_path import HostPath
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, full_attention_spec
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker_path import WorkerPath
@@ -42,7 +43,11 @@ class WorkerHalf:
         spec = self._spec
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
-        print_ = fingerprint(self._vllm_config, spec, self._config.codec)
+        namespace = None
+        if self._config.cold_store.is_shared:
+            namespace = namespace_of(self._vllm_config, self._config, spec, len(layers))
+        name = namespace.name if namespace else ""
+        print_ = fingerprint(self._vllm_config, spec, self._config.codec, name)
         header = wire.BlockHeader(self._config.codec, b"", print_, len(layers), *shape)
         device = layers[0].rows.device
         tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
@@ -59,7 +64,11 @@ class WorkerHalf:
             blocks: BlockCodec = HostBlocks(codec, header, layers)
         else:
             blocks = DeviceBlocks(codec, header, paged_layout(layers, shape))
-        self.path = HostPath(blocks, HostStore(tier_bytes.host), self._config.encode_threads, device)
+        store: ColdStore = HostStore(tier_bytes.host)
+        if namespace is not None:
+            parallel = self._vllm_config.parallel_config
+            store = make_store(self._config, namespace, parallel.rank, parallel.world_size, blocks.nbytes)
+        self.path = HostPath(blocks, store, self._config.encode_threads, device)
 
     def submit(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either

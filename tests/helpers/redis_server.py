@@ -1,0 +1,96 @@
+"""A real redis-server on a free port of this machine, to be stopped, killed, paused and started again."""
+
+import contextlib
+import os
+import shutil
+import signal
+import socket
+import subprocess
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Self
+
+import pytest
+import redis
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+class RedisServer:
+    """A server whose files are in `folder`. flags: as redis-server takes them, such as ("--maxmemory", "10mb")."""
+
+    def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
+        self.folder, self.flags = folder, list(flags)
+        self.port = free_port()
+        self.url = f"redis://127.0.0.1:{self.port}/0"
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.kill()
+
+    @property
+    def client(self) -> redis.Redis:
+        """As whoever may do everything; on flags that forbid that, use your own."""
+        return redis.Redis(port=self.port, socket_timeout=20, decode_responses=True)
+
+    def start(self) -> None:
+        program = shutil.which("redis-server")
+        if program is None:
+            pytest.skip("redis-server is not installed")
+        with (self.folder / f"redis-{self.port}.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.flags],
+                cwd=self.folder,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+        self._wait_until_up()
+
+    def _wait_until_up(self) -> None:
+        deadline = time.monotonic() + 20
+        while time.monotonic() < deadline:
+            assert self._process is not None
+            assert self._process.poll() is None, f"redis-server ended: see {self.folder}/redis-{self.port}.log"
+            with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", self.port), 1):
+                return
+            time.sleep(0.02)
+        raise AssertionError("redis-server did not come up")
+
+    def stop(self) -> None:
+        """As an operator does: what it persists is written."""
+        self._end(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._end(signal.SIGKILL)
+
+    def _end(self, how: signal.Signals) -> None:
+        if self._process is not None:
+            self.resume()
+            self._process.send_signal(how)
+            self._process.wait(20)
+            self._process = None
+
+    def pause(self) -> None:
+        """It answers nothing, and no connection is closed."""
+        assert self._process is not None
+        os.kill(self._process.pid, signal.SIGSTOP)
+
+    def resume(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._process.pid, signal.SIGCONT)
+
+
+def running(folder: Path, *flags: str) -> Iterator[RedisServer]:
+    """The body of a fixture that gives a server."""
+    with RedisServer(folder, flags) as server:
+        yield server

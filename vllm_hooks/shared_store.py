@@ -1,0 +1,109 @@
+"""A cold store in Redis as this engine uses it: its namespace, its books, and each rank's blocks."""
+
+import os
+import secrets
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from manthan.codec import wire
+from manthan.manager.cold_store import ColdStore
+from manthan.manager.config import ManthanConfig
+from manthan.manager.directory import Directory, LocalDirectory
+from manthan.manager.redis_client import Circuit, RedisUnreachableError, check, connect
+from manthan.manager.redis_directory import RedisDirectory
+from manthan.manager.redis_index import RedisIndex
+from manthan.manager.redis_schema import FORMAT, Namespace
+from manthan.manager.redis_store import RedisStore, TieredStore
+from manthan.vllm_hooks.fingerprint import weights_digest
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from manthan.manager.session_table import MemoryShape
+
+logger = init_logger("vllm.manthan")
+
+
+def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAttentionSpec", layers: int) -> Namespace:
+    """The same in every process of every engine whose codes mean the same."""
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    return Namespace.of(
+        config.redis.prefix,
+        model.model,
+        {
+            "wire": wire.VERSION,
+            "codec": config.codec,
+            "revision": model.revision,
+            "model_hash": model.compute_hash(),
+            "weights": weights_digest(vllm_config),
+            "dtype": str(spec.dtype),
+            "block_tokens": spec.block_size,
+            "shape": [layers, spec.num_kv_heads, spec.head_size],
+            "tensor_parallel": parallel.tensor_parallel_size,
+            "block_hash": vllm_config.cache_config.prefix_caching_hash_algo,
+        },
+    )
+
+
+def engine_name() -> str:
+    """Host, process and a number that tells this start from others."""
+    return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
+
+
+def make_directory(
+    vllm_config: "VllmConfig",
+    config: ManthanConfig,
+    namespace: Namespace | None,
+    shape: "MemoryShape",
+    capacity: int,
+    owner: str,
+    ring: Callable[[], None],
+) -> Directory:
+    """The books of the configured cold store. namespace: None for a store of this engine alone."""
+    if namespace is None:
+        return LocalDirectory()
+    model, ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    facts = {
+        "model": model.model,
+        "revision": model.revision or "",
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "codec": config.codec,
+        "block_tokens": shape.block_tokens,
+        "block_bytes": shape.cold_nbytes,
+        "ranks": ranks,
+        "budget_bytes": int(config.cold_store.max_bytes),
+        "ttl_s": f"{config.redis.ttl_s:g}",
+        "format": FORMAT,
+    }
+    circuit = Circuit(ring)
+    client = connect(config.redis)
+
+    def make_index(of: Namespace) -> RedisIndex:
+        return RedisIndex(client, circuit, of, owner, ranks, capacity, config.redis.ttl_s)
+
+    return RedisDirectory(make_index, namespace, circuit, facts, ring)
+
+
+def check_redis(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError for a server that cannot be used; with redis.required false only if it says so itself."""
+    config = from_vllm_config(vllm_config)
+    if not config.cold_store.is_shared:
+        return
+    try:
+        check(connect(config.redis), config.redis)
+    except RedisUnreachableError as error:
+        if config.redis.required:
+            raise
+        logger.warning("Manthan: %s Sessions are not kept cold until it answers.", error)
+
+
+def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int, nbytes: int) -> ColdStore:
+    """One rank's blocks of `nbytes` bytes each."""
+    behind = RedisStore(connect(config.redis), Circuit(), namespace, rank, nbytes, config.redis.ttl_s)
+    front = config.cold_store.front_bytes // ranks
+    return TieredStore(behind, front) if front else behind
