@@ -116,6 +116,24 @@ class VllmServer:
     def exit_status(self) -> int | None:
         return self._process.returncode if self._process else None
 
+    def wait_until_dead(self, timeout_s: float) -> None:
+        """Return when the process has ended by itself; raises ServerError if it takes too long."""
+        deadline = time.monotonic() + timeout_s
+        while self.is_alive():
+            if time.monotonic() > deadline:
+                raise ServerError(f"The server did not end within {timeout_s:.0f} s.", self.log)
+            time.sleep(0.1)
+
+    @property
+    def pid(self) -> int | None:
+        return self._process.pid if self._process else None
+
+    def kill(self) -> None:
+        """End all of its processes with SIGKILL: nothing can be put in order."""
+        assert self._process is not None
+        os.killpg(self._process.pid, signal.SIGKILL)
+        self._process.wait()
+
     def stop(self) -> None:
         """End the server and everything it started: politely first, and after STOP_WAIT_S by force."""
         self._http.close()

@@ -52,6 +52,10 @@ class ColdStore(ABC):
         """The blocks, in order; None for each that is not there. Raises ColdStoreError where it cannot tell."""
 
     @abstractmethod
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        """Those of these blocks that are not there. Raises ColdStoreError where it cannot tell."""
+
+    @abstractmethod
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
@@ -110,6 +114,10 @@ class HostStore(ColdStore):
 
     def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
         return iter(self.get(keys))
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        with self._lock:
+            return [key for key in keys if key not in self._blocks]
 
     def drop(self, keys: Iterable[bytes]) -> None:
         with self._lock:

@@ -78,7 +78,12 @@ class RedisIndex:
             self._client.hsetnx(info, "incarnation", incarnation)
             self._client.hsetnx(info, "created", iso(time.time()))
             self._client.hset(info, mapping={name: str(value) for name, value in facts.items()})
+            self._client.expire(info, 2 * self._slack, nx=True)
             found = self._client.hget(info, "incarnation")
+            for name in self._client.smembers(self.namespace.all_names):
+                other = Namespace(self.namespace.prefix, name.decode())
+                if not self._client.exists(other.key("info")):  # nobody's for long
+                    self._client.srem(self.namespace.all_names, name)
             return (found or b"").decode()
 
     def incarnation(self) -> str:

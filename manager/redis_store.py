@@ -12,7 +12,7 @@ from redis.exceptions import OutOfMemoryError
 
 from manthan.manager.cold_store import Buffer, ColdStore, ColdStoreError
 from manthan.manager.redis_client import Circuit, Client, StoreOomError
-from manthan.manager.redis_index import batches
+from manthan.manager.redis_index import BATCH, batches
 from manthan.manager.redis_schema import Namespace
 
 BATCH_BYTES = 4 << 20
@@ -69,6 +69,14 @@ class RedisStore(ColdStore):
             ahead = self._ahead.submit(self._fetch, following) if following is not None else None
             for value in values:
                 yield None if value is None else np.frombuffer(value, np.uint8)
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        gone: list[bytes] = []
+        for some in batches(keys, BATCH):
+            with self._circuit.guard():
+                there = self._pipelined([("EXISTS", self._name(key)) for key in some])
+            gone += [key for key, count in zip(some, there, strict=True) if not count]
+        return gone
 
     def drop(self, keys: Iterable[bytes]) -> None:
         """Nothing: a block goes when no engine's session holds it, which the namespace's books tell."""
@@ -141,6 +149,11 @@ class TieredStore(ColdStore):
                 if buf is not None:
                     self._keep(key, buf)
             yield buf
+
+    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+        with self._lock:
+            far = [key for key in keys if key not in self._blocks]
+        return self.behind.absent(far)
 
     def drop(self, keys: Iterable[bytes]) -> None:
         keys = list(keys)

@@ -109,10 +109,12 @@ class HostPath(WorkerPath):
                     cause = "missing" if buf is None else self.blocks.decode(key, block_id, buf)
                     if cause is not None:  # what follows is of no use
                         failed = [(key, cause)]
+                        if buf is None:  # where one is missing there are more: not one a return, please
+                            failed += [(other, cause) for other in store.absent(load.keys[good + 1 :])]
                         break
                     good += 1
         except ColdStoreError as error:
-            failed = [(load.keys[good], error.cause)]
+            failed = failed or [(load.keys[good], error.cause)]
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
             failed = [(load.keys[good], "internal")]

@@ -95,6 +95,7 @@ class SchedulerHalf:
         self._session_of: dict[str, str] = {}
         self._first_external: dict[str, int] = {}
         self._waiting_since: dict[str, float] = {}
+        self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
         self._granted: list[bytes] = []
         self._place: str | None = None
         self._deadline: float | None = None
@@ -132,7 +133,7 @@ class SchedulerHalf:
             return None, False  # also while an earlier load for it is not settled, before it was preempted
         if self._directory.awaits(request.request_id):
             return None, False
-        if request.skip_reading_prefix_cache:
+        if request.skip_reading_prefix_cache or request.request_id in self._unserved:
             return 0, False
         first = computed // self._block_size
         tokens = self.manager.match(request.block_hashes[first : self._usable(request)]) * self._block_size
@@ -161,6 +162,7 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks."""
         for by_request in (self._waiting_since, self._first_external, self._session_of):
             by_request.pop(request.request_id, None)
+        self._unserved.discard(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
@@ -292,6 +294,8 @@ class SchedulerHalf:
         blocks = len(keys)
         good = next(i for i, key in enumerate(keys) if key in failed) if failed else blocks
         bad = [key for key, cause in failed.items() if cause != StoreDownError.cause]
+        if len(bad) < len(failed):
+            self._unserved.add(restore.load.request_id)
         self.manager.restore_finished(restore.load.request_id, bad)
         self.stats.restored(restore.answers, good, failed.values())
         seconds = max(answer.seconds for answer in restore.answers)

@@ -42,6 +42,22 @@ class RedisServer:
         """As whoever may do everything; on flags that forbid that, use your own."""
         return redis.Redis(port=self.port, socket_timeout=20, decode_responses=True)
 
+    @property
+    def binary_client(self) -> redis.Redis:
+        return redis.Redis(port=self.port, socket_timeout=20)
+
+    @property
+    def is_running(self) -> bool:
+        return self._process is not None
+
+    def blocks(self) -> int:
+        """How many encoded blocks it has."""
+        return sum(1 for _ in self.client.scan_iter("*:block:*", count=1000))
+
+    def admin(self, password: str) -> redis.Redis:
+        """As the default user of a server that asks for a password."""
+        return redis.Redis(port=self.port, password=password, socket_timeout=20, decode_responses=True)
+
     def start(self) -> None:
         program = shutil.which("redis-server")
         if program is None:

@@ -10,8 +10,8 @@ import numpy as np
 
 from manthan.manager.cold_store import Buffer, HostStore
 from manthan.manager.session import DropCause
-from manthan.manager.session_manager import SessionMemoryManager
 from manthan.manager.session_table import MemoryShape
+from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.policies import get_policy
 
 CODE_NBYTES = 32
@@ -104,7 +104,7 @@ class World:
 
     def __init__(self, ranks: int, pool_blocks: int, cold_blocks: int) -> None:
         self.shape = MemoryShape(16, 500, CODE_NBYTES * ranks)
-        self.manager = SessionMemoryManager(
+        self.manager = SharedSessionManager(
             get_policy("lru"), self.shape, cold_blocks * self.shape.cold_nbytes, IDLE_AFTER_S
         )
         self.stores = [HostStore(cold_blocks * CODE_NBYTES) for _ in range(ranks)]
@@ -209,6 +209,16 @@ class World:
         self.manager.sweep(self.now)
         if relieve:
             self.manager.relieve(relieve, self.now)
+        self.drop()
+        self.release()
+        for key in self.manager.take_spills(limit):
+            block = self.pool.cached.get(key)
+            if block is None:
+                self.manager.lost(key, self.now)
+            else:
+                self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores)))))
+
+    def drop(self) -> None:
         if self.clear:
             for store in self.stores:
                 store.clear()
@@ -218,13 +228,6 @@ class World:
                 store.drop(drop.keys)
             if drop.cause is DropCause.BUDGET:
                 self.assert_given_up(drop.keys)
-        self.release()
-        for key in self.manager.take_spills(limit):
-            block = self.pool.cached.get(key)
-            if block is None:
-                self.manager.lost(key, self.now)
-            else:
-                self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores)))))
 
     def release(self) -> None:
         for key in self.manager.take_releases():

@@ -56,6 +56,20 @@ def test_defaults_are_the_documented_ones() -> None:
         "backend": "auto",
         "encode_threads": 1,
         "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0},
+        "redis": {
+            "url": "redis://127.0.0.1:6379/0",
+            "username": "",
+            "password_file": "",
+            "password_env": "MANTHAN_REDIS_PASSWORD",
+            "tls_ca_file": "",
+            "tls_cert_file": "",
+            "tls_key_file": "",
+            "prefix": "manthan:",
+            "ttl_s": 86400,
+            "timeout_s": 2,
+            "connections": 4,
+            "required": True,
+        },
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
     }
 
@@ -101,7 +115,8 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy"}
-    assert flag in resolve_config(env={}, flags={flag: "77"}).sources.values()
+    value = "redis://there" if flag == "--manthan-redis-url" else "77"
+    assert flag in resolve_config(env={}, flags={flag: value}).sources.values()
 
 
 @pytest.mark.parametrize(

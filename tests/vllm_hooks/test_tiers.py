@@ -73,10 +73,8 @@ def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int
     assert share.blocks(20) == device // 20 + host // 20
 
 
-def test_host_bytes_belong_to_the_device() -> None:
-    with pytest.raises(
-        ConfigError, match=r"host_bytes is what cold_store.kind device spills to the host, but kind is hos"
-    ):
+def test_host_bytes_belong_to_two_kinds() -> None:
+    with pytest.raises(ConfigError, match=r"behind cold_store.kind device or in front of kind tiered, but kind is hos"):
         load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
 
 

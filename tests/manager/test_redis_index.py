@@ -1,0 +1,339 @@
+"""The books of a namespace, on a real server: two engines, two ranks, and whatever can come between them."""
+
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import redis
+from redis_server import RedisServer, running
+
+from manthan.manager.redis_client import Circuit, StoreOomError
+from manthan.manager.redis_index import Grant, RedisIndex
+from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
+
+NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "lloyd3"})
+FACTS = {"codec": "lloyd3", "block_tokens": 32, "block_bytes": 200}
+RANKS, CAPACITY, TTL_S = 2, 8, 1000
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture
+def raw(server: RedisServer) -> redis.Redis:
+    server.client.flushall()
+    return server.client
+
+
+def engine(server: RedisServer, owner: str = "one", ttl_s: float = TTL_S, **options: int) -> RedisIndex:
+    client = redis.Redis(port=server.port, protocol=2)
+    return RedisIndex(client, Circuit(), NAMESPACE, owner, RANKS, CAPACITY, ttl_s, **options)
+
+
+@pytest.fixture
+def one(server: RedisServer, raw: redis.Redis) -> RedisIndex:
+    return engine(server)
+
+
+@pytest.fixture
+def two(server: RedisServer, raw: redis.Redis) -> RedisIndex:
+    return engine(server, "two")
+
+
+def keys(text: str) -> list[bytes]:
+    """A chain's block keys: one a letter, each over all letters up to its own."""
+    return [text[: n + 1].encode() for n in range(len(text))]
+
+
+def record(session_id: str, text: str, stored: str | None = None, state: str = "cold") -> SessionRecord:
+    """A session of which all blocks are stored, or those that `stored` has a letter of."""
+    good = text if stored is None else stored
+    chain = tuple(StoredBlock(key, letter in good) for key, letter in zip(keys(text), text, strict=True))
+    return SessionRecord(session_id, state, chain, 1.0e9, 1.1e9, 3)
+
+
+def store(index: RedisIndex, raw: redis.Redis, blocks: list[bytes]) -> list[Grant]:
+    """Reserve blocks and write what was granted, as the ranks do."""
+    grants, _ = index.reserve(blocks)
+    for key, grant in zip(blocks, grants, strict=True):
+        if grant is Grant.GRANTED:
+            for rank in range(RANKS):
+                raw.set(NAMESPACE.block(key, rank), "codes", px=round(1250 * TTL_S))
+    return grants
+
+
+def kept(raw: redis.Redis) -> set[str]:
+    """The last letters of the blocks that lie in Redis, on both ranks."""
+    names = [name.split(":") for name in raw.scan_iter("*:block:*")]
+    blocks = [bytes.fromhex(name[3].strip("{}")).decode() for name in names]
+    assert all(blocks.count(block) == RANKS for block in blocks)
+    return {block[-1] for block in blocks}
+
+
+# -- reservations -------------------------------------------------------------------------------------
+
+
+def test_blocks_are_granted_while_there_is_room(one: RedisIndex, raw: redis.Redis) -> None:
+    grants, used = one.reserve(keys("abcdefghij"))
+    assert grants == [Grant.GRANTED] * 8 + [Grant.FULL] * 2
+    assert used == CAPACITY
+
+
+def test_a_reservation_is_counted_once(one: RedisIndex, two: RedisIndex) -> None:
+    one.reserve(keys("abc"))
+    assert two.reserve(keys("abc")) == ([Grant.GRANTED] * 3, 3)
+
+
+def test_what_another_engine_has_stored_needs_no_encoding(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("abc"))
+    one.save(record("alice", "abc"), FACTS)
+    assert two.reserve(keys("abcd")) == ([Grant.STORED] * 3 + [Grant.GRANTED], 4)
+
+
+def test_what_the_server_has_evicted_by_itself_is_stored_again(
+    one: RedisIndex, two: RedisIndex, raw: redis.Redis
+) -> None:
+    store(one, raw, keys("abc"))
+    one.save(record("alice", "abc"), FACTS)
+    raw.delete(NAMESPACE.block(b"ab", 1))
+    assert two.reserve(keys("abc"))[0] == [Grant.STORED, Grant.GRANTED, Grant.STORED]
+
+
+def test_full_memory_is_told_from_a_dead_server(server: RedisServer, one: RedisIndex, raw: redis.Redis) -> None:
+    raw.config_set("maxmemory", "1mb")
+    try:
+        with pytest.raises(StoreOomError):
+            one.reserve(keys("abc"))
+        assert raw.keys() == []
+        one.release(keys("abc"), force=True)  # deleting works all the same
+    finally:
+        raw.config_set("maxmemory", "0")
+
+
+# -- sessions -----------------------------------------------------------------------------------------
+
+
+def test_a_session_is_readable(one: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("abc"))
+    assert one.save(record("alice", "abc"), FACTS).verdict == "saved"
+    name = f"manthan:{{{NAMESPACE.name}}}:session:alice"
+    assert NAMESPACE.name.startswith("tiny-llama-")
+    assert raw.hgetall(name) == {
+        "id": "alice",
+        "state": "cold",
+        "tokens": "96",
+        "blocks": "3",
+        "bytes": "600",
+        "codec": "lloyd3",
+        "requests": "3",
+        "created": "2001-09-09T01:46:40Z",
+        "last_used": "2004-11-09T11:33:20Z",
+        "owner": "one",
+    }
+    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [key.hex() for key in keys("abc")]
+    assert TTL_S - 10 < raw.ttl(name) <= TTL_S
+
+
+def test_ids_that_clients_chose_cannot_break_a_key(one: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("a"))
+    one.save(record("{x} *\n:é", "a"), FACTS)
+    [name] = raw.scan_iter("*:session:*")
+    assert name == f"manthan:{{{NAMESPACE.name}}}:session:%7Bx%7D%20%2A%0A%3A%C3%A9"
+    assert raw.hget(name, "id") == "{x} *\n:é"
+    assert one.forget("{x} *\n:é")
+    assert not list(raw.scan_iter("*:session:*"))
+
+
+def test_only_what_a_saved_session_holds_is_found(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("abc"))
+    assert two.look_up(keys("abcd")) == 0
+    one.save(record("alice", "abc", stored="ab"), FACTS)
+    assert two.look_up(keys("abcd")) == 2
+    one.save(record("alice", "abc"), FACTS)
+    assert two.look_up(keys("abcd")) == 3
+    assert two.look_up(keys("xabc")) == 0
+
+
+def test_a_long_chain_is_found_in_a_few_questions(one: RedisIndex, raw: redis.Redis) -> None:
+    one.capacity = 5000
+    chain = [f"{n:064}".encode() for n in range(3000)]
+    store(one, raw, chain)
+    blocks = tuple(StoredBlock(key, True) for key in chain)
+    one.save(SessionRecord("long", "cold", blocks, 0.0, 0.0, 1), FACTS)
+    before = raw.info("commandstats")["cmdstat_eval"]["calls"]
+    assert one.look_up([*chain, b"more"]) == 3000
+    assert raw.info("commandstats")["cmdstat_eval"]["calls"] - before <= 10
+    assert raw.llen(NAMESPACE.chain("long")) == 3000
+
+
+def test_blocks_go_with_the_last_session_that_holds_them(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("sa"))
+    one.save(record("alice", "sa"), FACTS)
+    store(two, raw, keys("sb"))
+    two.save(record("bob", "sb"), FACTS)
+    assert one.forget("alice")
+    assert kept(raw) == {"s", "b"}
+    assert two.forget("bob")
+    assert kept(raw) == set()
+    assert not raw.exists(NAMESPACE.key("users"), NAMESPACE.key("blocks"), NAMESPACE.key("tips"))
+
+
+def test_a_session_that_loses_its_tail_frees_it(one: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("abcd"))
+    one.save(record("alice", "abcd"), FACTS)
+    one.save(record("alice", "ab"), FACTS)
+    assert kept(raw) == {"a", "b"}
+    assert one.look_up(keys("abcd")) == 2
+
+
+def test_saving_says_what_is_not_stored_after_all(one: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("ab"))
+    assert one.save(record("alice", "abc"), FACTS).lost == [b"abc"]
+    assert one.look_up(keys("abc")) == 2
+
+
+# -- two engines --------------------------------------------------------------------------------------
+
+
+def test_the_engine_that_takes_a_session_further_owns_it(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("ab"))
+    one.save(record("alice", "ab"), FACTS)
+    store(two, raw, keys("abc"))
+    assert two.save(record("alice", "abc"), FACTS).verdict == "saved"
+    assert raw.hget(NAMESPACE.session("alice"), "owner") == "two"
+    assert not one.forget("alice")
+    assert one.save(record("alice", "ab"), FACTS).verdict == "stale"
+    assert raw.llen(NAMESPACE.chain("alice")) == 3
+
+
+def test_two_conversations_of_one_name_are_kept_apart(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("ab"))
+    one.save(record("alice", "ab"), FACTS)
+    store(two, raw, keys("xy"))
+    assert two.save(record("alice", "xy"), FACTS).verdict == "conflict"
+    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [key.hex() for key in keys("ab")]
+
+
+def test_a_session_without_a_name_that_went_on_is_pointed_out(
+    one: RedisIndex, two: RedisIndex, raw: redis.Redis
+) -> None:
+    store(one, raw, keys("ab"))
+    one.save(record("anonymous-one-1", "ab"), FACTS)
+    store(two, raw, keys("abc"))
+    assert two.save(record("anonymous-two-1", "abc"), FACTS).absorbed == ["anonymous-one-1"]
+    assert two.forget("anonymous-one-1", owned=False)
+    assert kept(raw) == {"a", "b", "c"}
+
+
+def test_strangers_are_others_sessions_oldest_first(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    for index, name, text in ((two, "x", "x"), (one, "mine", "m"), (two, "y", "yz")):
+        store(index, raw, keys(text))
+        index.save(record(name, text), FACTS)
+        raw.zincrby(NAMESPACE.key("sessions"), {"x": -2, "mine": -1, "y": 0}[name], name)
+    strangers = one.strangers(10)
+    assert [(s.session_id, s.blocks) for s in strangers] == [("x", 1), ("y", 2)]
+    assert strangers[0].expires < strangers[1].expires
+
+
+def test_a_stranger_that_was_used_meanwhile_stays(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(two, raw, keys("x"))
+    two.save(record("x", "x"), FACTS)
+    [stranger] = one.strangers(10)
+    raw.zincrby(NAMESPACE.key("sessions"), 5, "x")
+    assert not one.forget("x", owned=False, until=stranger.expires)
+    assert kept(raw) == {"x"}
+
+
+# -- time, and engines that die -----------------------------------------------------------------------
+
+
+def expire_now(raw: redis.Redis, part: str, *members: str) -> None:
+    """The time has passed for these members of a sorted set."""
+    raw.zadd(NAMESPACE.key(part), dict.fromkeys(members, time.time() - 1), xx=True)
+
+
+def test_a_use_renews_a_session_and_its_blocks(server: RedisServer, raw: redis.Redis) -> None:
+    one = engine(server, ttl_s=1000)
+    store(one, raw, keys("ab"))
+    one.save(record("alice", "ab"), FACTS)
+    for name in (NAMESPACE.session("alice"), *(NAMESPACE.block(key, rank) for key in keys("ab") for rank in (0, 1))):
+        raw.expire(name, 5)
+    again = engine(server, "again", ttl_s=1000)  # as after a restart
+    assert again.save(record("alice", "ab"), FACTS).verdict == "saved"
+    assert raw.ttl(NAMESPACE.session("alice")) > 900
+    assert all(raw.ttl(NAMESPACE.block(key, rank)) > 900 for key in keys("ab") for rank in (0, 1))
+
+
+def test_shared_blocks_live_as_long_as_the_session_that_lives_longest(
+    server: RedisServer, one: RedisIndex, raw: redis.Redis
+) -> None:
+    store(one, raw, keys("sa"))
+    one.save(record("alice", "sa"), FACTS)
+    store(one, raw, keys("sb"))
+    one.save(record("bob", "sb"), FACTS)
+    expire_now(raw, "sessions", "alice")
+    assert one.collect().expired == ["alice"]
+    assert kept(raw) == {"s", "b"}
+    assert not raw.exists(NAMESPACE.session("alice"), NAMESPACE.chain("alice"))
+    assert one.look_up(keys("sb")) == 2
+
+
+def test_what_an_engine_left_half_written_is_collected(server: RedisServer, one: RedisIndex, raw: redis.Redis) -> None:
+    dead = engine(server, "dead")
+    store(dead, raw, keys("abc"))
+    store(one, raw, keys("x"))
+    one.save(record("alice", "x"), FACTS)
+    assert one.collect().used == 4
+    expire_now(raw, "pending", *(key.hex() for key in keys("abc")))
+    assert one.collect() == ([], 1)
+    assert kept(raw) == {"x"}
+
+
+def test_books_end_with_the_last_session(server: RedisServer, raw: redis.Redis) -> None:
+    """Nothing stays in Redis for ever when no engine comes back."""
+    one = engine(server)
+    one.attach({"model": "tiny"}, "first")
+    store(one, raw, keys("ab"))
+    one.save(record("alice", "ab"), FACTS)
+    one.reserve(keys("xyz"))
+    assert [name for name in raw.scan_iter("*") if raw.ttl(name) < 0] == ["manthan:namespaces"]
+    raw.delete(NAMESPACE.key("info"))
+    other = Namespace("manthan:", "other")
+    RedisIndex(redis.Redis(port=server.port), Circuit(), other, "one", 1, 1, 1).attach({"model": "x"}, "x")
+    assert raw.smembers("manthan:namespaces") == {"other"}
+
+
+def test_an_emptied_namespace_is_noticed(one: RedisIndex, raw: redis.Redis) -> None:
+    assert one.attach({"model": "tiny"}, "first") == "first"
+    assert one.attach({"model": "tiny"}, "second") == one.incarnation() == "first"
+    raw.flushall()
+    assert one.incarnation() == ""
+    assert one.attach({"model": "tiny"}, "third") == "third"
+    assert raw.hget(NAMESPACE.key("info"), "model") == "tiny"
+    assert raw.smembers("manthan:namespaces") == {NAMESPACE.name}
+
+
+def test_two_models_share_nothing() -> None:
+    names = {
+        Namespace.of("manthan:", model, {"codec": codec}).name
+        for model in ("a/tiny", "b/tiny")
+        for codec in ("lloyd3", "lloyd4")
+    }
+    assert len(names) == 4
+    assert all(name.startswith("tiny-") for name in names)
+
+
+def test_the_shards_of_a_block_and_the_books_have_a_slot_each() -> None:
+    from redis.crc import key_slot
+
+    assert len({key_slot(NAMESPACE.block(b"a", rank).encode()) for rank in range(8)}) == 1
+    assert len({key_slot(NAMESPACE.block(key, 0).encode()) for key in keys("abcdefgh")}) > 4
+    books = [NAMESPACE.key("info"), NAMESPACE.session("alice"), NAMESPACE.chain("bob")]
+    assert len({key_slot(name.encode()) for name in books}) == 1
+
+
+def test_the_folder_of_a_model_does_not_matter_for_its_name(tmp_path: Path) -> None:
+    assert Namespace.of("m:", "/data/Qwen3-8B/", {}).name.startswith("qwen3-8b-")

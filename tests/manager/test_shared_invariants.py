@@ -1,0 +1,82 @@
+"""What must always hold where engines share a store: blocks are found, lost and expire at any moment."""
+
+import hypothesis.strategies as st
+from hypothesis.stateful import precondition, rule
+from machine import INDEX, PROFILE, Sessions
+from world import CODE_NBYTES, encoded
+
+from manthan.manager.session import CodeState, Stranger
+
+
+class SharedSessions(Sessions):
+    """Another engine stores what this one's requests ask for, sessions come to their end, and the store is emptied."""
+
+    @precondition(lambda self: any(request.waiting for request in self.world.requests))
+    @rule(which=INDEX, more=st.integers(1, 4))
+    def find(self, which: int, more: int) -> None:
+        self.world.drop()
+        waiting = [request for request in self.world.requests if request.waiting]
+        request = waiting[which % len(waiting)]
+        prompt = request.keys[: request.prompt]
+        first = self.manager.known(prompt)
+        keys = prompt[first : first + min(more, self.manager._free)]
+        if any(b is not None and b.in_flight for b in map(self.manager.blocks.get, keys)):
+            return  # these are being stored already
+        for store in self.world.stores:
+            for key in keys:
+                store.drop([key])
+                store.reserve(CODE_NBYTES)
+                store.put(key, encoded(self.world.content(key)))
+        self.world.unreadable.difference_update(keys)
+        self.manager.found(request.request_id, prompt[: first + len(keys)], first)
+        known = [key for key in keys if (b := self.manager.blocks.get(key)) and b.code is CodeState.COLD]
+        for store in self.world.stores:
+            store.drop([key for key in keys if key not in known])
+
+    @precondition(lambda self: self.manager.blocks.cold)
+    @rule(which=INDEX)
+    def lose(self, which: int) -> None:
+        cold = [block for block in self.manager.blocks if block.code is CodeState.COLD]
+        key = cold[which % len(cold)].key
+        self.world.unreadable.add(key)
+        self.manager.not_stored([key])
+
+    @precondition(lambda self: self.manager.table.by_id)
+    @rule(which=INDEX)
+    def expire(self, which: int) -> None:
+        ids = list(self.manager.table.by_id)
+        chain = self.manager.table.by_id[ids[which % len(ids)]].chain
+        self.world.unreadable.update(block.key for block in chain if block.droppable)
+        self.manager.expire([ids[which % len(ids)], "unknown"])
+
+    @rule(sure=st.sampled_from([False, False, False, True]))
+    def empty(self, sure: bool) -> None:
+        if sure:
+            gone = [block.key for block in self.manager.blocks if block.droppable]
+            self.world.unreadable.update(gone)
+            for store in self.world.stores:
+                store.drop(gone)
+            self.manager.emptied()
+
+    @rule(used=st.integers(0, 9), ages=st.lists(st.floats(0, 100), max_size=3))
+    def count(self, used: int, ages: list[float]) -> None:
+        """Others' sessions take room only while nothing of this engine's does."""
+        if not self.manager.blocks.reserved:
+            self.manager.counted(min(used, 2), [Stranger(f"x{n}", 0.0, 1, age) for n, age in enumerate(ages)])
+
+    @rule()
+    def tell(self) -> None:
+        changes = self.manager.take_changes()
+        assert len(changes) == len({session_id for session_id, _ in changes})
+        assert all(session is self.manager.table.by_id.get(session_id) for session_id, session in changes)
+        self.manager.take_departed()
+
+
+class SharedSessionsOnTwoRanks(SharedSessions):
+    ranks = 2
+
+
+TestOneRank = SharedSessions.TestCase
+TestOneRank.settings = PROFILE
+TestTwoRanks = SharedSessionsOnTwoRanks.TestCase
+TestTwoRanks.settings = PROFILE

@@ -1,0 +1,154 @@
+"""`vllm serve` with its sessions in Redis: killed and started again, and two servers at once."""
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from redis_server import RedisServer, running
+from server import Reply, VllmServer
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+FLAGS = [
+    *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
+    *("--enforce-eager", "--enable-prompt-tokens-details"),
+]
+YAML = "idle_after_s: 0.3\nsweep_interval_s: 0.1\nmin_tokens: 64\n"
+ANSWER = {"temperature": 0, "max_tokens": 4}
+PASSWORD = "Do-not-print-me-9"
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
+
+
+def serve(redis_server: RedisServer, folder: Path) -> VllmServer:
+    (folder / "manthan.yaml").write_text(YAML)
+    flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", "redis"]
+    flags += ["--manthan-redis-url", redis_server.url, "--manthan-cold-bytes", "64MiB"]
+    return VllmServer(MODEL, [*FLAGS, *flags], folder / "log", {"MANTHAN_REDIS_PASSWORD": PASSWORD})
+
+
+def ask(server: VllmServer, prompt: str, session: str) -> Reply:
+    return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
+
+
+def wait_until_cold(server: VllmServer, count: int) -> None:
+    def is_cold() -> bool:
+        text = httpx.get(f"{server.url}/metrics").text
+        return f'state="cold"}} {count:.1f}' in text and 'state="idle"} 0.0' in text
+
+    server.wait_for(is_cold, 30, f"show {count} cold sessions")
+
+
+def restored(reply: Reply) -> bool:
+    """At least 95% of the full blocks of a prompt were not computed."""
+    return reply.cached_tokens >= 0.95 * ((reply.prompt_tokens - 1) // 32 * 32) > 0
+
+
+@pytest.fixture(scope="module")
+def killed(redis_server: RedisServer, table, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
+    """Four sessions of a server that is no more; returns its log."""
+    with serve(redis_server, tmp_path_factory.mktemp("first")) as server:
+        server.wait_until_ready(300)
+        for seed in range(4):
+            prompt, right = table(seed).question(1)
+            assert ask(server, prompt, f"guest-{seed}").text == right
+        wait_until_cold(server, 4)
+        command = Path(f"/proc/{server.pid}/cmdline").read_bytes() if Path("/proc").exists() else b""
+        assert PASSWORD.encode() not in command
+        server.kill()
+        return server.new_log_lines()
+
+
+@pytest.fixture(scope="module")
+def pair(redis_server: RedisServer, killed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list]:
+    """Two servers on one Redis, started after the first was killed."""
+    with (
+        serve(redis_server, tmp_path_factory.mktemp("second")) as one,
+        serve(redis_server, tmp_path_factory.mktemp("third")) as two,
+    ):
+        one.wait_until_ready(300)
+        two.wait_until_ready(300)
+        yield [one, two]
+
+
+def test_sessions_return_after_a_kill(pair: list[VllmServer], table) -> None:
+    for seed in range(3):
+        prompt, right = table(seed).question(1)
+        reply = ask(pair[0], prompt, f"guest-{seed}")
+        assert reply.text == right
+        assert restored(reply)
+    assert pair[0].metrics()["vllm:manthan_restored_blocks_total"] >= 3 * 17
+    assert pair[0].metrics().get("vllm:manthan_failures_total", 0) == 0
+
+
+def test_a_session_goes_on_at_another_server(pair: list[VllmServer], table) -> None:
+    """Each turn at the other one; what one has added the other restores."""
+    t, shared = table(77), 0
+    for turn in range(4):
+        name = list(t.values)[turn]
+        reply = ask(pair[turn % 2], t.text + "# and the next\n" * 16 * turn + f"assert {name} == ", "wanderer")
+        assert reply.text == t.values[name]
+        assert reply.cached_tokens >= 0.95 * shared
+        shared = (reply.prompt_tokens - 12) // 32 * 32  # all but the question
+        wait_until_quiet(pair[turn % 2])
+
+
+def wait_until_quiet(server: VllmServer) -> None:
+    def is_quiet() -> bool:
+        text = httpx.get(f"{server.url}/metrics").text
+        return all(f'state="{state}"}} 0.0' in text for state in ("hot", "idle", "evicting"))
+
+    server.wait_for(is_quiet, 30, "become quiet")
+
+
+def test_redis_says_who_has_a_session(pair: list[VllmServer], redis_server: RedisServer) -> None:
+    raw = redis_server.admin(PASSWORD)
+    [name] = raw.scan_iter("manthan:*:session:wanderer")
+    session = raw.hgetall(name)
+    assert session["state"] == "cold"
+    assert int(session["requests"]) == 2
+    assert int(session["blocks"]) == raw.llen(name.replace(":session:", ":chain:"))
+
+
+def test_no_secret_and_no_text_is_anywhere(
+    pair: list[VllmServer], killed: list[str], redis_server: RedisServer, table
+) -> None:
+    raw = redis_server.admin(PASSWORD)
+    logs = "\n".join([*killed, *pair[0].new_log_lines(), *pair[1].new_log_lines()])
+    metrics = "".join(httpx.get(f"{server.url}/metrics").text for server in pair)
+    keys = "\n".join(raw.scan_iter("*"))
+    books = [raw.hgetall(key) for key in keys.split("\n") if raw.type(key) == "hash"]
+    names = [name for seed in (0, 1, 2, 77) for name in table(seed).values]
+    for text in (logs, metrics, keys, str(books)):
+        assert PASSWORD not in text
+        assert not [name for name in names if f"{name} = " in text]
+    assert "Manthan is on" in logs
+    assert "session guest-1 restored" in logs
+
+
+def test_a_wrong_password_ends_the_start_with_one_sentence(redis_server: RedisServer, tmp_path: Path) -> None:
+    server = serve(redis_server, tmp_path)
+    server._env["MANTHAN_REDIS_PASSWORD"] = "wrong-secret"
+    with server:
+        server.wait_until_dead(120)
+        lines = server.new_log_lines()
+        assert server.exit_status not in (0, None)
+        said = [line for line in lines if line.startswith("vllm: error: Redis at")]
+        assert len(said) == 1
+        assert "redis.password_file" in said[0]
+        assert "MANTHAN_REDIS_PASSWORD" in said[0]
+        assert not [line for line in lines if "wrong-secret" in line or "Traceback" in line]
+
+
+def test_a_dead_server_ends_the_start_with_one_sentence(redis_server: RedisServer, tmp_path: Path) -> None:
+    server = serve(redis_server, tmp_path)
+    server._flags += ["--manthan-redis-url", "redis://127.0.0.1:1"]
+    with server:
+        server.wait_until_dead(120)
+        said = [line for line in server.new_log_lines() if line.startswith("vllm: error: Redis at")]
+        assert len(said) == 1
+        assert "redis://127.0.0.1:1" in said[0]
+        assert "redis.required" in said[0]
