@@ -1,23 +1,53 @@
 """One paged block to one encoded block and back on the CPU's cores, all layers at once; the cache may be on a GPU."""
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from vllm.logger import init_logger
 
 from manthan.codec import Codec, CodecError, wire
 from manthan.codec.paged import PagedLayout
 from manthan.vllm_hooks.paged_layout import Layer
 
+logger = init_logger("vllm.manthan.worker")
+
 Buffer = NDArray[np.uint8]
 FLOAT16_MAX = 65504.0
+BATCH = 16
+"""Blocks in a call: the first is stored, or decoded, while others wait."""
 
 
-class BlockCodec(ABC):
+class Blocks(ABC):
     """Encodes and decodes blocks of the paged KV cache of this rank. Safe to call from several threads.
+
+    nbytes: of an encoded block. batch: how many blocks a call takes, at most.
+    """
+
+    nbytes: int
+    batch: int
+
+    @abstractmethod
+    def encode_all(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[Buffer | str]:
+        """The encoded blocks; for one that cannot be encoded, the cause, a metric label."""
+
+    @abstractmethod
+    def decode_all(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
+    ) -> list[str | None]:
+        """Check encoded blocks and write them into the paged blocks; for one that cannot be used, the cause.
+
+        What follows such a block may be left as it is, and without a cause. A paged block is written to only after
+        every check of its codes has passed.
+        """
+
+
+class BlockCodec(Blocks):
+    """On the CPU's cores, one block after the other.
 
     codec: runs on the caller's thread alone; the caller decides how many blocks go side by side. header: what all
     blocks have in common. dtype: the cache's. Vectors lie in an encoded block as [layers, heads, tokens, head_dim],
@@ -31,6 +61,27 @@ class BlockCodec(ABC):
         self.dtype = dtype
         self._header = header
         self.nbytes = wire.block_nbytes(header)
+        self.batch = BATCH
+
+    def encode_all(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[Buffer | str]:
+        encoded: list[Buffer | str] = []
+        for key, block_id in zip(keys, block_ids, strict=True):
+            try:
+                encoded.append(self.encode(key, block_id))
+            except CodecError as error:
+                logger.warning("Manthan: a block is not kept cold: %s", error)
+                encoded.append("encode")
+        return encoded
+
+    def decode_all(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
+    ) -> list[str | None]:
+        causes: list[str | None] = [None] * len(keys)
+        for n, (key, block_id, buf) in enumerate(zip(keys, block_ids, bufs, strict=True)):
+            causes[n] = "missing" if buf is None else self.decode(key, block_id, buf)
+            if causes[n] is not None:
+                break
+        return causes
 
     def encode(self, key: bytes, block_id: int) -> Buffer:
         """The encoded block; raises CodecError for KV that is not finite."""

@@ -5,19 +5,19 @@ import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from itertools import islice
 
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec import CodecError
 from manthan.manager.cold_store import Buffer, ColdStore, ColdStoreError
-from manthan.vllm_hooks.block_codec import BlockCodec
+from manthan.vllm_hooks.block_codec import Blocks
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
 from manthan.vllm_hooks.worker_path import WorkerPath
 
 logger = init_logger("vllm.manthan.worker")
 
-SPILLS_PER_JOB = 16
+MISSING = "missing"
 
 
 class HostPath(WorkerPath):
@@ -27,7 +27,7 @@ class HostPath(WorkerPath):
     given before.
     """
 
-    def __init__(self, blocks: BlockCodec, store: ColdStore, encode_threads: int, device: torch.device) -> None:
+    def __init__(self, blocks: Blocks, store: ColdStore, encode_threads: int, device: torch.device) -> None:
         super().__init__()
         self.blocks, self.store = blocks, store
         self._device = device
@@ -43,8 +43,8 @@ class HostPath(WorkerPath):
             return
         on_gpu = self._device.type != "cpu"
         model = torch.cuda.current_stream(self._device).record_event() if on_gpu else None
-        for start in range(0, len(metadata.spills), SPILLS_PER_JOB):
-            self._encoders.submit(self._spill, metadata.spills[start : start + SPILLS_PER_JOB], self.store, model)
+        for start in range(0, len(metadata.spills), self.blocks.batch):
+            self._encoders.submit(self._spill, metadata.spills[start : start + self.blocks.batch], self.store, model)
         for load in metadata.loads:
             self._loaders.submit(self._load, load, self.store, model)
 
@@ -67,11 +67,15 @@ class HostPath(WorkerPath):
     def _spill(self, spills: list[SpillBlock], store: ColdStore, model: torch.cuda.Event | None) -> None:
         """Encode blocks, then store them together."""
         began = time.monotonic()
-        encoded, causes = {}, {}
-        with self._behind(model):
-            for spill in spills:
-                buf = self._encode(spill, store)
-                (causes if isinstance(buf, str) else encoded)[spill.key] = buf
+        causes: dict[bytes, str] = {}
+        granted = [spill for spill in spills if self._has_room(spill, store, causes)]
+        encoded = {}
+        for spill, buf in zip(granted, self._encode(granted, model), strict=True):
+            if isinstance(buf, str):
+                causes[spill.key] = buf
+                store.unreserve(self.blocks.nbytes)
+            else:
+                encoded[spill.key] = buf
         refused = self._put(encoded, store)
         for _ in refused:
             store.unreserve(self.blocks.nbytes)
@@ -79,19 +83,21 @@ class HostPath(WorkerPath):
         seconds = (time.monotonic() - began) / len(spills)
         self._spilled([SpillResult(spill.key, causes.get(spill.key), seconds) for spill in spills])
 
-    def _encode(self, spill: SpillBlock, store: ColdStore) -> Buffer | str:
-        """The codes of a block, for which room is set aside then; or why there are none."""
-        nbytes = self.blocks.nbytes
+    def _has_room(self, spill: SpillBlock, store: ColdStore, causes: dict[bytes, str]) -> bool:
         try:
-            store.reserve(nbytes)
+            store.reserve(self.blocks.nbytes)
         except ColdStoreError as error:
-            return error.cause
+            causes[spill.key] = error.cause
+            return False
+        return True
+
+    def _encode(self, spills: list[SpillBlock], model: torch.cuda.Event | None) -> list[Buffer | str]:
         try:
-            return self.blocks.encode(spill.key, spill.block_id)
-        except Exception as error:  # whatever it is costs this block, not the thread
-            store.unreserve(nbytes)
-            logger.warning("Manthan: a block is not kept cold: %s: %s", type(error).__name__, error)
-            return "encode" if isinstance(error, CodecError) else "internal"
+            with self._behind(model):
+                return self.blocks.encode_all([spill.key for spill in spills], [spill.block_id for spill in spills])
+        except Exception as error:  # whatever it is costs these blocks, not the thread
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            return ["internal"] * len(spills)
 
     def _put(self, encoded: dict[bytes, Buffer], store: ColdStore) -> dict[bytes, str]:
         try:
@@ -105,14 +111,11 @@ class HostPath(WorkerPath):
         good, failed = 0, []
         try:
             with self._behind(model):
-                for key, block_id, buf in zip(load.keys, load.block_ids, store.read(load.keys), strict=True):
-                    cause = "missing" if buf is None else self.blocks.decode(key, block_id, buf)
-                    if cause is not None:  # what follows is of no use
-                        failed = [(key, cause)]
-                        if buf is None:  # where one is missing there are more: not one a return, please
-                            failed += [(other, cause) for other in store.absent(load.keys[good + 1 :])]
-                        break
-                    good += 1
+                values = store.read(load.keys)
+                while good < len(load.keys) and not failed:
+                    good, failed = self._decode(load, good, list(islice(values, self.blocks.batch)))
+            if failed and failed[0][1] == MISSING:  # where one is, there are more: not one a return, please
+                failed += [(key, MISSING) for key in store.absent(load.keys[good + 1 :])]
         except ColdStoreError as error:
             failed = failed or [(load.keys[good], error.cause)]
         except Exception as error:  # vLLM must get an answer, whatever happened
@@ -121,6 +124,15 @@ class HostPath(WorkerPath):
         nbytes = good * self.blocks.nbytes
         self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began))
         self._finished(load.request_id, load.block_ids[good:])
+
+    def _decode(self, load: Load, start: int, bufs: list[Buffer | None]) -> tuple[int, list[tuple[bytes, str]]]:
+        """Decode the next blocks of a load; how many are good now, and the first that is not, with its cause."""
+        end = start + len(bufs)
+        causes = self.blocks.decode_all(load.keys[start:end], load.block_ids[start:end], bufs)
+        for good, cause in enumerate(causes, start):
+            if cause is not None:  # what follows is of no use
+                return good, [(load.keys[good], cause)]
+        return end, []
 
 
 def _leave_core() -> None:

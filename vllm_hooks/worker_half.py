@@ -10,11 +10,12 @@ from manthan.codec import get_codec, wire
 from manthan.codec.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.cold_store import ColdStore, HostStore
-from manthan.vllm_hooks.block_codec import BlockCodec, DeviceBlocks, HostBlocks
-from manthan.vllm_hooks.capacity import TierBytes
+from manthan.vllm_hooks.block_codec import Blocks, DeviceBlocks, HostBlocks
+from manthan.vllm_hooks.capacity import STAGINGS, TierBytes
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.host_path import HostPath
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, full_attention_spec
@@ -51,7 +52,8 @@ class WorkerHalf:
         header = wire.BlockHeader(self._config.codec, b"", print_, len(layers), *shape)
         device = layers[0].rows.device
         tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
-        if codec_backend(self._config.backend, device) == "cuda":
+        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        if on_gpu and namespace is None:
             self.path = _gpu_path(self._config.codec, header, paged_layout(layers, shape), tier_bytes)
             return
         if tier_bytes.device:
@@ -59,16 +61,24 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        codec = get_codec(self._config.codec, spec.head_size, "numpy")
-        if device.type == "cpu":
-            blocks: BlockCodec = HostBlocks(codec, header, layers)
+        threads = self._config.encode_threads
+        blocks: Blocks
+        if on_gpu:
+            blocks = PagedBlocks(gpu_codec(self._config.codec, paged_layout(layers, shape), header), header)
+            threads = min(threads, STAGINGS - 1)  # restores have one
         else:
-            blocks = DeviceBlocks(codec, header, paged_layout(layers, shape))
+            codec = get_codec(self._config.codec, spec.head_size, "numpy")
+            on_cpu = device.type == "cpu"
+            blocks = (
+                HostBlocks(codec, header, layers)
+                if on_cpu
+                else DeviceBlocks(codec, header, paged_layout(layers, shape))
+            )
         store: ColdStore = HostStore(tier_bytes.host)
         if namespace is not None:
             parallel = self._vllm_config.parallel_config
             store = make_store(self._config, namespace, parallel.rank, parallel.world_size, blocks.nbytes)
-        self.path = HostPath(blocks, store, self._config.encode_threads, device)
+        self.path = HostPath(blocks, store, threads, device)
 
     def submit(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
