@@ -7,10 +7,10 @@ local used = redis.call('ZCOUNT', KEYS[1], '(' .. now, '+inf') + redis.call('ZCA
 local answer = {used}
 for i = 3, #ARGV do
     local expires = redis.call('ZSCORE', KEYS[1], ARGV[i])
-    if expires and tonumber(expires) > now + lasts then
+    if expires and tonumber(expires) > now + 10 then
         answer[#answer + 1] = 1
     elseif redis.call('ZSCORE', KEYS[2], ARGV[i]) or used < tonumber(ARGV[1]) then
-        -- counted twice for a moment if it is stored, but about to expire
+        -- what is stored but about to expire is written again, and counted twice for a moment
         used = used + redis.call('ZADD', KEYS[2], now + lasts, ARGV[i])
         answer[#answer + 1] = 0
     else
