@@ -4,7 +4,7 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TypeAlias
@@ -18,6 +18,7 @@ from redis.exceptions import (
     AuthorizationError,
     NoPermissionError,
     OutOfMemoryError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
@@ -48,7 +49,14 @@ class StoreOomError(ColdStoreError):
 
 
 class RedisUnreachableError(ConfigError):
-    """A server that does not answer, or not as Redis does."""
+    """A server that does not answer, or not as Redis does; `what` says so without advice to the operator."""
+
+    def __init__(self, config: RedisConfig, error: Exception) -> None:
+        self.what = f"Redis at {config.url} cannot be used ({error})"
+        super().__init__(
+            f"{self.what}: correct redis.url, start the server, or set redis.required to false to serve without it "
+            "until it answers."
+        )
 
 
 class Circuit:
@@ -146,10 +154,8 @@ def connect(config: RedisConfig) -> Client:
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in _addresses(parts, 6379)]
         options["cluster_error_retry_attempts"] = options.pop("retry") and RETRIES
-        try:
+        with in_a_sentence(config):
             return RedisCluster(startup_nodes=nodes, **options, max_connections=config.connections)
-        except (RedisError, OSError) as error:
-            raise _unusable(config, error) from None
     if kind == "sentinel":
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
@@ -172,28 +178,43 @@ def connect(config: RedisConfig) -> Client:
 
 def check(client: Client, config: RedisConfig) -> None:
     """Raise ConfigError, in one sentence, for a server that does not answer, lets us not in, or is too old."""
-    server = f"Redis at {config.url}"
-    try:
+    with in_a_sentence(config):
         version = str(_any_node(client.info("server"))["redis_version"])
-    except (AuthenticationError, AuthorizationError) as error:
-        who = f"user {config.username}" if config.username else "the default user"
-        raise ConfigError(
-            f"{server} refuses {who} ({error}): set redis.username, and the password in redis.password_file or in the "
-            f"environment variable {config.password_env}."
-        ) from None
-    except NoPermissionError as error:
-        raise ConfigError(f"{server} does not grant what is needed ({error}): see the ACL in docs/redis.md.") from None
-    except (RedisError, OSError) as error:
-        raise _unusable(config, error) from None
     if int(version.partition(".")[0]) < OLDEST_VERSION:
-        raise ConfigError(f"{server} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
+        raise ConfigError(f"Redis at {config.url} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
 
 
-def _unusable(config: RedisConfig, error: Exception) -> ConfigError:
-    return RedisUnreachableError(
-        f"Redis at {config.url} cannot be used ({error}): correct redis.url, start the server, or set redis.required "
-        "to false to serve without it until it answers."
-    )
+@contextmanager
+def in_a_sentence(config: RedisConfig) -> Iterator[None]:
+    """Run commands in this context; raises ConfigError for what redis-py and the sockets raise."""
+    try:
+        yield
+    except (RedisError, OSError) as error:
+        # A cluster's client wraps what its nodes said.
+        cause = error.__cause__ if isinstance(error, RedisClusterException) else error
+        raise _sentence(config, error, cause) from None
+
+
+def _sentence(config: RedisConfig, error: Exception, cause: BaseException | None) -> ConfigError:
+    server = f"Redis at {config.url}"
+    if isinstance(cause, AuthenticationError | AuthorizationError):
+        who = f"user {config.username}" if config.username else "the default user"
+        return ConfigError(
+            f"{server} refuses {who} ({cause}): set redis.username, and the password in redis.password_file or in the "
+            f"environment variable {config.password_env}."
+        )
+    if isinstance(cause, NoPermissionError):
+        return ConfigError(f"{server} does not grant what is needed ({cause}): see the ACL in docs/redis.md.")
+    return RedisUnreachableError(config, error)
+
+
+def pipelined(client: Client, commands: Sequence[tuple[Any, ...]], *, raise_on_error: bool = True) -> list[Any]:
+    """The answers to some commands that are sent together."""
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    answers: list[Any] = pipeline.execute(raise_on_error)
+    return answers
 
 
 def _any_node(answer: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +241,7 @@ def _addresses(parts: SplitResult, default_port: int) -> list[tuple[str, int]]:
     for address in parts.netloc.split(","):
         try:
             one = urlsplit(f"//{address}")
+            (one.hostname or "").encode("idna")  # as the resolver will, whose UnicodeError nobody expects
             found.append((one.hostname or "", one.port or default_port))
         except ValueError:
             found.append(("", 0))
