@@ -30,6 +30,8 @@ from manthan.manager.config_model import ConfigError, RedisConfig
 
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
+NO_ANSWER = (RedisError, RedisClusterException, OSError)
+"""What redis-py raises, and the sockets of a connection under construction."""
 RETRIES = 1
 """After the first try of a command, with jitter between; then the circuit is open for a while."""
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0
@@ -85,10 +87,7 @@ class Circuit:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context; raises StoreDownError or StoreOomError for what redis-py raises.
-
-        OSError is what the sockets of a connection under construction raise.
-        """
+        """Run commands in this context; raises StoreDownError or StoreOomError for what redis-py raises."""
         if self.wait_s:
             raise StoreDownError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}")
         try:
@@ -100,7 +99,7 @@ class Circuit:
             # Busy or loading, read only after a failover, a script killed: an answer, but not one that helps.
             self._failed(str(error))
             raise StoreDownError(str(error)) from None
-        except (RedisError, OSError) as error:
+        except NO_ANSWER as error:
             self._failed(f"{type(error).__name__}: {error}")
             raise StoreDownError(str(error)) from None
         self._answered()
@@ -186,10 +185,10 @@ def check(client: Client, config: RedisConfig) -> None:
 
 @contextmanager
 def in_a_sentence(config: RedisConfig) -> Iterator[None]:
-    """Run commands in this context; raises ConfigError for what redis-py and the sockets raise."""
+    """Run commands in this context; raises ConfigError for what redis-py raises."""
     try:
         yield
-    except (RedisError, OSError) as error:
+    except NO_ANSWER as error:
         # A cluster's client wraps what its nodes said.
         cause = error.__cause__ if isinstance(error, RedisClusterException) else error
         raise _sentence(config, error, cause) from None
