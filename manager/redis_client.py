@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from urllib.parse import SplitResult, urlsplit
 
 import redis
@@ -59,6 +59,24 @@ class RedisUnreachableError(ConfigError):
             f"{self.what}: correct redis.url, start the server, or set redis.required to false to serve without it "
             "until it answers."
         )
+
+
+class LazyCluster:
+    """A cluster's client, made at the first use: it asks the nodes for the slots at once, and they may be down."""
+
+    def __init__(self, make: Callable[[], RedisCluster]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: RedisCluster | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+        return getattr(self._made, name)
+
+    def close(self) -> None:
+        if self._made:
+            self._made.close()
 
 
 class Circuit:
@@ -133,9 +151,10 @@ def password(config: RedisConfig) -> str | None:
 
 
 def connect(config: RedisConfig) -> Client:
-    """A client with a bounded pool, whose commands end within their timeouts. Nothing is sent yet, but to a cluster.
+    """A client whose commands end within their timeouts. Nothing is sent yet.
 
-    It is safe to use from several threads. Raises ConfigError.
+    It is safe to use from several threads: one too many for the pool waits for a connection. The pools for Sentinel and
+    for a cluster's nodes would refuse it instead, so they have no limit but the threads. Raises ConfigError.
     """
     parts = urlsplit(config.url)
     scheme, _, kind = parts.scheme.partition("+")
@@ -153,8 +172,7 @@ def connect(config: RedisConfig) -> Client:
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in _addresses(parts, 6379)]
         options["cluster_error_retry_attempts"] = options.pop("retry") and RETRIES
-        with in_a_sentence(config):
-            return RedisCluster(startup_nodes=nodes, **options, max_connections=config.connections)
+        return cast(RedisCluster, LazyCluster(lambda: RedisCluster(startup_nodes=nodes, **options)))
     if kind == "sentinel":
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
@@ -163,11 +181,15 @@ def connect(config: RedisConfig) -> Client:
             )
         plain = {name: value for name, value in options.items() if name.startswith(("socket_", "ssl", "protocol"))}
         sentinel = Sentinel(_addresses(parts, 26379), sentinel_kwargs=plain, **options, db=_db(db, config))
-        return sentinel.master_for(service, max_connections=config.connections)
+        return sentinel.master_for(service)
     if scheme == "unix":
         at: dict[str, Any] = {"path": parts.path, "connection_class": redis.UnixDomainSocketConnection}
     else:
-        [(host, port)] = _addresses(parts, 6379)
+        (host, port), *others = _addresses(parts, 6379)
+        if others:
+            raise ConfigError(
+                f"redis.url names several servers, which takes redis+cluster:// or redis+sentinel://: {config.url}"
+            )
         tls = {"connection_class": redis.SSLConnection} if scheme == "rediss" else {}
         at = {"host": host, "port": port, "db": _db(parts.path.strip("/"), config), "socket_keepalive": True, **tls}
     options.pop("ssl", None)
