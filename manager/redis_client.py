@@ -11,7 +11,7 @@ from typing import Any, TypeAlias, cast
 from urllib.parse import SplitResult, urlsplit
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import (
     AuthenticationError,
@@ -171,7 +171,6 @@ def connect(config: RedisConfig) -> Client:
         options |= _tls(config)
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in _addresses(parts, 6379)]
-        options["cluster_error_retry_attempts"] = options.pop("retry") and RETRIES
         return cast(RedisCluster, LazyCluster(lambda: RedisCluster(startup_nodes=nodes, **options)))
     if kind == "sentinel":
         service, _, db = parts.path.strip("/").partition("/")
@@ -180,6 +179,7 @@ def connect(config: RedisConfig) -> Client:
                 f"redis.url must end in the name of the Sentinel's service, as in /mymaster/0: {config.url}"
             )
         plain = {name: value for name, value in options.items() if name.startswith(("socket_", "ssl", "protocol"))}
+        plain["retry"] = Retry(NoBackoff(), 0)  # the connection that asks them is tried again already
         sentinel = Sentinel(_addresses(parts, 26379), sentinel_kwargs=plain, **options, db=_db(db, config))
         return sentinel.master_for(service)
     if scheme == "unix":
