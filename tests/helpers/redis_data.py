@@ -15,10 +15,14 @@ from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
 from manthan.manager.redis_store import RedisStore
 
 BLOCK_TOKENS, SHARD_BYTES = 16, 1000
+TTL_S = 88_200
+"""Half an hour above a day: what is left of it reads the same, however slow a test is."""
 
 
 def redis_config(url: str, **values: object) -> RedisConfig:
-    return load_config(env={}, flags={f"redis.{key}": value for key, value in {"url": url, **values}.items()}).redis
+    return load_config(
+        env={}, flags={f"redis.{key}": value for key, value in {"url": url, "ttl_s": TTL_S, **values}.items()}
+    ).redis
 
 
 def keys_of(text: str, count: int) -> list[bytes]:

@@ -1,6 +1,5 @@
 """Connections to real Redis servers: every kind of URL, who is let in, and what is said where that fails."""
 
-import contextlib
 import socket
 import threading
 from collections.abc import Iterator
@@ -8,7 +7,6 @@ from pathlib import Path
 from typing import Any, cast
 
 import pytest
-import redis
 from certificates import Authority
 from redis_connections import PASSWORD, assert_threads_get_through, reaches, refusal
 from redis_data import Engine, blocks_of, keys_of, record, redis_config
@@ -246,26 +244,20 @@ def test_a_server_that_is_too_old(version: str, serves: bool) -> None:
         assert str(error.value) == f"Redis at {config.url} has version 6.2.14: 7.0 or newer is needed."
 
 
-def fill(server: RedisServer) -> None:
-    """Until nothing more goes in."""
-    with contextlib.suppress(redis.exceptions.OutOfMemoryError), server.client as client:
-        while True:
-            client.append("filler", "x" * 1000)
+def test_a_server_whose_memory_is_full_takes_what_makes_room_or_takes_none(server: RedisServer) -> None:
+    engine = Engine(redis_config(server.url))
+    engine.attach()
+    for name in ("alice", "bob"):
+        engine.save(name, keys_of(name, 20))
+    engine.put(keys_of("carol", 5))
+    server.client.config_set("maxmemory", 1)
 
-
-def test_a_server_whose_memory_is_full_takes_what_makes_room(tmp_path: Path) -> None:
-    for server in running(tmp_path, "--maxmemory", "4mb"):
-        engine = Engine(redis_config(server.url), capacity=10_000)
-        engine.attach()
-        for name in ("alice", "bob"):
-            engine.save(name, keys_of(name, 20))
-        fill(server)
-
-        keys = keys_of("carol", 3)
-        assert engine.stores[0].put_all(blocks_of(keys, 0)) == dict.fromkeys(keys, "store_oom")
-        with pytest.raises(StoreOomError):
-            engine.index.reserve(keys)
-        assert engine.index.forget("alice")
-        fill(server)
-        engine.index.save(record("bob", keys_of("bob", 5)), engine.facts)
-        assert engine.index.look_up(keys_of("bob", 20)) == 5
+    keys = keys_of("dave", 3)
+    assert engine.stores[0].put_all(blocks_of(keys, 0)) == dict.fromkeys(keys, "store_oom")
+    with pytest.raises(StoreOomError):
+        engine.index.reserve(keys)
+    assert engine.index.forget("alice")
+    assert engine.index.save(record("carol", keys_of("carol", 5)), engine.facts) == ("saved", [], [])
+    assert engine.index.save(record("bob", keys_of("bob", 5)), engine.facts) == ("saved", [], [])
+    assert [engine.index.look_up(keys_of(name, 20)) for name in ("alice", "bob", "carol")] == [0, 5, 5]
+    assert engine.index.collect().used == 10
