@@ -75,7 +75,7 @@ class LazyCluster:
         return getattr(self._made, name)
 
     def close(self) -> None:
-        if self._made:
+        if self._made is not None:
             self._made.close()
 
 
