@@ -5,15 +5,17 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize
-from rich.console import Console
 from rich.table import Table
 
 from manthan.manager.config import ConfigError, ManthanConfig, Resolved, resolve_config
+from manthan.manager.console import make_console
+from manthan.manager.inspect import inspect
 from manthan.manager.registries import check_registered
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
+app.command("inspect")(inspect)
 
 
 @app.command("version")
@@ -31,10 +33,7 @@ def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file,
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
-    console = Console()
-    if not console.is_terminal:
-        console.width = 10_000  # a row stays one line for grep, whatever the length of the path
-    console.print(_table(resolved))
+    make_console().print(_table(resolved))
 
 
 def _table(resolved: Resolved) -> Table:

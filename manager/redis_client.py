@@ -4,20 +4,21 @@ import os
 import random
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import Any, TypeAlias, cast
 from urllib.parse import SplitResult, urlsplit
 
 import redis
-from redis.backoff import ExponentialWithJitterBackoff
+from redis.backoff import ExponentialWithJitterBackoff, NoBackoff
 from redis.cluster import ClusterNode, RedisCluster
 from redis.exceptions import (
     AuthenticationError,
     AuthorizationError,
     NoPermissionError,
     OutOfMemoryError,
+    RedisClusterException,
     RedisError,
     ResponseError,
 )
@@ -29,6 +30,8 @@ from manthan.manager.config_model import ConfigError, RedisConfig
 
 Client: TypeAlias = "redis.Redis | RedisCluster"
 
+NO_ANSWER = (RedisError, RedisClusterException, OSError)
+"""What redis-py raises, and the sockets of a connection under construction."""
 RETRIES = 1
 """After the first try of a command, with jitter between; then the circuit is open for a while."""
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0
@@ -48,7 +51,32 @@ class StoreOomError(ColdStoreError):
 
 
 class RedisUnreachableError(ConfigError):
-    """A server that does not answer, or not as Redis does."""
+    """A server that does not answer, or not as Redis does; `what` says so without advice to the operator."""
+
+    def __init__(self, config: RedisConfig, error: Exception) -> None:
+        self.what = f"Redis at {config.url} cannot be used ({error})"
+        super().__init__(
+            f"{self.what}: correct redis.url, start the server, or set redis.required to false to serve without it "
+            "until it answers."
+        )
+
+
+class LazyCluster:
+    """A cluster's client, made at the first use: it asks the nodes for the slots at once, and they may be down."""
+
+    def __init__(self, make: Callable[[], RedisCluster]) -> None:
+        self._make, self._lock = make, threading.Lock()
+        self._made: RedisCluster | None = None
+
+    def __getattr__(self, name: str) -> Any:
+        with self._lock:
+            if self._made is None:
+                self._made = self._make()
+        return getattr(self._made, name)
+
+    def close(self) -> None:
+        if self._made is not None:
+            self._made.close()
 
 
 class Circuit:
@@ -77,10 +105,7 @@ class Circuit:
 
     @contextmanager
     def guard(self) -> Iterator[None]:
-        """Run commands in this context; raises StoreDownError or StoreOomError for what redis-py raises.
-
-        OSError is what the sockets of a connection under construction raise.
-        """
+        """Run commands in this context; raises StoreDownError or StoreOomError for what redis-py raises."""
         if self.wait_s:
             raise StoreDownError(f"Redis is not asked for another {self.wait_s:.1f} s: {self.last_error}")
         try:
@@ -92,7 +117,7 @@ class Circuit:
             # Busy or loading, read only after a failover, a script killed: an answer, but not one that helps.
             self._failed(str(error))
             raise StoreDownError(str(error)) from None
-        except (RedisError, OSError) as error:
+        except NO_ANSWER as error:
             self._failed(f"{type(error).__name__}: {error}")
             raise StoreDownError(str(error)) from None
         self._answered()
@@ -126,9 +151,10 @@ def password(config: RedisConfig) -> str | None:
 
 
 def connect(config: RedisConfig) -> Client:
-    """A client with a bounded pool, whose commands end within their timeouts. Nothing is sent yet, but to a cluster.
+    """A client whose commands end within their timeouts. Nothing is sent yet.
 
-    It is safe to use from several threads. Raises ConfigError.
+    It is safe to use from several threads: one too many for the pool waits for a connection. The pools for Sentinel and
+    for a cluster's nodes would refuse it instead, so they have no limit but the threads. Raises ConfigError.
     """
     parts = urlsplit(config.url)
     scheme, _, kind = parts.scheme.partition("+")
@@ -145,11 +171,7 @@ def connect(config: RedisConfig) -> Client:
         options |= _tls(config)
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in _addresses(parts, 6379)]
-        options["cluster_error_retry_attempts"] = options.pop("retry") and RETRIES
-        try:
-            return RedisCluster(startup_nodes=nodes, **options, max_connections=config.connections)
-        except (RedisError, OSError) as error:
-            raise _unusable(config, error) from None
+        return cast(RedisCluster, LazyCluster(lambda: RedisCluster(startup_nodes=nodes, **options)))
     if kind == "sentinel":
         service, _, db = parts.path.strip("/").partition("/")
         if not service:
@@ -157,12 +179,17 @@ def connect(config: RedisConfig) -> Client:
                 f"redis.url must end in the name of the Sentinel's service, as in /mymaster/0: {config.url}"
             )
         plain = {name: value for name, value in options.items() if name.startswith(("socket_", "ssl", "protocol"))}
+        plain["retry"] = Retry(NoBackoff(), 0)  # the connection that asks them is tried again already
         sentinel = Sentinel(_addresses(parts, 26379), sentinel_kwargs=plain, **options, db=_db(db, config))
-        return sentinel.master_for(service, max_connections=config.connections)
+        return sentinel.master_for(service)
     if scheme == "unix":
         at: dict[str, Any] = {"path": parts.path, "connection_class": redis.UnixDomainSocketConnection}
     else:
-        [(host, port)] = _addresses(parts, 6379)
+        (host, port), *others = _addresses(parts, 6379)
+        if others:
+            raise ConfigError(
+                f"redis.url names several servers, which takes redis+cluster:// or redis+sentinel://: {config.url}"
+            )
         tls = {"connection_class": redis.SSLConnection} if scheme == "rediss" else {}
         at = {"host": host, "port": port, "db": _db(parts.path.strip("/"), config), "socket_keepalive": True, **tls}
     options.pop("ssl", None)
@@ -172,28 +199,43 @@ def connect(config: RedisConfig) -> Client:
 
 def check(client: Client, config: RedisConfig) -> None:
     """Raise ConfigError, in one sentence, for a server that does not answer, lets us not in, or is too old."""
-    server = f"Redis at {config.url}"
-    try:
+    with in_a_sentence(config):
         version = str(_any_node(client.info("server"))["redis_version"])
-    except (AuthenticationError, AuthorizationError) as error:
-        who = f"user {config.username}" if config.username else "the default user"
-        raise ConfigError(
-            f"{server} refuses {who} ({error}): set redis.username, and the password in redis.password_file or in the "
-            f"environment variable {config.password_env}."
-        ) from None
-    except NoPermissionError as error:
-        raise ConfigError(f"{server} does not grant what is needed ({error}): see the ACL in docs/redis.md.") from None
-    except (RedisError, OSError) as error:
-        raise _unusable(config, error) from None
     if int(version.partition(".")[0]) < OLDEST_VERSION:
-        raise ConfigError(f"{server} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
+        raise ConfigError(f"Redis at {config.url} has version {version}: {OLDEST_VERSION}.0 or newer is needed.")
 
 
-def _unusable(config: RedisConfig, error: Exception) -> ConfigError:
-    return RedisUnreachableError(
-        f"Redis at {config.url} cannot be used ({error}): correct redis.url, start the server, or set redis.required "
-        "to false to serve without it until it answers."
-    )
+@contextmanager
+def in_a_sentence(config: RedisConfig) -> Iterator[None]:
+    """Run commands in this context; raises ConfigError for what redis-py raises."""
+    try:
+        yield
+    except NO_ANSWER as error:
+        # A cluster's client wraps what its nodes said.
+        cause = error.__cause__ if isinstance(error, RedisClusterException) else error
+        raise _sentence(config, error, cause) from None
+
+
+def _sentence(config: RedisConfig, error: Exception, cause: BaseException | None) -> ConfigError:
+    server = f"Redis at {config.url}"
+    if isinstance(cause, AuthenticationError | AuthorizationError):
+        who = f"user {config.username}" if config.username else "the default user"
+        return ConfigError(
+            f"{server} refuses {who} ({cause}): set redis.username, and the password in redis.password_file or in the "
+            f"environment variable {config.password_env}."
+        )
+    if isinstance(cause, NoPermissionError):
+        return ConfigError(f"{server} does not grant what is needed ({cause}): see the ACL in docs/redis.md.")
+    return RedisUnreachableError(config, error)
+
+
+def pipelined(client: Client, commands: Sequence[tuple[Any, ...]], *, raise_on_error: bool = True) -> list[Any]:
+    """The answers to some commands that are sent together."""
+    pipeline = client.pipeline(transaction=False)
+    for command in commands:
+        pipeline.execute_command(*command)
+    answers: list[Any] = pipeline.execute(raise_on_error)
+    return answers
 
 
 def _any_node(answer: dict[str, Any]) -> dict[str, Any]:
@@ -220,6 +262,7 @@ def _addresses(parts: SplitResult, default_port: int) -> list[tuple[str, int]]:
     for address in parts.netloc.split(","):
         try:
             one = urlsplit(f"//{address}")
+            (one.hostname or "").encode("idna")  # as the resolver will, whose UnicodeError nobody expects
             found.append((one.hostname or "", one.port or default_port))
         except ValueError:
             found.append(("", 0))

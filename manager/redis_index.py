@@ -10,7 +10,7 @@ from functools import cache
 from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
-from manthan.manager.redis_client import Circuit, Client
+from manthan.manager.redis_client import Circuit, Client, pipelined
 from manthan.manager.redis_schema import BOOKKEEPING, Namespace, SessionRecord, iso
 from manthan.manager.session import Stranger
 
@@ -231,10 +231,7 @@ class RedisIndex:
         answers: list[Any] = []
         for some in batches(commands, BATCH):
             with self._circuit.guard():
-                pipeline = self._client.pipeline(transaction=False)
-                for command in some:
-                    pipeline.execute_command(*command)
-                answers += pipeline.execute()
+                answers += pipelined(self._client, some)
         return answers
 
 

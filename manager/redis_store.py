@@ -11,7 +11,7 @@ import numpy as np
 from redis.exceptions import OutOfMemoryError
 
 from manthan.manager.cold_store import Buffer, ColdStore, ColdStoreError
-from manthan.manager.redis_client import Circuit, Client, StoreOomError
+from manthan.manager.redis_client import Circuit, Client, StoreOomError, pipelined
 from manthan.manager.redis_index import BATCH, batches
 from manthan.manager.redis_schema import Namespace
 
@@ -97,10 +97,7 @@ class RedisStore(ColdStore):
 
     def _pipelined(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
         """Answers in order; that the server's memory is full is one of them, all other errors are raised."""
-        pipeline = self._client.pipeline(transaction=False)
-        for command in commands:
-            pipeline.execute_command(*command)
-        answers: list[Any] = pipeline.execute(raise_on_error=False)
+        answers = pipelined(self._client, commands, raise_on_error=False)
         for answer in answers:
             if isinstance(answer, Exception) and not isinstance(answer, OutOfMemoryError):
                 raise answer

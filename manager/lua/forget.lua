@@ -1,7 +1,9 @@
+#!lua flags=allow-oom
 -- Remove a session as one; its blocks go unless another session uses them.
 -- KEYS: session, chain, sessions, blocks, users, tips.
 -- ARGV: id; the owner it must have, or empty; the latest time at which it may be to expire, or empty.
 -- Returns whether it was removed, and block keys to delete.
+-- A server whose memory is full must take what makes room in it.
 local expires = redis.call('ZSCORE', KEYS[3], ARGV[1])
 if ARGV[2] ~= '' and redis.call('HGET', KEYS[1], 'owner') ~= ARGV[2] then return {0, {}} end
 if ARGV[3] ~= '' and expires and tonumber(expires) > tonumber(ARGV[3]) then return {0, {}} end

@@ -1,9 +1,11 @@
+#!lua flags=allow-oom
 -- Write a session as one: its record, its chain, and what it means for its blocks.
 -- KEYS: session, chain, sessions, blocks, pending, users, tips, info.
 -- ARGV: id, owner, seconds to live, seconds that bookkeeping outlives it, number of fields, field and value by turns,
 --       then the chain: block keys, each with + before it if its codes are stored, or - if not.
 -- Returns a verdict, the time at which the session expires, block keys to delete, block keys that are not stored after
 -- all, and sessions without a name that this one goes on from.
+-- A server whose memory is full must take it: the blocks are there already, and what makes room is said afterwards.
 local id, owner, ttl, slack, fields = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonumber(ARGV[4]), tonumber(ARGV[5])
 local first = 6 + 2 * fields
 local now = tonumber(redis.call('TIME')[1])

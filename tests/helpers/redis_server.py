@@ -59,17 +59,22 @@ class RedisServer:
         return redis.Redis(port=self.port, password=password, socket_timeout=20, decode_responses=True)
 
     def start(self) -> None:
-        program = shutil.which("redis-server")
-        if program is None:
-            pytest.skip("redis-server is not installed")
         with (self.folder / f"redis-{self.port}.log").open("ab") as log:
             self._process = subprocess.Popen(
-                [program, "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.flags],
+                self._command(),
                 cwd=self.folder,
                 stdout=log,
                 stderr=subprocess.STDOUT,
             )
         self._wait_until_up()
+
+    def _command(self) -> list[str]:
+        return [self.program(), "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", *self.flags]
+
+    @staticmethod
+    def program() -> str:
+        """Where redis-server is; a test that needs it is skipped where it is not."""
+        return shutil.which("redis-server") or pytest.skip("redis-server is not installed")
 
     def _wait_until_up(self) -> None:
         deadline = time.monotonic() + 20

@@ -1,0 +1,101 @@
+"""Sessions and blocks in a real Redis, written as engines write them."""
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from hashlib import sha256
+
+import numpy as np
+
+from manthan.manager.config import load_config
+from manthan.manager.config_model import RedisConfig
+from manthan.manager.redis_client import Circuit, Client, connect
+from manthan.manager.redis_index import Grant, RedisIndex
+from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.redis_store import RedisStore
+
+BLOCK_TOKENS, SHARD_BYTES = 16, 1000
+TTL_S = 88_200
+"""Half an hour above a day: what is left of it reads the same, however slow a test is."""
+
+
+def redis_config(url: str, **values: object) -> RedisConfig:
+    return load_config(
+        env={}, flags={f"redis.{key}": value for key, value in {"url": url, "ttl_s": TTL_S, **values}.items()}
+    ).redis
+
+
+def keys_of(text: str, count: int) -> list[bytes]:
+    """The chain of a conversation that begins with this text."""
+    return [sha256(f"{text} {at}".encode()).digest() for at in range(count)]
+
+
+def blocks_of(keys: Sequence[bytes], rank: int) -> dict[bytes, np.ndarray]:
+    """What a rank has encoded: bytes that tell key and rank."""
+    return {key: np.frombuffer((key + bytes([rank])) * 100, np.uint8)[:SHARD_BYTES] for key in keys}
+
+
+def record(
+    session_id: str, keys: Sequence[bytes], *, last_used: float | None = None, requests: int = 1
+) -> SessionRecord:
+    used = time.time() if last_used is None else last_used
+    return SessionRecord(session_id, "cold", tuple(StoredBlock(key, True) for key in keys), used - 60, used, requests)
+
+
+@dataclass
+class Engine:
+    """Books and stores of one engine, without the engine."""
+
+    config: RedisConfig
+    model: str = "org/Tiny-1B"
+    ranks: int = 2
+    capacity: int = 100
+    owner: str = "engine-a"
+    client: Client = field(init=False)
+    index: RedisIndex = field(init=False)
+    stores: list[RedisStore] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.client = connect(self.config)
+        namespace = Namespace.of(self.config.prefix, self.model, {"ranks": self.ranks})
+        ttl = self.config.ttl_s
+        self.index = RedisIndex(self.client, Circuit(), namespace, self.owner, self.ranks, self.capacity, ttl)
+        self.stores = [
+            RedisStore(self.client, Circuit(), namespace, rank, SHARD_BYTES, ttl) for rank in range(self.ranks)
+        ]
+
+    @property
+    def name(self) -> str:
+        return self.index.namespace.name
+
+    @property
+    def facts(self) -> dict[str, object]:
+        block_bytes = self.ranks * SHARD_BYTES
+        return {
+            "model": self.model,
+            "dtype": "bfloat16",
+            "codec": "lloyd3",
+            "block_tokens": BLOCK_TOKENS,
+            "block_bytes": block_bytes,
+            "ranks": self.ranks,
+            "budget_bytes": self.capacity * block_bytes,
+        }
+
+    def attach(self) -> str:
+        return self.index.attach(self.facts, "incarnation")
+
+    def put(self, keys: Sequence[bytes]) -> None:
+        """Reserve and store blocks of all ranks."""
+        grants, _ = self.index.reserve(keys)
+        assert Grant.FULL not in grants
+        for rank, store in enumerate(self.stores):
+            assert store.put_all(blocks_of(keys, rank)) == {}
+
+    def save(self, session_id: str, keys: Sequence[bytes], **fields: float) -> None:
+        self.put(keys)
+        assert self.index.save(record(session_id, keys, **fields), self.facts).verdict == "saved"  # type: ignore[arg-type]
+
+    def close(self) -> None:
+        for store in self.stores:
+            store.close()
+        self.client.close()
