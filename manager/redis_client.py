@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeAlias, cast
+from typing import Any, TypeAlias
 from urllib.parse import SplitResult, urlsplit
 
 import redis
@@ -28,7 +28,7 @@ from redis.sentinel import Sentinel
 from manthan.manager.cold_store import ColdStoreError
 from manthan.manager.config_model import ConfigError, RedisConfig
 
-Client: TypeAlias = "redis.Redis | RedisCluster"
+Client: TypeAlias = Any  # redis.Redis or RedisCluster: their annotations leave open what is bytes and what is str
 
 NO_ANSWER = (RedisError, RedisClusterException, OSError)
 """What redis-py raises, and the sockets of a connection under construction."""
@@ -171,7 +171,7 @@ def connect(config: RedisConfig) -> Client:
         options |= _tls(config)
     if kind == "cluster":
         nodes = [ClusterNode(host, port) for host, port in _addresses(parts, 6379)]
-        return cast(RedisCluster, LazyCluster(lambda: RedisCluster(startup_nodes=nodes, **options)))
+        return LazyCluster(lambda: RedisCluster(startup_nodes=nodes, **options))
     if kind == "sentinel":
         service, _, db = parts.path.strip("/").partition("/")
         if not service:

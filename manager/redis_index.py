@@ -78,7 +78,7 @@ class RedisIndex:
             self._client.hsetnx(info, "incarnation", incarnation)
             self._client.hsetnx(info, "created", iso(time.time()))
             self._client.hset(info, mapping={name: str(value) for name, value in facts.items()})
-            self._client.expire(info, 2 * self._slack, nx=True)
+            self._client.expireat(info, round(time.time()) + 2 * self._slack, nx=True)
             found = self._client.hget(info, "incarnation")
             for name in self._client.smembers(self.namespace.all_names):
                 other = Namespace(self.namespace.prefix, name.decode())
@@ -225,7 +225,7 @@ class RedisIndex:
         """Run a script; `keys` are full keys, or parts of BOOKKEEPING."""
         full = [self.namespace.key(key) if key in BOOKKEEPING else key for key in keys]
         with self._circuit.guard():
-            return self._client.eval(_script(script), len(full), *full, *args)  # type: ignore[arg-type]
+            return self._client.eval(_script(script), len(full), *full, *args)
 
     def _pipelined(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
         answers: list[Any] = []

@@ -18,5 +18,5 @@ for i = 3, #ARGV do
     end
 end
 answer[1] = used
-redis.call('EXPIRE', KEYS[2], 2 * lasts)
+redis.call('EXPIREAT', KEYS[2], now + lasts + 3600)
 return answer

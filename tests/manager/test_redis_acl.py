@@ -27,7 +27,7 @@ ENGINE_ACL = (
     "+get +set +exists +expireat +unlink +del +ttl +strlen "
     "+hget +hmget +hgetall +hset +hsetnx +hdel +hexists +hincrby "
     "+llen +lrange +rpush "
-    "+sadd +smembers "
+    "+sadd +smembers +srem "
     "+zadd +zcard +zcount +zmscore +zrange +zrangebyscore +zrem +zscore"
 )
 INSPECT_ACL = (
@@ -86,6 +86,7 @@ def everything(config: RedisConfig) -> None:
     check(connect(config), config)
     mine, theirs = Engine(config, owner="engine-a"), Engine(config, owner="engine-b")
     keys = keys_of("a", 4)
+    mine.client.sadd("manthan:namespaces", "nobodys-any-more")
     assert mine.attach() == mine.index.incarnation()
     mine.save("alice", keys)
     assert theirs.index.look_up(keys) == 4
