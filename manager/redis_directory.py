@@ -258,7 +258,8 @@ class RedisDirectory(Directory):
             index.release(keys, force=force)
             with self._wake:
                 for key in keys:
-                    self._drops.pop(key, None)
+                    if self._drops.get(key) is force:  # it may be told to be forced meanwhile
+                        del self._drops[key]
 
     def _first(self, index: RedisIndex, news: Iterable[T]) -> T | None:
         """The next of some news, if they are still of this index's namespace."""

@@ -19,6 +19,7 @@ from manthan.manager.config import ConfigError
 from manthan.manager.config_model import RedisConfig
 from manthan.manager.redis_client import check, connect
 from manthan.manager.redis_index import RedisIndex
+from manthan.manager.redis_schema import Namespace
 
 PASSWORD = "not-for-the-log"
 ENGINE_ACL = (
@@ -86,7 +87,9 @@ def everything(config: RedisConfig) -> None:
     check(connect(config), config)
     mine, theirs = Engine(config, owner="engine-a"), Engine(config, owner="engine-b")
     keys = keys_of("a", 4)
-    mine.client.sadd("manthan:namespaces", "nobodys-any-more")
+    gone = Namespace("manthan:", "nobodys-any-more")
+    RedisIndex(mine.client, mine.index._circuit, gone, "engine-a", mine.ranks, 100, 9).attach(mine.facts, "x")
+    mine.index._pipelined([("DEL", gone.key("info"))])
     assert mine.attach() == mine.index.incarnation()
     mine.save("alice", keys)
     assert theirs.index.look_up(keys) == 4
