@@ -220,6 +220,8 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
         raise SizeError(str(error)) from None
     if (keys, values) != expected:
         raise SizeError(f"payloads of {keys} and {values} bytes: the shapes ask for {expected[0]} and {expected[1]}.")
+    if data[KEY_AT + key_len : HEADER.size].any():
+        raise KeyMismatchError("the bytes behind the block key are not zero.")
     if key is not None and header.key != key:
         raise KeyMismatchError(f"the block is {header.key.hex()}, not {key.hex()}.")
     if fingerprint is not None and header.fingerprint != fingerprint:

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Iterator
 
 import pytest
-from vllm_engine import Engine, Table, running
+from vllm import EngineArgs
+from vllm.config import set_current_vllm_config
+from vllm_engine import MODEL, Engine, Table, running
 
 
 @pytest.fixture(scope="session")
@@ -39,3 +41,10 @@ def engine(sweeping_engine: Engine) -> Iterator[Engine]:
 def crowded(crowded_engine: Engine) -> Iterator[Engine]:
     crowded_engine.start_afresh()
     return crowded_engine
+
+
+@pytest.fixture(scope="module")
+def engine_config() -> Iterator[None]:
+    """What vLLM's attention backends ask for when they are made outside of an engine."""
+    with set_current_vllm_config(EngineArgs(MODEL).create_engine_config()):
+        yield

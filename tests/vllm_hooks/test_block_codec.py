@@ -1,68 +1,21 @@
 """Paged blocks through vLLM's own cache-write operation, in every layout that this machine's kernels use."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from vllm import EngineArgs
-from vllm.config import set_current_vllm_config
-from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, paged, shape_of, write
 
 from manthan.codec import get_codec, wire
-from manthan.vllm_hooks.block_codec import HostBlocks
 from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
 from manthan.vllm_hooks.support import UnsupportedError
 
-LAYERS, HEADS, BLOCKS = 3, 2, 8
-KEY, PRINT = b"k" * 32, b"f" * 16
+KEY = b"k" * 32
 ISAS = ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
 
 
-@pytest.fixture(scope="module", autouse=True)
-def engine_config() -> Any:
-    from pathlib import Path
-
-    model = Path(__file__).parents[1] / "data" / "tiny-llama"
-    with set_current_vllm_config(EngineArgs(str(model)).create_engine_config()):
-        yield
-
-
-def paged(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> tuple[dict, dict, FullAttentionSpec]:
-    """Caches and attention layers as the CPU worker builds them."""
-    caches, layers = {}, {}
-    for n in range(LAYERS):
-        impl = CPUAttentionBackendImpl(2 * HEADS, head_dim, 1.0, HEADS, None, None, "auto")
-        layers[f"layer-{n}"] = SimpleNamespace(impl=impl, isa=isa, _k_scale_float=1.0, _v_scale_float=1.0)
-        caches[f"layer-{n}"] = torch.zeros(BLOCKS, HEADS, tokens, 2 * head_dim, dtype=dtype)
-    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=HEADS, head_size=head_dim, dtype=dtype)
-    return caches, layers, spec
-
-
-def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed: int) -> tuple[np.ndarray, np.ndarray]:
-    """Fill a block with random vectors through the backend; returns keys and values as float32 vectors in order."""
-    torch.manual_seed(seed)
-    shape = (2, LAYERS, spec.block_size, HEADS, spec.head_size)
-    data = torch.randn(shape).to(spec.dtype)
-    slots = block * spec.block_size + torch.arange(spec.block_size)
-    for n, (name, layer) in enumerate(layers.items()):
-        layer.impl.do_kv_cache_update(layer, data[0, n], data[1, n], caches[name], slots)
-    keys, values = data.transpose(2, 3).float().reshape(2, -1, spec.head_size).numpy()
-    return keys, values
-
-
-def shape_of(spec: FullAttentionSpec) -> tuple[int, int, int]:
-    return spec.num_kv_heads, spec.block_size, spec.head_size
-
-
-def block_codec(
-    caches: dict, layers: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, num_blocks: int = BLOCKS
-) -> HostBlocks:
-    probed = probe_layers(caches, layers, num_blocks, shape_of(spec))
-    header = wire.BlockHeader("lloyd3", b"", fingerprint, len(probed), *shape_of(spec))
-    return HostBlocks(get_codec("lloyd3", spec.head_size), header, probed)
+pytestmark = pytest.mark.usefixtures("engine_config")
 
 
 @pytest.mark.parametrize("isa", ISAS)
@@ -155,17 +108,7 @@ def test_a_layout_whose_vectors_are_scattered_is_not_for_gpu_kernels() -> None:
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 def test_strides_are_found_whatever_the_order_of_heads_and_tokens(order: tuple[int, ...]) -> None:
-    """As GPU backends lay blocks out: heads outside tokens, or tokens outside heads."""
-    caches, spec = {}, paged("vec", torch.float16, 16, 64)[2]
-    shape = [(BLOCKS, HEADS, 16, 128)[axis] for axis in order]
-
-    class Impl:
-        def do_kv_cache_update(self, layer: Any, key: Any, value: Any, cache: Any, slots: Any) -> None:
-            cache[slots // 16, :, slots % 16] = torch.cat([key, value], -1)
-
-    for n in range(LAYERS):
-        caches[f"layer-{n}"] = torch.zeros(shape, dtype=torch.float16).permute(order)
-    layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
+    caches, layers, spec = gpu_like(order)
     layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
     cache = caches["layer-1"]
     assert (layout.block_stride, layout.head_stride, layout.token_stride) == cache.stride()[:3]

@@ -1,0 +1,145 @@
+"""Ten thousand values in Redis that are not what was stored, given to the loader: none is accepted."""
+
+import random
+import time
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import xxhash
+from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, paged, shape_of, write
+from redis_server import RedisServer, running
+
+from manthan.codec import wire
+from manthan.codec.registry import SPECS
+from manthan.codec.torch_backend import TorchPagedCodec
+from manthan.manager.config_model import RedisConfig
+from manthan.manager.redis_client import Circuit, connect
+from manthan.manager.redis_schema import Namespace
+from manthan.manager.redis_store import RedisStore
+from manthan.vllm_hooks.block_codec import Blocks
+from manthan.vllm_hooks.host_path import HostPath
+from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock
+from manthan.vllm_hooks.paged_blocks import PagedBlocks
+from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+
+pytestmark = pytest.mark.usefixtures("engine_config")
+
+CORRUPTIONS = 10_000
+KEYS = [bytes([n]) * 32 for n in range(4)]
+TARGET = 7
+"""The paged block that is loaded into."""
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+def on_the_cpu() -> tuple[Blocks, dict]:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    for block in range(len(KEYS)):
+        write(caches, layers, block, spec, seed=block)
+    return blocks, caches
+
+
+def as_on_a_gpu() -> tuple[Blocks, dict]:
+    caches, layers, spec = gpu_like()
+    layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+    for cache in caches.values():
+        cache[: len(KEYS)] = torch.randn(cache[: len(KEYS)].shape)
+    header = wire.BlockHeader("lloyd3", b"", PRINT, LAYERS, HEADS, 16, 64)
+    return PagedBlocks(TorchPagedCodec(SPECS["lloyd3"], layout, header), header), caches
+
+
+class Loader:
+    """The path that serves, with four blocks of a cache in Redis."""
+
+    def __init__(self, server: RedisServer, make: Callable[[], tuple[Blocks, dict]]) -> None:
+        blocks, self.caches = make()
+        namespace = Namespace("manthan:", make.__name__)
+        client = connect(RedisConfig(url=server.url))
+        store = RedisStore(client, Circuit(), namespace, 0, blocks.nbytes, 1000)
+        self.path = HostPath(blocks, store, 1, torch.device("cpu"))
+        self.raw = server.binary_client
+        self.names = [namespace.block(key, 0) for key in KEYS]
+        self.path.submit(ManthanMetadata(spills=[SpillBlock(key, n) for n, key in enumerate(KEYS)]))
+        assert [result.cause for result in self.wait().spills] == [None] * len(KEYS)
+        self.values = [self.raw.get(name) for name in self.names]
+
+    def wait(self):
+        deadline = time.monotonic() + 20
+        while (report := self.path.take_report()) is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.0002)
+        return report
+
+    def load(self, which: int) -> LoadResult:
+        self.path.submit(ManthanMetadata(loads=[Load("request", [KEYS[which]], [TARGET])]))
+        [result] = self.wait().loads
+        return result
+
+    def target(self) -> torch.Tensor:
+        return torch.stack([cache[TARGET] for cache in self.caches.values()]).clone()
+
+
+def sealed(value: bytes) -> bytes:
+    """With the checksum that it should have: nothing else gives it away."""
+    return value[:8] + xxhash.xxh3_64(value[:8] + value[16:]).intdigest().to_bytes(8, "little") + value[16:]
+
+
+def corrupted(values: list[bytes], which: int, rng: random.Random) -> bytes:
+    """Something else than values[which]."""
+    value = values[which]
+    at, size = rng.randrange(len(value)), len(value)
+    match rng.randrange(8):
+        case 0:  # bits
+            flipped = bytearray(value)
+            for position in {rng.randrange(8 * size) for _ in range(rng.choice([1, 1, 1, 2, 5]))}:
+                flipped[position // 8] ^= 1 << position % 8
+            return bytes(flipped)
+        case 1:  # its end is missing
+            return value[:at]
+        case 2:  # something follows
+            return value + rng.randbytes(rng.choice([1, 16, 1000]))
+        case 3:  # another block's, whole or in part
+            other = values[(which + rng.randrange(1, len(values))) % len(values)]
+            return rng.choice([other, value[:at] + other[at:], other[: max(170, at)] + value[max(170, at) :]])
+        case 4:  # a piece is zero, noise or shifted
+            end = min(size, at + rng.choice([1, 64, 4096]))
+            piece = rng.choice([bytes(end - at), rng.randbytes(end - at)])
+            return value[:at] + piece + value[end:] if rng.random() < 0.7 else value[:at] + value[end:] + piece
+        case 5:  # nothing of it
+            return rng.randbytes(rng.choice([0, 8, 159, 160, 161, size]))
+        case 6:  # a header that says something else, in good order otherwise
+            offset = rng.choice([*range(8), *range(16, wire.HEADER.size)])
+            changed = bytearray(value)
+            changed[offset] ^= rng.randrange(1, 256)
+            return sealed(bytes(changed))
+        case _:  # another block's codes under this one's header
+            other = values[(which + 1) % len(values)]
+            return value[: wire.HEADER.size] + other[wire.HEADER.size :]
+
+
+@pytest.mark.parametrize("make", [on_the_cpu, as_on_a_gpu])
+def test_none_of_ten_thousand_corruptions_is_accepted(redis_server: RedisServer, make: Callable) -> None:
+    loader, rng = Loader(redis_server, make), random.Random(11)
+    untouched = loader.target()
+    causes = set()
+    for _ in range(CORRUPTIONS):
+        which = rng.randrange(len(KEYS))
+        bad = corrupted(loader.values, which, rng)
+        if bad == loader.values[which]:  # a piece that was zero anyway
+            continue
+        loader.raw.set(loader.names[which], bad)
+        [(key, cause)] = loader.load(which).failed
+        assert key == KEYS[which]
+        causes.add(cause)
+        loader.raw.set(loader.names[which], loader.values[which])
+    assert torch.equal(loader.target(), untouched)
+    assert causes >= {"checksum", "truncated", "trailing", "key", "magic", "fingerprint", "version"}
+    for which in range(len(KEYS)):
+        assert loader.load(which).failed == []  # what is right is accepted
+        assert not torch.equal(loader.target(), untouched)
+    loader.path.shutdown()
