@@ -39,11 +39,17 @@ def check_capacity(config: ManthanConfig, shape: "MemoryShape", blocks: int) -> 
         )
 
 
-def announce(vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", blocks: int) -> None:
-    """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is."""
+def announce(
+    vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", blocks: int, place: str = ""
+) -> None:
+    """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is.
+
+    place: the namespace of a store in Redis.
+    """
     store = config.cold_store
+    host_bytes = store.front_bytes or store.host_bytes
     logger.info(
-        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s%s for %d tokens, "
+        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s%s%s for %d tokens, "
         "idle after %g s",
         config.policy.name,
         config.codec,
@@ -52,7 +58,8 @@ def announce(vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemorySha
         shape.cold_nbytes // shape.block_tokens,
         store.kind,
         human_bytes(store.max_bytes),
-        f" and host of {human_bytes(store.host_bytes)}" if store.host_bytes else "",
+        f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
+        f" at {config.redis.url} as {place}" if place else "",
         blocks * shape.block_tokens,
         config.idle_after_s,
     )

@@ -102,7 +102,7 @@ class SchedulerHalf:
         self._rung = False
         self._wake = engine_waker()
         self._sweeper = Sweeper(config.sweep_interval_s, self._is_due, self._ring)
-        announce(vllm_config, config, self._shape, capacity)
+        announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
