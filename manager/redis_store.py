@@ -50,7 +50,7 @@ class RedisStore(ColdStore):
             try:
                 with self._circuit.guard():
                     answers = self._pipelined(
-                        [("SET", self._name(key), buf.tobytes(), "PX", self._ttl_ms) for key, buf in some]
+                        [("SET", self._name(key), buf.data, "PX", self._ttl_ms) for key, buf in some]
                     )
             except ColdStoreError as error:
                 answers = [error] * len(some)
@@ -67,7 +67,9 @@ class RedisStore(ColdStore):
             assert ahead is not None
             values = ahead.result()
             ahead = self._ahead.submit(self._fetch, following) if following is not None else None
-            for value in values:
+            values.reverse()
+            while values:  # let go of each when it has been used: the next batch gets its memory
+                value = values.pop()
                 yield None if value is None else np.frombuffer(value, np.uint8)
 
     def drop(self, keys: Iterable[bytes]) -> None:
