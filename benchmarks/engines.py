@@ -72,7 +72,10 @@ def write_model(folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """One engine. blocks: of its KV pool. offload_nbytes: for vLLM's own CPU offload. manthan: Manthan's options."""
+    """One engine. blocks: of its KV pool. offload_nbytes: for vLLM's own CPU offload. manthan: Manthan's options.
+
+    made_up_weights: the model's folder need not have any, and no answer means anything.
+    """
 
     model: str
     block_size: int
@@ -83,12 +86,13 @@ class EngineOptions:
     eager: bool = False
     offload_nbytes: int = 0
     manthan: dict[str, Any] | None = None
+    made_up_weights: bool = True
 
     def engine_args(self) -> dict[str, Any]:
         """What AsyncEngineArgs takes."""
         args: dict[str, Any] = {
             "model": self.model,
-            "load_format": "dummy",
+            "load_format": "dummy" if self.made_up_weights else "auto",
             "dtype": "bfloat16",
             "skip_tokenizer_init": True,
             "block_size": self.block_size,

@@ -50,7 +50,7 @@ class RedisStore(ColdStore):
             try:
                 with self._circuit.guard():
                     answers = self._pipelined(
-                        [("SET", self._name(key), buf.tobytes(), "PX", self._ttl_ms) for key, buf in some]
+                        [("SET", self._name(key), buf.data, "PX", self._ttl_ms) for key, buf in some]
                     )
             except ColdStoreError as error:
                 answers = [error] * len(some)
@@ -60,15 +60,20 @@ class RedisStore(ColdStore):
         return refused
 
     def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Raises StoreDownError. One batch is fetched while the one before it is used."""
+        """Raises StoreDownError. One batch is fetched while the one before it is used.
+
+        If that did not take long enough for another thread to begin, this one fetches: it would only wait.
+        """
         some = list(batches(keys, self._batch))
-        ahead = self._ahead.submit(self._fetch, some[0]) if some else None
-        for following in [*some[1:], None]:
-            assert ahead is not None
-            values = ahead.result()
-            ahead = self._ahead.submit(self._fetch, following) if following is not None else None
-            for value in values:
+        values = self._fetch(some[0]) if some else []
+        for following in [*some[1:], []]:
+            ahead = self._ahead.submit(self._fetch, following) if following else None
+            values.reverse()
+            while values:  # let go of each when it has been used: the next batch gets its memory
+                value = values.pop()
                 yield None if value is None else np.frombuffer(value, np.uint8)
+            if ahead is not None:
+                values = self._fetch(following) if ahead.cancel() else ahead.result()
 
     def absent(self, keys: Sequence[bytes]) -> list[bytes]:
         gone: list[bytes] = []

@@ -1,0 +1,47 @@
+"""A redis-server for as long as a benchmark runs, on a free port of this machine, with nothing written to disk."""
+
+import contextlib
+import shutil
+import socket
+import subprocess
+import time
+from collections.abc import Iterator
+
+import typer
+
+START_S = 20.0
+
+
+@contextlib.contextmanager
+def redis_at(url: str) -> Iterator[str]:
+    """The URL of a server: the given one, or else of one that ends with this context."""
+    if url:
+        yield url
+        return
+    program = shutil.which("redis-server")
+    if program is None:
+        raise typer.BadParameter("redis-server is not installed: install it, or name a running server with --url")
+    port = _free_port()
+    command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        _wait_until_up(process, port)
+        yield f"redis://127.0.0.1:{port}/0"
+    finally:
+        process.kill()
+        process.wait()
+
+
+def _wait_until_up(process: "subprocess.Popen[bytes]", port: int) -> None:
+    deadline = time.monotonic() + START_S
+    while time.monotonic() < deadline and process.poll() is None:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
+            return
+        time.sleep(0.02)
+    raise RuntimeError(f"redis-server did not come up on port {port}")
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
