@@ -1,0 +1,121 @@
+"""What a store that outlives the engine asks of the engine: the same keys in every process, and the same model."""
+
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from redis_server import RedisServer, running
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+from manthan.manager.config import ConfigError, load_config
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.shared_store import engine_name, namespace_of
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redis", **options: Any) -> Any:
+    """vLLM's configuration, as far as it can be had without an engine."""
+    manthan = kv_transfer_config(cold_store=kind, redis={"url": redis_server.url, "timeout_s": 0.5})
+    return EngineArgs(str(model), kv_transfer_config=manthan, max_model_len=1024, **options).create_engine_config()
+
+
+@pytest.mark.parametrize("kind", ["redis", "tiered"])
+def test_hashes_of_this_process_alone_are_refused(
+    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, kind: str
+) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    with pytest.raises(ConfigError) as refused:
+        configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
+    assert str(refused.value) == (
+        f"Manthan cannot be used here: cold_store.kind is {kind}, but --prefix-caching-hash-algo xxhash gives the same "
+        "tokens another key in each process: set the environment variable PYTHONHASHSEED to one number for all "
+        "engines, or use sha256."
+    )
+    assert configured(redis_server, kind="host", prefix_caching_hash_algo="xxhash")
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
+
+
+def test_adapters_are_refused(redis_server: RedisServer) -> None:
+    with pytest.raises(
+        ConfigError, match=r"cold_store.kind is redis, whose codes outlive the engine, but --enable-lora"
+    ):
+        configured(redis_server, enable_lora=True)
+
+
+def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redis_server: RedisServer) -> None:
+    def with_dead_server(required: bool) -> Any:
+        redis = {"url": "redis://127.0.0.1:1", "required": required}
+        transfer = kv_transfer_config(cold_store="redis", redis=redis)
+        return EngineArgs(str(MODEL), kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
+
+    with pytest.raises(ConfigError, match=r"^Redis at redis://127.0.0.1:1 cannot be used .*redis.required to false"):
+        with_dead_server(required=True)
+    assert with_dead_server(required=False)
+
+
+def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32) -> str:
+    config = from_vllm_config(vllm_config).model_copy(update={"codec": codec})
+    model = vllm_config.model_config
+    spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
+    return namespace_of(vllm_config, config, spec, 4).name
+
+
+def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_path: Path) -> None:
+    """Other weights in the same place, another codec, another dtype, another block size: another namespace."""
+    for name in ("one", "two"):
+        shutil.copytree(MODEL, tmp_path / name / "tiny-llama")
+    model = tmp_path / "one" / "tiny-llama"
+    plain = namespace(configured(redis_server, model))
+    assert plain.startswith("tiny-llama-")
+    assert namespace(configured(redis_server, model)) == plain
+    vllm_config = configured(redis_server, model)
+    others = [namespace(vllm_config, codec="lloyd4"), namespace(vllm_config, tokens=64)]
+    others.append(namespace(configured(redis_server, model, dtype="float32")))
+    others.append(namespace(configured(redis_server, model, load_format="dummy")))
+    assert len({plain, *others}) == 5
+
+
+@pytest.mark.parametrize("at", [100, 2 * MIB, -100])
+def test_fine_tuned_weights_in_the_same_place_are_another_model(
+    redis_server: RedisServer, tmp_path: Path, at: int
+) -> None:
+    """As a fine-tuned model's differ: everywhere. A piece of a megabyte is enough."""
+    from manthan.vllm_hooks import fingerprint
+
+    model = tmp_path / "tiny-llama"
+    shutil.copytree(MODEL, model)
+    before = namespace(configured(redis_server, model))
+    weights = model / "model.safetensors"
+    data = bytearray(weights.read_bytes())
+    piece = slice(at, at + MIB) if at >= 0 else slice(at, None)
+    data[piece] = bytes(byte ^ 1 for byte in data[piece])
+    stat = weights.stat()
+    weights.write_bytes(bytes(data))
+    os.utime(weights, (stat.st_atime, stat.st_mtime))
+    fingerprint._digest.cache_clear()
+    assert namespace(configured(redis_server, model)) != before
+
+
+def test_every_start_has_a_name_of_its_own() -> None:
+    assert engine_name() != engine_name()
+    assert str(os.getpid()) in engine_name()
+
+
+def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_REDIS_PASSWORD", "do-not-carry-me")
+    transfer = kv_transfer_config(cold_store="redis", redis={"url": redis_server.url})
+    assert "do-not-carry-me" not in repr(transfer)
+    assert load_config(env={"MANTHAN_REDIS_PASSWORD": "x"}).redis.password_env == "MANTHAN_REDIS_PASSWORD"
