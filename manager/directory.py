@@ -3,6 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from manthan.manager.redis_schema import SessionRecord
 from manthan.manager.session import Drop, Stranger
@@ -33,7 +34,12 @@ class Answers:
 
 
 class Directory(ABC):
-    """Never makes its caller wait: answers are fetched with `take`, in the same step at the earliest."""
+    """Never makes its caller wait: answers are fetched with `take`, in the same step at the earliest.
+
+    is_shared: whether there is anything to look up, or anybody to tell.
+    """
+
+    is_shared: ClassVar[bool]
 
     @abstractmethod
     def start(self) -> None:
@@ -77,6 +83,7 @@ class Directory(ABC):
 class LocalDirectory(Directory):
     """For a store of this engine alone: the manager's own count is all that there is to know."""
 
+    is_shared = False
     is_up = True
 
     def __init__(self) -> None:

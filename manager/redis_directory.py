@@ -41,6 +41,8 @@ class RedisDirectory(Directory):
     ring: called on this directory's thread when there is something to take.
     """
 
+    is_shared = True
+
     def __init__(
         self,
         make_index: Callable[[Namespace], RedisIndex],

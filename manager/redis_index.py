@@ -11,7 +11,7 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 from manthan.manager.redis_client import Circuit, Client, pipelined
-from manthan.manager.redis_schema import BOOKKEEPING, Namespace, SessionRecord, iso
+from manthan.manager.redis_schema import BOOKKEEPING, Namespace, SessionRecord, StoredBlock, iso
 from manthan.manager.session import Stranger
 
 T = TypeVar("T")
@@ -46,6 +46,14 @@ class Collected(NamedTuple):
     used: int
 
 
+class _Known(NamedTuple):
+    """What this engine last wrote of a session: its chain, how long it was, and when all its blocks were renewed."""
+
+    signature: bytes
+    blocks: int
+    renewed: float
+
+
 class RedisIndex:
     """Bookkeeping of one namespace, as one engine.
 
@@ -67,7 +75,7 @@ class RedisIndex:
         self._client, self._circuit = client, circuit
         self.namespace, self.owner, self.capacity = namespace, owner, capacity
         self._ranks, self._ttl, self._pending = ranks, round(ttl_s), pending_s
-        self._renewed: dict[str, tuple[float, int]] = {}
+        self._saved: dict[str, _Known] = {}
 
     def attach(self, facts: Mapping[str, object], incarnation: str) -> str:
         """Enter the namespace, and say what it is of. Returns its incarnation: another one than before means that all
@@ -120,12 +128,19 @@ class RedisIndex:
         A record that another engine has taken further is `stale`; one that has the name of another engine's different
         conversation is a `conflict`. Neither is written.
         """
-        ns, chain = self.namespace, record.chain
+        ns, chain, session_id = self.namespace, record.chain, record.session_id
+        keys = [ns.session(session_id), ns.chain(session_id), *map(ns.key, _SAVE_PARTS)]
         fields = _fields(record, self.owner, facts)
+        known, signature = self._saved.get(session_id), _signature(chain)
+        late = known is None or time.monotonic() - known.renewed > self._ttl / 4
+        if known is not None and not late and known.signature == signature:
+            times = (self._ttl, self._slack)
+            if self._run("touch", keys, session_id, self.owner, *times, len(chain), *fields):
+                return Saved("saved", [], [])
         answer = self._run(
             "save",
-            [ns.session(record.session_id), ns.chain(record.session_id), *map(ns.key, _SAVE_PARTS)],
-            record.session_id,
+            keys,
+            session_id,
             self.owner,
             self._ttl,
             self._slack,
@@ -136,17 +151,16 @@ class RedisIndex:
         verdict, expires, freed, lost, absorbed = answer
         self._delete(unhexed(freed))
         if verdict == b"saved":
-            self._renew(record, expires)
+            first = 0 if known is None or late else known.blocks
+            self._renew([block.key for block in chain[first:] if block.stored], expires)
+            renewed = time.monotonic() if known is None or late else known.renewed
+            self._saved[session_id] = _Known(signature, len(chain), renewed)
         return Saved(verdict.decode(), unhexed(lost), [name.decode() for name in absorbed if name])
 
-    def _renew(self, record: SessionRecord, expires: int) -> None:
-        """Let the codes live as long as the session, and a quarter longer, so that not each use must say so."""
-        then, count = self._renewed.get(record.session_id, (0.0, 0))
-        late = expires - then > self._ttl / 4
-        stored = [block.key for block in record.chain[0 if late else count :] if block.stored]
+    def _renew(self, keys: Sequence[bytes], expires: int) -> None:
+        """Let codes live as long as the session, and a quarter longer, so that not each use must say so."""
         until = expires + self._ttl // 4
-        self._pipelined([("EXPIREAT", shard, until, "GT") for key in stored for shard in self._shards(key)])
-        self._renewed[record.session_id] = (expires if late else then, len(record.chain))
+        self._pipelined([("EXPIREAT", shard, until, "GT") for key in keys for shard in self._shards(key)])
 
     def forget(self, session_id: str, *, owned: bool = True, until: float | None = None) -> bool:
         """Remove a session, if it is (`owned`) this engine's, and if it is to expire no later than `until`."""
@@ -159,7 +173,7 @@ class RedisIndex:
             "" if until is None else until,
         )
         self._delete(unhexed(freed))
-        self._renewed.pop(session_id, None)
+        self._saved.pop(session_id, None)
         return bool(removed)
 
     def release(self, keys: Sequence[bytes], *, force: bool = False) -> None:
@@ -241,6 +255,11 @@ _SAVE_PARTS = ("sessions", "blocks", "pending", "users", "tips", "info")
 @cache
 def _script(name: str) -> str:
     return files("manthan.manager").joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
+
+
+def _signature(chain: Sequence[StoredBlock]) -> bytes:
+    """The same only for the same chain, in which the same blocks are stored: the last key covers all before it."""
+    return chain[-1].key + bytes(block.stored for block in chain)
 
 
 def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> list[str]:

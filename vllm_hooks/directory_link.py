@@ -40,6 +40,8 @@ class DirectoryLink:
 
     def look_up(self, request_id: str, keys: Sequence[bytes]) -> None:
         """Ask for what this engine does not have of a prompt's blocks, as soon as the request is known."""
+        if not self._directory.is_shared:
+            return
         first = self._manager.known(keys)
         if self._manager.min_blocks <= len(keys) > first and self._directory.look_up(request_id, keys[first:]):
             self._lookups[request_id] = Lookup(list(keys), first, time.monotonic() + self._wait_s)
@@ -84,10 +86,12 @@ class DirectoryLink:
 
     def tell(self, drops: Iterable[Drop]) -> None:
         """Say what has changed since the last call."""
-        changes = self._manager.take_changes()
+        changes, departed = self._manager.take_changes(), self._manager.take_departed()
+        if not self._directory.is_shared:
+            return
         offset = time.time() - time.monotonic()
         records = [_record(session_id, session, offset) for session_id, session in changes]
-        self._directory.tell(records, drops, self._manager.take_departed())
+        self._directory.tell(records, drops, departed)
 
     def reset(self) -> str:
         """See Directory.reset."""

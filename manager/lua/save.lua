@@ -10,6 +10,7 @@ local id, owner, ttl, slack, fields = ARGV[1], ARGV[2], tonumber(ARGV[3]), tonum
 local first = 6 + 2 * fields
 local now = tonumber(redis.call('TIME')[1])
 local expires = now + ttl
+local blocks_expire = expires + math.floor(ttl / 4)
 
 local old = redis.call('LRANGE', KEYS[2], 0, -1)
 local chain, stored = {}, {}
@@ -38,9 +39,9 @@ for i, key in ipairs(chain) do
     if not was[key] then redis.call('HINCRBY', KEYS[6], key, 1) end
     if stored[i] then
         if redis.call('ZREM', KEYS[5], key) == 1 then
-            redis.call('ZADD', KEYS[4], 'GT', expires, key)
+            redis.call('ZADD', KEYS[4], 'GT', blocks_expire, key)
         elseif redis.call('ZSCORE', KEYS[4], key) then
-            redis.call('ZADD', KEYS[4], 'XX', 'GT', expires, key)
+            redis.call('ZADD', KEYS[4], 'XX', 'GT', blocks_expire, key)
         else
             lost[#lost + 1] = key
         end

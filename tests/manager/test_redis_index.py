@@ -267,6 +267,30 @@ def test_a_use_renews_a_session_and_its_blocks(server: RedisServer, raw: redis.R
     assert all(raw.ttl(NAMESPACE.block(key, rank)) > 900 for key in keys("ab") for rank in (0, 1))
 
 
+def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, keys("abc"))
+    one.save(record("alice", "abc"), FACTS)
+    names = [NAMESPACE.key("blocks"), *(NAMESPACE.block(key, 0) for key in keys("abc"))]
+    raw.expire(NAMESPACE.session("alice"), 5)
+    raw.config_resetstat()
+    used = record("alice", "abc", state="idle")._replace(last_used=1.2e9)
+    assert one.save(used, FACTS) == ("saved", [], [])
+    assert raw.hmget(NAMESPACE.session("alice"), "state", "last_used", "created") == [
+        "idle",
+        "2008-01-10T21:20:00Z",
+        "2001-09-09T01:46:40Z",
+    ]
+    assert raw.ttl(NAMESPACE.session("alice")) > TTL_S - 10
+    assert "cmdstat_lrange" not in raw.info("commandstats")
+    lasts = [raw.ttl(name) for name in names[1:]] + [raw.zscore(names[0], b"a".hex()) - time.time()]
+    assert all(left > TTL_S + 200 for left in lasts)  # longer than the session, even if used once more
+    store(two, raw, keys("abcd"))
+    two.save(record("alice", "abcd"), FACTS)
+    assert one.save(used, FACTS).verdict == "stale"
+    raw.flushall()
+    assert one.save(used, FACTS).lost == keys("abc")
+
+
 def test_shared_blocks_live_as_long_as_the_session_that_lives_longest(
     server: RedisServer, one: RedisIndex, raw: redis.Redis
 ) -> None:
