@@ -1,11 +1,11 @@
 """What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
 
 Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
-vLLM's own CPU offload, and from Manthan's host and device stores. Capacity: how many sessions survive in the same
+vLLM's own CPU offload, and from Manthan's stores; those in Redis only if they are named. Capacity: how many sessions survive in the same
 number of bytes. Every arm is an engine of its own; where each token came from is checked, and a return that was not
 answered from where its arm says is an error.
 
-    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device]
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,tiered]
     python benchmarks/restore.py --plot-only FOLDER/restore.json
 """
 
@@ -13,6 +13,7 @@ import json
 import math
 import tempfile
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from pathlib import Path
@@ -21,7 +22,8 @@ from typing import Annotated, Any
 import typer
 from arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
 from engines import Answer, Engine, EngineOptions, Report, Shape, WrongPathError, random_tokens, serve, write_model
-from restore_report import CAPACITY, LATENCY, OURS, show
+from local_redis import redis_at
+from restore_report import CAPACITY, LATENCY, OURS, REDIS, show
 
 SESSIONS = 3
 """Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
@@ -64,7 +66,7 @@ async def measure_latency(
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
         return {"returns": await _ask_again(engine, report, sessions, returns)}
-    ours, block_size = arm in OURS, engine.options.block_size
+    ours, block_size = arm in (*OURS, *REDIS), engine.options.block_size
     cold, again = [], []
     for index, session in enumerate(sessions):
         report.step(f"first turn of session {index + 1} of {SESSIONS}")
@@ -136,6 +138,7 @@ class Setting:
     capacity_sessions: int
     seed: int
     simple_offload: bool
+    redis_url: str
 
     @property
     def shape(self) -> Shape:
@@ -165,8 +168,12 @@ def latency_arm(name: str, setting: Setting) -> Arm:
     more: dict[str, Any] = {}
     if name == "vllm-offload":
         more["offload_nbytes"] = nbytes
-    elif name in OURS:
+    elif name in (*OURS, *REDIS):
         more["manthan"] = MANTHAN | {"cold_store": {"kind": name, "max_bytes": math.ceil(nbytes / LEAST_RATIO)}}
+        if name in REDIS:
+            more["manthan"] |= {"redis": {"url": setting.redis_url, "prefix": f"manthan-{name}:"}}
+        if name == "tiered":
+            more["manthan"]["cold_store"] |= {"host_bytes": more["manthan"]["cold_store"]["max_bytes"]}
     parameters = {
         "arm": name,
         "returns": setting.returns,
@@ -208,9 +215,11 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 def chosen_arms(only: Only | None, names: str, setting: Setting) -> list[Arm]:
     """Raises BadParameter for names that there are not."""
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
-    if unknown := wanted - {*LATENCY, *CAPACITY}:
-        raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {', '.join((*LATENCY, 'plain'))}")
-    latency = [] if only is Only.capacity else [latency_arm(name, setting) for name in LATENCY if name in wanted]
+    known = (*LATENCY, *REDIS, "plain")
+    if unknown := wanted - {*known}:
+        raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
+    timed = [name for name in (*LATENCY, *REDIS) if name in wanted]
+    latency = [] if only is Only.capacity else [latency_arm(name, setting) for name in timed]
     capacity = [] if only is Only.latency else [capacity_arm(name, setting) for name in CAPACITY if name in wanted]
     return latency + capacity
 
@@ -231,6 +240,7 @@ def main(
         bool, typer.Option("--simple-offload", help="vllm-offload with VLLM_USE_SIMPLE_KV_OFFLOAD (no /dev/shm).")
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
+    redis_url: Annotated[str, typer.Option(help="A running server, for the arms in Redis; else one is started.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds that an arm may take.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
@@ -244,7 +254,8 @@ def main(
         return show(json.loads(plot_only.read_text()), plot_only.with_suffix(".png"), console)
     leave_on_signals()
     out.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        url = stack.enter_context(redis_at(redis_url)) if set(REDIS) & set(arms.split(",")) else ""
         setting = Setting(
             (model or write_model(Path(folder, "qwen3-8b-shape"))).absolute(),
             block_size,
@@ -256,6 +267,7 @@ def main(
             capacity_sessions,
             seed,
             simple_offload,
+            url,
         )
         selected = chosen_arms(only, arms, setting)
         found, errors = run_arms(Path(__file__), selected, out, console, timeout)

@@ -13,6 +13,8 @@ from rich.table import Table
 
 OURS = ("host", "device")
 LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
+REDIS = ("redis", "tiered")
+"""Arms that are run only when they are named: they need a redis-server."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (("host", "vllm-offload"), ("device", "hot"), ("recompute", "host"))
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
@@ -51,7 +53,7 @@ class Row:
 def latency_rows(report: dict[str, Any]) -> list[Row]:
     """The first return of each kind warmed up and does not count."""
     rows = []
-    for name in LATENCY:
+    for name in (*LATENCY, *REDIS):
         found = report["arms"].get(f"latency {name}", {})
         for key, label in (("returns", name), ("hot", f"{name}, hot")):
             if counted := found.get(key, [])[1:]:
@@ -146,4 +148,4 @@ def _draw_capacity(axes: Any, kept: dict[str, int], arguments: dict[str, Any]) -
 
 
 def _color(name: str) -> str:
-    return "#2f6db5" if name.startswith(OURS) else "#9aa5b1"
+    return "#2f6db5" if name.startswith((*OURS, *REDIS)) else "#9aa5b1"

@@ -184,8 +184,8 @@ class SchedulerHalf:
             self.stats.dropped(drop)
             self._runway.forget()  # what was dropped may be hot
         self._release(self.manager.take_releases())
+        self._directory.tell(drops)  # before room is asked for, which it may make
         self._hold_for_spills(now)
-        self._directory.tell(drops)
         self._hear()
         metadata = ManthanMetadata(
             place=self._place,

@@ -54,9 +54,9 @@ class RedisServer:
         """How many encoded blocks it has."""
         return sum(1 for _ in self.client.scan_iter("*:block:*", count=1000))
 
-    def admin(self, password: str) -> redis.Redis:
+    def admin(self, password: str, decode_responses: bool = True) -> redis.Redis:
         """As the default user of a server that asks for a password."""
-        return redis.Redis(port=self.port, password=password, socket_timeout=20, decode_responses=True)
+        return redis.Redis(port=self.port, password=password, socket_timeout=20, decode_responses=decode_responses)
 
     def start(self) -> None:
         with (self.folder / f"redis-{self.port}.log").open("ab") as log:

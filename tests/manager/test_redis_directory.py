@@ -183,6 +183,24 @@ def test_a_server_that_came_back_empty_is_noticed(start: Callable[..., One], ser
     assert not server.client.exists(one.namespace.session("alice"))
 
 
+def test_what_a_server_persists_is_there_after_its_restart(start: Callable[..., One], server: RedisServer) -> None:
+    server.client.config_set("appendonly", "yes")
+    server.client.config_set("appendfsync", "always")
+    server.flags += ["--appendonly", "yes"]
+    one = start("one")
+    one.keep("abc")
+    one.tell(record("alice", "abc"))
+    wait(lambda: server.client.exists(one.namespace.session("alice")))
+    wait(lambda: server.client.info("persistence")["aof_rewrite_in_progress"] == 0)
+    server.kill()
+    server.start()
+    one.heard = Answers()
+    one.hear(lambda a: a.used == 3)
+    assert not one.heard.emptied
+    assert one.directory.look_up("r1", keys("abc"))
+    assert one.hear(lambda a: a.found).found == {"r1": 3}
+
+
 def test_a_session_that_expires_is_told(start: Callable[..., One], raw: redis.Redis) -> None:
     one = start("one", ttl_s=1)
     one.keep("abc")

@@ -119,7 +119,7 @@ def test_redis_stops_for_ten_seconds(engine: Engine, traffic: Traffic, redis_ser
     redis_server.kill()
     before = traffic.asked
     traffic.flow(10)
-    assert traffic.asked - before > 10
+    assert traffic.asked - before >= 4
     engine.wait(lambda: not is_up(engine), "a store that is known to be down")
     assert failures(engine, "store_down") > 0
     redis_server.start()
@@ -143,7 +143,7 @@ def test_redis_freezes(engine: Engine, traffic: Traffic, redis_server: RedisServ
         redis_server.client.execute_command("CLIENT", "PAUSE", 6000, "ALL")
     before = traffic.asked
     traffic.flow(6)
-    assert traffic.asked - before > 5
+    assert traffic.asked - before >= 2
     assert failures(engine, "store_down") > 0
     redis_server.resume()
     assert_sessions_go_cold_and_return(engine, traffic)
@@ -175,6 +175,27 @@ def test_redis_evicts_blocks_by_itself(engine: Engine, traffic: Traffic, redis_s
     before = restores(engine)
     traffic.ask_all()
     assert restores(engine) - before >= GUESTS * 16
+
+
+def test_a_reset_leaves_nothing_to_be_found(engine: Engine, traffic: Traffic, redis_server: RedisServer) -> None:
+    """The weights may have changed: what is stored from now on is this engine's alone, and all it had is gone."""
+    engine.wait(engine.reset, "a reset")
+    prompt, right = traffic.tables[0].question(0)
+    answer = engine.ask(prompt, traffic.names[0])
+    assert (answer.text, answer.cached_tokens) == (right, 0)
+    wait_for_sessions(redis_server, {traffic.names[0]})
+    traffic.ask_all()
+    wait_until_cold(engine)
+    before = restores(engine)
+    traffic.ask_all()
+    assert restores(engine) - before >= GUESTS * 16
+
+
+def wait_for_sessions(redis_server: RedisServer, names: set[str]) -> None:
+    deadline = time.monotonic() + 30
+    while (found := {key.rpartition(":")[2] for key in redis_server.client.scan_iter("*:session:*")}) != names:
+        assert time.monotonic() < deadline, f"{found} are in Redis, not {names}"
+        time.sleep(0.05)
 
 
 def test_values_that_are_not_what_was_stored(engine: Engine, traffic: Traffic, redis_server: RedisServer) -> None:

@@ -116,13 +116,14 @@ def test_redis_says_who_has_a_session(pair: list[VllmServer], redis_server: Redi
 def test_no_secret_and_no_text_is_anywhere(
     pair: list[VllmServer], killed: list[str], redis_server: RedisServer, table
 ) -> None:
-    raw = redis_server.admin(PASSWORD)
+    raw, raw_bytes = redis_server.admin(PASSWORD), redis_server.admin(PASSWORD, decode_responses=False)
     logs = "\n".join([*killed, *pair[0].new_log_lines(), *pair[1].new_log_lines()])
     metrics = "".join(httpx.get(f"{server.url}/metrics").text for server in pair)
     keys = "\n".join(raw.scan_iter("*"))
     books = [raw.hgetall(key) for key in keys.split("\n") if raw.type(key) == "hash"]
     names = [name for seed in (0, 1, 2, 77) for name in table(seed).values]
-    for text in (logs, metrics, keys, str(books)):
+    headers = str([raw_bytes.getrange(key, 0, 159) for key in raw_bytes.scan_iter("*:block:*")])
+    for text in (logs, metrics, keys, str(books), headers):
         assert PASSWORD not in text
         assert not [name for name in names if f"{name} = " in text]
     assert "Manthan is on" in logs
