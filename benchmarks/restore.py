@@ -1,9 +1,9 @@
 """What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
 
 Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
-vLLM's own CPU offload, and from Manthan's stores; those in Redis only if they are named. Capacity: how many sessions survive in the same
-number of bytes. Every arm is an engine of its own; where each token came from is checked, and a return that was not
-answered from where its arm says is an error.
+vLLM's own CPU offload, and from Manthan's stores; those in Redis only if they are named. Capacity: how many sessions
+survive in the same number of bytes. Every arm is an engine of its own; where each token came from is checked, and a
+return that was not answered from where its arm says is an error.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,tiered]
     python benchmarks/restore.py --plot-only FOLDER/restore.json

@@ -33,7 +33,6 @@ class RedisStore(ColdStore):
     ) -> None:
         self._client, self._circuit = client, circuit
         self.namespace, self._rank = namespace, rank
-        self._base = namespace
         self._ttl_ms = round(1250 * ttl_s)
         self._batch = max(1, BATCH_BYTES // nbytes)
         self._ahead = ThreadPoolExecutor(2, "manthan-fetch")

@@ -22,6 +22,7 @@ def setting(tmp_path: Path) -> Setting:
         capacity_sessions=16,
         seed=0,
         simple_offload=False,
+        redis_url="redis://there",
     )
 
 
