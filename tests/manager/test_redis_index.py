@@ -171,7 +171,8 @@ def test_a_long_chain_is_found_in_a_few_questions(one: RedisIndex, raw: redis.Re
 
 def test_blocks_go_with_the_last_session_that_holds_them(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
     store(one, raw, keys("sa"))
-    one.save(record("alice", "sa"), FACTS)
+    one.save(record("alice", "s"), FACTS)
+    one.save(record("alice", "sa"), FACTS)  # holds each of them once
     store(two, raw, keys("sb"))
     two.save(record("bob", "sb"), FACTS)
     assert one.forget("alice")
@@ -202,8 +203,8 @@ def test_the_engine_that_takes_a_session_further_owns_it(one: RedisIndex, two: R
     store(one, raw, keys("ab"))
     one.save(record("alice", "ab"), FACTS)
     store(two, raw, keys("abc"))
-    assert two.save(record("alice", "abc"), FACTS).verdict == "saved"
-    assert raw.hget(NAMESPACE.session("alice"), "owner") == "two"
+    assert two.save(record("alice", "abc")._replace(created=2.0e9), FACTS).verdict == "saved"
+    assert raw.hmget(NAMESPACE.session("alice"), "owner", "created") == ["two", "2001-09-09T01:46:40Z"]
     assert not one.forget("alice")
     assert one.save(record("alice", "ab"), FACTS).verdict == "stale"
     assert raw.llen(NAMESPACE.chain("alice")) == 3
@@ -215,6 +216,16 @@ def test_two_conversations_of_one_name_are_kept_apart(one: RedisIndex, two: Redi
     store(two, raw, keys("xy"))
     assert two.save(record("alice", "xy"), FACTS).verdict == "conflict"
     assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [key.hex() for key in keys("ab")]
+
+
+def test_a_name_that_was_given_up_and_taken_meanwhile(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    """What looks as it was left is not: it is as long, but another conversation."""
+    store(one, raw, keys("abc"))
+    one.save(record("alice", "abc"), FACTS)
+    two.forget("alice", owned=False)
+    store(two, raw, keys("xyz"))
+    two.save(record("alice", "xyz"), FACTS)
+    assert one.save(record("alice", "abc"), FACTS).verdict == "conflict"
 
 
 def test_a_session_without_a_name_that_went_on_is_pointed_out(
@@ -272,6 +283,7 @@ def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisInde
     one.save(record("alice", "abc"), FACTS)
     names = [NAMESPACE.key("blocks"), *(NAMESPACE.block(key, 0) for key in keys("abc"))]
     raw.expire(NAMESPACE.session("alice"), 5)
+    raw.zadd(NAMESPACE.key("sessions"), {"alice": 5})
     raw.config_resetstat()
     used = record("alice", "abc", state="idle")._replace(last_used=1.2e9)
     assert one.save(used, FACTS) == ("saved", [], [])
@@ -281,6 +293,7 @@ def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisInde
         "2001-09-09T01:46:40Z",
     ]
     assert raw.ttl(NAMESPACE.session("alice")) > TTL_S - 10
+    assert raw.zscore(NAMESPACE.key("sessions"), "alice") > time.time() + TTL_S - 10
     assert "cmdstat_lrange" not in raw.info("commandstats")
     lasts = [raw.ttl(name) for name in names[1:]] + [raw.zscore(names[0], b"a".hex()) - time.time()]
     assert all(left > TTL_S + 200 for left in lasts)  # longer than the session, even if used once more
@@ -299,6 +312,8 @@ def test_shared_blocks_live_as_long_as_the_session_that_lives_longest(
     store(one, raw, keys("sb"))
     one.save(record("bob", "sb"), FACTS)
     expire_now(raw, "sessions", "alice")
+    expire_now(raw, "blocks", b"sa".hex())
+    assert one.look_up(keys("sa")) == 1
     assert one.collect().expired == ["alice"]
     assert kept(raw) == {"s", "b"}
     assert not raw.exists(NAMESPACE.session("alice"), NAMESPACE.chain("alice"))

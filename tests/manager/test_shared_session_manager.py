@@ -173,7 +173,7 @@ def test_a_session_that_came_here_is_no_stranger() -> None:
     engine = Shared(capacity=2)
     engine.talk("a b", "alice")
     engine.evict()
-    engine.manager.counted(2, [stranger("alice", 2, last_used=0.0)])
+    engine.manager.counted(2, [stranger("alice", 2, last_used=-5.0)])
     engine.talk("x y", "bob")
     engine.evict()
     assert engine.manager.take_departed() == []
@@ -224,3 +224,12 @@ def test_a_reset_leaves_nothing_to_tell(engine: Shared) -> None:
     engine.manager.reset()
     assert engine.changes() == {}
     assert engine.manager.capacity_blocks == 100
+
+
+def test_a_hot_session_that_expires_keeps_what_others_share(engine: Shared) -> None:
+    engine.talk("s a", "alice")
+    engine.talk("s b", "bob")
+    engine.evict()
+    engine.finish(engine.start("s a", "alice"), "s a")
+    engine.manager.expire(["alice"])
+    assert engine.cold() == {"s", "b"}
