@@ -1,0 +1,101 @@
+"""docs/redis.md against what it is about: the ACL that is tested, the configuration, metrics and causes."""
+
+import ast
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from manthan.manager.config import load_config
+from manthan.manager.config_model import RedisConfig
+
+REPO = Path(__file__).parents[1]
+PACKAGES = ("codec", "manager", "vllm_hooks")
+REDIS = (REPO / "docs" / "redis.md").read_text(encoding="utf-8")
+README = (REPO / "README.md").read_text(encoding="utf-8")
+YAML = re.findall(r"^```yaml\n(.*?)^```", REDIS, re.MULTILINE | re.DOTALL)
+
+
+def assigned(path: str) -> dict[str, ast.expr]:
+    """The expressions that a file assigns to its names."""
+    found: dict[str, ast.expr] = {}
+    for node in ast.parse((REPO / path).read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign):
+            found |= {name.id: node.value for name in node.targets if isinstance(name, ast.Name)}
+        elif isinstance(node, ast.AnnAssign) and isinstance(node.target, ast.Name) and node.value is not None:
+            found[node.target.id] = node.value
+    return found
+
+
+def strings() -> Iterator[str]:
+    """All string constants of the code."""
+    for package in PACKAGES:
+        for path in (REPO / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    yield node.value
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table whose first column has this heading."""
+    _, _, rest = REDIS.partition(f"| {heading} |")
+    _, _, table = rest.partition("|\n|---")
+    lines = table.partition("\n\n")[0].splitlines()[1:]
+    assert lines, heading
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_the_acl_is_the_one_that_is_tested() -> None:
+    tested = assigned("tests/manager/test_redis_acl.py")
+    lines = [line for line in REDIS.splitlines() if line.startswith("ACL SETUSER")]
+    assert lines == [ast.literal_eval(tested[name]) for name in ("ENGINE_ACL", "INSPECT_ACL")]
+    assert f"`{ast.literal_eval(tested['CLUSTER_TOO'])}`" in REDIS
+
+
+def test_all_keys_under_redis_are_named_and_no_others() -> None:
+    assert set(re.findall(r"`redis\.(\w+)", REDIS)) == set(RedisConfig.model_fields)
+
+
+@pytest.mark.parametrize("text", [REDIS, README], ids=["redis.md", "README.md"])
+def test_metrics_are_those_of_the_code(text: str) -> None:
+    metrics = assigned("vllm_hooks/stats.py")["METRICS"]
+    assert isinstance(metrics, ast.Dict)
+    names = {ast.literal_eval(name) for name in metrics.keys if name is not None}
+    named = {name.removesuffix("_total") for name in re.findall(r"vllm:manthan_(\w+)", text)}
+    assert named
+    assert named <= names
+
+
+def test_causes_and_outcomes_are_those_of_the_code() -> None:
+    known = set(strings())
+    causes = {cause for row in rows("cause") for cause in re.findall(r"`(\w+)`", row[0])}
+    assert {"store_down", "store_oom", "store_full", "missing", "checksum"} <= causes
+    outcomes = set(re.findall(r'outcome="(\w+)"', REDIS)) | {"found", "nothing", "unanswered"}
+    assert causes | outcomes <= known
+
+
+def test_every_cause_of_a_refused_block_is_explained() -> None:
+    text = (REPO / "codec" / "errors.py").read_text(encoding="utf-8")
+    refusals = set(re.findall(r'^    cause = "(\w+)"', text, re.MULTILINE)) - {"header"}  # a mistake of the writer
+    assert refusals <= {cause for row in rows("cause") for cause in re.findall(r"`(\w+)`", row[0])}
+
+
+@pytest.mark.parametrize("block", YAML, ids=range(len(YAML)))
+def test_yaml_loads(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "manthan.yaml"
+    path.write_text(block, encoding="utf-8")
+    assert load_config(path, env={}).cold_store.is_shared
+
+
+def test_there_is_yaml() -> None:
+    assert YAML
+
+
+@pytest.mark.parametrize("text", [REDIS, README], ids=["redis.md", "README.md"])
+def test_links_lead_somewhere(text: str) -> None:
+    folder = REPO / "docs" if text is REDIS else REPO
+    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
+        assert (folder / target).exists(), target
+    headings = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
+    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
