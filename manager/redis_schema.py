@@ -40,8 +40,8 @@ class Namespace:
 
     @classmethod
     def of(cls, prefix: str, model: str, identity: Mapping[str, object]) -> "Namespace":
-        """The namespace of a model, by whatever else tells its codes from others'."""
-        text = json.dumps({"format": FORMAT, "model": model, **identity}, sort_keys=True)
+        """The namespace of a model, by what tells its codes from others'; of its own name the last part only."""
+        text = json.dumps({"format": FORMAT, **identity}, sort_keys=True, default=str)
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 

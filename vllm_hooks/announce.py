@@ -1,5 +1,7 @@
 """What is on, said once at start, and what a block will weigh."""
 
+import time
+from collections import Counter
 from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
@@ -9,12 +11,17 @@ from manthan.codec import wire
 from manthan.manager.config import ConfigError, ManthanConfig
 
 if TYPE_CHECKING:
+    from collections.abc import Iterable
+
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
     from manthan.manager.session_table import MemoryShape
 
 logger = init_logger("vllm.manthan")
+
+QUIET_S = 60.0
+"""How long nothing is said of a cause after it was."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -63,3 +70,19 @@ def announce(
         blocks * shape.block_tokens,
         config.idle_after_s,
     )
+
+
+class Complaints:
+    """Says that blocks could not be stored, and why: the first at once, and then how many once a minute."""
+
+    def __init__(self) -> None:
+        self._unsaid: Counter[str] = Counter()
+        self._quiet_until: dict[str, float] = {}
+
+    def not_stored(self, causes: "Iterable[str]") -> None:
+        now = time.monotonic()
+        for cause in causes:
+            self._unsaid[cause] += 1
+            if now >= self._quiet_until.get(cause, 0.0):
+                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, self._unsaid.pop(cause))
+                self._quiet_until[cause] = now + QUIET_S

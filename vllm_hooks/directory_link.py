@@ -4,11 +4,15 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from vllm.logger import init_logger
+
 from manthan.manager.directory import Answers, Directory
 from manthan.manager.redis_schema import SessionRecord, StoredBlock
 from manthan.manager.session import CodeState, Drop, Session
 from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.vllm_hooks.stats import StatsRecorder
+
+logger = init_logger("vllm.manthan")
 
 
 class Lookup(NamedTuple):
@@ -70,6 +74,7 @@ class DirectoryLink:
             return Answers()
         answers, manager = self._directory.take(), self._manager
         if answers.emptied:
+            logger.warning("Manthan: what was stored in Redis is gone; sessions are stored again as they go cold.")
             manager.emptied()
         for request_id, found in answers.found.items():
             lookup = self._lookups.pop(request_id, None)

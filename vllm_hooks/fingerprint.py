@@ -16,17 +16,14 @@ if TYPE_CHECKING:
 def fingerprint(vllm_config: "VllmConfig", spec: "FullAttentionSpec", codec: str, namespace: str = "") -> bytes:
     """16 bytes over everything that decides what a block of this rank means.
 
-    `ModelConfig.compute_hash` covers the model's name, revision, quantization, dtype and rotary settings.
-    namespace: of a store that outlives the engine; its name covers the weights.
+    namespace: of a store that outlives the engine; its name covers the model. Without one, `ModelConfig.compute_hash`
+    does: name, revision, quantization, dtype and rotary settings, and much that does not matter.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts = {
         "wire": wire.VERSION,
         "codec": codec,
-        "namespace": namespace,
-        "model": model.model,
-        "revision": model.revision,
-        "model_hash": model.compute_hash(),
+        "model": namespace or [model.model, model.revision, model.compute_hash()],
         "dtype": str(spec.dtype),
         "block_size": spec.block_size,
         "kv_heads": spec.num_kv_heads,
@@ -40,17 +37,29 @@ WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
+def model_identity(vllm_config: "VllmConfig") -> dict[str, object]:
+    """What decides the KV that a model computes: its configuration, with overrides, and its weights.
+
+    Not where it lies, nor how much of it may be used at a time: an engine with another --max-model-len finds its
+    sessions again.
+    """
+    model = vllm_config.model_config
+    settings = model.hf_config.to_dict()
+    named = {key: value for key, value in settings.items() if not key.startswith("_") and key != "transformers_version"}
+    return {"config": named, "quantization": model.quantization, "weights": weights_digest(vllm_config)}
+
+
 def weights_digest(vllm_config: "VllmConfig") -> str:
     """What tells a model's weights from others that were in the same place: codes in Redis outlive the engine.
 
     The files' names, sizes and SAMPLES pieces of each, the first of which names the tensors and their shapes. For
-    weights that do not lie in files, what made them.
+    weights that do not lie in files, what made them, or else their name and revision.
     """
     model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy:{model.seed}"
     folder = _folder(model.model, model.revision)
-    return "unknown" if folder is None else _digest(folder)
+    return f"{model.model}@{model.revision}" if folder is None else _digest(folder)
 
 
 def _folder(model: str, revision: str | None) -> Path | None:

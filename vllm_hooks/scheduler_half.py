@@ -12,7 +12,7 @@ from manthan.manager.session_table import MemoryShape
 from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.manager.sweeper import Sweeper
 from manthan.policies import get_policy
-from manthan.vllm_hooks.announce import announce, check_capacity, encoded_block_nbytes, human_bytes
+from manthan.vllm_hooks.announce import Complaints, announce, check_capacity, encoded_block_nbytes, human_bytes
 from manthan.vllm_hooks.capacity import TierBytes
 from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
@@ -98,6 +98,7 @@ class SchedulerHalf:
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
         self._granted: list[bytes] = []
         self._place: str | None = None
+        self._complaints = Complaints()
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
@@ -271,6 +272,7 @@ class SchedulerHalf:
     def _refused(self, key: bytes, cause: str) -> None:
         self._let_go(key)
         self.stats.spill_failed({cause})
+        self._complaints.not_stored({cause})
         self.manager.spill_failed(key, time.monotonic())
 
     def _let_go(self, key: bytes) -> None:
@@ -283,6 +285,7 @@ class SchedulerHalf:
         causes = {answer.cause for answer in answers if answer.cause is not None}
         if causes:
             self.stats.spill_failed(causes)
+            self._complaints.not_stored(causes)
             self.manager.spill_failed(key, now)
         else:
             self.stats.spilled(answers)
@@ -306,7 +309,9 @@ class SchedulerHalf:
             blocks,
             good * self._block_size,
             seconds * 1e3,
-            f"; unreadable codes ({', '.join(sorted(set(failed.values())))}) are recomputed" if failed else "",
+            f"; the rest could not be read ({', '.join(sorted(set(failed.values())))}) and is recomputed"
+            if failed
+            else "",
         )
 
     def _release(self, keys: Sequence[bytes]) -> None:

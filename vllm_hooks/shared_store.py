@@ -17,7 +17,7 @@ from manthan.manager.redis_directory import RedisDirectory
 from manthan.manager.redis_index import RedisIndex
 from manthan.manager.redis_schema import FORMAT, Namespace
 from manthan.manager.redis_store import RedisStore, TieredStore
-from manthan.vllm_hooks.fingerprint import weights_digest
+from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -30,22 +30,20 @@ logger = init_logger("vllm.manthan")
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAttentionSpec", layers: int) -> Namespace:
-    """The same in every process of every engine whose codes mean the same."""
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     return Namespace.of(
         config.redis.prefix,
-        model.model,
+        vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
             "codec": config.codec,
-            "revision": model.revision,
-            "model_hash": model.compute_hash(),
-            "weights": weights_digest(vllm_config),
+            "model": model_identity(vllm_config),
             "dtype": str(spec.dtype),
             "block_tokens": spec.block_size,
             "shape": [layers, spec.num_kv_heads, spec.head_size],
             "tensor_parallel": parallel.tensor_parallel_size,
-            "block_hash": vllm_config.cache_config.prefix_caching_hash_algo,
+            "block_hash": cache.prefix_caching_hash_algo,
         },
     )
 

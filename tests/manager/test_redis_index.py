@@ -357,8 +357,8 @@ def test_an_emptied_namespace_is_noticed(one: RedisIndex, raw: redis.Redis) -> N
 
 def test_two_models_share_nothing() -> None:
     names = {
-        Namespace.of("manthan:", model, {"codec": codec}).name
-        for model in ("a/tiny", "b/tiny")
+        Namespace.of("manthan:", "a/tiny", {"codec": codec, "weights": weights}).name
+        for weights in ("one", "two")
         for codec in ("lloyd3", "lloyd4")
     }
     assert len(names) == 4

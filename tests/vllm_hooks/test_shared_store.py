@@ -28,7 +28,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redis", **options: Any) -> Any:
     """vLLM's configuration, as far as it can be had without an engine."""
     manthan = kv_transfer_config(cold_store=kind, redis={"url": redis_server.url, "timeout_s": 0.5})
-    return EngineArgs(str(model), kv_transfer_config=manthan, max_model_len=1024, **options).create_engine_config()
+    options = {"max_model_len": 1024} | options
+    return EngineArgs(str(model), kv_transfer_config=manthan, **options).create_engine_config()
 
 
 @pytest.mark.parametrize("kind", ["redis", "tiered"])
@@ -80,12 +81,15 @@ def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_p
     model = tmp_path / "one" / "tiny-llama"
     plain = namespace(configured(redis_server, model))
     assert plain.startswith("tiny-llama-")
-    assert namespace(configured(redis_server, model)) == plain
+    assert namespace(configured(redis_server, model, served_model_name="other", enforce_eager=True)) == plain
+    assert namespace(configured(redis_server, tmp_path / "two" / "tiny-llama")) == plain
+    assert namespace(configured(redis_server, model, max_model_len=512, max_logprobs=5)) == plain
     vllm_config = configured(redis_server, model)
     others = [namespace(vllm_config, codec="lloyd4"), namespace(vllm_config, tokens=64)]
     others.append(namespace(configured(redis_server, model, dtype="float32")))
     others.append(namespace(configured(redis_server, model, load_format="dummy")))
-    assert len({plain, *others}) == 5
+    others.append(namespace(configured(redis_server, model, hf_overrides={"rope_theta": 77.0})))
+    assert len({plain, *others}) == 6
 
 
 @pytest.mark.parametrize("at", [100, 2 * MIB, -100])
