@@ -26,6 +26,8 @@ COLLECT_S = 10.0
 STRANGERS = 256
 """Other engines' sessions that are looked at, at most: those to expire first."""
 CLOSE_S = 5.0
+REST_S = 0.5
+"""How long to wait before something is tried again for which there is no circuit."""
 
 
 class _Question(NamedTuple):
@@ -108,7 +110,9 @@ class RedisDirectory(Directory):
             self._refuse([question for question in self._questions if question.request_id is None], "reset")
             self._answers.found.update({q.request_id: 0 for q in self._questions if q.request_id is not None})
             self._questions.clear()
-            self._answers = Answers(refused=self._answers.refused, found=dict.fromkeys(self._answers.found, 0))
+            said = self._answers
+            self._answers = Answers(refused=said.refused, found=dict.fromkeys(said.found, 0))
+            self._answers.refused += [(key, "reset") for key in (*said.granted, *said.stored)]
             self._wake.notify()
             return self._index.namespace.name
 
@@ -173,17 +177,22 @@ class RedisDirectory(Directory):
             what(index)
         except ColdStoreError:
             self._next_collect = 0.0  # the circuit remembers why; what was not said is still there
+            if not self._circuit.wait_s:  # it does answer, but its memory is full
+                time.sleep(REST_S)
         except Exception:
             logger.exception("Manthan: the books in Redis are behind")
-            time.sleep(1)
+            time.sleep(REST_S)
 
     def _look_up(self, index: RedisIndex, questions: Sequence[_Question]) -> None:
         for question in questions:
             assert question.request_id is not None
+            found = 0
             try:
                 found = index.look_up(question.keys)
             except ColdStoreError:
-                found = 0
+                pass
+            except Exception:  # the request must get an answer, and this thread must live
+                logger.exception("Manthan: a lookup in Redis failed")
             with self._wake:
                 if index is self._index:
                     self._answers.found[question.request_id] = found
@@ -195,6 +204,10 @@ class RedisDirectory(Directory):
             except ColdStoreError as error:
                 with self._wake:
                     self._refuse([question], error.cause)
+            except Exception:
+                logger.exception("Manthan: a reservation in Redis failed")
+                with self._wake:
+                    self._refuse([question], "internal")
 
     def _reserve(self, index: RedisIndex, question: _Question) -> None:
         grants, used = index.reserve(question.keys)

@@ -253,6 +253,30 @@ def test_after_a_reset_nothing_is_shared_any_more(start: Callable[..., One], raw
     assert raw.exists(Namespace("manthan:", place).block(b"x", 0))
 
 
+def test_what_was_granted_before_a_reset_is_refused(start: Callable[..., One]) -> None:
+    """Every block that was asked for gets an answer: the engine holds its bf16 copy until then."""
+    one = start("one")
+    one.directory.reserve(keys("ab"))
+    wait(lambda: one.directory._answers.granted)
+    one.directory.reset()
+    answers = one.hear(lambda a: a.refused)
+    assert (answers.granted, answers.refused) == ([], [(key, "reset") for key in keys("ab")])
+
+
+def test_an_error_that_nobody_thought_of_costs_an_answer_and_not_the_thread(
+    start: Callable[..., One], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    one = start("one")
+    with monkeypatch.context() as patch:
+        for name in ("look_up", "reserve", "collect"):
+            patch.setattr(RedisIndex, name, lambda *args: 1 / 0)
+        one.directory.look_up("r1", keys("a"))
+        one.directory.reserve(keys("a"))
+        answers = one.hear(lambda a: a.refused and a.found)
+        assert (answers.refused, answers.found) == ([(b"a", "internal")], {"r1": 0})
+    one.keep("ab")
+
+
 def test_dropped_codes_leave_unless_a_session_holds_them(start: Callable[..., One], raw: redis.Redis) -> None:
     one = start("one")
     one.keep("abc")
