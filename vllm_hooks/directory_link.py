@@ -80,7 +80,8 @@ class DirectoryLink:
             lookup = self._lookups.pop(request_id, None)
             if lookup is not None:
                 self._stats.looked_up("found" if found else "nothing")
-                manager.found(request_id, lookup.keys[: lookup.first + found], lookup.first)
+                if found:
+                    manager.found(request_id, lookup.keys[: lookup.first + found], lookup.first)
         manager.not_stored(answers.lost)
         manager.expire(answers.expired)
         if answers.used is not None or answers.strangers is not None:
