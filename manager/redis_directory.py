@@ -95,6 +95,8 @@ class RedisDirectory(Directory):
             for drop in drops:
                 if drop.cause is not DropCause.RESET:
                     self._drops.update(dict.fromkeys(drop.keys, drop.cause is DropCause.FAILED))
+                if drop.cause is DropCause.FAILED:
+                    self._next_collect = 0.0  # perhaps all is gone
             self._strangers += departed
             if self._has_news():
                 self._wake.notify()
