@@ -18,7 +18,7 @@ from manthan.manager.session import (
     SessionState,
 )
 from manthan.manager.session_table import MemoryShape, SessionTable
-from manthan.policies import EvictionPolicy
+from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class SessionMemoryManager:
@@ -29,6 +29,7 @@ class SessionMemoryManager:
     idle_after_s: seconds without a request after which a sweep evicts a session.
     min_tokens: shorter sessions are not tracked.
     label: stands in the ids of sessions without a name.
+    options: of the policy; None for its defaults.
     """
 
     def __init__(
@@ -39,12 +40,13 @@ class SessionMemoryManager:
         idle_after_s: float,
         min_tokens: int = 0,
         label: str = "",
+        options: PolicyOptions | None = None,
     ) -> None:
         self.shape = shape
         self.total_blocks = capacity_nbytes // shape.cold_nbytes
         self.idle_after_s = idle_after_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
-        self.table = SessionTable(policy, shape, label)
+        self.table = SessionTable(policy, shape, label, options)
         self.blocks = self.table.blocks
         self._running: dict[str, Session] = {}  # by request id
         self._restoring: dict[str, list[Block]] = {}  # by request id

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from manthan.manager.block_table import BlockTable
 from manthan.manager.chains import ChainIndex
 from manthan.manager.session import Block, Session, SessionState
-from manthan.policies import EvictionPolicy, SessionView
+from manthan.policies import EvictionPolicy, PolicyOptions, SessionView
 
 _HOT_STATES = (SessionState.HOT, SessionState.IDLE)
 
@@ -24,7 +24,9 @@ class MemoryShape:
 class SessionTable:
     """All sessions: by id, by chain, by state, and in the order of the two policies."""
 
-    def __init__(self, policy: type[EvictionPolicy], shape: MemoryShape, label: str = "") -> None:
+    def __init__(
+        self, policy: type[EvictionPolicy], shape: MemoryShape, label: str = "", options: PolicyOptions | None = None
+    ) -> None:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
@@ -34,8 +36,7 @@ class SessionTable:
         self.idle: OrderedDict[str, Session] = OrderedDict()
         """IDLE sessions in the order in which they became so."""
         self.chains = ChainIndex(label)
-        self._hot_policy = policy()
-        self._cold_policy = policy()
+        self._hot_policy, self._cold_policy = policy.pair(options)
 
     def create(self, asked_id: str | None, now: float) -> Session:
         """A new session with an empty chain, HOT: a request of it runs or has just ended."""
@@ -65,13 +66,13 @@ class SessionTable:
         if state is SessionState.IDLE:
             session.idle_since = now
             self.idle[session.session_id] = session
-            self._hot_policy.used(self.view(session))
+            self._hot_policy.used(self.view(session, self.shape.hot_nbytes))
 
     def used(self, session: Session, now: float) -> None:
         """A request of the session began or ended."""
         self.touch(session)
         session.last_used = now
-        self._cold_policy.used(self.view(session))
+        self._cold_policy.used(self.view(session, self.shape.cold_nbytes))
 
     def extend(self, session: Session, keys: Sequence[bytes]) -> None:
         """Grow the chain of a HOT session."""
@@ -109,15 +110,12 @@ class SessionTable:
         """All sessions, the one whose codes are to be dropped first first; a copy too."""
         return [self.by_id[session_id] for session_id in self._cold_policy.victims()]
 
-    def view(self, session: Session) -> SessionView:
-        """What a policy is told of this session."""
-        hot = len(session.chain) if session.state in _HOT_STATES else 0
-        cold = sum(block.reserves for block in session.chain)
+    def view(self, session: Session, nbytes: int) -> SessionView:
+        """What a policy is told of this session, whose blocks take so many bytes each in its place."""
         return SessionView(
             session_id=session.session_id,
             tokens=len(session.chain) * self.shape.block_tokens,
-            hot_bytes=hot * self.shape.hot_nbytes,
-            cold_bytes=cold * self.shape.cold_nbytes,
+            nbytes=len(session.chain) * nbytes,
             created=session.created,
             last_used=session.last_used,
             uses=session.uses,

@@ -1,6 +1,15 @@
 """Who goes first: eviction policies, pure decisions over session views."""
 
-from manthan.policies.base import EvictionPolicy, SessionView
+from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
 from manthan.policies.registry import UnknownPolicyError, get_policy, policy_names
 
-__all__ = ["EvictionPolicy", "SessionView", "UnknownPolicyError", "get_policy", "policy_names"]
+__all__ = [
+    "EvictionPolicy",
+    "PolicyOptions",
+    "RankedPolicy",
+    "SessionView",
+    "UnknownPolicyError",
+    "get_policy",
+    "in_order",
+    "policy_names",
+]

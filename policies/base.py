@@ -1,42 +1,128 @@
 """What a policy is told of a session, and what it answers."""
 
+import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import ClassVar
+from collections.abc import Iterator, Mapping
+from itertools import count, islice
+from typing import Any, ClassVar, NamedTuple, Self
+
+from pydantic import BaseModel, ConfigDict
 
 
-@dataclass(frozen=True, slots=True)
-class SessionView:
-    """One session as a policy sees it. Times are seconds on the manager's clock, sizes are bytes."""
+class SessionView(NamedTuple):
+    """One session as a policy sees it. Times are seconds on the manager's clock.
+
+    tokens: of all full blocks of its chain. nbytes: what they take in this place, bf16 in the hot pool and codes in the
+    cold store. uses: requests so far; the one that runs counts.
+    gap: seconds between the last request's end and the next one's begin; None before the second request.
+    added_tokens: what its last request brought that was not known before. answer_tokens: what was generated then.
+    left_tokens: what of the conversation the last request left behind, by changing what had been said.
+    expected: when the client said that it would be back, which it does when an agent waits for a tool; None if it did
+    not say.
+    """
 
     session_id: str
-    tokens: int
-    hot_bytes: int
-    cold_bytes: int
-    created: float
-    last_used: float
-    uses: int
+    tokens: int = 0
+    nbytes: int = 0
+    created: float = 0.0
+    last_used: float = 0.0
+    uses: int = 1
+    gap: float | None = None
+    added_tokens: int = 0
+    answer_tokens: int = 0
+    left_tokens: int = 0
+    expected: float | None = None
+
+
+class PolicyOptions(BaseModel):
+    """Options of a policy. A field's description completes the sentence "policy.FIELD must be …"."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
 
 
 class EvictionPolicy(ABC):
-    """Orders sessions by who goes first.
+    """Orders the sessions of one place by who goes first. A policy decides; it never acts.
 
-    The manager keeps one instance for the hot pool (who is evicted) and one for the cold store (who is
-    dropped), tells each of every session that enters, is used, or leaves its place, and takes victims from
-    the front. A policy decides; it never acts.
+    There is one instance for the hot pool (who is evicted) and one for the cold store (who is dropped). Each is told of
+    every session that enters its place, is used in it, or leaves it.
     """
 
     name: ClassVar[str]
+    Options: ClassVar[type[PolicyOptions]] = PolicyOptions
+
+    def __init__(self, options: Any = None) -> None:
+        """options: an instance of `Options`; None for the defaults."""
+        self.options = self.Options() if options is None else options
+
+    @classmethod
+    def pair(cls, options: Any = None) -> tuple[Self, Self]:
+        """One for the hot pool and one for the cold store; a policy that learns may let them share what it knows."""
+        return cls(options), cls(options)
 
     @abstractmethod
     def used(self, session: SessionView) -> None:
-        """A session entered this place or was used in it."""
+        """A session entered this place, or a request of it began or ended there: `uses` tells requests apart."""
 
     @abstractmethod
     def forget(self, session_id: str) -> None:
-        """A session left this place; unknown ids are ignored."""
+        """A session left this place, for whatever reason; unknown ids are ignored."""
+
+    def evicted(self, session_id: str) -> None:
+        """A session left this place because this policy had it go first. It may come back."""
+        self.forget(session_id)
 
     @abstractmethod
     def victims(self) -> Iterator[str]:
-        """Session ids, the one to go first first. The policy must not be told anything while one iterates."""
+        """Session ids, the one to go first first. While one iterates, sessions may leave, but none is used."""
+
+
+def in_order(queue: Mapping[str, object]) -> Iterator[str]:
+    """The keys of a dict, first come first, while keys may be taken out of it. O(1) a key."""
+    passed: set[str] = set()
+    while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
+        for key in fresh:
+            passed.add(key)
+            if key in queue:
+                yield key
+
+
+class RankedPolicy(EvictionPolicy):
+    """Base of policies that give each session a number when it is used; the lowest goes first, of equals the older.
+
+    O(log n) an event: a heap in which what is out of date is passed over, and which is made anew when most of it is.
+    """
+
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
+        self._entries: dict[str, tuple[float, int, str]] = {}
+        self._heap: list[tuple[float, int, str]] = []
+        self._count = count()
+
+    @abstractmethod
+    def rank(self, session: SessionView) -> float:
+        """The number of a session that was just used."""
+
+    def used(self, session: SessionView) -> None:
+        entry = (self.rank(session), next(self._count), session.session_id)
+        self._entries[session.session_id] = entry
+        heapq.heappush(self._heap, entry)
+        if len(self._heap) > 2 * len(self._entries) + 64:
+            self._heap = list(self._entries.values())
+            heapq.heapify(self._heap)
+
+    def forget(self, session_id: str) -> None:
+        self._entries.pop(session_id, None)
+
+    def victims(self) -> Iterator[str]:
+        passed = []
+        try:
+            while self._heap:
+                entry = heapq.heappop(self._heap)
+                session_id = entry[2]
+                if self._entries.get(session_id) is entry:
+                    passed.append(entry)
+                    yield session_id
+        finally:
+            for entry in passed:
+                if self._entries.get(entry[2]) is entry:
+                    heapq.heappush(self._heap, entry)

@@ -2,9 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Iterator
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from manthan.policies.base import EvictionPolicy, SessionView
+from manthan.policies.base import EvictionPolicy, SessionView, in_order
 
 
 class LRU(EvictionPolicy):
@@ -12,7 +12,8 @@ class LRU(EvictionPolicy):
 
     name: ClassVar[str] = "lru"
 
-    def __init__(self) -> None:
+    def __init__(self, options: Any = None) -> None:
+        super().__init__(options)
         self._order: OrderedDict[str, None] = OrderedDict()
 
     def used(self, session: SessionView) -> None:
@@ -23,4 +24,4 @@ class LRU(EvictionPolicy):
         self._order.pop(session_id, None)
 
     def victims(self) -> Iterator[str]:
-        return iter(self._order)
+        return in_order(self._order)

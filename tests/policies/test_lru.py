@@ -3,9 +3,7 @@
 from manthan.policies import EvictionPolicy, SessionView, get_policy
 
 
-def view(session_id: str, **facts: float) -> SessionView:
-    defaults = {"tokens": 1, "hot_bytes": 0, "cold_bytes": 0, "created": 0.0, "last_used": 0.0, "uses": 1}
-    return SessionView(session_id, **{**defaults, **facts})  # type: ignore[arg-type]
+view = SessionView
 
 
 def used(*session_ids: str) -> EvictionPolicy:
@@ -39,7 +37,7 @@ def test_forgetting_somebody_unknown_does_nothing() -> None:
 
 def test_size_and_number_of_uses_do_not_matter() -> None:
     policy = used()
-    policy.used(view("big", tokens=10**6, cold_bytes=10**9, uses=99))
+    policy.used(view("big", tokens=10**6, nbytes=10**9, uses=99))
     policy.used(view("small"))
     assert list(policy.victims()) == ["big", "small"]
 
