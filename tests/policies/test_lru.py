@@ -2,7 +2,6 @@
 
 from manthan.policies import EvictionPolicy, SessionView, get_policy
 
-
 view = SessionView
 
 
