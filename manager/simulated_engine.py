@@ -127,17 +127,17 @@ class EngineReplay(Replay):
         return self._size(request.traced) - len(hits) + revived + self._promised <= free + later
 
     def _start(self, request: _Request, hits: list[int], usable: int) -> None:
-        keys = request.traced.keys
-        cold = self.manager.match(keys[len(hits) : usable])
+        hot, keys = len(hits), request.traced.keys
+        cold = keys[hot : hot + self.manager.match(keys[hot:usable])]
         self._pool.touch(hits)
         self._pressure.admitted(request.name)
-        request.blocks, request.hot, request.restored, request.keyed = hits, len(hits), cold, len(hits)
-        self._promised += self._size(request.traced) - len(hits)
+        request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
+        self._promised += self._size(request.traced) - hot
         self._prefilling += 1
         if cold:
-            self._grow(request, len(hits) + cold)
-            self.restoring(request.name, keys[len(hits) : len(hits) + cold])
-            seconds = self.cost.restore_s_per_token * cold * self.setup.block_tokens
+            self._grow(request, hot + len(cold))
+            self.restoring(request.name, cold)
+            seconds = self.cost.restore_s_per_token * len(cold) * self.setup.block_tokens
             self._at(self.now + seconds, self._restored, request)
         else:
             self._compute(request)
