@@ -110,6 +110,14 @@ class Replay:
     def arrived(self, number: int) -> None:
         self.tally.measuring = number >= self.setup.first_measured
 
+    def begin(self, name: str, request: TracedRequest, now: float) -> None:
+        prompt = request.keys[: request.prompt_blocks]
+        self.manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens)
+
+    def end(self, name: str, request: TracedRequest, now: float) -> None:
+        tokens = request.input_tokens + request.output_tokens
+        self.manager.request_finished(name, request.keys, now, tokens=tokens)
+
     def asked(self, request: TracedRequest) -> int:
         return -(-request.input_tokens // self.setup.block_tokens)
 
@@ -159,7 +167,7 @@ class OneCacheReplay(Replay):
 
     def _serve(self, number: int, request: TracedRequest) -> None:
         manager, now, name = self.manager, request.at, str(number)
-        manager.request_started(name, request.keys[: request.prompt_blocks], request.session, now)
+        self.begin(name, request, now)
         found = manager.match(request.keys[: self.usable(request)])
         if found:
             self.restoring(name, request.keys[:found])
@@ -171,7 +179,7 @@ class OneCacheReplay(Replay):
             + self.cost.prefill_s(cached, request.input_tokens)
         )
         self.tally.served[number] = Served(self.asked(request), 0, found, first_token_s)
-        manager.request_finished(name, request.keys, now)
+        self.end(name, request, now)
         self._go_cold(now)
 
     def _go_cold(self, now: float) -> None:

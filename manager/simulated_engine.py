@@ -95,8 +95,7 @@ class EngineReplay(Replay):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
         self.arrived(number)
         request = _Request(number, self.requests[number])
-        traced = request.traced
-        self.manager.request_started(request.name, traced.keys[: traced.prompt_blocks], traced.session, self.now)
+        self.begin(request.name, request.traced, self.now)
         self._waiting.append(request)
 
     def _admit(self) -> None:
@@ -182,10 +181,8 @@ class EngineReplay(Replay):
         self._go_on(request)
 
     def _finish(self, request: _Request) -> None:
-        traced = request.traced
-        computed = (traced.input_tokens + max(0, traced.output_tokens - 1)) // self.setup.block_tokens
-        self._key(request, computed)
-        self.manager.request_finished(request.name, traced.keys[:computed], self.now)
+        self._key(request, len(request.blocks))
+        self.end(request.name, request.traced, self.now)
         self._pool.give_back(reversed(request.blocks))
 
     # -- blocks ---------------------------------------------------------------------------------------
