@@ -11,11 +11,13 @@ from manthan.manager.config import ConfigError, ManthanConfig, Resolved, resolve
 from manthan.manager.console import make_console
 from manthan.manager.inspect import inspect
 from manthan.manager.registries import check_registered
+from manthan.manager.simulate import simulate
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.command("inspect")(inspect)
+app.command("simulate")(simulate)
 
 
 @app.command("version")

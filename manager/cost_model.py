@@ -26,8 +26,8 @@ class CostModel(BaseModel):
     """Seconds and bytes. The defaults are an H200 with a model of Qwen3-8B's shape and codes in pinned RAM.
 
     first_token_s: what every request takes. prefill_s_per_token and prefill_s_per_token2: a token at position p takes
-    the former and 2p of the latter. restore_s_per_token, spill_s_per_token: from codes and to codes; that encoding keeps
-    pace with decoding is assumed. decode_s_per_token: between two tokens of an answer.
+    the former and 2p of the latter. restore_s_per_token, spill_s_per_token: from codes and to codes; it is assumed that
+    encoding keeps pace with decoding. decode_s_per_token: between two tokens of an answer.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")

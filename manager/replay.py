@@ -21,9 +21,9 @@ _DEFAULTS = ManthanConfig()
 class Setup:
     """What a trace is replayed on.
 
-    hot_blocks: of the KV pool; 0 for no pool: requests come strictly one after the other, a session goes cold as soon as
-    its request ends, and all that is found is found in the cold store. prefill_slots: prompts computed at a time; 0 for
-    any number. first_measured: number of the first request that counts; those before fill the caches.
+    hot_blocks: of the KV pool; 0 for no pool: requests come strictly one after the other, a session goes cold as soon
+    as its request ends, and all that is found is found in the cold store. prefill_slots: prompts computed at a time; 0
+    for any number. first_measured: number of the first request that counts; those before fill the caches.
     """
 
     policy: type[EvictionPolicy]
@@ -31,7 +31,7 @@ class Setup:
     hot_blocks: int = 0
     cold_blocks: int = 0
     block_tokens: int = MOONCAKE_BLOCK_TOKENS
-    cost: CostModel = CostModel()
+    cost: CostModel = CostModel()  # noqa: RUF009 it is frozen
     idle_after_s: float = _DEFAULTS.idle_after_s
     min_tokens: int = _DEFAULTS.min_tokens
     low_watermark: float = _DEFAULTS.hot_pool.low_watermark
@@ -190,4 +190,3 @@ class OneCacheReplay(Replay):
             manager.take_releases()
             self.spilled(manager.take_spills(manager.total_blocks), now)
         self.take_evictions()
-

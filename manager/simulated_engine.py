@@ -13,6 +13,11 @@ from manthan.manager.simulated_pool import SimulatedPool
 from manthan.manager.traces import TracedRequest
 
 
+def total_blocks(request: TracedRequest, block_tokens: int) -> int:
+    """Blocks that a request has in the end; the KV of its last token is never computed."""
+    return -(-(request.input_tokens + max(0, request.output_tokens - 1)) // block_tokens)
+
+
 @dataclass(slots=True, eq=False)
 class _Request:
     """A request that has come, and its blocks of the pool.
@@ -42,7 +47,9 @@ class EngineReplay(Replay):
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
         super().__init__(requests, setup, journal)
-        self._check_size()
+        largest = max(map(self._size, requests), default=0)
+        if largest > setup.hot_blocks:
+            raise ValueError(f"hot_blocks must be {largest} or more, as the largest request, not {setup.hot_blocks}")
         self.now = 0.0
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
@@ -57,17 +64,8 @@ class EngineReplay(Replay):
         self._held: dict[bytes, int] = {}  # being encoded
         self._encoded_until = 0.0
 
-    def _check_size(self) -> None:
-        largest = max(map(self._size, self.requests), default=0)
-        if largest > self.setup.hot_blocks:
-            raise ValueError(
-                f"a pool of {self.setup.hot_blocks} blocks is too small for the largest request, which takes {largest} "
-                f"({largest * self.setup.block_tokens} tokens)"
-            )
-
     def _size(self, request: TracedRequest) -> int:
-        """Blocks that it ends with: the last token's KV is never computed."""
-        return -(-(request.input_tokens + max(0, request.output_tokens - 1)) // self.setup.block_tokens)
+        return total_blocks(request, self.setup.block_tokens)
 
     def run(self, progress: Callable[[int], None]) -> None:
         if self.requests:

@@ -7,8 +7,8 @@ from collections.abc import Iterable, Iterator, Sequence
 class SimulatedPool:
     """Blocks by number, in the order in which vLLM's BlockPool would take them.
 
-    A free block still holds what its key says until it is taken, from the head of the queue. Freed blocks go to the tail
-    if they have a key, otherwise to the head.
+    A free block still holds what its key says until it is taken, from the head of the queue. Freed blocks go to the
+    tail if they have a key, otherwise to the head.
     """
 
     def __init__(self, blocks: int) -> None:
