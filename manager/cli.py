@@ -12,12 +12,14 @@ from manthan.manager.console import make_console
 from manthan.manager.inspect import inspect
 from manthan.manager.registries import check_registered
 from manthan.manager.simulate import simulate
+from manthan.manager.workload import workload
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
+app.command("workload")(workload)
 
 
 @app.command("version")

@@ -1,5 +1,6 @@
 """What a trace is replayed on, what a replay comes to, and the simplest replay: one cache, no KV pool."""
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -99,13 +100,17 @@ class Tally:
             self.journal.append(Action(what, who, keys))
 
 
-class Replay:
+class Replay(ABC):
     """What both kinds of replay have in common: the manager, the tally and how actions are counted."""
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
         self.requests, self.setup, self.cost = requests, setup, setup.cost
         self.manager = setup.manager()
         self.tally = Tally([None] * len(requests), journal=[] if journal else None)
+
+    @abstractmethod
+    def run(self, progress: Callable[[int], None]) -> None:
+        """Serve all requests; `progress` is called now and then with the number of those that have come."""
 
     def arrived(self, number: int) -> None:
         self.tally.measuring = number >= self.setup.first_measured

@@ -115,7 +115,7 @@ def run_all(
         pending: set[Future[Any]] = {*replays, *best.values()}
         while pending:
             ended, pending = wait(pending, LOOK_EVERY_S, return_when=FIRST_EXCEPTION)
-            progress(sum(counts))
+            progress(sum(counts[:]))
             for future in ended:
                 if future.exception() is not None:
                     processes.shutdown(wait=False, cancel_futures=True)
