@@ -79,13 +79,15 @@ class Action(NamedTuple):
 
 @dataclass
 class Tally:
-    """What a replay came to. served: by request. Counts begin with the first request that is measured.
+    """What a replay came to. Counts begin with the first request that is measured.
 
+    served: by request. order: the numbers of the requests as they were let in; some may pass one that waits for room.
     moved_out, moved_in, dropped: blocks. peak_hot, peak_cold: the most blocks of the pool in use, or being encoded, and
     of the cold store taken or reserved, over all of the trace.
     """
 
     served: list[Served | None]
+    order: list[int] = field(default_factory=list)
     journal: list[Action] | None = None
     evictions: int = 0
     moved_out: int = 0
@@ -183,6 +185,7 @@ class OneCacheReplay(Replay):
             + self.cost.restore_s_per_token * cached
             + self.cost.prefill_s(cached, request.input_tokens)
         )
+        self.tally.order.append(number)
         self.tally.served[number] = Served(self.asked(request), 0, found, first_token_s)
         self.end(name, request, now)
         self._go_cold(now)

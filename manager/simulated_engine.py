@@ -131,6 +131,7 @@ class EngineReplay(Replay):
         request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
         self._promised += self._size(request.traced) - hot
         self._prefilling += 1
+        self.tally.order.append(request.number)
         if cold:
             self._grow(request, hot + len(cold))
             self.restoring(request.name, cold)
