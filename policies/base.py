@@ -2,7 +2,7 @@
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -80,10 +80,12 @@ class EvictionPolicy(ABC):
         """Session ids, the one to go first first. While one iterates, sessions may leave, but none is used."""
 
 
-def in_order(queue: Mapping[str, object]) -> Iterator[str]:
-    """The keys of a dict, first come first, while keys may be taken out of it. O(1) a key."""
+def in_order(queue: dict[str, Any], newest_first: bool = False) -> Iterator[str]:
+    """The keys of a dict, first come first or the other way, while keys may be taken out of it. O(1) a key."""
     passed: set[str] = set()
-    while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
+    while fresh := [
+        key for key in islice(reversed(queue) if newest_first else queue, 2 * len(passed) + 8) if key not in passed
+    ]:
         for key in fresh:
             passed.add(key)
             if key in queue:

@@ -5,8 +5,9 @@ from importlib.metadata import entry_points
 
 from manthan.policies.base import EvictionPolicy
 from manthan.policies.lru import LRU
+from manthan.policies.returns import Returns
 
-BUILTIN: dict[str, type[EvictionPolicy]] = {LRU.name: LRU}
+BUILTIN: dict[str, type[EvictionPolicy]] = {LRU.name: LRU, Returns.name: Returns}
 ENTRY_POINT_GROUP = "manthan.policies"
 
 
