@@ -2,15 +2,15 @@
 
 N. Megiddo and D. Modha, "ARC: A Self-Tuning, Low Overhead Replacement Cache", FAST 2003.
 
-Two lists hold the sessions that were used once (T1 in the paper) and those that were used again (T2), each in the order
-of use. Two more remember ghosts, sessions that went from the one (B1) and from the other (B2). A session that comes back
-while it is a ghost shows that its list had too little room: the size that T1 should have, p, moves.
+Two lists hold the sessions that were used once (T1 in the paper) and those that were used again (T2), each in the
+order of use. Two more remember ghosts, sessions that went from the one (B1) and from the other (B2). A session that
+comes back while it is a ghost shows that its list had too little room: the size that T1 should have, p, moves.
 
-Sessions differ in size, so all lists and p count bytes rather than pages. Nobody tells a policy how large its place is:
-c is the most that was there at once. Ghosts of T1 are kept up to c together with T1, all lists together up to 2c.
+Sessions differ in size, so all lists and p count bytes rather than pages. Nobody tells a policy how large its place
+is: c is the most that was there at once. Ghosts of T1 are kept up to c together with T1, all lists together up to 2c.
 
-One thing differs: the paper chooses a victim for a page that is about to enter, and where T1 has just the size p and the
-page was in B2, takes it from T1. Here a victim is chosen before anybody knows who enters.
+One thing differs: the paper chooses a victim for a page that is about to enter, and where T1 has just the size p and
+the page was in B2, takes it from T1. Here a victim is chosen before anybody knows who enters.
 """
 
 from collections.abc import Iterator
@@ -21,7 +21,7 @@ from manthan.policies.byte_queue import ByteQueue
 
 
 class ARC(EvictionPolicy):
-    """Sessions used once and sessions used again share the place; what went too early gets more of it. O(1) an event."""
+    """Sessions used once and those used again share the place; who went too early gets more of it. O(1) an event."""
 
     name: ClassVar[str] = "arc"
 

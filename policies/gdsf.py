@@ -7,10 +7,11 @@ is not used is overtaken by newcomers in the end.
 The cost here is the time that recomputing a session takes, in units of one token without attention. A token attends to
 all before it, so n tokens cost n + n²/K: at n = K attention costs as much as all the rest.
 
-Where K comes from, for an 8 B model: Qwen3-8B has 6.95 G parameters beside its embeddings, which is 13.9 GFLOP a token, a
-multiplication and an addition each. Its 36 layers of 32 heads of size 128 take 4 · 36 · 4,096 · i FLOP for the scores and
-the sums of the token behind i others, and 295 kFLOP · n² for n tokens. The two are equal at n = 47,000, if both run at
-the same pace; the default is that, rounded. The same sum gives 60,000 for Qwen3-32B (31.2 G, 64 layers of 64 heads).
+Where K comes from, for an 8 B model: Qwen3-8B has 6.95 G parameters beside its embeddings, which is 13.9 GFLOP a
+token, a multiplication and an addition each. Its 36 layers of 32 heads of size 128 take 4 · 36 · 4,096 · i FLOP for
+the scores and the sums of the token behind i others, and 295 kFLOP · n² for n tokens. The two are equal at n = 47,000,
+if both run at the same pace; the default is that, rounded. The same sum gives 60,000 for Qwen3-32B (31.2 G, 64 layers
+of 64 heads).
 """
 
 from typing import Any, ClassVar

@@ -1,12 +1,13 @@
 """Least frequently used, with counts that fade.
 
-Each request counts 1 when it comes, and half as much after each `half_life_s`. This is the combined recency and frequency
-of D. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently Used Policies",
-IEEE Transactions on Computers 50(12), 2001, with F(x) = (1/2)^(x / half life): a short half life makes it LRU, a long
-one LFU.
+Each request counts 1 when it comes, and half as much after each `half_life_s`. This is the combined recency and
+frequency of D. Lee et al., "LRFU: A Spectrum of Policies that Subsumes the Least Recently Used and Least Frequently
+Used Policies", IEEE Transactions on Computers 50(12), 2001, with F(x) = (1/2)^(x / half life): a short half life makes
+it LRU, a long one LFU.
 
-All counts fade alike, so their order does not change while nobody is used, and no clock is needed: instead of the count
-at this moment, the logarithm of what it was worth at time 0 is kept, log2(sum of 2^(t / half life)) over requests at t.
+All counts fade alike, so their order does not change while nobody is used, and no clock is needed: instead of the
+count at this moment, the logarithm of what it was worth at time 0 is kept, log2(sum of 2^(t / half life)) over
+requests at t.
 """
 
 import math

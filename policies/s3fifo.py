@@ -1,13 +1,13 @@
 """Three simple FIFO queues.
 
 J. Yang et al., "FIFO Queues Are All You Need for Cache Eviction", SOSP 2023. Newcomers enter a small queue. At its end
-who was used more than once moves to the main queue; others go, and leave a ghost. Whoever comes back while its ghost is
-there enters the main queue at once. At the end of the main queue who was used is put in again, with one use less to its
-credit, which is 3 at most.
+who was used more than once moves to the main queue; others go, and leave a ghost. Whoever comes back while its ghost
+is there enters the main queue at once. At the end of the main queue who was used is put in again, with one use less to
+its credit, which is 3 at most.
 
 Sessions differ in size, so queues count bytes. The size of the cache, of which the small queue should take a tenth, is
-what is in the place: when somebody has to go, that is what it holds. Ghosts stand for as many bytes as the main
-queue may take of the most that was in the place at once.
+what is in the place: when somebody has to go, that is what it holds. Ghosts stand for as many bytes as the main queue
+may take of the most that was in the place at once.
 """
 
 from collections import deque
