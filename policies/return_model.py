@@ -140,7 +140,7 @@ class ReturnModel:
         hazard = self.base * np.exp(log_factors)[:, None]
         returns = 1 - np.exp(-hazard * self._widths)
         waited = returns / hazard
-        index = np.zeros_like(hazard)
+        index: Floats = np.zeros_like(hazard)
         for begin in range(len(self.base)):
             waiting = np.ones_like(returns[:, begin:])
             np.cumprod(1 - returns[:, begin:-1], axis=1, out=waiting[:, 1:])

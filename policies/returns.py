@@ -13,7 +13,7 @@ from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in
 from manthan.policies.return_model import AGES, Floats, ReturnModel, buckets
 
 STEP, LEVELS = 0.25, 33
-LOG_FACTORS = STEP * (np.arange(LEVELS) - LEVELS // 2)
+LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
 """Sessions are kept by the logarithm of their return's factor, in steps."""
 
 
@@ -39,6 +39,7 @@ class Returns(EvictionPolicy):
 
     name: ClassVar[str] = "returns"
     Options: ClassVar[type[PolicyOptions]] = ReturnsOptions
+    options: ReturnsOptions
 
     def __init__(self, options: Any = None, model: ReturnModel | None = None) -> None:
         super().__init__(options)
@@ -95,7 +96,7 @@ class Returns(EvictionPolicy):
             if session_id in queue and session_id not in passed:
                 passed.add(session_id)
                 yield session_id
-            rest = queues.setdefault((level, newest), in_order(queue, newest))
+            rest = queues.setdefault((level, newest), in_order(queue, reversed if newest else iter))
             following = next((key for key in rest if key not in passed), None)
             if following is not None:
                 last_used = queue[following]
