@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from manthan.manager.cold_side import Shares
 from manthan.manager.redis_client import StoreDownError
 from manthan.manager.session_table import MemoryShape
 from manthan.manager.shared_session_manager import SharedSessionManager
@@ -90,6 +91,7 @@ class SchedulerHalf:
             idle_after_s=config.idle_after_s,
             min_tokens=config.min_tokens,
             label=owner if shared else "",
+            shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)

@@ -11,7 +11,10 @@ from server import VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-YAML = "{idle_after_s: 30, min_tokens: 64, cold_store: {max_bytes: 64MiB}, quotas: {header: X-Tenant-ID}}"
+YAML = """
+{idle_after_s: 0.5, sweep_interval_s: 0.1, min_tokens: 64, cold_store: {max_bytes: 64MiB},
+ quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
+"""  # 26 blocks for pinned sessions
 TEXT = "let us say hello " * 30
 SALT = "a-salt-that-nobody-may-see"
 ENDPOINTS = {
@@ -87,7 +90,7 @@ def test_hints_pass_and_are_counted(server, path: str, stream: bool) -> None:
 
 @pytest.mark.parametrize("path", ENDPOINTS)
 def test_a_client_is_told_what_came_of_its_hints(server, path: str) -> None:
-    own = {"session_id": "carol"} if path != "/v1/messages" else {}
+    own = {"session_id": f"carol at {path}"} if path != "/v1/messages" else {}
     reply = post(server, path, {"priority": 1}, **own).json()
     told = reply["kv_transfer_params"]["manthan"]
     assert set(told) == {"session_id", "pinned", "refused"}
@@ -97,10 +100,16 @@ def test_a_client_is_told_what_came_of_its_hints(server, path: str) -> None:
 
 
 def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
-    pinned = post(server, "/v1/completions", {"pin": True}, session_id="dave").json()
-    assert pinned["kv_transfer_params"]["manthan"] == {"session_id": "dave", "pinned": True, "refused": None}
-    freed = post(server, "/v1/completions", {"pin": False}, session_id="dave").json()
-    assert freed["kv_transfer_params"]["manthan"]["pinned"] is False
+    def told(session: str, text: str, pin: bool) -> dict[str, Any]:
+        reply = post(server, "/v1/completions", {"pin": pin}, session_id=session, prompt=f"{session} {text}")
+        return reply.json()["kv_transfer_params"]["manthan"]
+
+    assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None}
+    refusal = told("frank", 4 * TEXT, True)
+    assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
+    assert refusal["refused"].startswith("pin is refused: pinned sessions may take 26 blocks of the cold store")
+    assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
+    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 30, "count the refusal")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -111,6 +120,21 @@ def test_the_header_reaches_the_scheduler(server, path: str, stream: bool) -> No
     assert post(server, path, stream=stream).status_code == 200
     assert post(server, path, tenants=("acme",), stream=stream).status_code == 200
     server.wait_for(lambda: hint_counts(server).get("tenant", 0) == before + 1, 30, "count the tenant")
+
+
+def test_a_tenant_has_its_quota(server) -> None:
+    server.new_log_lines()
+    for session, tenant in (("heidi", "no-room"), ("ivan", "acme")):
+        prompt = f"{session} {TEXT}"
+        assert post(server, "/v1/completions", None, (tenant,), session_id=session, prompt=prompt).status_code == 200
+    lines: list[str] = []
+
+    def is_cold() -> bool:
+        lines.extend(server.new_log_lines())
+        return any("session ivan went cold" in line for line in lines)
+
+    server.wait_for(is_cold, 30, "compress a session")
+    assert not any("heidi" in line for line in lines)  # it was idle before, and there is no room for it
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
