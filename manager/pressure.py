@@ -51,14 +51,14 @@ class Runway:
         return self._left
 
     def _walk(self, limit: int) -> int:
+        find = self._blocks.get
         for count, key in enumerate(self._queue.keys()):
-            if count == limit or (key is not None and self._keeps(key)):
+            if count == limit:
+                return count
+            block = None if key is None else find(key)
+            if block is not None and (block.exposed or block.code is CodeState.QUEUED):
                 return count
         return len(self._queue)
-
-    def _keeps(self, key: bytes) -> bool:
-        block = self._blocks.get(key)
-        return block is not None and (block.exposed or block.code is CodeState.QUEUED)
 
 
 class Pressure:

@@ -8,20 +8,20 @@ from typing import Annotated, Any
 
 import typer
 import yaml
-from pydantic import ValidationError
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from manthan.manager.config import ConfigError, ManthanConfig, resolve_config
-from manthan.manager.config_model import nearest
+from manthan.manager.config_model import PolicyConfig, nearest
 from manthan.manager.console import make_console
 from manthan.manager.cost_model import CostModel
+from manthan.manager.registries import ChosenPolicy, choose_policy
 from manthan.manager.replay import Setup
 from manthan.manager.simulate_report import check_matplotlib, results_table, save_plot, write_json
 from manthan.manager.simulate_runs import Result, Run, run_all
 from manthan.manager.simulated_engine import total_blocks
 from manthan.manager.traces import Trace, TraceError, read_trace
-from manthan.policies import EvictionPolicy, PolicyOptions, UnknownPolicyError, get_policy
+from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
@@ -61,7 +61,7 @@ def simulate(
         read = read_trace(trace, block_tokens)
         pairs = list(product(_capacities("--hot", hot, read), _capacities("--cold", cold, read)))
         _check_pools(hot, [hot_blocks for hot_blocks, _ in pairs], read)
-    except (ConfigError, TraceError, UnknownPolicyError) as error:
+    except (ConfigError, TraceError, UnknownPolicyError, BadPolicyError) as error:
         typer.echo(_in_options(error), err=True)
         raise typer.Exit(1) from None
     first = int(measure_from * len(read.requests))
@@ -102,25 +102,18 @@ def _run(path: Path, trace: Trace, runs: list[Run], jobs: int) -> list[Result]:
 # -- what was asked for -----------------------------------------------------------------------------------
 
 
-def _policy(label: str) -> tuple[type[EvictionPolicy], PolicyOptions]:
+def _policy(label: str) -> ChosenPolicy:
     """`NAME` or `NAME:OPTION=VALUE:…`, values as in YAML."""
     name, *given = label.split(":")
-    policy = get_policy(name)
-    fields = policy.Options.model_fields
+    fields = get_policy(name).Options.model_fields
     values = {}
     for option in given:
         key, equals, value = option.partition("=")
         if not equals or key not in fields:
             raise ConfigError(f"--policy {label}: unknown {name} option '{key}'{nearest(key, fields)}")
         values[key] = yaml.safe_load(value)
-    try:
-        return policy, policy.Options(**values)
-    except ValidationError as error:
-        first = error.errors()[0]
-        key = str(first["loc"][0])
-        raise ConfigError(
-            f"--policy {label}: {key} must be {fields[key].description}, not {first['input']!r}"
-        ) from None
+    sources = {f"policy.{key}": f"--policy {label}" for key in ("name", *values)}
+    return choose_policy(PolicyConfig(name=name, **values), sources)
 
 
 def _capacities(option: str, text: str, trace: Trace) -> list[int]:

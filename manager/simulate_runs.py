@@ -4,9 +4,10 @@ import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from ctypes import c_uint64
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -63,9 +64,9 @@ class Result:
         return self.hot_share + self.restored_share
 
 
-def result_of(run: Run, tally: Tally, seconds: float, best: int) -> Result:
-    """The figures of one replay; best: blocks that Belady's optimum finds."""
-    setup = run.setup
+def result_of(run: Run, replayed: tuple[Tally, float], best: int) -> Result:
+    """The figures of one replay, which took so many seconds; best: blocks that Belady's optimum finds."""
+    setup, (tally, seconds) = run.setup, replayed
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked, hot, restored = (sum(column) for column in list(zip(*served, strict=True))[:3])
     first_token = np.array([one.first_token_s for one in served])
@@ -107,22 +108,25 @@ def run_all(
     totals = {_total(run): run.setup for run in runs}
     spawn = multiprocessing.get_context("spawn")  # a progress bar's thread does not survive a fork
     counts = spawn.Array(c_uint64, len(runs))
-    with ProcessPoolExecutor(
-        min(jobs, len(runs)), mp_context=spawn, initializer=_begin, initargs=(path, trace.block_tokens, counts)
-    ) as processes:
-        replays = [processes.submit(_replay, number, run.setup) for number, run in enumerate(runs)]
-        best = {total: processes.submit(_best, total, setup) for total, setup in totals.items()}
+    workers = min(jobs, len(runs))
+    begin = partial(_begin, path, trace.block_tokens, counts)
+    with (
+        ThreadPoolExecutor(1, initializer=begin)
+        if workers == 1
+        else ProcessPoolExecutor(workers, spawn, initializer=begin) as executor
+    ):
+        replays = [executor.submit(_replay, number, run.setup) for number, run in enumerate(runs)]
+        best = {total: executor.submit(_best, total, setup) for total, setup in totals.items()}
         pending: set[Future[Any]] = {*replays, *best.values()}
         while pending:
             ended, pending = wait(pending, LOOK_EVERY_S, return_when=FIRST_EXCEPTION)
             progress(sum(counts[:]))
             for future in ended:
                 if future.exception() is not None:
-                    processes.shutdown(wait=False, cancel_futures=True)
+                    executor.shutdown(wait=False, cancel_futures=True)
                 future.result()
     return [
-        result_of(run, *future.result(), best=best[_total(run)].result())
-        for run, future in zip(runs, replays, strict=True)
+        result_of(run, future.result(), best[_total(run)].result()) for run, future in zip(runs, replays, strict=True)
     ]
 
 

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from manthan.manager.pressure import Pressure
+from manthan.manager.pressure import ADMISSION_WAIT_S, Pressure
 from manthan.manager.replay import PROGRESS_EVERY, Replay, Served, Setup
 from manthan.manager.simulated_pool import SimulatedPool
 from manthan.manager.traces import TracedRequest
+
+A_MOMENT_S = 0.001
 
 
 def total_blocks(request: TracedRequest, block_tokens: int) -> int:
@@ -22,8 +24,8 @@ def total_blocks(request: TracedRequest, block_tokens: int) -> int:
 class _Request:
     """A request that has come, and its blocks of the pool.
 
-    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. began: when its
-    first token was there.
+    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. waited: for
+    others to be saved. began: when its first token was there.
     """
 
     number: int
@@ -32,6 +34,7 @@ class _Request:
     hot: int = 0
     restored: int = 0
     keyed: int = 0
+    waited: bool = False
     began: float = 0.0
 
     @property
@@ -106,6 +109,9 @@ class EngineReplay(Replay):
             needed = self.asked(request.traced) - len(hits)
             if self._pressure.must_wait(request.name, needed, self.now):
                 passed.append(self._waiting.popleft())
+                if not request.waited:
+                    request.waited = True
+                    self._at(self.now + ADMISSION_WAIT_S + A_MOMENT_S, self._look_again, None)
             elif self._fits(request, hits, needed):
                 self._waiting.popleft()
                 self._start(request, hits, usable)
@@ -116,12 +122,15 @@ class EngineReplay(Replay):
     def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
         """Whether there is room for its prompt now, and for its answer when that is computed."""
         free, users = len(self._pool), self._pool.users
+        in_the_end = self._size(request.traced) + self._promised
+        if in_the_end <= free:  # even if nobody else uses what it has found
+            return True
         if needed + sum(not users(block) for block in hits) > free:
             return False
         held = set(self._held.values())
         revived = sum(users(block) == (block in held) for block in hits)
         later = sum(users(block) == 1 for block in held)
-        return self._size(request.traced) - len(hits) + revived + self._promised <= free + later
+        return in_the_end - len(hits) + revived <= free + later
 
     def _start(self, request: _Request, hits: list[int], usable: int) -> None:
         hot, keys = len(hits), request.traced.keys
@@ -207,6 +216,9 @@ class EngineReplay(Replay):
         for go_on, request in starved:
             go_on(request)
 
+    def _look_again(self, _: None) -> None:
+        """Nothing happens, but for the step that follows."""
+
     # -- a step ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
@@ -226,6 +238,7 @@ class EngineReplay(Replay):
             block = self._pool.get(key)
             if block is None:
                 self.manager.lost(key, self.now)
+                self._at(self.now, self._look_again, None)
                 continue
             self._pool.touch([block])
             self._held[key] = block

@@ -22,26 +22,34 @@ def run(*arguments: object) -> Result:
     return CliRunner().invoke(app, list(map(str, arguments)))
 
 
+@pytest.fixture(scope="module")
+def short(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The first 300 requests."""
+    path: Path = tmp_path_factory.mktemp("traces") / "short.jsonl"
+    path.write_text("".join(EXCERPT.read_text().splitlines(keepends=True)[:300]))
+    return path
+
+
 def figures(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = json.loads(path.read_text())["results"]
     return rows
 
 
-def test_a_table_json_and_a_plot(tmp_path: Path) -> None:
+def test_a_table_json_and_a_plot(short: Path, tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     rows, plot = tmp_path / "rows.json", tmp_path / "plot.png"
     result = run(
-        *("simulate", EXCERPT, "--policy", "lru,lru", "--hot", "0,300k", "--cold", "2%,512000"),
+        *("simulate", short, "--policy", "lru,lru", "--hot", "0,130k", "--cold", "2%,51200"),
         *("--jobs", 2, "--json", rows, "--plot", plot),
     )
     assert result.exit_code == 0, result.output
     head, *lines = result.stdout.splitlines()
     assert head.split()[:3] == ["policy", "hot", "tokens"]
     assert [line.split()[:3] for line in lines] == 2 * [
-        ["lru", "0", f"{int(0.02 * read_trace(EXCERPT).distinct_blocks) * 512:,}"],
-        ["lru", "0", "512,000"],
-        ["lru", "299,520", f"{int(0.02 * read_trace(EXCERPT).distinct_blocks) * 512:,}"],
-        ["lru", "299,520", "512,000"],
+        ["lru", "0", f"{int(0.02 * read_trace(short).distinct_blocks) * 512:,}"],
+        ["lru", "0", "51,200"],
+        ["lru", "129,536", f"{int(0.02 * read_trace(short).distinct_blocks) * 512:,}"],
+        ["lru", "129,536", "51,200"],
     ]
     assert plot.read_bytes().startswith(PNG)
     assert [row.pop("replay_s") > 0 for row in figures(rows)] == [True] * 8
@@ -54,17 +62,17 @@ def test_a_table_json_and_a_plot(tmp_path: Path) -> None:
     first, second = figures(rows)[:4], figures(rows)[4:]
     for row in first + second:
         del row["replay_s"]
-    assert json.loads(rows.read_text())["trace"]["requests"] == 1000
+    assert json.loads(rows.read_text())["trace"]["requests"] == 300
     assert [{**row, "replay_s": 0} for row in first] == [{**row, "replay_s": 0} for row in second]
 
 
-def test_flags_change_what_happens(tmp_path: Path) -> None:
+def test_flags_change_what_happens(short: Path, tmp_path: Path) -> None:
     path = tmp_path / "rows.json"
     cost = tmp_path / "cost.yaml"
     cost.write_text("{first_token_s: 100, code_bytes_per_token: 2}")
 
     def one(*flags: object) -> dict[str, Any]:
-        result = run("simulate", EXCERPT, "--hot", "300k", "--cold", "1M", "--jobs", 1, "--json", path, *flags)
+        result = run("simulate", short, "--hot", "130k", "--cold", "400k", "--json", path, *flags)
         assert result.exit_code == 0, result.output
         return figures(path)[0]
 
@@ -73,7 +81,7 @@ def test_flags_change_what_happens(tmp_path: Path) -> None:
     assert one("--low-watermark", 0, "--high-watermark", 0)["peak_cold_blocks"] <= plain["peak_cold_blocks"]
     assert one("--min-tokens", 10**6)["blocks_out"] == 0
     assert one("--prefill-slots", 1)["first_token_mean_s"] > plain["first_token_mean_s"]
-    assert one("--measure-from", 0.75)["requests"] == 250
+    assert one("--measure-from", 0.75)["requests"] == 75
     dear = one("--cost", cost)
     assert dear["first_token_mean_s"] > 100
     assert dear["bytes_out"] == dear["blocks_out"] * 512 * 2
@@ -104,6 +112,10 @@ def test_a_csv(tmp_path: Path) -> None:
         (["--idle-after", "0"], "--idle-after must be a plain number of seconds above 0, such as 300, not 0.0"),
         (["--low-watermark", "2"], "--low-watermark must be a share of the KV pool between 0 and 1, not 2.0"),
         (["--policy", "lru:x=1"], "--policy lru:x=1: unknown lru option 'x' (there are none)"),
+        (
+            ["--policy", "lru,ttl:seconds=5"],
+            "--policy ttl:seconds=5: unknown ttl option 'seconds' (valid: ttl_s)",
+        ),
         (["--cost", "none.yaml"], "none.yaml: cannot be read: No such file or directory"),
     ],
 )

@@ -25,9 +25,9 @@ def test_turns_and_answers(name: str, kind: Kind) -> None:
 
 
 def test_a_session_goes_on_from_what_was_said() -> None:
-    """Of one chat, a prompt's full blocks come again in the next one, unless that replaces the last request."""
-    lines = make_workload(1, seed=12, **(ONLY | {"agent": 1.0}))
-    assert len(lines) > 3
+    workloads = [make_workload(1, seed, **(ONLY | {"agent": 1.0})) for seed in range(20)]
+    lines = max(workloads, key=len)
+    assert len(lines) > 10
     for before, after in pairwise(lines):
         full = before.input_length // 512
         assert after.hash_ids[:full] == before.hash_ids[:full]
