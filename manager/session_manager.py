@@ -6,9 +6,9 @@ event methods from one thread and carries out, in this order, `take_drops`, `tak
 
 from collections.abc import Iterable, Sequence
 
-from manthan.manager.attribution import attribute, begin
+from manthan.manager.attribution import attribute, begin, find
 from manthan.manager.chains import common_prefix
-from manthan.manager.cold_side import Shares
+from manthan.manager.cold_side import Fast, Shares
 from manthan.manager.hinted_side import HintedSide
 from manthan.manager.hints import NO_HINTS, Hints
 from manthan.manager.session import (
@@ -36,7 +36,7 @@ class SessionMemoryManager(HintedSide):
     label: stands in the ids of sessions without a name.
     options: of the policy; None for its defaults.
     shares: of the budget, for pinned sessions and for tenants.
-    fast_nbytes: of the budget, what the tier holds that new codes go to; 0 where there is only one.
+    fast: the tier that new codes go to, where a slower one is behind it.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     """
 
@@ -50,10 +50,10 @@ class SessionMemoryManager(HintedSide):
         label: str = "",
         options: PolicyOptions | None = None,
         shares: Shares = Shares(),  # noqa: B008
-        fast_nbytes: int = 0,
+        fast: Fast | None = None,
         prefetch_lead_s: float | None = None,
     ) -> None:
-        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast_nbytes)
+        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast)
         self.idle_after_s = idle_after_s
         self.prefetch_lead_s = prefetch_lead_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
@@ -115,7 +115,7 @@ class SessionMemoryManager(HintedSide):
         session.tokens = max(session.tokens, total)
         refused = self._take_hints(session, hints, now)
         self._end_use(session, request_id, now)
-        if hints.release and not session.requests:
+        if hints.release and session.chain and not session.requests:
             self._forget_session(session, DropCause.RELEASED)
         return Outcome(session.session_id, session.pinned, refused)
 
@@ -124,7 +124,7 @@ class SessionMemoryManager(HintedSide):
 
     def _home(self, session: Session, keys: Sequence[bytes], now: float) -> Session:
         """Which session these keys extend, now that others may have grown, or that the answer is known."""
-        found = self.table.chains.find(keys, session.asked_id)
+        found = find(self.table, keys, session.asked_id)
         if found is None:
             if not session.chain:
                 return session
@@ -211,6 +211,8 @@ class SessionMemoryManager(HintedSide):
         self._drop(unreadable, DropCause.FAILED)
         self._drop([block for block in blocks if not block.users], DropCause.ABANDONED)
         self._bury(unreadable)
+        if self.table.front is not None:
+            self.table.front.read(blocks)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -364,6 +366,10 @@ class SessionMemoryManager(HintedSide):
             assert block is not None
             self.blocks.change(block, code=CodeState.SPILLING)
         return taken
+
+    def take_moves(self) -> list[bytes]:
+        """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
+        return self.table.front.choose(self.table.by_id) if self.table.front is not None else []
 
     def take_evictions(self) -> list[Eviction]:
         """Evictions that ended since the last call, for logs and metrics."""

@@ -102,6 +102,7 @@ class GpuPath(WorkerPath):
         if metadata.place is not None:
             self.tiers.clear()
         self.tiers.drop(metadata.drops)
+        self.tiers.go_first(metadata.go_first)
         if not (metadata.spills or metadata.loads):
             return
         model = torch.cuda.current_stream(self._device).record_event()

@@ -39,6 +39,7 @@ class HostPath(WorkerPath):
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         self.store.drop(metadata.drops)
+        self.store.go_first(metadata.go_first)
         if not (metadata.spills or metadata.loads):
             return
         on_gpu = self._device.type != "cpu"

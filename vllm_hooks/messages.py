@@ -28,6 +28,8 @@ class ManthanMetadata(KVConnectorMetadata):
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
     drops: list[bytes] = field(default_factory=list)
+    go_first: list[bytes] = field(default_factory=list)
+    """The next blocks to leave a fast tier for the one behind it."""
     spills: list[SpillBlock] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     model_rests: bool = False

@@ -21,7 +21,7 @@ from manthan.vllm_hooks.announce import (
     tell_eviction,
     tell_restore,
 )
-from manthan.vllm_hooks.capacity import TierBytes
+from manthan.vllm_hooks.capacity import TierBytes, fast_tier
 from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
     Load,
@@ -93,6 +93,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
+            fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
         )
         self.stats = StatsRecorder(self.manager, self._shape)
@@ -140,6 +141,7 @@ class SchedulerHalf:
             request.block_hashes,
             request.session_id or None,
             time.monotonic(),
+            tokens=request.num_prompt_tokens,
             hints=hints,
             tenant=tenant_of(request),
         )
@@ -185,7 +187,9 @@ class SchedulerHalf:
         self._unserved.discard(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        outcome = self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
+        outcome = self.manager.request_finished(
+            request.request_id, request.block_hashes[:computed], time.monotonic(), tokens=request.num_tokens
+        )
         self._deadline = self.manager.next_deadline
         self.stats.answered(outcome)
         return answer_to(hints_of(request), outcome)
@@ -212,6 +216,7 @@ class SchedulerHalf:
         metadata = ManthanMetadata(
             place=self._place,
             drops=[key for drop in drops for key in drop.keys],
+            go_first=self.manager.take_moves(),
             spills=[SpillBlock(key, self._held[key].block_id) for key in self._granted],
             loads=self._to_load,
             model_rests=not scheduled_tokens,
