@@ -31,6 +31,7 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
+from manthan.vllm_hooks.prefetcher import Prefetcher
 from manthan.vllm_hooks.request_hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.runway import Runway
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
@@ -92,6 +93,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
@@ -124,6 +126,9 @@ class SchedulerHalf:
         self._high = int(self._config.hot_pool.high_watermark * blocks)
         self._max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
         self._runway = Runway(pool, self.manager.blocks, ahead=self._high)
+        self._prefetcher = Prefetcher(
+            self.manager, self.stats, pool, self._block_size, self._ranks, self._runway, spare=self._low
+        )
         self._sweeper.start()
         self._directory.start()
 
@@ -141,12 +146,14 @@ class SchedulerHalf:
             hints=hints,
             tenant=tenant_of(request),
         )
+        self._prefetcher.waits(request)
         self._directory.look_up(request.request_id, request.block_hashes[: self._usable(request)])
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
         self._hear()
+        self._prefetcher.waits(request)
         if self._should_wait(request, computed) or request.request_id in self._restores:
             return None, False  # also while an earlier load for it is not settled, before it was preempted
         if self._directory.awaits(request.request_id):
@@ -154,7 +161,10 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache or request.request_id in self._unserved:
             return 0, False
         first = computed // self._block_size
-        tokens = self.manager.match(request.block_hashes[first : self._usable(request)]) * self._block_size
+        needed = request.block_hashes[first : self._usable(request)]
+        if needed and self._prefetcher.is_loading(needed[0]):
+            return None, False
+        tokens = self.manager.match(needed) * self._block_size
         self._first_external[request.request_id] = first
         return tokens, tokens > 0
 
@@ -168,6 +178,7 @@ class SchedulerHalf:
         self._runway.taken(len(block_ids))
         self._waiting_since.pop(request_id, None)
         first = self._first_external.pop(request_id, 0)
+        self._prefetcher.admitted(request, self._session_of.get(request_id, "?"), hot=first)
         if not tokens:
             return
         last = first + tokens // self._block_size
@@ -181,10 +192,11 @@ class SchedulerHalf:
         for by_request in (self._waiting_since, self._first_external, self._session_of):
             by_request.pop(request.request_id, None)
         self._unserved.discard(request.request_id)
+        self._prefetcher.forget(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         outcome = self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
         self.stats.answered(outcome)
         return answer_to(hints_of(request), outcome)
 
@@ -207,6 +219,7 @@ class SchedulerHalf:
         self._directory.tell(drops)  # before room is asked for, which it may make
         self._hold_for_spills(now)
         self._hear()
+        self._to_load += self._prefetcher.step(now)
         metadata = ManthanMetadata(
             place=self._place,
             drops=[key for drop in drops for key in drop.keys],
@@ -216,7 +229,7 @@ class SchedulerHalf:
         )
         self._place, self._granted, self._to_load = None, [], []
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
         return metadata
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
@@ -228,30 +241,35 @@ class SchedulerHalf:
             if len(answers) == self._ranks:
                 self._settle_spill(self._answers.pop(result.key), now)
         for load in report.loads:
+            if load.is_prefetch:
+                self._prefetcher.answered(load, now)
+                continue
             restore = self._restores[load.request_id]
             restore.answers.append(load)
             if len(restore.answers) == self._ranks:
                 self._settle_restore(self._restores.pop(load.request_id))
         self._release(self.manager.take_releases())
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
 
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        return self._rung or self._place is not None or self.manager.has_work or self._directory.has_answers
+        waits = self._prefetcher.is_busy or self._directory.has_answers
+        return self._rung or self._place is not None or self.manager.has_work or waits
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks come free by themselves when what is being encoded is done."""
-        return bool(self._held)
+        """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
+        return bool(self._held) or self._prefetcher.is_busy
 
     def reset(self) -> None:
         """Empty the cold store: the KV that vLLM computes from now on is another's."""
         assert self._pool is not None
         self._hashes = self._pool.cached_block_hash_to_block
         self.manager.reset()
+        self._prefetcher.reset()
         self._place = self._directory.reset()
         granted, self._granted = self._granted, []
         for key in granted:
@@ -348,6 +366,10 @@ class SchedulerHalf:
         return self._on_their_way() > 0 and waited < ADMISSION_WAIT_S
 
     # -- the rest -------------------------------------------------------------------------------------
+
+    def _set_deadline(self) -> None:
+        deadlines = (self.manager.next_deadline, self._prefetcher.deadline)
+        self._deadline = min((when for when in deadlines if when is not None), default=None)
 
     def _is_due(self) -> bool:
         return self._deadline is not None and self._deadline <= time.monotonic()
