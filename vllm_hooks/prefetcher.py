@@ -3,7 +3,7 @@
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 GROUP = 0
+HOT_STATES = (SessionState.HOT, SessionState.IDLE)
 RETRY_S = 0.1
 """How soon room is looked for again where there was none: every look walks the free queue."""
 
@@ -44,6 +45,13 @@ class UnderWay:
     loading: frozenset[bytes]
     answers: list[LoadResult] = field(default_factory=list)
     is_stale: bool = False
+
+
+class Ready(NamedTuple):
+    """A session that was prefetched and that no request has used since."""
+
+    session_id: str
+    chain: Sequence[bytes]
 
 
 class Prefetcher:
@@ -67,7 +75,7 @@ class Prefetcher:
         self._under_way: UnderWay | None = None
         self._count = 0
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
-        self._ready: dict[str, Sequence[bytes]] = {}  # by session id, the chain that is hot again
+        self._ready: dict[bytes, Ready] = {}  # by the first key that was loaded
         self._look_after = 0.0
         self._must_look = False
 
@@ -77,13 +85,16 @@ class Prefetcher:
         """A request is waiting for its blocks."""
         self._waiting[request.request_id] = -(-request.num_tokens // self._block_size)
 
-    def admitted(self, request: "Request", session_id: str, hot: int) -> None:
-        """A request of the session got its blocks, of which so many were hot."""
+    def admitted(self, request: "Request", hot: int) -> None:
+        """A request got its blocks, of which so many were hot."""
         self.forget(request.request_id)
-        pairs = zip(self._ready.pop(session_id, ()), request.block_hashes, strict=False)
+        keys = request.block_hashes
+        first = next((key for key in reversed(keys[:hot]) if key in self._ready), None) if self._ready else None
+        if first is None:
+            return
+        pairs = zip(self._ready.pop(first).chain, keys, strict=False)
         common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
-        usable = (request.num_tokens - 1) // self._block_size  # the last token is always computed
-        if 0 < min(common, usable) <= hot:
+        if hot >= min(common, (request.num_tokens - 1) // self._block_size):  # the last token is always computed
             self._stats.prefetch_hit()
 
     def forget(self, request_id: str) -> None:
@@ -192,9 +203,9 @@ class Prefetcher:
             return
         bad = [key for key, cause in failed.items() if cause != StoreDownError.cause]
         self._manager.prefetch_finished(ended.session_id, not failed, bad, now)
-        if not failed:
-            self._ready = self._still_hot() | {ended.session_id: list(ended.blocks)}
         keys = ended.load.keys
+        if keys and not failed:
+            self._ready = self._still_hot() | {keys[0]: Ready(ended.session_id, list(ended.blocks))}
         good = next(i for i, key in enumerate(keys) if key in failed) if failed else len(keys)
         self._stats.prefetched(good, failed.values())
         tell_restore(
@@ -242,8 +253,8 @@ class Prefetcher:
 
     # -- what came of it ------------------------------------------------------------------------------
 
-    def _still_hot(self) -> dict[str, Sequence[bytes]]:
-        """Those of the prefetched sessions that have not gone cold again."""
+    def _still_hot(self) -> dict[bytes, Ready]:
+        """What was prefetched, but for sessions that have gone cold again."""
         sessions = self._manager.table.by_id
-        hot = (SessionState.HOT, SessionState.IDLE)
-        return {name: keys for name, keys in self._ready.items() if name in sessions and sessions[name].state in hot}
+        idle = {key: ready for key, ready in self._ready.items() if ready.session_id in sessions}
+        return {key: ready for key, ready in idle.items() if sessions[ready.session_id].state in HOT_STATES}

@@ -178,7 +178,7 @@ class SchedulerHalf:
         self._runway.taken(len(block_ids))
         self._waiting_since.pop(request_id, None)
         first = self._first_external.pop(request_id, 0)
-        self._prefetcher.admitted(request, self._session_of.get(request_id, "?"), hot=first)
+        self._prefetcher.admitted(request, hot=first)
         if not tokens:
             return
         last = first + tokens // self._block_size
