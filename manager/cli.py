@@ -5,12 +5,16 @@ from typing import Annotated
 
 import typer
 from pydantic import ByteSize
+from pydantic.fields import FieldInfo
 from rich.table import Table
+from rich.text import Text
 
-from manthan.manager.config import ConfigError, ManthanConfig, Resolved, resolve_config
+from manthan.manager.config import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
+from manthan.manager.config_model import FIELDS
 from manthan.manager.console import make_console
 from manthan.manager.inspect import inspect
-from manthan.manager.registries import check_registered
+from manthan.manager.registries import check_registered, choose_policy
+from manthan.policies import BadPolicyError, get_policy, policy_names
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
@@ -36,10 +40,34 @@ def check(file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file,
     make_console().print(_table(resolved))
 
 
+@app.command("policies")
+def policies() -> None:
+    """List the eviction policies there are, with their options and defaults."""
+    table = Table("policy", "who goes first", "options", box=None)
+    for name in policy_names():
+        try:
+            policy = get_policy(name)
+        except BadPolicyError as error:
+            table.add_row(Text(name), Text(str(error), style="red"), "")
+            continue
+        lines = (policy.__doc__ or "").strip().splitlines() or [""]
+        options = " ".join(f"{option}={_default(field)}" for option, field in policy.Options.model_fields.items())
+        table.add_row(*map(Text, (name, lines[0], options)))
+    make_console().print(table)
+
+
+def _default(field: FieldInfo) -> str:
+    return "(required)" if field.is_required() else str(field.get_default(call_default_factory=True))
+
+
 def _table(resolved: Resolved) -> Table:
     table = Table("key", "value", "source", box=None)
-    for key, source in resolved.sources.items():
-        table.add_row(key, _value(resolved.config, key), source)
+    for key in FIELDS:
+        table.add_row(key, Text(_value(resolved.config, key)), Text(resolved.sources[key]))
+        if key == "policy.name":
+            for option, value in choose_policy(resolved.config.policy).options:
+                source = resolved.sources.get(f"policy.{option}", DEFAULT)
+                table.add_row(f"policy.{option}", Text(str(value)), Text(source))
     return table
 
 

@@ -31,6 +31,7 @@ __all__ = [
     "Resolved",
     "check_names",
     "load_config",
+    "must_be",
     "resolve_config",
 ]
 
@@ -200,10 +201,15 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     while key not in given:  # inside of a value that is a mapping
         key = key.rpartition(".")[0]
     value, source = given[key]
+    return f"{source}: {must_be(key, FIELDS[key].description, value)}"
+
+
+def must_be(key: str, right: str | None, value: object) -> str:
+    """The sentence about a value that is not what `right` says it must be."""
     shown = "empty" if value is None else repr(value)
     if key == "redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
         shown = "a URL with '@' or '?' in it"
-    return f"{source}: {key} must be {FIELDS[key].description}, not {shown}{_in_seconds(key, value)}"
+    return f"{key} must be {right}, not {shown}{_in_seconds(key, value)}"
 
 
 def _in_seconds(key: str, value: object) -> str:

@@ -1,9 +1,10 @@
 """Who goes first: eviction policies, pure decisions over session views."""
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, RankedPolicy, SessionView, in_order
-from manthan.policies.registry import UnknownPolicyError, get_policy, policy_names
+from manthan.policies.registry import BadPolicyError, UnknownPolicyError, get_policy, policy_names
 
 __all__ = [
+    "BadPolicyError",
     "EvictionPolicy",
     "PolicyOptions",
     "RankedPolicy",

@@ -2,11 +2,11 @@
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple, Self
 
-from pydantic import BaseModel, ConfigDict
+from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
 
 
 class SessionView(NamedTuple):
@@ -37,7 +37,15 @@ class SessionView(NamedTuple):
 class PolicyOptions(BaseModel):
     """Options of a policy. A field's description completes the sentence "policy.FIELD must be …"."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", allow_inf_nan=False)
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _no_bool(cls, value: object, info: ValidationInfo) -> object:
+        """Python takes True for 1, a user who writes `true` does not."""
+        if isinstance(value, bool) and cls.model_fields[str(info.field_name)].annotation in (int, float):
+            raise ValueError("a truth value is not a number")
+        return value
 
 
 class EvictionPolicy(ABC):
@@ -80,10 +88,13 @@ class EvictionPolicy(ABC):
         """Session ids, the one to go first first. While one iterates, sessions may leave, but none is used."""
 
 
-def in_order(queue: Mapping[str, object]) -> Iterator[str]:
-    """The keys of a dict, first come first, while keys may be taken out of it. O(1) a key."""
+def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = iter) -> Iterator[str]:
+    """The keys of a dict or the like, while keys may be taken out of it. O(1) a key.
+
+    begin: `reversed` for the last come first.
+    """
     passed: set[str] = set()
-    while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
+    while fresh := [key for key in islice(begin(queue), 2 * len(passed) + 8) if key not in passed]:
         for key in fresh:
             passed.add(key)
             if key in queue:

@@ -1,17 +1,31 @@
 """Policies by name: ours, and those that other packages register under the entry point `manthan.policies`."""
 
 import difflib
-from importlib.metadata import entry_points
+import inspect
+from importlib.metadata import EntryPoint, entry_points
 
-from manthan.policies.base import EvictionPolicy
+from manthan.policies.arc import ARC
+from manthan.policies.base import EvictionPolicy, PolicyOptions
+from manthan.policies.fifo import FIFO
+from manthan.policies.gdsf import GDSF
+from manthan.policies.lfu import LFU
 from manthan.policies.lru import LRU
+from manthan.policies.returns import Returns
+from manthan.policies.s3fifo import S3FIFO
+from manthan.policies.ttl import TTL
 
-BUILTIN: dict[str, type[EvictionPolicy]] = {LRU.name: LRU}
+BUILTIN: dict[str, type[EvictionPolicy]] = {
+    policy.name: policy for policy in (LRU, FIFO, LFU, TTL, ARC, S3FIFO, GDSF, Returns)
+}
 ENTRY_POINT_GROUP = "manthan.policies"
 
 
 class UnknownPolicyError(ValueError):
     """No policy of that name is registered."""
+
+
+class BadPolicyError(ValueError):
+    """What another package registered under that name is no policy."""
 
 
 def policy_names() -> list[str]:
@@ -20,12 +34,32 @@ def policy_names() -> list[str]:
 
 
 def get_policy(name: str) -> type[EvictionPolicy]:
-    """The policy class of that name; raises UnknownPolicyError, which lists the names there are."""
+    """The policy class of that name.
+
+    Raises UnknownPolicyError, which lists the names there are; BadPolicyError if a package's does not load or is none.
+    """
     if name in BUILTIN:
         return BUILTIN[name]
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        policy: type[EvictionPolicy] = point.load()
-        return policy
+        return _load(point)
     near = difflib.get_close_matches(name, policy_names(), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else ""
     raise UnknownPolicyError(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}{hint}")
+
+
+def _load(point: EntryPoint) -> type[EvictionPolicy]:
+    package = f" of the package {point.dist.name}" if point.dist else ""
+    what = f"policy '{point.name}'{package}, {point.value},"
+    try:
+        policy = point.load()
+    except Exception as error:  # whatever another's module does when it is imported
+        said = " ".join(str(error).split())
+        raise BadPolicyError(f"{what} cannot be loaded: {type(error).__name__}{f': {said}' if said else ''}") from error
+    if not (isinstance(policy, type) and issubclass(policy, EvictionPolicy)):
+        raise BadPolicyError(f"{what} must be a subclass of manthan.policies.EvictionPolicy, not {policy!r}")
+    if inspect.isabstract(policy):
+        missing = ", ".join(sorted(policy.__abstractmethods__))
+        raise BadPolicyError(f"{what} must define {missing}")
+    if not (isinstance(policy.Options, type) and issubclass(policy.Options, PolicyOptions)):
+        raise BadPolicyError(f"{what} must have Options that are a subclass of PolicyOptions, not {policy.Options!r}")
+    return policy

@@ -9,10 +9,10 @@ from vllm.logger import init_logger
 
 from manthan.manager.cold_side import Shares
 from manthan.manager.redis_client import StoreDownError
+from manthan.manager.registries import choose_policy
 from manthan.manager.session_table import MemoryShape
 from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.manager.sweeper import Sweeper
-from manthan.policies import get_policy
 from manthan.vllm_hooks.announce import (
     Complaints,
     announce,
@@ -85,13 +85,15 @@ class SchedulerHalf:
         shared = config.cold_store.is_shared
         namespace = namespace_of(vllm_config, config, spec, layers) if shared else None
         owner = engine_name()
+        chosen = choose_policy(config.policy)
         self.manager = SharedSessionManager(
-            get_policy(config.policy.name),
+            chosen.policy,
             self._shape,
             capacity_nbytes=capacity * self._shape.cold_nbytes,
             idle_after_s=config.idle_after_s,
             min_tokens=config.min_tokens,
             label=owner if shared else "",
+            options=chosen.options,
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
         )

@@ -1,47 +1,30 @@
 """Policies by name, ours and those of other packages."""
 
-from pathlib import Path
-
 import pytest
+from policy_package import another_package
 
-from manthan.policies import EvictionPolicy, UnknownPolicyError, get_policy, policy_names
+from manthan.policies import BadPolicyError, EvictionPolicy, UnknownPolicyError, get_policy, policy_names
 from manthan.policies.lru import LRU
 from manthan.policies.registry import BUILTIN
 
-OTHERS = """
-from manthan.policies.lru import LRU
+__all__ = ["another_package"]
 
 
-class Newest(LRU):
-    name = "newest"
-
-    def victims(self):
-        return reversed(list(super().victims()))
-"""
-
-
-@pytest.fixture
-def another_package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """An installed distribution that registers the policy `newest`, and one that tries to be `lru`."""
-    (tmp_path / "others_policies.py").write_text(OTHERS)
-    info = tmp_path / "others_policies-1.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-policies\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[manthan.policies]\nnewest = others_policies:Newest\nlru = others_policies:Newest\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-
-
-def test_lru_is_there() -> None:
+def test_ours_are_there() -> None:
     assert get_policy("lru") is LRU
-    assert "lru" in policy_names()
+    assert {"lru", "fifo", "lfu", "ttl", "arc", "s3fifo", "gdsf"} <= set(policy_names())
 
 
 @pytest.mark.parametrize("name", BUILTIN)
 def test_each_is_registered_under_its_own_name(name: str) -> None:
     assert BUILTIN[name].name == name
     assert issubclass(BUILTIN[name], EvictionPolicy)
+
+
+@pytest.mark.parametrize("name", BUILTIN)
+def test_each_says_what_it_and_its_options_are(name: str) -> None:
+    assert BUILTIN[name].__doc__
+    assert all(field.description for field in BUILTIN[name].Options.model_fields.values())
 
 
 @pytest.mark.usefixtures("another_package")
@@ -62,10 +45,35 @@ def test_entry_points_do_not_replace_ours() -> None:
 def test_an_unknown_name_is_answered_with_all_names_and_the_nearest() -> None:
     with pytest.raises(UnknownPolicyError) as error:
         get_policy("newst")
-    assert str(error.value) == ("unknown policy 'newst': choose one of lru, newest; did you mean 'newest'?")
+    names = ", ".join(policy_names())
+    assert str(error.value) == f"unknown policy 'newst': choose one of {names}; did you mean 'newest'?"
 
 
 def test_a_name_like_no_other_gets_no_suggestion() -> None:
     with pytest.raises(UnknownPolicyError) as error:
         get_policy("qqqq")
     assert str(error.value) == f"unknown policy 'qqqq': choose one of {', '.join(policy_names())}"
+
+
+BAD = {
+    "half": "others_policies:Half, must define forget, victims",
+    "loose": "others_policies:Loose, must have Options that are a subclass of PolicyOptions, not <class 'dict'>",
+    "absent": "others_policies:Absent, cannot be loaded: AttributeError: module 'others_policies' has no attribute "
+    "'Absent'",
+    "broken": "others_broken:Policy, cannot be loaded: RuntimeError: not today",
+    "nowhere": "others_nowhere:Policy, cannot be loaded: ModuleNotFoundError: No module named 'others_nowhere'",
+}
+
+
+@pytest.mark.usefixtures("another_package")
+@pytest.mark.parametrize("name", BAD)
+def test_what_is_no_policy_is_refused_in_a_sentence(name: str) -> None:
+    with pytest.raises(BadPolicyError) as error:
+        get_policy(name)
+    assert str(error.value) == f"policy '{name}' of the package others-policies, {BAD[name]}"
+
+
+@pytest.mark.usefixtures("another_package")
+def test_a_function_is_no_policy() -> None:
+    with pytest.raises(BadPolicyError, match=r"must be a subclass of manthan\.policies\.EvictionPolicy, not <function"):
+        get_policy("function")

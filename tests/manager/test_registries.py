@@ -1,0 +1,146 @@
+"""A policy and its options in a configuration: checked when it is read, wherever they were written."""
+
+from pathlib import Path
+
+import pytest
+from policy_package import another_package
+from pydantic import ValidationError
+from typer.testing import CliRunner
+
+from manthan.manager.cli import app
+from manthan.manager.config import ConfigError, resolve_config
+from manthan.manager.config_model import PolicyConfig
+from manthan.manager.registries import check_registered, choose_policy
+from manthan.policies import PolicyOptions, policy_names
+from manthan.policies.lfu import LFU, LFUOptions
+
+__all__ = ["another_package"]
+
+
+def refusal(text: str, folder: Path, env: dict[str, str] | None = None, **flags: object) -> str:
+    """The sentence about a YAML file, without its folder."""
+    path = folder / "x.yaml"
+    path.write_text(text)
+    with pytest.raises(ConfigError) as error:
+        check_registered(resolve_config(path, env=env or {}, flags=flags))
+    assert "\n" not in str(error.value)
+    return str(error.value).replace(f"{folder}/", "")
+
+
+def test_a_policy_is_chosen_with_its_options() -> None:
+    chosen = choose_policy(PolicyConfig.model_validate({"name": "lfu", "half_life_s": "60"}))
+    assert chosen.policy is LFU
+    assert chosen.options == LFUOptions(half_life_s=60)
+    assert choose_policy(PolicyConfig(name="lfu")).options == LFUOptions()
+    assert choose_policy(PolicyConfig()).options == PolicyOptions()
+
+
+def test_options_come_from_every_source(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("policy: {name: lfu, half_life_s: 60}")
+    variable = {"MANTHAN_POLICY__HALF_LIFE_S": "70"}
+    flags = {"policy": {"half_life_s": 80}}
+    for env, given, seconds in (({}, {}, 60), (variable, {}, 70), (variable, flags, 80)):
+        resolved = resolve_config(path, env=env, flags=given)
+        check_registered(resolved)
+        assert choose_policy(resolved.config.policy).options == LFUOptions(half_life_s=seconds)
+
+
+RIGHT = "policy.half_life_s must be a plain number of seconds, 1 or more, such as 600"
+
+
+@pytest.mark.parametrize(
+    ("value", "shown"),
+    [
+        ("soon", "'soon'"),
+        ("5m", "'5m' (write 300)"),
+        ("0", "0"),
+        ("-1", "-1"),
+        ("true", "True"),
+        (".nan", "nan"),
+        (".inf", "inf"),
+        ("null", "empty"),
+        ("[1]", "[1]"),
+    ],
+)
+def test_a_value_that_the_policy_does_not_take_is_refused(value: str, shown: str, tmp_path: Path) -> None:
+    text = f"policy: {{name: lfu, half_life_s: {value}}}"
+    assert refusal(text, tmp_path) == f"x.yaml: {RIGHT}, not {shown}"
+
+
+def test_a_refusal_names_the_source(tmp_path: Path) -> None:
+    env = {"MANTHAN_POLICY__HALF_LIFE_S": "soon"}
+    assert refusal("policy: lfu", tmp_path, env) == f"MANTHAN_POLICY__HALF_LIFE_S: {RIGHT}, not 'soon'"
+    assert refusal("policy: lfu", tmp_path, policy={"half_life_s": 0}) == f"argument: {RIGHT}, not 0"
+    with pytest.raises(ConfigError) as error:
+        choose_policy(PolicyConfig.model_validate({"name": "lfu", "half_life_s": 0}))
+    assert str(error.value) == f"{RIGHT}, not 0"
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        ("lru, half_life_s: 60", "unknown lru option 'half_life_s' (there are none)"),
+        ("lfu, half_life: 60", "unknown lfu option 'half_life' (did you mean 'half_life_s'?)"),
+        ("lfv, half_life_s: 60", "unknown policy 'lfv' (did you mean 'lfu'?)"),
+        ("picky, round: 1", "unknown picky option 'round' (did you mean 'rounds'?)"),
+        ("picky", "policy picky needs policy.rounds: a whole number of rounds, 1 or more"),
+        ("picky, rounds: 1.5", "policy.rounds must be a whole number of rounds, 1 or more, not 1.5"),
+        ("picky, rounds: true", "policy.rounds must be a whole number of rounds, 1 or more, not True"),
+        ("picky, rounds: 1, is_strict: 3", "policy.is_strict must be true or false, not 3"),
+        ("picky, rounds: 1, least: 3", "policy picky: least must not exceed most, but 3.0 is above 2"),
+        (
+            "picky, rounds: 1, most: x",
+            "policy.most must be what picky takes (Input should be a valid number, unable to parse string as a number)"
+            ", not 'x'",
+        ),
+        (
+            "nowhere",
+            "policy 'nowhere' of the package others-policies, others_nowhere:Policy, cannot be loaded: "
+            "ModuleNotFoundError: No module named 'others_nowhere'",
+        ),
+        ("half", "policy 'half' of the package others-policies, others_policies:Half, must define forget, victims"),
+    ],
+)
+@pytest.mark.usefixtures("another_package")
+def test_policies_and_options_are_checked_with_the_configuration(policy: str, expected: str, tmp_path: Path) -> None:
+    assert refusal(f"policy: {{name: {policy}}}", tmp_path) == f"x.yaml: {expected}"
+
+
+@pytest.mark.usefixtures("another_package")
+def test_another_package_that_is_broken_is_no_concern_of_those_who_do_not_use_it() -> None:
+    check_registered(resolve_config(env={}, flags={"policy": "lru"}))
+    check_registered(resolve_config(env={}, flags={"policy": {"name": "picky", "rounds": 1, "is_strict": True}}))
+
+
+def test_options_are_frozen() -> None:
+    with pytest.raises(ValidationError):
+        LFUOptions().half_life_s = 1.0
+
+
+# -- the command ----------------------------------------------------------------------------------------
+
+
+def rows(*arguments: str) -> list[str]:
+    result = CliRunner().invoke(app, list(arguments))
+    assert (result.exit_code, result.stderr) == (0, "")
+    return [" ".join(line.split()) for line in result.stdout.splitlines()]
+
+
+@pytest.mark.usefixtures("another_package")
+def test_policies_are_listed_with_their_options() -> None:
+    listed = rows("policies")
+    assert [row.split()[0] for row in listed[1:]] == policy_names()
+    assert "lru The session unused for longest goes first. O(log n) an event." in listed
+    assert any(row.startswith("lfu ") and row.endswith(" half_life_s=600.0") for row in listed)
+    assert "newest The session used last goes first." in listed
+    assert "picky rounds=(required) least=1 most=2 is_strict=False" in listed
+    assert any(row.startswith("nowhere ") and "cannot be loaded" in row for row in listed)
+
+
+def test_config_check_prints_the_policy_s_options(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("policy: {name: lfu, half_life_s: '60'}")
+    assert f"policy.half_life_s 60.0 {path}" in rows("config", "check", str(path))
+    path.write_text("policy: lfu")
+    assert "policy.half_life_s 600.0 default" in rows("config", "check", str(path))
