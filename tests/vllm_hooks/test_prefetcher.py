@@ -3,7 +3,8 @@
 from typing import Any
 
 import pytest
-from vllm import SamplingParams
+import torch
+from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_events import BlockStored
 from vllm.utils.hashing import sha256
 from vllm.v1.core.block_pool import BlockPool
@@ -14,15 +15,19 @@ from vllm.v1.core.kv_cache_utils import (
     init_none_hash,
     maybe_convert_block_hash,
 )
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
+from vllm_engine import MODEL
 
 from manthan.manager.hints import Hints
 from manthan.manager.session_manager import SessionMemoryManager
 from manthan.manager.session_table import MemoryShape
 from manthan.policies import get_policy
+from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.messages import Load, LoadResult
 from manthan.vllm_hooks.prefetcher import RETRY_S, Prefetcher
 from manthan.vllm_hooks.runway import Runway
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.stats import StatsRecorder
 
 TOKENS = 16
@@ -217,6 +222,8 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     engine.manager.reset()
     engine.prefetcher.reset()
     assert not engine.prefetcher.is_loading(a.block_hashes[1])
+    engine.compute(a)  # anew, and overwritten at once
+    engine.pool.evict_blocks({engine.pool.get_cached_block(key, [0])[0].block_id for key in a.block_hashes})
     engine.answer(load)
     assert engine.cached(a) == [False] * 3
     assert engine.pool.reset_prefix_cache()
@@ -233,6 +240,16 @@ def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
     engine.answer(load)
     assert engine.cached(a) == [False] * 3
     assert engine.manager.blocks.get(a.block_hashes[0]) is None
+
+
+@pytest.mark.parametrize(("config", "lead_s"), [({"lead_s": 3.5}, 3.5), ({"enabled": False}, None), ({}, 2.0)])
+def test_the_configuration_says_when(config: dict[str, Any], lead_s: float | None) -> None:
+    transfer = kv_transfer_config(prefetch=config)
+    vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
+    half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]))
+    assert half.manager.prefetch_lead_s == lead_s
 
 
 # -- room ---------------------------------------------------------------------------------------------
@@ -275,15 +292,18 @@ def test_an_aborted_request_waits_for_nothing(engine: Engine) -> None:
 
 
 def test_one_at_a_time(engine: Engine) -> None:
-    for name in "abc":
-        engine.compute(request(name, 3))
+    lengths = {"a": 1, "b": 3, "c": 2}
+    for name, blocks in lengths.items():
+        engine.compute(request(name, blocks))
     engine.evict()
-    [first] = engine.prefetch("a", "b", "c")
-    assert engine.step() == []
-    engine.answer(first)
-    [second] = engine.step()
-    assert second.request_id != first.request_id
-    assert second.keys == request("b", 3).block_hashes
+    loads = engine.prefetch(*lengths)
+    for name, blocks in lengths.items():
+        [load] = loads
+        assert load.keys == request(name, blocks).block_hashes
+        assert engine.step() == []
+        engine.answer(load)
+        loads = engine.step()
+    assert loads == []
 
 
 # -- hits ---------------------------------------------------------------------------------------------
