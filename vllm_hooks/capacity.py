@@ -17,9 +17,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-STAGINGS = 3
-"""Buffers on the GPU for codes on their way: one for evictions, and two for restores, so that one is decoded while the
-next is copied."""
+STAGINGS = 4
+"""Buffers on the GPU for codes on their way: one for evictions, one for prefetches, and two for restores, so that one
+is decoded while the next is copied."""
 
 
 class TierBytes(NamedTuple):

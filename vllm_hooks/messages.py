@@ -14,11 +14,15 @@ class SpillBlock(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Decode these codes into these blocks of the paged cache, for a request that waits for them."""
+    """Decode these codes into these blocks of the paged cache, for a request that waits for them.
+
+    is_prefetch: no request waits; vLLM knows nothing of it, and the id is our own.
+    """
 
     request_id: str
     keys: list[bytes]
     block_ids: list[int]
+    is_prefetch: bool = False
 
 
 @dataclass
@@ -51,6 +55,7 @@ class LoadResult(NamedTuple):
     failed: list[tuple[bytes, str]]
     nbytes: int
     seconds: float
+    is_prefetch: bool = False
 
 
 @dataclass
