@@ -2,13 +2,12 @@
 
 from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
-from itertools import takewhile
+from itertools import islice, takewhile
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
-    get_block_hash,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
@@ -19,6 +18,7 @@ from manthan.manager.session import SessionState
 from manthan.manager.session_manager import SessionMemoryManager
 from manthan.vllm_hooks.announce import tell_restore
 from manthan.vllm_hooks.messages import Load, LoadResult
+from manthan.vllm_hooks.pool_queue import PoolQueue
 from manthan.vllm_hooks.stats import StatsRecorder
 
 if TYPE_CHECKING:
@@ -72,6 +72,7 @@ class Prefetcher:
     ) -> None:
         self._manager, self._stats, self._pool, self._runway = manager, stats, pool, runway
         self._block_size, self._ranks, self._spare = block_size, ranks, spare
+        self._queue = PoolQueue(pool)
         self._under_way: UnderWay | None = None
         self._count = 0
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
@@ -165,17 +166,12 @@ class Prefetcher:
         wanted = min(wanted, self._pool.get_num_free_blocks() - left)
         if wanted <= 0:
             return 0
-        worthless = 0
-        for block in self._pool.free_block_queue.iter_blocks_after(None):
-            if worthless == left + wanted or (block.block_hash is not None and self._is_hot(block)):
-                break
-            worthless += 1
-        return max(0, worthless - left)
+        ahead = islice(self._queue.keys(), left + wanted)
+        return max(0, sum(1 for _ in takewhile(self._is_worthless, ahead)) - left)
 
-    def _is_hot(self, block: "KVCacheBlock") -> bool:
-        assert block.block_hash is not None
-        known = self._manager.blocks.get(get_block_hash(block.block_hash))
-        return known is not None and (known.hot > 0 or known.in_flight)
+    def _is_worthless(self, key: bytes | None) -> bool:
+        block = None if key is None else self._manager.blocks.get(key)
+        return block is None or not (block.hot or block.in_flight)
 
     def _begin(self, session_id: str, chain: Sequence[bytes]) -> UnderWay:
         """Hold what of the chain is hot, and take blocks for the rest."""
