@@ -1,5 +1,6 @@
 """Three FIFO queues: small, main and ghosts."""
 
+import random
 from collections import Counter, deque
 
 import pytest
@@ -129,3 +130,20 @@ def test_evictions_are_those_of_the_plain_algorithm(names: list[str], capacity: 
     place, plain = Place(S3FIFO(), capacity), Plain(capacity)
     for name in names:
         assert place.request(name) == plain.request(name)
+
+
+@pytest.mark.parametrize("capacity", [3, 10, 30, 60])
+def test_the_same_with_favourites(capacity: int) -> None:
+    place, plain, rng = Place(S3FIFO(), capacity), Plain(capacity), random.Random(capacity)
+    for _ in range(5000):
+        name = str(int(100 * rng.random() ** 3))
+        assert place.request(name) == plain.request(name)
+
+
+def test_who_leaves_after_being_passed_over_does_not_come_up_again() -> None:
+    place = in_main("a", "b", "c")
+    place.request("a", "b")
+    victims = place.policy.victims()
+    assert next(victims) == "c"
+    place.policy.forget("a")
+    assert list(victims) == ["b"]
