@@ -59,6 +59,18 @@ def test_the_rarer_a_kind_of_ghosts_the_more_a_hit_weighs() -> None:
     assert list(place.policy.victims()) == ["x", "y", "z", "w"]
 
 
+def test_that_holds_for_both_kinds() -> None:
+    place = Place("arc")
+    place.request("x", "y", "z")
+    place.evict_all()
+    place.request("x", "y", "z")  # p = 3
+    assert place.evict() == "x"
+    place.request(*"abcdef")
+    assert [place.evict() for _ in range(3)] == ["a", "b", "c"]
+    place.request("x")  # the only ghost of those used again, beside three of the others: p = 0
+    assert list(place.policy.victims()) == ["d", "e", "f", "y", "z", "x"]
+
+
 @pytest.mark.parametrize(("uses", "ghost"), [(1, "s990"), (2, "s985")])
 def test_ghosts_are_forgotten_in_the_end(uses: int, ghost: str) -> None:
     place = Place("arc", capacity=10)
