@@ -100,7 +100,7 @@ class Traffic:
 
 def measure_speed(name: str, sessions: int, events: int, rounds: int, seed: int) -> list[float]:
     """Microseconds an event, of each round."""
-    traffic = Traffic(get_policy(name).pair()[0], seed)
+    traffic = Traffic(get_policy(name).family()(), seed)
     for number in range(2 * sessions):
         traffic.request(traffic.new(f"session-{number}"))
         traffic.shrink(sessions)
@@ -118,7 +118,7 @@ def measure_speed(name: str, sessions: int, events: int, rounds: int, seed: int)
 def measure_memory(name: str, sessions: int, seed: int) -> int:
     """Bytes that the policy of a place with so many sessions has allocated."""
     ids = [f"session-{number}" for number in range(2 * sessions)]
-    traffic = Traffic(get_policy(name).pair()[0], seed)
+    traffic = Traffic(get_policy(name).family()(), seed)
     tracemalloc.start()
     for number, session_id in enumerate(ids):
         traffic.request(traffic.new(session_id))

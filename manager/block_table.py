@@ -1,9 +1,10 @@
 """Every block the manager knows, and counts over them that are always exact."""
 
+from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
-from manthan.manager.session import Block, CodeState
+from manthan.manager.session import Block, CodeState, Session
 
 
 class BlockTable:
@@ -18,6 +19,8 @@ class BlockTable:
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
         """Blocks whose only copy vLLM may overwrite."""
+        self.reserved_of: Counter[str] = Counter()
+        """By tenant, what `reserved` counts together."""
         self._codes: Counter[CodeState] = Counter()
 
     def __len__(self) -> int:
@@ -46,12 +49,19 @@ class BlockTable:
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
 
-    def obtain(self, key: bytes, depth: int) -> Block:
-        """The block of that key, new if need be; `depth` is its place in every chain."""
+    def obtain(self, key: bytes, depth: int, session: Session) -> Block:
+        """The block of that key, new if need be; `depth` is its place in every chain, `session` needs it."""
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(key, depth)
+            block = self._blocks[key] = Block(key, depth, first=session, tenant=session.tenant)
         return block
+
+    def known(self, keys: Sequence[bytes]) -> int:
+        """How many of these keys, from the first on without a gap, some session names. O(log n).
+
+        A session that names a block names all before it.
+        """
+        return bisect_left(range(len(keys)), True, key=lambda depth: keys[depth] not in self._blocks)
 
     def pin(self, blocks: Iterable[Block], by: int) -> None:
         """Add to the pins of blocks, on which no total depends."""
@@ -82,6 +92,7 @@ class BlockTable:
         block.hot += hot
         block.running += running
         if code is not None:
+            self.reserved_of[block.tenant] += (code is not CodeState.NONE) - block.reserves
             self._codes[block.code] -= 1
             self._codes[code] += 1
             block.code = code

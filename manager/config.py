@@ -198,6 +198,8 @@ def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     if key in GROUPS:  # the group's own validator, which compares several values
         sources = dict.fromkeys(source for name, (_, source) in given.items() if name.startswith(f"{key}."))
         return f"{', '.join(sources)}: {first['ctx']['error']}"
+    while key not in given:  # inside of a value that is a mapping
+        key = key.rpartition(".")[0]
     value, source = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"
 

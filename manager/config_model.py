@@ -4,6 +4,7 @@ A field's description completes the sentence "KEY must be …".
 """
 
 import difflib
+import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
@@ -53,10 +54,31 @@ def _redis_url(url: str) -> str:
 
 RedisUrl = Annotated[str, AfterValidator(_redis_url)]
 
+
+def _from_json(value: object) -> object:
+    """A mapping that comes out of the environment is JSON."""
+    return json.loads(value) if isinstance(value, str) else value
+
+
+Share = Annotated[Number, Field(ge=0, le=1)]
+Shares = Annotated[dict[str, Share], BeforeValidator(_from_json)]
+
+SECRET_HEADERS = ("authorization", "proxy-authorization", "cookie", "x-api-key")
+
+
+def _no_secret(header: str) -> str:
+    if header.lower() in SECRET_HEADERS:  # tenants are shown in logs and metrics
+        raise ValueError("a header with a secret")
+    return header
+
+
+HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z0-9!#$%&'*+.^_`|~-]*$")]
+
 _SECONDS = "a plain number of seconds above 0, such as {}"
 REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
 """The environment variable that holds the Redis password, unless redis.password_env names another."""
 _SHARE = "a share of the KV pool between 0 and 1"
+_COLD_SHARE = "a share of the cold store between 0 and 1"
 
 
 class _Model(BaseModel):
@@ -177,6 +199,26 @@ class RedisConfig(_Group):
     required: bool = Field(default=True, description="true or false")
 
 
+class QuotasConfig(_Group):
+    """How much of the cold store pinned sessions, and those of one tenant, may take."""
+
+    pinned_share: Share = Field(default=0.25, description=_COLD_SHARE)
+    default_share: Share = Field(default=1.0, description=_COLD_SHARE)
+    tenants: Shares = Field(
+        default={}, description='a mapping of tenants, as strings, to shares between 0 and 1, such as {"acme": 0.5}'
+    )
+    header: HeaderName = Field(
+        default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
+    )
+
+
+class PrefetchConfig(_Group):
+    """Sessions that are expected are restored before their request comes, when there is room."""
+
+    enabled: bool = Field(default=True, description="true or false")
+    lead_s: Number = Field(default=2.0, ge=0, description="a plain number of seconds, 0 or more, such as 2")
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
@@ -190,6 +232,8 @@ class ManthanConfig(_Model):
     cold_store: ColdStoreConfig = ColdStoreConfig()
     redis: RedisConfig = RedisConfig()
     hot_pool: HotPoolConfig = HotPoolConfig()
+    quotas: QuotasConfig = QuotasConfig()
+    prefetch: PrefetchConfig = PrefetchConfig()
 
 
 GROUPS: dict[str, type[_Group]] = {

@@ -39,6 +39,12 @@ class Block:
     """Those of them that are HOT."""
     pins: int = 0
     """Restores that read the codes right now; a pinned block is never dropped."""
+    first: "Session | None" = None
+    """The session that computed it first."""
+    tenant: str = ""
+    """Whose share of the cold store its codes count towards."""
+    moved: bool = False
+    """Whether its codes had to leave the fast tier."""
     waiters: "dict[Session, None]" = field(default_factory=dict)
     """EVICTING sessions that wait for its codes, in order of arrival."""
 
@@ -78,7 +84,6 @@ class Session:
     state: SessionState = SessionState.HOT
     chain: list[Block] = field(default_factory=list)
     requests: set[str] = field(default_factory=set)
-    uses: int = 0
     idle_since: float = 0.0
     retry_after: float = 0.0
     """Memory pressure leaves a session alone until then if its last eviction failed."""
@@ -86,6 +91,39 @@ class Session:
     """Blocks that an eviction under way still waits for."""
     evict_began: float = 0.0
     evict_encoded: int = 0
+
+    # What policies are told; see SessionView.
+    uses: int = 0
+    gap: float | None = None
+    tokens: int = 0
+    """Tokens of the conversation when its last request ended, or of the prompt while one runs."""
+    added_tokens: int = 0
+    answer_tokens: int = 0
+    left_tokens: int = 0
+    tip: bytes = b""
+    """The last key of its chain when it was used last: by it the session is known again when the chain was cut."""
+
+    # What the client said; see Hints.
+    pinned: bool = False
+    ttl_s: float | None = None
+    priority: int = 0
+    tenant: str = ""
+    expected: float | None = None
+
+
+class Outcome(NamedTuple):
+    """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty."""
+
+    session_id: str
+    pinned: bool
+    refused: str
+
+
+class Prefetch(NamedTuple):
+    """A session that is expected: its chain, to be restored."""
+
+    session_id: str
+    keys: Sequence[bytes]
 
 
 class Eviction(NamedTuple):
@@ -100,13 +138,15 @@ class Eviction(NamedTuple):
 
 
 class DropCause(StrEnum):
-    """Why codes leave the cold store: no room, unreadable, nobody's any more, the cache was reset, or too old."""
+    """Why codes leave the cold store: no room, unreadable, nobody's any more, the cache was reset, too old, or the
+    client said so."""
 
     BUDGET = auto()
     FAILED = auto()
     ABANDONED = auto()
     RESET = auto()
     EXPIRED = auto()
+    RELEASED = auto()
 
 
 class Drop(NamedTuple):

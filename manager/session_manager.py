@@ -4,32 +4,40 @@ It does no I/O, starts no thread, reads no clock and knows neither torch nor vLL
 event methods from one thread and carries out, in this order, `take_drops`, `take_releases`, `take_spills`.
 """
 
-from collections import OrderedDict
 from collections.abc import Iterable, Sequence
 
+from manthan.manager.attribution import attribute, begin
 from manthan.manager.chains import common_prefix
+from manthan.manager.cold_side import Shares
+from manthan.manager.hinted_side import HintedSide
+from manthan.manager.hints import NO_HINTS, Hints
 from manthan.manager.session import (
     Block,
     CodeState,
     Drop,
     DropCause,
     Eviction,
+    Outcome,
+    Prefetch,
     Session,
     SessionState,
 )
-from manthan.manager.session_table import MemoryShape, SessionTable
+from manthan.manager.session_table import MemoryShape
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 
-class SessionMemoryManager:
+class SessionMemoryManager(HintedSide):
     """Decides which sessions are evicted, restored and dropped.
 
-    policy: one instance of it orders the hot pool, another the cold store.
+    policy: instances of it order the hot pool, the cold store, and the fast tier in front of a slower one.
     capacity_nbytes: the cold store's hard budget; a block is only ordered to be encoded while it fits.
     idle_after_s: seconds without a request after which a sweep evicts a session.
     min_tokens: shorter sessions are not tracked.
     label: stands in the ids of sessions without a name.
     options: of the policy; None for its defaults.
+    shares: of the budget, for pinned sessions and for tenants.
+    fast_nbytes: of the budget, what the tier holds that new codes go to; 0 where there is only one.
+    prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     """
 
     def __init__(
@@ -41,58 +49,94 @@ class SessionMemoryManager:
         min_tokens: int = 0,
         label: str = "",
         options: PolicyOptions | None = None,
+        shares: Shares = Shares(),  # noqa: B008
+        fast_nbytes: int = 0,
+        prefetch_lead_s: float | None = None,
     ) -> None:
-        self.shape = shape
-        self.total_blocks = capacity_nbytes // shape.cold_nbytes
+        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast_nbytes)
         self.idle_after_s = idle_after_s
+        self.prefetch_lead_s = prefetch_lead_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
-        self.table = SessionTable(policy, shape, label, options)
-        self.blocks = self.table.blocks
-        self._running: dict[str, Session] = {}  # by request id
+        self._hints: dict[str, Hints] = {}  # by request id
         self._restoring: dict[str, list[Block]] = {}  # by request id
-        self._restored: dict[str, list[Block]] = {}  # by id of a running request
         self._stale: set[bytes] = set()  # being encoded since before a reset
-        self._queue: OrderedDict[bytes, None] = OrderedDict()  # the QUEUED blocks, first come first
-        self._releases: list[bytes] = []
-        self._drops: list[Drop] = []
         self._evictions: list[Eviction] = []
+        self._to_prefetch: dict[str, None] = {}
 
     # -- requests -------------------------------------------------------------------------------------
 
-    def request_started(self, request_id: str, keys: Sequence[bytes], asked_id: str | None, now: float) -> str:
-        """A request with these prompt block keys came in; returns the id of the session it belongs to."""
-        session = self.table.chains.find(keys, asked_id) or self.table.create(asked_id, now)
-        self._begin_use(session, request_id, now)
+    def request_started(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        asked_id: str | None,
+        now: float,
+        *,
+        tokens: int | None = None,
+        hints: Hints = NO_HINTS,
+        tenant: str = "",
+    ) -> str:
+        """A request with these prompt block keys came in; returns the id of the session it belongs to.
+
+        tokens: of its prompt; those of its blocks if it is not said.
+        """
+        known = self.blocks.known(keys) * self.shape.block_tokens
+        session = attribute(self.table, keys, asked_id, now)
+        if not session.uses:
+            self._enter_tenant(session, tenant)
+        self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
         self._running[request_id] = session
+        if hints is not NO_HINTS:
+            self._hints[request_id] = hints
+            self._to_prefetch |= dict.fromkeys(hints.prefetch)
         return session.session_id
 
-    def request_finished(self, request_id: str, keys: Sequence[bytes], now: float) -> None:
-        """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output."""
+    def request_finished(
+        self, request_id: str, keys: Sequence[bytes], now: float, *, tokens: int | None = None
+    ) -> Outcome | None:
+        """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
+
+        tokens: of prompt and output. Returns what came of the request's hints.
+        """
         session = self._running.pop(request_id, None)
+        hints = self._hints.pop(request_id, NO_HINTS)
         self._restored.pop(request_id, None)
         if session is None:
-            return
+            return None
+        total = self._tokens(keys, tokens)
         if common_prefix(session.chain, keys) < len(keys):
             home = self._home(session, keys, now)
             if home is not session:
-                self._begin_use(home, request_id, now)
+                self._begin_use(home, request_id, now, session.tokens, len(home.chain) * self.shape.block_tokens)
                 self._end_use(session, request_id, now)
             self.table.extend(home, keys[len(home.chain) :])
             session = home
+        session.answer_tokens = max(0, total - session.tokens)
+        session.tokens = max(session.tokens, total)
+        refused = self._take_hints(session, hints, now)
         self._end_use(session, request_id, now)
+        if hints.release and not session.requests:
+            self._forget_session(session, DropCause.RELEASED)
+        return Outcome(session.session_id, session.pinned, refused)
+
+    def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
+        return len(keys) * self.shape.block_tokens if tokens is None else tokens
 
     def _home(self, session: Session, keys: Sequence[bytes], now: float) -> Session:
         """Which session these keys extend, now that others may have grown, or that the answer is known."""
         found = self.table.chains.find(keys, session.asked_id)
         if found is None:
-            return self.table.create(session.asked_id, now) if session.chain else session
+            if not session.chain:
+                return session
+            found = self.table.create(session.asked_id, now)
+            self._enter_tenant(found, session.tenant)
         return found
 
-    def _begin_use(self, session: Session, request_id: str, now: float) -> None:
+    def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         if session.state is SessionState.EVICTING:
             self._unwait(session, session.chain)
+        begin(session, tokens, known_tokens, now)
         session.requests.add(request_id)
-        session.uses += 1
         if session.state is not SessionState.HOT:
             self.table.set_state(session, SessionState.HOT, now)
         self.table.used(session, now)
@@ -105,6 +149,37 @@ class SessionMemoryManager:
         if len(session.chain) < self.min_blocks:
             self._cut(session, 0, DropCause.ABANDONED)
         else:
+            self.table.set_state(session, SessionState.IDLE, now)
+            self.table.remember(session)
+            session.left_tokens = 0
+
+    # -- prefetch -------------------------------------------------------------------------------------
+
+    def take_prefetches(self, room: int, now: float) -> list[Prefetch]:
+        """Cold sessions that are expected and fit into so many blocks; answer each with prefetch_finished.
+
+        Their codes are not dropped until then. Those that do not fit wait until they are late.
+        """
+        self._to_prefetch |= dict.fromkeys(self._expected.pop_due(now))
+        taken = []
+        for session_id in list(self._to_prefetch):
+            session = self.table.by_id.get(session_id)
+            state = session.state if session is not None else SessionState.HOT
+            if session is None or state in (SessionState.HOT, SessionState.IDLE) or (session.expected or now) < now:
+                del self._to_prefetch[session_id]
+            elif state is SessionState.COLD and len(session.chain) <= room:
+                del self._to_prefetch[session_id]
+                room -= len(session.chain)
+                keys = [block.key for block in session.chain]
+                self.restore_started(_prefetch_id(session_id), keys)
+                taken.append(Prefetch(session_id, keys))
+        return taken
+
+    def prefetch_finished(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
+        """All blocks of the session are hot now, or not all; codes in `failed` could not be read and are dropped."""
+        self.restore_finished(_prefetch_id(session_id), failed)
+        session = self.table.by_id.get(session_id)
+        if complete and session is not None and session.state is SessionState.COLD:
             self.table.set_state(session, SessionState.IDLE, now)
 
     # -- restore --------------------------------------------------------------------------------------
@@ -141,14 +216,16 @@ class SessionMemoryManager:
 
     @property
     def next_deadline(self) -> float | None:
-        """When the session that is idle for longest is due, or None."""
+        """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
-        return None if first is None else first.idle_since + self.idle_after_s
+        idle = None if first is None else first.idle_since + self.idle_after_s
+        return min((when for when in (idle, self._ttls.first, self._expected.first) if when is not None), default=None)
 
     def sweep(self, now: float) -> None:
-        """Start to evict every session that is idle for long enough."""
-        while (deadline := self.next_deadline) is not None and deadline <= now:
-            self._evict(next(iter(self.table.idle.values())), now)
+        """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
+        self._expire(now)
+        while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
+            self._evict(first, now)
 
     def relieve(self, wanted: int, now: float) -> bool:
         """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way.
@@ -159,7 +236,8 @@ class SessionMemoryManager:
         chosen = False
         if self.blocks.exposed > goal:
             for session in self.table.hot_victims():
-                if session.retry_after <= now and any(block.exposed for block in session.chain):
+                if session.retry_after <= now and any(block.exposed for block in reversed(session.chain)):
+                    self.table.hot.evicted(session.session_id)
                     self._evict(session, now)
                     chosen = True
                     if self.blocks.exposed <= goal:
@@ -264,100 +342,6 @@ class SessionMemoryManager:
             session.pending -= 1
         return sessions
 
-    def _unwait(self, session: Session, blocks: Iterable[Block]) -> None:
-        """An eviction waits for these no longer. Encodings go on; what only it had queued is taken back."""
-        for block in blocks:
-            if session in block.waiters:
-                del block.waiters[session]
-                session.pending -= 1
-                if not block.waiters and block.code is CodeState.QUEUED:
-                    del self._queue[block.key]
-                    self.blocks.change(block, code=CodeState.NONE)
-
-    # -- the cold store's budget ----------------------------------------------------------------------
-
-    def _make_room(self, wanted: int, session: Session) -> int:
-        """Drop codes until `wanted` blocks fit, or all that is worth less than this session is gone.
-
-        Returns how many blocks fit, at most `wanted`.
-        """
-        self._drop_redundant(wanted)
-        if self._free < wanted:
-            for victim in self.table.cold_victims():
-                self._drop_strangers(victim.last_used, wanted)
-                if victim is session or self._free >= wanted:
-                    break
-                self._drop_tail(victim, wanted)
-        return min(wanted, self._free)
-
-    @property
-    def capacity_blocks(self) -> int:
-        """How many blocks this engine may have in the cold store."""
-        return self.total_blocks
-
-    @property
-    def _free(self) -> int:
-        return self.capacity_blocks - self.blocks.reserved
-
-    def _drop_strangers(self, before: float, wanted: int) -> None:
-        """Where engines share a store, others' sessions that were not used since `before` go first."""
-
-    def _drop_redundant(self, wanted: int) -> None:
-        """Codes that a running request has read, and that nobody else needs, go before any cold session."""
-        for request_id, blocks in self._restored.items():
-            while blocks and self._free < wanted:
-                block = blocks.pop()
-                if block.users == 1 and block.running:
-                    self._drop([block], DropCause.BUDGET)
-                    self.table.touch(self._running[request_id])
-
-    def _drop_tail(self, victim: Session, wanted: int) -> None:
-        """Drop codes from the victim's tail until `wanted` blocks are free; its hot blocks it keeps."""
-        if victim.state is SessionState.COLD:
-            length, free = len(victim.chain), self._free
-            while length and free < wanted and not victim.chain[length - 1].pins:
-                length -= 1
-                free += victim.chain[length].users == 1 and victim.chain[length].droppable
-            if length < len(victim.chain):
-                self._cut(victim, length, DropCause.BUDGET)
-        elif victim.state is SessionState.IDLE:
-            codes = [b for b in reversed(victim.chain) if b.users == 1 and b.droppable]
-            self._drop(codes[: wanted - self._free], DropCause.BUDGET)
-            self.table.touch(victim)
-
-    def _cut(self, session: Session, length: int, cause: DropCause) -> None:
-        """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""
-        self._bury(self._shorten(session, length, cause))
-
-    def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
-        cut = session.chain[length:]
-        self._unwait(session, cut)
-        self.table.truncate(session, length)
-        if session.state is SessionState.EVICTING:
-            self._releases += [block.key for block in cut if not block.hot]
-        self._drop([block for block in cut if not block.users], cause)
-        return cut
-
-    def _bury(self, blocks: Iterable[Block]) -> None:
-        """Cold sessions end before the first of these blocks of a chain that is gone.
-
-        Sessions that are being evicted look for themselves when they are done.
-        """
-        gone = next((block for block in blocks if block.gone), None)
-        if gone is not None:
-            for session in self.table.holders(gone):
-                if session.state is SessionState.COLD:
-                    self._shorten(session, gone.depth, DropCause.ABANDONED)
-
-    def _drop(self, blocks: Iterable[Block], cause: DropCause) -> None:
-        self._forget_codes([block for block in blocks if block.droppable], cause)
-
-    def _forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
-        for block in blocks:
-            self.blocks.change(block, code=CodeState.NONE)
-        if blocks:
-            self._drops.append(Drop([block.key for block in blocks], cause))
-
     # -- what is to be done ---------------------------------------------------------------------------
 
     def take_drops(self) -> list[Drop]:
@@ -390,3 +374,7 @@ class SessionMemoryManager:
     def has_work(self) -> bool:
         """Whether something is to be taken, or an answer to a taken spill is outstanding."""
         return bool(self._queue or self._releases or self._drops or self.blocks.spilling)
+
+
+def _prefetch_id(session_id: str) -> str:
+    return f"prefetch of {session_id}"

@@ -1,6 +1,6 @@
 """A session memory manager whose cold store other engines share, and which outlives the engine."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 from typing import Any
 
@@ -106,8 +106,8 @@ class SharedSessionManager(SessionMemoryManager):
         taken, self._departed = self._departed, []
         return taken
 
-    def _drop_strangers(self, before: float, wanted: int) -> None:
-        while self._strangers and self._free < wanted and self._strangers[0].last_used < before:
+    def _drop_strangers(self, before: float, short: Callable[[], int]) -> None:
+        while self._strangers and short() > 0 and self._strangers[0].last_used < before:
             stranger = self._strangers.pop(0)
             self._departed.append(stranger)
             self.elsewhere = max(0, self.elsewhere - stranger.blocks)

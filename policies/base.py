@@ -2,7 +2,7 @@
 
 import heapq
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from itertools import count, islice
 from typing import Any, ClassVar, NamedTuple, Self
 
@@ -51,8 +51,9 @@ class PolicyOptions(BaseModel):
 class EvictionPolicy(ABC):
     """Orders the sessions of one place by who goes first. A policy decides; it never acts.
 
-    There is one instance for the hot pool (who is evicted) and one for the cold store (who is dropped). Each is told of
-    every session that enters its place, is used in it, or leaves it.
+    An engine has an instance for each place that fills up: the hot pool (who is evicted), the cold store (who is
+    dropped), and a fast tier in front of a slower one (who moves). Where clients set priorities or tenants have quotas
+    there are more. Each is told of every session that enters its place, is used in it, or leaves it.
     """
 
     name: ClassVar[str]
@@ -63,9 +64,9 @@ class EvictionPolicy(ABC):
         self.options = self.Options() if options is None else options
 
     @classmethod
-    def pair(cls, options: Any = None) -> tuple[Self, Self]:
-        """One for the hot pool and one for the cold store; a policy that learns may let them share what it knows."""
-        return cls(options), cls(options)
+    def family(cls, options: Any = None) -> Callable[[], Self]:
+        """What makes an engine's instances; a policy that learns may let them share what it has learned."""
+        return lambda: cls(options)
 
     @abstractmethod
     def used(self, session: SessionView) -> None:
@@ -79,15 +80,21 @@ class EvictionPolicy(ABC):
         """A session left this place because this policy had it go first. It may come back."""
         self.forget(session_id)
 
+    def superseded(self, session_id: str) -> None:  # noqa: B027 most policies need not know
+        """Another session went on from the middle of this one, as when a user edits an earlier message."""
+
     @abstractmethod
     def victims(self) -> Iterator[str]:
         """Session ids, the one to go first first. While one iterates, sessions may leave, but none is used."""
 
 
-def in_order(queue: Collection[str]) -> Iterator[str]:
-    """The keys of a dict or the like, first come first, while keys may be taken out of it. O(1) a key."""
+def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = iter) -> Iterator[str]:
+    """The keys of a dict or the like, while keys may be taken out of it. O(1) a key.
+
+    begin: `reversed` for the last come first.
+    """
     passed: set[str] = set()
-    while fresh := [key for key in islice(queue, 2 * len(passed) + 8) if key not in passed]:
+    while fresh := [key for key in islice(begin(queue), 2 * len(passed) + 8) if key not in passed]:
         for key in fresh:
             passed.add(key)
             if key in queue:

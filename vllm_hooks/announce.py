@@ -1,4 +1,4 @@
-"""What is on, said once at start, and what a block will weigh."""
+"""What the log says: what is on, once at start, who goes cold and returns; and what a block will weigh."""
 
 import time
 from collections import Counter
@@ -16,7 +16,9 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
+    from manthan.manager.session import Eviction
     from manthan.manager.session_table import MemoryShape
+    from manthan.vllm_hooks.messages import LoadResult
 
 logger = init_logger("vllm.manthan")
 
@@ -69,6 +71,44 @@ def announce(
         f" at {config.redis.url} as {place}" if place else "",
         blocks * shape.block_tokens,
         config.idle_after_s,
+    )
+
+
+def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
+    hot, cold = eviction.blocks * shape.hot_nbytes, eviction.blocks * shape.cold_nbytes
+    logger.info(
+        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
+        "%d encoded in %.0f ms",
+        eviction.session_id,
+        eviction.idle_s,
+        eviction.blocks,
+        eviction.tokens,
+        human_bytes(hot),
+        human_bytes(cold),
+        hot / cold,
+        eviction.encoded,
+        eviction.took_s * 1e3,
+    )
+
+
+def tell_restore(
+    session_id: str,
+    blocks: int,
+    good: int,
+    block_tokens: int,
+    answers: "Iterable[LoadResult]",
+    failures: "Iterable[str]",
+) -> None:
+    """`good` of the `blocks` are hot again; the causes of what failed are those of vLLM's recomputing the rest."""
+    causes = ", ".join(sorted(set(failures)))
+    logger.info(
+        "Manthan: session %s restored %d of %d blocks (%d tokens) in %.0f ms%s",
+        session_id,
+        good,
+        blocks,
+        good * block_tokens,
+        max(answer.seconds for answer in answers) * 1e3,
+        f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
 
 

@@ -71,8 +71,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self.scheduler.worker_output(report)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        self.scheduler.finished(request, len(block_ids))
-        return False, None
+        return False, self.scheduler.finished(request, len(block_ids))
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]

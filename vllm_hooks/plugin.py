@@ -2,7 +2,8 @@
 
 vLLM gives plugins no hook for flags of their own, so three methods of EngineArgs are wrapped: the one that builds the
 parser, the one that reads the parsed flags, and the one that makes the engine's configuration, where models and
-settings that Manthan cannot serve are refused, and GPU memory set aside, before any process starts.
+settings that Manthan cannot serve are refused, and GPU memory set aside, before any process starts; there too the
+checks of request_hints are put in place.
 """
 
 import argparse
@@ -13,6 +14,7 @@ from typing import Any
 
 from manthan.manager.config import FLAG_KEYS, ConfigError, resolve_config
 from manthan.vllm_hooks.capacity import set_gpu_memory_aside
+from manthan.vllm_hooks.request_hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
@@ -52,21 +54,33 @@ def register() -> None:
         apply_flags(args)
         engine_args = from_cli_args(cls, args)
         engine_args.manthan_from_command_line = True
+        keep_headers(args)
         return engine_args
 
     @functools.wraps(create_engine_config)
     def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
         vllm_config = create_engine_config(self, *args, **kwargs)
         if is_on(vllm_config):
-            with one_sentence() if hasattr(self, "manthan_from_command_line") else nullcontext():
+            from_command_line = hasattr(self, "manthan_from_command_line")
+            with one_sentence() if from_command_line else nullcontext():
                 check_supported(vllm_config)
                 check_redis(vllm_config)
                 set_gpu_memory_aside(vllm_config)
+            check_requests()
+            if from_command_line:
+                check_server_requests()
         return vllm_config
 
     EngineArgs.add_cli_args = staticmethod(with_flags)
     EngineArgs.from_cli_args = classmethod(with_manthan)
     EngineArgs.create_engine_config = with_check
+
+
+def keep_headers(args: argparse.Namespace) -> None:
+    """Have the server that these flags are for keep the header that names tenants, if there is one."""
+    middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
+    if middleware is not None and MIDDLEWARE not in middleware and is_on(args) and tenant_header(args):
+        args.middleware = [*middleware, MIDDLEWARE]
 
 
 def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:

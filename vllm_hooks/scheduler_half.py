@@ -3,16 +3,24 @@
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
+from manthan.manager.cold_side import Shares
 from manthan.manager.redis_client import StoreDownError
 from manthan.manager.registries import choose_policy
 from manthan.manager.session_table import MemoryShape
 from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.manager.sweeper import Sweeper
-from manthan.vllm_hooks.announce import Complaints, announce, check_capacity, encoded_block_nbytes, human_bytes
+from manthan.vllm_hooks.announce import (
+    Complaints,
+    announce,
+    check_capacity,
+    encoded_block_nbytes,
+    tell_eviction,
+    tell_restore,
+)
 from manthan.vllm_hooks.capacity import TierBytes
 from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
@@ -23,6 +31,7 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
+from manthan.vllm_hooks.request_hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.runway import Runway
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.stats import StatsRecorder
@@ -84,6 +93,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
+            shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
@@ -123,8 +133,15 @@ class SchedulerHalf:
 
     def new_request(self, request: "Request") -> None:
         self._notice_reset()
+        hints = hints_of(request)
+        self.stats.hinted(hints)
         self._session_of[request.request_id] = self.manager.request_started(
-            request.request_id, request.block_hashes, request.session_id or None, time.monotonic()
+            request.request_id,
+            request.block_hashes,
+            request.session_id or None,
+            time.monotonic(),
+            hints=hints,
+            tenant=tenant_of(request),
         )
         self._directory.look_up(request.request_id, request.block_hashes[: self._usable(request)])
 
@@ -161,15 +178,17 @@ class SchedulerHalf:
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load, [])
         self._to_load.append(load)
 
-    def finished(self, request: "Request", blocks: int) -> None:
-        """A request ended, with KV computed for that many blocks."""
+    def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
+        """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         for by_request in (self._waiting_since, self._first_external, self._session_of):
             by_request.pop(request.request_id, None)
         self._unserved.discard(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
+        outcome = self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
         self._deadline = self.manager.next_deadline
+        self.stats.answered(outcome)
+        return answer_to(hints_of(request), outcome)
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -303,18 +322,7 @@ class SchedulerHalf:
             self._unserved.add(restore.load.request_id)
         self.manager.restore_finished(restore.load.request_id, bad)
         self.stats.restored(restore.answers, good, failed.values())
-        seconds = max(answer.seconds for answer in restore.answers)
-        logger.info(
-            "Manthan: session %s restored %d of %d blocks (%d tokens) in %.0f ms%s",
-            restore.session_id,
-            good,
-            blocks,
-            good * self._block_size,
-            seconds * 1e3,
-            f"; the rest could not be read ({', '.join(sorted(set(failed.values())))}) and is recomputed"
-            if failed
-            else "",
-        )
+        tell_restore(restore.session_id, blocks, good, self._block_size, restore.answers, failed.values())
 
     def _release(self, keys: Sequence[bytes]) -> None:
         """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
@@ -359,18 +367,4 @@ class SchedulerHalf:
     def _log_evictions(self) -> None:
         for eviction in self.manager.take_evictions():
             self.stats.evicted(eviction)
-            hot = eviction.blocks * self._shape.hot_nbytes
-            cold = eviction.blocks * self._shape.cold_nbytes
-            logger.info(
-                "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
-                "%d encoded in %.0f ms",
-                eviction.session_id,
-                eviction.idle_s,
-                eviction.blocks,
-                eviction.tokens,
-                human_bytes(hot),
-                human_bytes(cold),
-                hot / cold,
-                eviction.encoded,
-                eviction.took_s * 1e3,
-            )
+            tell_eviction(eviction, self._shape)

@@ -10,7 +10,8 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from manthan.manager.session import Drop, Eviction, SessionState
+from manthan.manager.hints import Hints
+from manthan.manager.session import Drop, Eviction, Outcome, SessionState
 from manthan.manager.session_manager import SessionMemoryManager
 from manthan.manager.session_table import MemoryShape
 from manthan.vllm_hooks.messages import LoadResult, SpillResult
@@ -59,6 +60,8 @@ METRICS: dict[str, _Metric] = {
     "lookups": _Metric(
         prometheus_client.Counter, "Prompts looked up in a shared store: found, nothing, unanswered.", "outcome"
     ),
+    "hints": _Metric(prometheus_client.Counter, "Hints that requests gave, by hint.", "hint"),
+    "pins_refused": _Metric(prometheus_client.Counter, "Pins refused for want of room: quotas.pinned_share."),
     "encode_seconds": _Metric(prometheus_client.Histogram, "Time to encode and store a block.", None, _SECONDS),
     "restore_seconds": _Metric(prometheus_client.Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
     "restore_bytes": _Metric(prometheus_client.Histogram, "Encoded bytes of a restore.", None, _BYTES),
@@ -131,6 +134,14 @@ class StatsRecorder:
 
     def looked_up(self, outcome: str) -> None:
         self._counters["lookups"][outcome] += 1
+
+    def hinted(self, hints: Hints) -> None:
+        if hints.given:
+            self._counters["hints"].update(hints.given)
+
+    def answered(self, outcome: Outcome | None) -> None:
+        if outcome is not None and outcome.refused:
+            self._counters["pins_refused"][""] += 1
 
     def dropped(self, drop: Drop) -> None:
         self._counters["dropped_blocks"][str(drop.cause)] += len(drop.keys)

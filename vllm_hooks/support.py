@@ -20,6 +20,7 @@ class UnsupportedError(ConfigError):
 
 def check_supported(vllm_config: "VllmConfig") -> None:
     """Refuse what can be told from vLLM's configuration alone; raises UnsupportedError."""
+    from vllm import envs
     from vllm.platforms import current_platform
 
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
@@ -76,6 +77,11 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (
             speculative is not None and speculative.use_eagle(),
             "speculative decoding with a draft model is on; remove --speculative-config or use ngram",
+        ),
+        (
+            bool(config.quotas.header) and envs.VLLM_USE_RUST_FRONTEND,
+            f"quotas.header is {config.quotas.header}, but VLLM_USE_RUST_FRONTEND is set, and that front end hands no "
+            "headers on; unset one of the two",
         ),
         (
             transfer.kv_role != "kv_both",

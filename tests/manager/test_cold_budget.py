@@ -298,7 +298,7 @@ def test_making_room_asks_the_policy_once(monkeypatch: pytest.MonkeyPatch) -> No
     engine.talk(" ".join(f"long{i}" for i in range(20)))
     asked: list[int] = []
     order = engine.manager.table.cold_victims()
-    monkeypatch.setattr(engine.manager.table, "cold_victims", lambda: asked.append(1) or order)
+    monkeypatch.setattr(engine.manager.table, "cold_victims", lambda _: asked.append(1) or order)
     engine.evict()
     assert len(dropped(engine)) == 20
     assert asked == [1]

@@ -71,6 +71,8 @@ def test_defaults_are_the_documented_ones() -> None:
             "required": True,
         },
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
+        "quotas": {"pinned_share": 0.25, "default_share": 1, "tenants": {}, "header": ""},
+        "prefetch": {"enabled": True, "lead_s": 2},
     }
 
 
@@ -171,6 +173,18 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
         ("cold_store", ["host"]),
         ("hot_pool.low_watermark", 1.01),
         ("hot_pool.high_watermark", -0.1),
+        ("quotas.pinned_share", 1.01),
+        ("quotas.default_share", True),
+        ("quotas.tenants", ["acme"]),
+        ("quotas.tenants", {"acme": 1.01}),
+        ("quotas.tenants", {"a.b": 0.5, "acme": "half"}),
+        ("quotas.tenants", {7: 0.5}),
+        ("quotas.tenants", "acme=0.5"),
+        ("quotas.header", "X Tenant"),
+        ("quotas.header", "X-Tenant-ID: acme"),
+        ("quotas.header", "AUTHORIZATION"),
+        ("prefetch.enabled", "now"),
+        ("prefetch.lead_s", -1),
     ],
 )
 def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
@@ -184,6 +198,13 @@ def test_a_duration_with_a_unit_is_answered_with_its_seconds(value: str, seconds
         "--manthan-idle-after: idle_after_s must be a plain number of seconds above 0, such as 300, "
         f"not '{value}' (write {seconds})"
     )
+
+
+def test_tenants_are_a_mapping_in_yaml_and_json_in_the_environment(write: WriteYaml) -> None:
+    path = write('quotas: {tenants: {acme: 0.5, "42": 0.1, a.b: 0}}')
+    assert load(path).quotas.tenants == {"acme": 0.5, "42": 0.1, "a.b": 0}
+    env = {"MANTHAN_QUOTAS__TENANTS": '{"beta": 1}'}
+    assert load(path, env).quotas.tenants == {"beta": 1}  # a value as a whole goes over another
 
 
 def test_watermarks_out_of_order_are_refused_with_both_sources(write: WriteYaml) -> None:
@@ -259,7 +280,8 @@ def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(writ
 
 
 def test_json_round_trip() -> None:
-    config = load(policy={"name": "decay", "half_life_s": 60}, **{"cold_store.max_bytes": "1GiB"})
+    options = {"cold_store.max_bytes": "1GiB", "quotas.tenants": {"acme": 0.5}}
+    config = load(policy={"name": "decay", "half_life_s": 60}, **options)
     assert ManthanConfig.model_validate(config.model_dump(mode="json")) == config
     assert ManthanConfig.model_validate_json(config.model_dump_json()) == config
 

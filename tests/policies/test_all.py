@@ -125,7 +125,7 @@ class Manager:
 
 
 def a_policy(name: str) -> EvictionPolicy:
-    return get_policy(name).pair()[0]
+    return get_policy(name).family()()
 
 
 @each_policy
@@ -172,7 +172,8 @@ def test_one_look_gives_the_order_in_which_they_would_go_one_by_one(name: str, e
 
 @each_policy
 def test_both_places_have_a_policy_of_their_own(name: str) -> None:
-    hot, cold = get_policy(name).pair()
+    make = get_policy(name).family()
+    hot, cold = make(), make()
     hot.used(SessionView("a"))
     cold.used(SessionView("b"))
     assert (list(hot.victims()), list(cold.victims())) == (["a"], ["b"])

@@ -4,6 +4,7 @@ import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -40,8 +41,8 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
     yield from started([], tmp_path_factory.mktemp("plain"))
 
 
-def ask(server: VllmServer, prompt: str, session: str) -> Reply:
-    return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
+def ask(server: VllmServer, prompt: str, session: str, **fields: Any) -> Reply:
+    return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER, **fields)
 
 
 def wait_until_cold(server: VllmServer) -> None:
@@ -106,6 +107,8 @@ def test_without_flags_it_is_plain_vllm(plain_server, table) -> None:
     first, again = (ask(plain_server, prompt, "guest-0") for _ in range(2))
     assert (first.text, first.cached_tokens) == (right, 0)
     assert (again.text, again.cached_tokens) == (right, (again.prompt_tokens - 1) // 32 * 32)
+    hints = {"manthan": {"no such hint": 1}}
+    assert ask(plain_server, prompt, "guest-0", kv_transfer_params=hints).text == right
     assert "manthan" not in httpx.get(f"{plain_server.url}/metrics").text
     assert not [line for line in plain_server.new_log_lines() if "anthan" in line and "--manthan" not in line]
 

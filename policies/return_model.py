@@ -1,0 +1,150 @@
+"""When does a session come back? Proportional hazards of its return, learned online.
+
+The hazard of a session's return at age t (seconds since its last use) is modelled as base(t) · exp(Σ w_f[bucket]): one
+curve over age for all, and a factor for what is known of the session, feature by feature. Both are estimated from the
+last few thousand requests: events (it came back) over exposure (it was waited for), as in Poisson regression with
+piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models for Survival Data with Covariates", Annals of
+Statistics 1982). Sessions that never return count as exposure, so the model learns which do not.
+"""
+
+from bisect import bisect_left
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manthan.policies.base import SessionView
+
+Floats = NDArray[np.float64]
+
+AGES = (5, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
+"""Seconds at which one piece of the base curve ends and the next begins."""
+HORIZON = 4 * 3600.0
+"""Seconds after which nobody is waited for."""
+FEATURES: dict[str, tuple[int, ...]] = {
+    "requests so far": (1, 2, 3, 4, 6, 9),
+    "tokens that its last request added": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
+    "tokens of the last answer": (2, 6, 20, 60, 150, 300, 500, 700, 1000),
+    "seconds between its last two requests": (-1, 0, 10, 30, 60, 120, 240, 480),
+    "tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
+    "tokens of earlier turns that its last request changed": (0,),
+}
+"""What is known of a session: the upper ends, included, of each feature's buckets but the last."""
+
+
+def buckets(session: SessionView) -> tuple[int, ...]:
+    """The bucket of each feature."""
+    values = (
+        session.uses,
+        session.added_tokens,
+        session.answer_tokens,
+        -1.0 if session.gap is None else session.gap,
+        session.tokens,
+        session.left_tokens,
+    )
+    return tuple(bisect_left(ends, value) for ends, value in zip(FEATURES.values(), values, strict=True))
+
+
+@dataclass
+class _Window:
+    """The last requests in a ring: what was known [n, features], when it began and returned (NaN: not yet) [n]."""
+
+    buckets: NDArray[np.int64]
+    began: Floats
+    returned: Floats
+    weight: Floats
+
+    @classmethod
+    def of(cls, size: int) -> "_Window":
+        return cls(np.zeros((size, len(FEATURES)), np.int64), np.zeros(size), np.full(size, np.nan), np.zeros(size))
+
+
+class ReturnModel:
+    """Learns from requests as they come, and says how likely a return is.
+
+    window: how many requests it learns from. refit_every: requests between two estimates. prior: events that each
+    factor is taken to have seen at the average rate, which pulls what is rare towards 1.
+    """
+
+    def __init__(self, window: int, refit_every: int, prior: float) -> None:
+        self._refit_every, self._prior = refit_every, prior
+        self._window, self._size = _Window.of(window), window
+        self._count = 0
+        self._open: dict[str, tuple[int, int]] = {}  # session id to its last request's number, and its uses then
+        self._begins = np.array((0.0, *AGES))
+        self._widths = np.array((*AGES, HORIZON)) - self._begins
+        self.base: Floats = 1 / np.array((*AGES, HORIZON))
+        """Returns per second in each piece, of a session whose factors are all 1."""
+        self.weights = [np.zeros(len(ends) + 1) for ends in FEATURES.values()]
+        """The logarithm of each bucket's factor."""
+        self.version = 0
+        """How often it was estimated."""
+
+    def log_factor(self, known: tuple[int, ...]) -> float:
+        """Σ w_f of a session."""
+        return sum(float(weights[bucket]) for weights, bucket in zip(self.weights, known, strict=True))
+
+    def observe(self, session: SessionView, known: tuple[int, ...]) -> None:
+        """A request of the session ended. What is told again of the same request only corrects what is known."""
+        number, uses = self._open.get(session.session_id, (-1, 0))
+        is_new = uses != session.uses
+        if is_new and number >= self._count - self._size and session.gap is not None:
+            slot = number % self._size
+            self._window.returned[slot] = self._window.began[slot] + session.gap
+        if is_new:
+            number = self._count
+            self._count += 1
+            self._open[session.session_id] = (number, session.uses)
+            if len(self._open) > 2 * self._size:
+                oldest = self._count - self._size
+                self._open = {key: entry for key, entry in self._open.items() if entry[0] >= oldest}
+        if number < self._count - self._size:
+            return
+        slot = number % self._size
+        self._window.buckets[slot] = known
+        self._window.began[slot] = session.last_used
+        self._window.returned[slot] = np.nan
+        self._window.weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
+        if is_new and self._count % self._refit_every == 0:
+            self._fit(session.last_used)
+
+    def _fit(self, now: float) -> None:
+        """Two rounds of: the base curve given the factors, each factor given the curve and the others."""
+        n = min(self._count, self._size)
+        known, began, returned = self._window.buckets[:n], self._window.began[:n], self._window.returned[:n]
+        weight = self._window.weight[:n] / self._window.weight[:n].mean()
+        came = ~np.isnan(returned)
+        age = np.where(came, returned, now) - began
+        events = np.bincount(np.searchsorted(AGES, age[came], side="left"), weight[came], len(self.base))
+        exposure = np.clip(age[:, None] - self._begins, 0, self._widths) * weight[:, None]
+        log_factor = np.sum([weights[known[:, f]] for f, weights in enumerate(self.weights)], axis=0)
+        for _ in range(2):
+            # As if two returns had been seen in each piece at the rate of one per age, which any scale of time has.
+            self.base = (events + 2) / (np.exp(log_factor) @ exposure + 2 * (self._begins + self._widths).clip(30))
+            expected = exposure @ self.base
+            for f, weights in enumerate(self.weights):
+                others = np.exp(log_factor - weights[known[:, f]]) * expected
+                seen = np.bincount(known[came, f], weight[came], len(weights))
+                due = np.bincount(known[:, f], others, len(weights))
+                new = np.log((seen + self._prior) / (due + self._prior))
+                log_factor += (new - weights)[known[:, f]]
+                self.weights[f] = new
+        self.version += 1
+
+    def index(self, log_factors: Floats) -> Floats:
+        """The Gittins index of waiting, [factors, pieces of age]: returns per second of room, stopping when it is best.
+
+        That is max over τ of P(return within τ) / E[seconds until the return or τ], from where each piece begins
+        (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
+        """
+        hazard = self.base * np.exp(log_factors)[:, None]
+        returns = 1 - np.exp(-hazard * self._widths)
+        waited = returns / hazard
+        index: Floats = np.zeros_like(hazard)
+        for begin in range(len(self.base)):
+            waiting = np.ones_like(returns[:, begin:])
+            np.cumprod(1 - returns[:, begin:-1], axis=1, out=waiting[:, 1:])
+            gain = np.cumsum(waiting * returns[:, begin:], axis=1)
+            cost = np.cumsum(waiting * waited[:, begin:], axis=1)
+            index[:, begin] = (gain / cost).max(axis=1)
+        return index

@@ -1,0 +1,158 @@
+"""Hints on a real `vllm serve` that takes tenants from a header: what passes, what is refused, and what is told."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from server import VllmServer
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
+YAML = """
+{idle_after_s: 0.5, sweep_interval_s: 0.1, min_tokens: 64, cold_store: {max_bytes: 64MiB},
+ quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
+"""  # 26 blocks for pinned sessions
+TEXT = "let us say hello " * 30
+SALT = "a-salt-that-nobody-may-see"
+ENDPOINTS = {
+    "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
+    "/v1/completions": {"prompt": TEXT},
+    "/v1/responses": {"input": TEXT},
+    "/v1/messages": {"messages": [{"role": "user", "content": TEXT}], "max_tokens": 4},
+}
+OPENAI = ["/v1/chat/completions", "/v1/completions"]
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp("hints")
+    (folder / "manthan.yaml").write_text(YAML)
+    with VllmServer(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
+        server.wait_until_ready(300)
+        yield server
+
+
+def post(
+    server: VllmServer, path: str, hints: object = None, tenants: tuple[str, ...] = (), **fields: Any
+) -> httpx.Response:
+    limit = {"max_output_tokens": 16} if path == "/v1/responses" else {"max_tokens": 4}
+    params = {"kv_transfer_params": {"manthan": hints}} if hints is not None else {}
+    headers = [("X-Tenant-ID", tenant) for tenant in tenants]
+    body = {"model": MODEL, **ENDPOINTS[path], **limit, **params, **fields}
+    return httpx.post(f"{server.url}{path}", json=body, headers=headers, timeout=60)
+
+
+def hint_counts(server: VllmServer) -> dict[str, float]:
+    """vllm:manthan_hints_total by hint."""
+    lines = [line for line in metrics_page(server).splitlines() if line.startswith("vllm:manthan_hints_total{")]
+    return {line.split('hint="')[1].split('"')[0]: float(line.rsplit(" ", 1)[1]) for line in lines}
+
+
+def metrics_page(server: VllmServer) -> str:
+    return httpx.get(f"{server.url}/metrics").text
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_hints_that_cannot_be_used_are_answered_with_400(server, path: str, stream: bool) -> None:
+    before = server.metrics()["vllm:prompt_tokens_total"]
+    for hints, sentence in [
+        ({"pinn": True}, "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"),
+        ({"ttl_s": "5m"}, "kv_transfer_params.manthan.ttl_s must be a number of seconds above 0, not '5m'"),
+        ({"release": True, "pin": True}, "kv_transfer_params.manthan: release drops the session when this request "),
+    ]:
+        reply = post(server, path, hints, stream=stream)
+        assert reply.status_code == 400, reply.text
+        error = reply.json()["error"]
+        assert error["message"].startswith(sentence)
+        assert error["type"] == "BadRequestError"
+    assert server.metrics()["vllm:prompt_tokens_total"] == before  # none of it entered the engine
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", OPENAI)
+def test_hints_pass_and_are_counted(server, path: str, stream: bool) -> None:
+    before = hint_counts(server)
+    hints = {"pin": False, "ttl_s": 60, "priority": -1, "expect_return_s": 5, "prefetch": "bob"}
+    reply = post(server, path, hints, session_id="alice", stream=stream)
+    assert reply.status_code == 200, reply.text
+    if stream:
+        chunks = [line.removeprefix("data: ") for line in reply.text.splitlines() if line]
+        assert chunks[-1] == "[DONE]"
+        assert not [chunk for chunk in chunks[:-1] if "error" in json.loads(chunk)]
+    server.wait_for(
+        lambda: all(hint_counts(server).get(hint, 0) == before.get(hint, 0) + 1 for hint in hints), 30, "count them"
+    )
+
+
+@pytest.mark.parametrize("path", ENDPOINTS)
+def test_a_client_is_told_what_came_of_its_hints(server, path: str) -> None:
+    own = {"session_id": f"carol at {path}"} if path != "/v1/messages" else {}
+    reply = post(server, path, {"priority": 1}, **own).json()
+    told = reply["kv_transfer_params"]["manthan"]
+    assert set(told) == {"session_id", "pinned", "refused"}
+    assert told["session_id"] == own.get("session_id", told["session_id"])
+    assert (told["pinned"], told["refused"]) == (False, None)
+    assert post(server, path, **own).json().get("kv_transfer_params") is None
+
+
+def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
+    def told(session: str, text: str, pin: bool) -> dict[str, Any]:
+        reply = post(server, "/v1/completions", {"pin": pin}, session_id=session, prompt=f"{session} {text}")
+        return reply.json()["kv_transfer_params"]["manthan"]
+
+    assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None}
+    refusal = told("frank", 4 * TEXT, True)
+    assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
+    assert refusal["refused"].startswith("pin is refused: pinned sessions may take 26 blocks of the cold store")
+    assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
+    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 30, "count the refusal")
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", OPENAI)
+def test_the_header_reaches_the_scheduler(server, path: str, stream: bool) -> None:
+    """Every request has a tenant there, be it nobody; only one that has a name counts as a hint."""
+    before = hint_counts(server).get("tenant", 0)
+    assert post(server, path, stream=stream).status_code == 200
+    assert post(server, path, tenants=("acme",), stream=stream).status_code == 200
+    server.wait_for(lambda: hint_counts(server).get("tenant", 0) == before + 1, 30, "count the tenant")
+
+
+def test_a_tenant_has_its_quota(server) -> None:
+    server.new_log_lines()
+    for session, tenant in (("heidi", "no-room"), ("ivan", "acme")):
+        prompt = f"{session} {TEXT}"
+        assert post(server, "/v1/completions", None, (tenant,), session_id=session, prompt=prompt).status_code == 200
+    lines: list[str] = []
+
+    def is_cold() -> bool:
+        lines.extend(server.new_log_lines())
+        return any("session ivan went cold" in line for line in lines)
+
+    server.wait_for(is_cold, 30, "compress a session")
+    assert not any("heidi" in line for line in lines)  # it was idle before, and there is no room for it
+
+
+@pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
+@pytest.mark.parametrize("path", OPENAI)
+def test_a_client_cannot_pass_for_another_tenant(server, path: str, stream: bool) -> None:
+    refused = post(server, path, {"tenant": "beta"}, ("acme",), stream=stream)
+    assert refused.status_code == 400
+    assert refused.json()["error"]["message"].startswith("kv_transfer_params.manthan.tenant is 'beta', but here the")
+    assert post(server, path, {"tenant": "beta"}, stream=stream).status_code == 400
+    assert post(server, path, {"tenant": "acme"}, ("acme",), stream=stream).status_code == 200
+    twice = post(server, path, None, ("acme", "beta"), stream=stream)
+    assert twice.status_code == 400
+    assert twice.json()["error"]["message"] == "the header X-Tenant-ID must be given once, not with 2 different values"
+
+
+def test_a_cache_salt_is_shown_nowhere(server) -> None:
+    reply = post(server, "/v1/completions", {"pin": True}, session_id="erin", cache_salt=SALT)
+    assert reply.status_code == 200
+    assert SALT not in reply.text
+    assert SALT not in metrics_page(server)
+    assert SALT not in server.log.read_text()

@@ -1,0 +1,160 @@
+"""Hints and tenants on their way from a request to the scheduler, without an engine."""
+
+import argparse
+import asyncio
+from typing import Any
+
+import pytest
+from vllm import SamplingParams
+from vllm.exceptions import VLLMClientError
+from vllm.v1.request import Request
+
+from manthan.manager.hints import NO_HINTS, Hints
+from manthan.manager.session import Outcome
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.plugin import keep_headers
+from manthan.vllm_hooks.request_hints import (
+    MIDDLEWARE,
+    HeaderKeeper,
+    RequestHintError,
+    answer_to,
+    checked_params,
+    hints_of,
+    tenant_of,
+)
+
+HEADER = "X-Tenant-ID"
+
+
+def request_with(params: object, cache_salt: str | None = None) -> Request:
+    sampling = SamplingParams(max_tokens=1, extra_args={"kv_transfer_params": params})
+    return Request("r", [1, 2, 3], sampling, None, cache_salt=cache_salt)
+
+
+def checked_behind_a_gateway(params: object, *values: str | bytes) -> Any:
+    """What becomes of kv_transfer_params in a request whose header has these values."""
+    headers = [(b"host", b"here"), *((b"x-tenant-id", v.encode() if isinstance(v, str) else v) for v in values)]
+    seen = []
+
+    async def app(*_: Any) -> None:
+        seen.append(checked_params(params, HEADER))
+
+    asyncio.run(HeaderKeeper(app)({"type": "http", "headers": headers}, None, None))
+    return seen[0]
+
+
+@pytest.mark.parametrize(
+    "params", [None, {}, {"manthan": None}, {"manthan": {"pin": True}}, {"do_remote_decode": True}]
+)
+def test_without_a_header_nothing_changes(params: object) -> None:
+    assert checked_params(params, "") is params
+
+
+@pytest.mark.parametrize(
+    ("params", "sentence"),
+    [
+        ({"manthan": {"pinn": True}}, "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"),
+        ({"manthan": [1]}, "kv_transfer_params.manthan must be a mapping of hints to values, not [1]"),
+        ([1], "kv_transfer_params must be a mapping, not [1]"),
+        ({"pin": True}, "kv_transfer_params.pin is in the wrong place: write kv_transfer_params.manthan.pin"),
+        ({"Mantan": {}}, "kv_transfer_params: unknown key 'Mantan' (did you mean 'manthan'?)"),
+    ],
+)
+def test_what_is_refused_is_both_the_clients_fault_and_a_value_error(params: object, sentence: str) -> None:
+    with pytest.raises(RequestHintError) as error:
+        checked_params(params, "")
+    assert str(error.value) == sentence
+    assert isinstance(error.value, VLLMClientError)  # status 400
+    assert isinstance(error.value, ValueError)
+
+
+def test_the_header_says_who_the_tenant_is_and_the_client_does_not() -> None:
+    params = {"manthan": {"pin": True}, "other": 1}
+    assert checked_behind_a_gateway(params, "acme") == {"manthan": {"pin": True, "tenant": "acme"}, "other": 1}
+    assert params == {"manthan": {"pin": True}, "other": 1}
+    for nothing in (None, {}, {"manthan": None}, {"manthan": {"tenant": None}}, {"manthan": {"tenant": ""}}):
+        assert checked_behind_a_gateway(nothing, "acme") == {"manthan": {"tenant": "acme"}}
+        assert checked_behind_a_gateway(nothing) == {"manthan": {"tenant": ""}}
+    assert checked_behind_a_gateway({"manthan": {"tenant": "acme"}}, "acme", "acme") == {"manthan": {"tenant": "acme"}}
+    assert checked_behind_a_gateway(None, "Zürich") == {"manthan": {"tenant": "Zürich"}}
+
+
+@pytest.mark.parametrize("values", [[], ["acme"]])
+def test_a_client_that_names_another_tenant_is_refused(values: list[str]) -> None:
+    with pytest.raises(RequestHintError, match="tenant is 'beta', but here the header X-Tenant-ID alone says"):
+        checked_behind_a_gateway({"manthan": {"tenant": "beta"}}, *values)
+    with pytest.raises(RequestHintError, match="leave the hint out"):  # outside of the server there is no header
+        checked_params({"manthan": {"tenant": "beta"}}, HEADER)
+
+
+@pytest.mark.parametrize(
+    ("values", "sentence"),
+    [
+        (["acme", "beta"], "the header X-Tenant-ID must be given once, not with 2 different values"),
+        ([b"\xff"], "the header X-Tenant-ID must be a name of at most 256 printable characters, not '\\udcff'"),
+        (["a\tb"], "the header X-Tenant-ID must be a name of at most 256 printable characters, not 'a\\tb'"),
+    ],
+)
+def test_headers_that_name_nobody_are_refused(values: list[str | bytes], sentence: str) -> None:
+    with pytest.raises(RequestHintError) as error:
+        checked_behind_a_gateway(None, *values)
+    assert str(error.value) == sentence
+
+
+def test_hints_of_a_request() -> None:
+    assert hints_of(request_with(None)) is hints_of(request_with({})) is NO_HINTS
+    assert hints_of(Request("r", [1], SamplingParams(max_tokens=1), None)) is NO_HINTS
+    assert hints_of(request_with({"manthan": {"pin": True, "prefetch": "b"}})) == Hints(pin=True, prefetch=("b",))
+
+
+@pytest.mark.parametrize("params", [[1], {"manthan": 3}, {"manthan": {"tenant": 7}}, {"manthan": {"pinn": 1}}])
+def test_hints_that_nobody_checked_do_no_harm(params: object) -> None:
+    assert hints_of(request_with(params)) is NO_HINTS
+    assert tenant_of(request_with(params)) == ""
+
+
+def test_who_pays() -> None:
+    assert tenant_of(request_with(None)) == ""
+    assert tenant_of(request_with({"manthan": {"tenant": "acme"}}, "salt")) == "acme"
+    assert tenant_of(request_with(checked_behind_a_gateway(None, "acme"), "salt")) == "acme"
+    assert tenant_of(request_with(checked_behind_a_gateway(None), "salt")) == ""  # or clients could make up tenants
+
+
+def test_a_salt_makes_a_tenant_whose_name_does_not_tell_it() -> None:
+    first, again, other = (tenant_of(request_with(None, salt)) for salt in ("one", "one", "other"))
+    assert first == again != other
+    assert first.startswith("salt-")
+    assert len(first) == len("salt-") + 16
+    assert "one" not in first
+    assert tenant_of(request_with({"manthan": {"pin": True, "tenant": None}}, "one")) == first
+
+
+def test_only_who_gave_hints_is_answered() -> None:
+    pinned = Outcome("alice", True, "")
+    assert answer_to(NO_HINTS, pinned) is None
+    assert answer_to(Hints(tenant="acme"), pinned) is None
+    assert answer_to(Hints(pin=True), None) is None
+    assert answer_to(Hints(pin=True, tenant="acme"), pinned) == {
+        "manthan": {"session_id": "alice", "pinned": True, "refused": None}
+    }
+    assert answer_to(Hints(pin=True), Outcome("alice", False, "no room"))["manthan"]["refused"] == "no room"
+
+
+@pytest.fixture
+def flags() -> argparse.Namespace:
+    transfer = kv_transfer_config(quotas={"header": HEADER})
+    return argparse.Namespace(middleware=["theirs"], kv_transfer_config=transfer)
+
+
+def test_the_server_keeps_headers_where_one_counts(flags: argparse.Namespace) -> None:
+    for _ in range(2):  # vLLM may read its flags twice
+        keep_headers(flags)
+        assert flags.middleware == ["theirs", MIDDLEWARE]
+
+
+def test_the_server_keeps_no_headers_otherwise(flags: argparse.Namespace) -> None:
+    for transfer in (None, kv_transfer_config()):
+        flags.kv_transfer_config = transfer
+        keep_headers(flags)
+        assert flags.middleware == ["theirs"]
+    keep_headers(argparse.Namespace(kv_transfer_config=kv_transfer_config(quotas={"header": HEADER})))
