@@ -29,6 +29,11 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Supersede:
+    session_id: str
+
+
+@dataclass(frozen=True)
 class Take:
     """Victims are taken: per victim, whether it goes, and who else leaves before the next one is asked for."""
 
@@ -53,6 +58,7 @@ EVENTS = st.lists(
             expected_in=st.none() | st.floats(0, 1000),
         ),
         st.builds(Forget, IDS),
+        st.builds(Supersede, IDS),
         st.builds(Take, st.lists(st.tuples(st.booleans(), st.none() | IDS), max_size=20).map(tuple)),
         st.builds(Look, st.integers(0, 20)),
     ),
@@ -75,6 +81,8 @@ class Manager:
                 self.request(event)
             case Forget(session_id):
                 self.forget(session_id)
+            case Supersede(session_id):
+                self.policy.superseded(session_id)
             case Take(steps):
                 self.take(steps)
             case Look(count):

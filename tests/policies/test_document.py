@@ -46,8 +46,8 @@ def test_all_that_a_policy_is_told_is_explained() -> None:
     fields = [name for row in rows("field") for name in re.findall(r"`(\w+)`", row[0])]
     assert fields == list(SessionView._fields)
     calls = re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE)
-    assert set(calls) == {"used", "evicted", "forget", "victims"}
-    assert all(callable(getattr(EvictionPolicy, name)) for name in [*calls, "pair"])
+    assert set(calls) == {"used", "evicted", "forget", "superseded", "victims"}
+    assert all(callable(getattr(EvictionPolicy, name)) for name in [*calls, "family"])
 
 
 @pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
