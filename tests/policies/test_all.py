@@ -1,5 +1,6 @@
 """What holds for every registered policy, whatever its order is."""
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -146,6 +147,17 @@ def test_victims_are_those_who_are_there_each_once(name: str, events: list[objec
         order = list(manager.policy.victims())
         assert sorted(order) == sorted(manager.present)
         assert list(manager.policy.victims()) == order
+
+
+@each_policy
+def test_the_same_in_long_histories_of_sessions_that_come_back(name: str) -> None:
+    manager, rng = Manager(a_policy(name)), random.Random(0)
+    for _ in range(3000):
+        session_id = str(int(40 * rng.random() ** 2))
+        manager.apply(Request(session_id, rng.expovariate(1), 1.0, rng.randint(1, 5), None))
+        if rng.random() < 0.1:
+            manager.take(tuple((rng.random() < 0.5, None) for _ in range(rng.randint(1, 8))))
+            manager.take(tuple((rng.random() < 0.1, None) for _ in range(50)))  # to the end
 
 
 @each_policy
