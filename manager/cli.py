@@ -14,12 +14,16 @@ from manthan.manager.config_model import FIELDS
 from manthan.manager.console import make_console
 from manthan.manager.inspect import inspect
 from manthan.manager.registries import check_registered, choose_policy
+from manthan.manager.simulate import simulate
+from manthan.manager.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 app.command("inspect")(inspect)
+app.command("simulate")(simulate)
+app.command("workload")(workload)
 
 
 @app.command("version")

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 from vllm.logger import init_logger
 
 from manthan.manager.cold_side import Shares
+from manthan.manager.pressure import Pressure
 from manthan.manager.redis_client import StoreDownError
 from manthan.manager.registries import choose_policy
 from manthan.manager.session_table import MemoryShape
@@ -21,7 +22,7 @@ from manthan.vllm_hooks.announce import (
     tell_eviction,
     tell_restore,
 )
-from manthan.vllm_hooks.capacity import TierBytes
+from manthan.vllm_hooks.capacity import TierBytes, fast_tier
 from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
     Load,
@@ -31,8 +32,9 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
+from manthan.vllm_hooks.pool_queue import PoolQueue
+from manthan.vllm_hooks.prefetcher import Prefetcher
 from manthan.vllm_hooks.request_hints import answer_to, hints_of, tenant_of
-from manthan.vllm_hooks.runway import Runway
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.stats import StatsRecorder
 from manthan.vllm_hooks.support import full_attention_spec
@@ -49,10 +51,6 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 GROUP = [0]
-IN_FLIGHT_SHARE = 4
-"""A block under encoding is out of vLLM's reach: at most one in so many blocks of the pool at a time."""
-ADMISSION_WAIT_S = 3.0
-"""How long a new request may wait for room, while sessions it would overwrite are being encoded."""
 
 
 @dataclass
@@ -93,7 +91,9 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
+            fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
@@ -106,7 +106,6 @@ class SchedulerHalf:
         self._restores: dict[str, Restore] = {}
         self._session_of: dict[str, str] = {}
         self._first_external: dict[str, int] = {}
-        self._waiting_since: dict[str, float] = {}
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
         self._granted: list[bytes] = []
         self._place: str | None = None
@@ -122,10 +121,19 @@ class SchedulerHalf:
         self._pool = pool
         self._hashes = pool.cached_block_hash_to_block
         blocks = pool.num_gpu_blocks - 1  # the null block is never free
-        self._low = int(self._config.hot_pool.low_watermark * blocks)
-        self._high = int(self._config.hot_pool.high_watermark * blocks)
-        self._max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
-        self._runway = Runway(pool, self.manager.blocks, ahead=self._high)
+        marks = self._config.hot_pool
+        self._pressure = Pressure(
+            self.manager, PoolQueue(pool), blocks, low=marks.low_watermark, high=marks.high_watermark
+        )
+        self._prefetcher = Prefetcher(
+            self.manager,
+            self.stats,
+            pool,
+            self._block_size,
+            self._ranks,
+            self._pressure.runway,
+            spare=self._pressure.low,
+        )
         self._sweeper.start()
         self._directory.start()
 
@@ -140,23 +148,32 @@ class SchedulerHalf:
             request.block_hashes,
             request.session_id or None,
             time.monotonic(),
+            tokens=request.num_prompt_tokens,
             hints=hints,
             tenant=tenant_of(request),
         )
+        self._prefetcher.waits(request)
         self._directory.look_up(request.request_id, request.block_hashes[: self._usable(request)])
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
         self._hear()
-        if self._should_wait(request, computed) or request.request_id in self._restores:
-            return None, False  # also while an earlier load for it is not settled, before it was preempted
+        self._prefetcher.waits(request)
+        needed = -(-request.num_tokens // self._block_size) - computed // self._block_size
+        if self._pressure.must_wait(request.request_id, needed, time.monotonic()):
+            return None, False
+        if request.request_id in self._restores:  # an earlier load for it, before it was preempted, is not settled
+            return None, False
         if self._directory.awaits(request.request_id):
             return None, False
         if request.skip_reading_prefix_cache or request.request_id in self._unserved:
             return 0, False
         first = computed // self._block_size
-        tokens = self.manager.match(request.block_hashes[first : self._usable(request)]) * self._block_size
+        needed = request.block_hashes[first : self._usable(request)]
+        if needed and self._prefetcher.is_loading(needed[0]):
+            return None, False
+        tokens = self.manager.match(needed) * self._block_size
         self._first_external[request.request_id] = first
         return tokens, tokens > 0
 
@@ -167,9 +184,10 @@ class SchedulerHalf:
     def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
         """vLLM has allocated the request's blocks; `tokens` tokens behind its hot ones are to be restored."""
         request_id = request.request_id
-        self._runway.taken(len(block_ids))
-        self._waiting_since.pop(request_id, None)
+        self._pressure.runway.taken(len(block_ids))
+        self._pressure.admitted(request_id)
         first = self._first_external.pop(request_id, 0)
+        self._prefetcher.admitted(request, hot=first)
         if not tokens:
             return
         last = first + tokens // self._block_size
@@ -180,13 +198,17 @@ class SchedulerHalf:
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
-        for by_request in (self._waiting_since, self._first_external, self._session_of):
+        for by_request in (self._first_external, self._session_of):
             by_request.pop(request.request_id, None)
+        self._pressure.admitted(request.request_id)
         self._unserved.discard(request.request_id)
+        self._prefetcher.forget(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        outcome = self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
-        self._deadline = self.manager.next_deadline
+        outcome = self.manager.request_finished(
+            request.request_id, request.block_hashes[:computed], time.monotonic(), tokens=request.num_tokens
+        )
+        self._set_deadline()
         self.stats.answered(outcome)
         return answer_to(hints_of(request), outcome)
 
@@ -198,27 +220,28 @@ class SchedulerHalf:
         self._notice_reset()
         now = time.monotonic()
         self.manager.sweep(now)
-        self._runway.taken(-(-scheduled_tokens // self._block_size) + scheduled_requests)
-        if self._runway.length(self._low) < self._low:
-            self.manager.relieve(self._high - self._runway.length(self._high) - self._on_their_way(), now)
+        self._pressure.runway.taken(-(-scheduled_tokens // self._block_size) + scheduled_requests)
+        self._pressure.relieve(now)
         drops = self.manager.take_drops()
         for drop in drops:
             self.stats.dropped(drop)
-            self._runway.forget()  # what was dropped may be hot
+            self._pressure.runway.forget()  # what was dropped may be hot
         self._release(self.manager.take_releases())
         self._directory.tell(drops)  # before room is asked for, which it may make
         self._hold_for_spills(now)
         self._hear()
+        self._to_load += self._prefetcher.step(now)
         metadata = ManthanMetadata(
             place=self._place,
             drops=[key for drop in drops for key in drop.keys],
+            go_first=self.manager.take_moves(),
             spills=[SpillBlock(key, self._held[key].block_id) for key in self._granted],
             loads=self._to_load,
             model_rests=not scheduled_tokens,
         )
         self._place, self._granted, self._to_load = None, [], []
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
         return metadata
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
@@ -230,30 +253,35 @@ class SchedulerHalf:
             if len(answers) == self._ranks:
                 self._settle_spill(self._answers.pop(result.key), now)
         for load in report.loads:
+            if load.is_prefetch:
+                self._prefetcher.answered(load, now)
+                continue
             restore = self._restores[load.request_id]
             restore.answers.append(load)
             if len(restore.answers) == self._ranks:
                 self._settle_restore(self._restores.pop(load.request_id))
         self._release(self.manager.take_releases())
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
 
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        return self._rung or self._place is not None or self.manager.has_work or self._directory.has_answers
+        waits = self._prefetcher.is_busy or self._directory.has_answers
+        return self._rung or self._place is not None or self.manager.has_work or waits
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks come free by themselves when what is being encoded is done."""
-        return bool(self._held)
+        """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
+        return bool(self._held) or self._prefetcher.is_busy
 
     def reset(self) -> None:
         """Empty the cold store: the KV that vLLM computes from now on is another's."""
         assert self._pool is not None
         self._hashes = self._pool.cached_block_hash_to_block
         self.manager.reset()
+        self._prefetcher.reset()
         self._place = self._directory.reset()
         granted, self._granted = self._granted, []
         for key in granted:
@@ -270,7 +298,7 @@ class SchedulerHalf:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room."""
         assert self._pool is not None
         held = []
-        for key in self.manager.take_spills(self._max_in_flight - len(self._held)):
+        for key in self.manager.take_spills(self._pressure.max_in_flight - len(self._held)):
             found = self._pool.get_cached_block(key, GROUP)
             if found is None:
                 self.manager.lost(key, now)
@@ -333,23 +361,11 @@ class SchedulerHalf:
                 self._pool.evict_blocks({found[0].block_id})
                 self._pool.free_blocks(found)
 
-    # -- memory pressure ------------------------------------------------------------------------------
-
-    def _on_their_way(self) -> int:
-        return self.manager.blocks.queued + self.manager.blocks.spilling
-
-    def _should_wait(self, request: "Request", computed: int) -> bool:
-        """Whether sessions that this request would overwrite are being saved; bounded by ADMISSION_WAIT_S."""
-        now = time.monotonic()
-        needed = -(-request.num_tokens // self._block_size) - computed // self._block_size
-        short = needed - self._runway.length(needed)
-        if short <= 0:
-            return False
-        self.manager.relieve(short - self._on_their_way(), now)
-        waited = now - self._waiting_since.setdefault(request.request_id, now)
-        return self._on_their_way() > 0 and waited < ADMISSION_WAIT_S
-
     # -- the rest -------------------------------------------------------------------------------------
+
+    def _set_deadline(self) -> None:
+        deadlines = (self.manager.next_deadline, self._prefetcher.deadline)
+        self._deadline = min((when for when in deadlines if when is not None), default=None)
 
     def _is_due(self) -> bool:
         return self._deadline is not None and self._deadline <= time.monotonic()

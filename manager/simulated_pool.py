@@ -1,0 +1,101 @@
+"""vLLM's KV pool without the KV: which block holds what, who uses it, and which is overwritten next."""
+
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+
+
+class SimulatedPool:
+    """Blocks by number, in the order in which vLLM's BlockPool would take them.
+
+    A free block still holds what its key says until it is taken, from the head of the queue. Freed blocks go to the
+    tail if they have a key, otherwise to the head.
+    """
+
+    def __init__(self, blocks: int) -> None:
+        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self._users = [0] * blocks
+        self._key: list[bytes | None] = [None] * blocks
+        self._cached: dict[bytes, int] = {}
+        self._copies: dict[bytes, list[int]] = {}  # further blocks of the same key, which nobody finds meanwhile
+
+    def __len__(self) -> int:
+        """How many blocks are free."""
+        return len(self._free)
+
+    def keys(self) -> Iterator[bytes | None]:
+        """What the free blocks hold, from the head on."""
+        return map(self._key.__getitem__, self._free)
+
+    def users(self, block: int) -> int:
+        return self._users[block]
+
+    def get(self, key: bytes) -> int | None:
+        """The block with that key."""
+        return self._cached.get(key)
+
+    def hit(self, keys: Iterable[bytes]) -> list[int]:
+        """The blocks of these keys up to the first that is not here."""
+        blocks = []
+        find = self._cached.get
+        for key in keys:
+            block = find(key)
+            if block is None:
+                break
+            blocks.append(block)
+        return blocks
+
+    def touch(self, blocks: Iterable[int]) -> None:
+        """One more user for each."""
+        for block in blocks:
+            if not self._users[block]:
+                del self._free[block]
+            self._users[block] += 1
+
+    def take(self, count: int) -> list[int]:
+        """The first so many free blocks, for one user; what they held is lost."""
+        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        for block in blocks:
+            self._uncache(block)
+            self._users[block] = 1
+        return blocks
+
+    def cache(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """These blocks, which had no key, have one from now on."""
+        for block, key in zip(blocks, keys, strict=True):
+            self._key[block] = key
+            if self._cached.setdefault(key, block) != block:
+                self._copies.setdefault(key, []).append(block)
+
+    def give_back(self, blocks: Iterable[int]) -> None:
+        """One user less for each; the first of those that are free then is overwritten first."""
+        empty = []
+        for block in blocks:
+            self._users[block] -= 1
+            if not self._users[block]:
+                self._free[block] = None
+                if self._key[block] is None:
+                    empty.append(block)
+        for block in reversed(empty):
+            self._free.move_to_end(block, last=False)
+
+    def release(self, key: bytes) -> None:
+        """Blocks of that key which nobody uses hold nothing any more, and are overwritten next."""
+        while (block := self._cached.get(key)) is not None and not self._users[block]:
+            self._uncache(block)
+            self._free.move_to_end(block, last=False)
+
+    def _uncache(self, block: int) -> None:
+        key = self._key[block]
+        if key is None:
+            return
+        self._key[block] = None
+        copies = self._copies.get(key)
+        if self._cached[key] != block:
+            assert copies is not None
+            copies.remove(block)
+        elif copies:
+            self._cached[key] = copies.pop(0)
+        else:
+            del self._cached[key]
+        if copies is not None and not copies:
+            del self._copies[key]

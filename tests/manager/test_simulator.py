@@ -1,0 +1,182 @@
+"""Replays: what is found was there, budgets hold, the manager under lru finds what an LRU of blocks finds."""
+
+from dataclasses import replace
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import BLOCK, EXCERPT, block_lru, check_journal, request
+
+from manthan.manager.belady import belady
+from manthan.manager.cost_model import CostModel
+from manthan.manager.replay import Setup, Tally
+from manthan.manager.simulator import replay
+from manthan.manager.traces import TracedRequest, read_trace
+from manthan.policies import get_policy, policy_names
+
+LRU = Setup(get_policy("lru"), block_tokens=BLOCK, min_tokens=0)
+SLOW = CostModel(first_token_s=1, prefill_s_per_token=0.1, restore_s_per_token=0.05, spill_s_per_token=0.2)
+
+
+@pytest.fixture(scope="module")
+def conversations() -> list[TracedRequest]:
+    return read_trace(EXCERPT).requests
+
+
+def found(tally: Tally) -> int:
+    return sum(one.hot + one.restored for one in tally.served if one is not None)
+
+
+def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
+    """What must hold of every replay."""
+    assert tally.journal is not None
+    check_journal(tally.journal, setup.cold_blocks)
+    assert tally.peak_cold <= setup.cold_blocks
+    assert tally.peak_hot <= setup.hot_blocks
+    assert sorted(tally.order) == list(range(len(requests)))
+    computed: set[bytes] = set()
+    for number in tally.order:
+        one, served = requests[number], tally.served[number]
+        assert served is not None, "a request was never answered"
+        usable = one.keys[: (one.input_tokens - 1) // setup.block_tokens]
+        assert computed.issuperset(usable[: served.hot + served.restored])
+        assert served.asked == -(-one.input_tokens // setup.block_tokens)
+        computed.update(one.keys)
+    in_order = [requests[number] for number in tally.order]
+    assert found(tally) <= belady(in_order, setup.block_tokens, setup.hot_blocks + setup.cold_blocks)
+
+
+# -- one cache --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("cold_blocks", [100, 400, 1600])
+def test_one_cache_under_lru_is_an_lru_of_blocks(conversations, cold_blocks) -> None:
+    tally = replay(conversations, Setup(get_policy("lru"), cold_blocks=cold_blocks), journal=True)
+    check(conversations, tally, Setup(get_policy("lru"), cold_blocks=cold_blocks))
+    assert found(tally) == pytest.approx(block_lru(conversations, cold_blocks, 512), rel=0.02)
+    assert all(served.hot == 0 for served in tally.served if served)
+    assert tally.peak_cold == cold_blocks
+
+
+def test_one_cache_with_room_for_all_finds_all(conversations) -> None:
+    tally = replay(conversations, Setup(get_policy("lru"), cold_blocks=25000))
+    assert found(tally) == belady(conversations, 512, 25000)
+    assert tally.dropped == 0
+
+
+def test_the_tail_goes_before_the_head() -> None:
+    requests = [request(0, "abcd", session="x"), request(1, "xy", session="y"), request(2, "abcd", session="x")]
+    tally = replay(requests, replace(LRU, cold_blocks=5), journal=True)
+    assert tally.served[2] is not None
+    assert tally.served[2].restored == 3
+    assert tally.journal is not None
+    assert [(action.what, action.keys) for action in tally.journal if action.what in ("drop", "restore")] == [
+        ("drop", [b"abcd"]),
+        ("restore", [b"a", b"ab", b"abc"]),
+        ("drop", [b"xy"]),
+    ]
+
+
+# -- a pool and a cold store ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hot", "cold"), [(400, 400), (600, 3000), (20000, 100)])
+def test_a_pool_and_a_cold_store(conversations, hot, cold) -> None:
+    setup = Setup(get_policy("lru"), hot_blocks=hot, cold_blocks=cold)
+    check(conversations, replay(conversations, setup, journal=True), setup)
+
+
+def test_with_a_pool_for_all_nothing_is_encoded(conversations) -> None:
+    setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)
+    tally = replay(conversations, setup)
+    assert found(tally) == belady(conversations, 512, 40000)
+    assert (tally.moved_out, tally.moved_in, tally.evictions) == (0, 0, 0)
+
+
+TEXTS = st.lists(
+    st.tuples(st.floats(0, 8), st.text("ab", min_size=1, max_size=6), st.text("a", max_size=3), st.integers(0, 3)),
+    min_size=1,
+    max_size=14,
+)
+
+
+@given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.integers(0, 2), st.sampled_from([0.0, 3.0, 1e9]))
+@settings(max_examples=100, deadline=None)
+def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, slots, idle_after_s) -> None:
+    requests, now = [], 0.0
+    for wait, text, answer, rest in texts:
+        now += wait
+        requests.append(request(now, text, answer=answer, rest=rest))
+    setup = replace(LRU, hot_blocks=hot, cold_blocks=cold, cost=SLOW, prefill_slots=slots, idle_after_s=idle_after_s)
+    tally = replay(requests, setup, journal=True)
+    check(requests, tally, setup)
+    assert tally == replay(requests, setup, journal=True)
+
+
+def test_a_session_that_is_idle_for_long_enough_is_restored() -> None:
+    first = request(0, "abc", answer="def", session="x", rest=0)
+    requests = [first, request(100, "abcdefg", session="x")]
+    setup = replace(LRU, hot_blocks=20, cold_blocks=20, cost=SLOW, idle_after_s=10.0)
+    tally = replay(requests, setup, journal=True)
+    one, second = tally.served
+    assert one is not None
+    assert second is not None
+    assert (second.asked, second.hot, second.restored) == (8, 0, 5)  # the answer's last token was never computed
+    assert one.first_token_s == pytest.approx(1 + 12 * 0.1 + SLOW.prefill_s_per_token2 * 12**2)
+    assert second.first_token_s == pytest.approx(1 + 20 * 0.05 + SLOW.prefill_s(20, 29))
+    assert tally.journal is not None
+    assert [(action.what, action.who) for action in tally.journal] == [("spill", ""), ("cold", "x"), ("restore", "1")]
+    assert tally.journal[0].keys == [b"abcde", b"abcd", b"abc", b"ab", b"a"]
+
+
+def test_sessions_are_saved_before_they_are_overwritten() -> None:
+    requests = [request(100.0 * at, letter * 6, session=letter) for at, letter in enumerate("abcdabcd")]
+    setup = replace(LRU, hot_blocks=20, cold_blocks=100, idle_after_s=1e9)
+    tally = replay(requests, setup, journal=True)
+    assert [served.hot + served.restored for served in tally.served if served] == [0, 0, 0, 0, 6, 6, 6, 6]
+    assert tally.evictions > 0
+
+
+def test_a_request_waits_for_room_and_for_a_slot() -> None:
+    both = [request(0, "abcdef"), request(0, "ghijkl")]
+    room, tight = replace(LRU, hot_blocks=14, cost=SLOW), replace(LRU, hot_blocks=8, cost=SLOW)
+    alone = replay(both[:1], room).served[0]
+    assert alone is not None
+    assert [served.first_token_s for served in replay(both, room).served if served] == [alone.first_token_s] * 2
+    for setup in (tight, replace(room, prefill_slots=1)):
+        served = replay(both, setup).served
+        assert [one.first_token_s for one in served if one] == [alone.first_token_s, 2 * alone.first_token_s]
+
+
+def test_a_request_larger_than_the_pool_is_refused() -> None:
+    with pytest.raises(ValueError, match="hot_blocks must be 7 or more, as the largest request, not 6"):
+        replay([request(0, "abcdef")], replace(LRU, hot_blocks=6))
+
+
+# -- what is counted --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("hot", [0, 600])
+def test_the_first_part_may_only_fill_the_caches(conversations, hot) -> None:
+    setup = Setup(get_policy("lru"), hot_blocks=hot, cold_blocks=1000)
+    whole, second = replay(conversations, setup), replay(conversations, replace(setup, first_measured=500))
+    assert second.served == whole.served
+    assert 0 < second.moved_out < whole.moved_out
+    assert 0 < second.dropped < whole.dropped
+    assert 0 < second.evictions < whole.evictions
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@pytest.mark.parametrize("hot", [0, 600])
+def test_the_same_comes_out_twice_for_every_policy(conversations, policy, hot) -> None:
+    setup = Setup(get_policy(policy), hot_blocks=hot, cold_blocks=800)
+    tally = replay(conversations, setup, journal=True)
+    check(conversations, tally, setup)
+    assert tally == replay(conversations, setup, journal=True)
+
+
+def test_the_cost_model_gives_back_what_it_was_derived_from() -> None:
+    cost = CostModel()
+    assert cost.first_token_s + cost.prefill_s(0, 32_000) == pytest.approx(1.2305)
+    assert cost.first_token_s + 32_000 * cost.restore_s_per_token == pytest.approx(0.0511)
+    assert cost.prefill_s(0, 100) + cost.prefill_s(100, 300) == pytest.approx(cost.prefill_s(0, 300))
