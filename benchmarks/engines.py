@@ -145,19 +145,21 @@ class Engine:
         self._llm = AsyncLLM.from_engine_args(AsyncEngineArgs(**options.engine_args()))
         self._requests = 0
 
-    async def ask(self, tokens: list[int], session: str | None = None) -> Answer:
+    async def ask(self, tokens: list[int], session: str | None = None, **hints: Any) -> Answer:
         """The time to the first token of this prompt. external_tokens is right if nothing else restores meanwhile."""
         external = self.metrics("external_prefix_cache_hits_total")
         began = time.perf_counter()
         ttft_s, cached = 0.0, 0
-        async for output in self.generate(tokens, 1, session):  # one output: the first token is the last
+        async for output in self.generate(tokens, 1, session, hints):  # one output: the first token is the last
             ttft_s, cached = time.perf_counter() - began, output.num_cached_tokens or 0
         await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
         external = self.metrics("external_prefix_cache_hits_total") - external
         return Answer(ttft_s, len(tokens), cached, round(external))
 
-    def generate(self, tokens: list[int], max_tokens: int, session: str | None = None) -> Any:
-        """vLLM's stream of outputs; each holds only the tokens that are new."""
+    def generate(
+        self, tokens: list[int], max_tokens: int, session: str | None = None, hints: Mapping[str, Any] | None = None
+    ) -> Any:
+        """vLLM's stream of outputs; each holds only the tokens that are new. hints: for Manthan, of the session."""
         from vllm import SamplingParams
         from vllm.sampling_params import RequestOutputKind
 
@@ -168,6 +170,7 @@ class Engine:
             ignore_eos=True,
             detokenize=False,
             output_kind=RequestOutputKind.DELTA,
+            extra_args={"kv_transfer_params": {"manthan": dict(hints)}} if hints else None,
         )
         prompt = {"prompt_token_ids": tokens}
         return self._llm.generate(prompt, params, f"request-{self._requests}", session_id=session)

@@ -77,7 +77,7 @@ def speed_table(report: dict[str, Any]) -> Table:
     title = f"{arguments['blocks']} blocks of {arguments['block_bytes']:,} bytes, {speed['batch']} in a pipeline"
     ratios = "\n".join(map(_ratio_line, speed_ratios(report).values()))
     versions = f"Redis {speed['redis']}, redis-py {speed['redis-py']}, {speed['parser']} {speed['hiredis']}"
-    return _table(title, f"{ratios}\n{versions}", "MB/s", speed_rows(report))
+    return spread_table(title, f"{ratios}\n{versions}", "MB/s", speed_rows(report))
 
 
 def _ratio_line(ratio: Row) -> str:
@@ -94,12 +94,13 @@ def latency_table(report: dict[str, Any]) -> Table:
         counted = report["arms"][f"latency {row.name}"]["returns"][1:]
         extra["tokens not computed"].append(str(min(answer["cached_tokens"] for answer in counted)))
         extra["right answers"].append(f"{sum(answer['right'] for answer in counted)} of {len(counted)}")
-    return _table(title, caption, "ms", rows, extra)
+    return spread_table(title, caption, "ms", rows, extra)
 
 
-def _table(
+def spread_table(
     title: str, caption: str, unit: str, rows: Sequence[Row], extra: dict[str, list[str]] | None = None
 ) -> Table:
+    """Median and spread of each row, and further columns."""
     extra = extra or {}
     table = Table(title=title, caption=caption, box=SIMPLE)
     table.add_column("")
@@ -131,12 +132,13 @@ def draw(report: dict[str, Any]) -> Any:
     parts = [part for part in parts if part[0]]
     figure = Figure(figsize=(11, 3.0 * len(parts) + 0.6), layout="constrained")
     for axes, part in zip(figure.subplots(len(parts), 1, squeeze=False)[:, 0], parts, strict=True):
-        _draw_bars(axes, *part)
+        draw_bars(axes, *part)
     figure.suptitle(where(report), fontsize=9)
     return figure
 
 
-def _draw_bars(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
+def draw_bars(axes: Any, rows: Sequence[Row], unit: str, title: str) -> None:
+    """Medians, with quartiles as whiskers."""
     medians = [row.median for row in rows]
     spread = [
         [row.median - row.quartiles[0] for row in rows],

@@ -11,22 +11,24 @@ def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, 
 
     A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
     """
-    found = table.chains.find(keys, asked_id)
-    if found is not None and _is_common_start(found, keys, asked_id):
-        found = None
+    found = find(table, keys, asked_id)
     known = len(found.chain) if found is not None else 0
     remembered = table.remembered.find(keys[known:], asked_id)
-    if remembered is not None and remembered is not found and remembered.tip != keys[-1]:
-        if table.by_id.get(remembered.session_id) is remembered:
-            return remembered  # its chain was cut
-        if not remembered.chain:
+    if remembered is not None and not _has_users(table, remembered.tip):
+        if table.by_id.get(remembered.session_id) is not remembered:
             table.revive(remembered)
-            return remembered
+        return remembered
     if found is not None:
         return found
     session = table.create(asked_id, now)
     _inherit(table, session, keys)
     return session
+
+
+def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None) -> Session | None:
+    """The session with KV that these keys extend."""
+    found = table.chains.find(keys, asked_id)
+    return None if found is None or _is_common_start(found, keys, asked_id) else found
 
 
 def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -> None:
@@ -47,6 +49,12 @@ def _is_common_start(session: Session, keys: Sequence[bytes], asked_id: str | No
     """Whether others go on from where this session ends, as from a system prompt: then a new request is another."""
     chain = session.chain
     return asked_id is session.asked_id is None and len(keys) > len(chain) > 0 and chain[-1].users > 1
+
+
+def _has_users(table: SessionTable, key: bytes) -> bool:
+    """Whether sessions have the KV of this end of a conversation; then one that had lost it need not be meant."""
+    block = table.blocks.get(key)
+    return block is not None and block.users > 0
 
 
 def _inherit(table: SessionTable, session: Session, keys: Sequence[bytes]) -> None:

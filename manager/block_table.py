@@ -19,6 +19,8 @@ class BlockTable:
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
         """Blocks whose only copy vLLM may overwrite."""
+        self.moved = 0
+        """Cold blocks whose codes had to leave the fast tier."""
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
         self._codes: Counter[CodeState] = Counter()
@@ -68,6 +70,11 @@ class BlockTable:
         for block in blocks:
             block.pins += by
 
+    def mark_moved(self, block: Block, moved: bool) -> None:
+        """The codes left the fast tier, or are in it (again), or are gone."""
+        self.moved += moved - block.moved
+        block.moved = moved
+
     def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
         for block in blocks:
@@ -96,6 +103,8 @@ class BlockTable:
             self._codes[block.code] -= 1
             self._codes[code] += 1
             block.code = code
+            if block.moved:
+                self.mark_moved(block, False)
         self.hot += (block.hot > 0) - was_hot
         self.exposed += block.exposed - was_exposed
         if not (block.users or block.reserves):

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from manthan.manager.fast_tier import FastTier
 from manthan.manager.place import Place
 from manthan.manager.session import Block, CodeState, Drop, DropCause, Session, SessionState
 from manthan.manager.session_table import MemoryShape, SessionTable
@@ -22,11 +23,18 @@ class Shares(NamedTuple):
         return self.tenants.get(tenant, self.tenant if tenant else 1.0)
 
 
+class Fast(NamedTuple):
+    """A fast tier: its bytes, and whether what is read from the slower one behind it comes back to it."""
+
+    nbytes: int
+    fills_on_read: bool
+
+
 class ColdSide:
     """The part of the session memory manager that keeps the cold store within its budget.
 
     make_policy: makes the instances that order the places. capacity_nbytes: the hard budget.
-    fast_nbytes: of the fast tier that new codes go to, where a slower one is behind it; 0 where there is only one.
+    fast: the tier that new codes go to, where a slower one is behind it.
     """
 
     def __init__(
@@ -36,7 +44,7 @@ class ColdSide:
         capacity_nbytes: int,
         label: str,
         shares: Shares,
-        fast_nbytes: int,
+        fast: Fast | None,
     ) -> None:
         self.shape = shape
         self.shares = shares
@@ -46,9 +54,9 @@ class ColdSide:
         self.pinned: dict[str, int] = {}
         """Blocks of each pinned session."""
         self._make_policy = make_policy
-        self._fast_blocks = fast_nbytes // shape.cold_nbytes
-        if self._fast_blocks:
-            self.table.front = Place(make_policy)
+        if fast is not None:
+            fast_blocks = fast.nbytes // shape.cold_nbytes
+            self.table.front = FastTier(make_policy, self.blocks, fast_blocks, fast.fills_on_read)
         self._running: dict[str, Session] = {}  # by request id
         self._restored: dict[str, list[Block]] = {}  # by id of a running request
         self._queue: OrderedDict[bytes, None] = OrderedDict()  # the QUEUED blocks, first come first

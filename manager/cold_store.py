@@ -59,6 +59,9 @@ class ColdStore(ABC):
     def drop(self, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
+    def go_first(self, keys: Sequence[bytes]) -> None:  # noqa: B027 most stores have one tier
+        """A store with a tier in front of another moves these blocks out of it before all others, in this order."""
+
     @abstractmethod
     def cleared(self, place: str) -> "ColdStore":
         """An empty store to use instead of this one from now on, which may be this one; `place` is the directory's

@@ -1,11 +1,12 @@
 """What clients say of their sessions, and what becomes of it."""
 
+import math
 from typing import Any
 
 from manthan.manager.cold_side import ColdSide
 from manthan.manager.deadlines import Deadlines
 from manthan.manager.hints import Hints
-from manthan.manager.session import DropCause, Session, SessionState
+from manthan.manager.session import Block, DropCause, Session, SessionState
 
 
 class HintedSide(ColdSide):
@@ -17,6 +18,8 @@ class HintedSide(ColdSide):
         super().__init__(*args)
         self._ttls = Deadlines()
         self._expected = Deadlines()
+        self._to_prefetch: dict[str, float] = {}  # by session id, and when it is too late
+        self._restoring: dict[str, list[Block]] = {}  # by id of a request, or of a prefetch
 
     def _take_hints(self, session: Session, hints: Hints, now: float) -> str:
         """Do as the client says; returns what is refused, in a sentence."""
@@ -50,3 +53,35 @@ class HintedSide(ColdSide):
                 self._forget_session(session, DropCause.EXPIRED)
             elif session is not None and session.state is SessionState.EVICTING:
                 self._ttls.set(session_id, now + 1.0)  # when a request runs, its end sets it
+
+    # -- prefetch -------------------------------------------------------------------------------------
+
+    def prefetch_blocks(self, now: float) -> int:
+        """Blocks of the longest cold session that is expected; 0 if there is none."""
+        return max((len(session.chain) for session in self._awaited(now)), default=0)
+
+    def _awaited(self, now: float) -> list[Session]:
+        """Cold sessions to be prefetched. One that is idle still may go cold before it is expected."""
+        for session_id in self._expected.pop_due(now):
+            session = self.table.by_id.get(session_id)
+            if session is not None and session.expected is not None:
+                self._to_prefetch[session_id] = session.expected
+        awaited = []
+        for session_id, late in list(self._to_prefetch.items()):
+            session = self.table.by_id.get(session_id)
+            if session is None or late < now or _is_back(session, late):
+                del self._to_prefetch[session_id]
+            elif session.state is SessionState.COLD and prefetch_id(session_id) not in self._restoring:
+                awaited.append(session)
+        return awaited
+
+
+def prefetch_id(session_id: str) -> str:
+    """What a prefetch is called among the restores of requests."""
+    return f"prefetch of {session_id}"
+
+
+def _is_back(session: Session, late: float) -> bool:
+    if late < math.inf:
+        return session.expected is None
+    return session.state in (SessionState.HOT, SessionState.IDLE)

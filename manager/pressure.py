@@ -69,14 +69,14 @@ class Pressure:
 
     def __init__(self, manager: SessionMemoryManager, queue: FreeQueue, blocks: int, low: float, high: float) -> None:
         self._manager = manager
-        self._low, self._high = int(low * blocks), int(high * blocks)
+        self.low, self._high = int(low * blocks), int(high * blocks)
         self.max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
         self.runway = Runway(queue, manager.blocks, ahead=self._high)
         self._waiting_since: dict[str, float] = {}
 
     def relieve(self, now: float) -> None:
         """Below the low watermark, evict sessions until the high one is reached."""
-        if self.runway.length(self._low) < self._low:
+        if self.runway.length(self.low) < self.low:
             self._manager.relieve(self._high - self.runway.length(self._high) - self._on_their_way, now)
 
     def must_wait(self, request_id: str, needed: int, now: float) -> bool:

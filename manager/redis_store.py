@@ -163,6 +163,12 @@ class TieredStore(ColdStore):
                 self._remove(key)
         self.behind.drop(keys)
 
+    def go_first(self, keys: Sequence[bytes]) -> None:
+        with self._lock:
+            for key in reversed(keys):
+                if key in self._blocks:
+                    self._blocks.move_to_end(key, last=False)
+
     def cleared(self, place: str) -> "TieredStore":
         """A new one with nothing in RAM; what is under way in this one is forgotten with it."""
         return TieredStore(self.behind.cleared(place), self.max_bytes)

@@ -4,12 +4,13 @@ It does no I/O, starts no thread, reads no clock and knows neither torch nor vLL
 event methods from one thread and carries out, in this order, `take_drops`, `take_releases`, `take_spills`.
 """
 
+import math
 from collections.abc import Iterable, Sequence
 
-from manthan.manager.attribution import attribute, begin
+from manthan.manager.attribution import attribute, begin, find
 from manthan.manager.chains import common_prefix
-from manthan.manager.cold_side import Shares
-from manthan.manager.hinted_side import HintedSide
+from manthan.manager.cold_side import Fast, Shares
+from manthan.manager.hinted_side import HintedSide, prefetch_id
 from manthan.manager.hints import NO_HINTS, Hints
 from manthan.manager.session import (
     Block,
@@ -36,7 +37,7 @@ class SessionMemoryManager(HintedSide):
     label: stands in the ids of sessions without a name.
     options: of the policy; None for its defaults.
     shares: of the budget, for pinned sessions and for tenants.
-    fast_nbytes: of the budget, what the tier holds that new codes go to; 0 where there is only one.
+    fast: the tier that new codes go to, where a slower one is behind it.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     """
 
@@ -50,18 +51,16 @@ class SessionMemoryManager(HintedSide):
         label: str = "",
         options: PolicyOptions | None = None,
         shares: Shares = Shares(),  # noqa: B008
-        fast_nbytes: int = 0,
+        fast: Fast | None = None,
         prefetch_lead_s: float | None = None,
     ) -> None:
-        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast_nbytes)
+        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast)
         self.idle_after_s = idle_after_s
         self.prefetch_lead_s = prefetch_lead_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self._hints: dict[str, Hints] = {}  # by request id
-        self._restoring: dict[str, list[Block]] = {}  # by request id
         self._stale: set[bytes] = set()  # being encoded since before a reset
         self._evictions: list[Eviction] = []
-        self._to_prefetch: dict[str, None] = {}
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -88,7 +87,8 @@ class SessionMemoryManager(HintedSide):
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
-            self._to_prefetch |= dict.fromkeys(hints.prefetch)
+            if self.prefetch_lead_s is not None:
+                self._to_prefetch |= dict.fromkeys(hints.prefetch, math.inf)
         return session.session_id
 
     def request_finished(
@@ -115,7 +115,7 @@ class SessionMemoryManager(HintedSide):
         session.tokens = max(session.tokens, total)
         refused = self._take_hints(session, hints, now)
         self._end_use(session, request_id, now)
-        if hints.release and not session.requests:
+        if hints.release and session.chain and not session.requests:
             self._forget_session(session, DropCause.RELEASED)
         return Outcome(session.session_id, session.pinned, refused)
 
@@ -124,7 +124,7 @@ class SessionMemoryManager(HintedSide):
 
     def _home(self, session: Session, keys: Sequence[bytes], now: float) -> Session:
         """Which session these keys extend, now that others may have grown, or that the answer is known."""
-        found = self.table.chains.find(keys, session.asked_id)
+        found = find(self.table, keys, session.asked_id)
         if found is None:
             if not session.chain:
                 return session
@@ -155,29 +155,27 @@ class SessionMemoryManager(HintedSide):
 
     # -- prefetch -------------------------------------------------------------------------------------
 
-    def take_prefetches(self, room: int, now: float) -> list[Prefetch]:
-        """Cold sessions that are expected and fit into so many blocks; answer each with prefetch_finished.
+    def take_prefetches(self, room: int, now: float, limit: int | None = None) -> list[Prefetch]:
+        """Cold sessions, up to `limit`, that are expected and fit into so many blocks together; answer each with
+        prefetch_finished.
 
         Their codes are not dropped until then. Those that do not fit wait until they are late.
         """
-        self._to_prefetch |= dict.fromkeys(self._expected.pop_due(now))
-        taken = []
-        for session_id in list(self._to_prefetch):
-            session = self.table.by_id.get(session_id)
-            state = session.state if session is not None else SessionState.HOT
-            if session is None or state in (SessionState.HOT, SessionState.IDLE) or (session.expected or now) < now:
-                del self._to_prefetch[session_id]
-            elif state is SessionState.COLD and len(session.chain) <= room:
-                del self._to_prefetch[session_id]
+        taken: list[Prefetch] = []
+        for session in self._awaited(now):
+            if len(taken) == limit:
+                break
+            if len(session.chain) <= room:
+                del self._to_prefetch[session.session_id]
                 room -= len(session.chain)
                 keys = [block.key for block in session.chain]
-                self.restore_started(_prefetch_id(session_id), keys)
-                taken.append(Prefetch(session_id, keys))
+                self.restore_started(prefetch_id(session.session_id), keys)
+                taken.append(Prefetch(session.session_id, keys))
         return taken
 
     def prefetch_finished(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
         """All blocks of the session are hot now, or not all; codes in `failed` could not be read and are dropped."""
-        self.restore_finished(_prefetch_id(session_id), failed)
+        self.restore_finished(prefetch_id(session_id), failed)
         session = self.table.by_id.get(session_id)
         if complete and session is not None and session.state is SessionState.COLD:
             self.table.set_state(session, SessionState.IDLE, now)
@@ -211,6 +209,8 @@ class SessionMemoryManager(HintedSide):
         self._drop(unreadable, DropCause.FAILED)
         self._drop([block for block in blocks if not block.users], DropCause.ABANDONED)
         self._bury(unreadable)
+        if self.table.front is not None:
+            self.table.front.read(blocks)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -365,6 +365,10 @@ class SessionMemoryManager(HintedSide):
             self.blocks.change(block, code=CodeState.SPILLING)
         return taken
 
+    def take_moves(self) -> list[bytes]:
+        """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
+        return self.table.front.choose(self.table.by_id) if self.table.front is not None else []
+
     def take_evictions(self) -> list[Eviction]:
         """Evictions that ended since the last call, for logs and metrics."""
         taken, self._evictions = self._evictions, []
@@ -374,7 +378,3 @@ class SessionMemoryManager(HintedSide):
     def has_work(self) -> bool:
         """Whether something is to be taken, or an answer to a taken spill is outstanding."""
         return bool(self._queue or self._releases or self._drops or self.blocks.spilling)
-
-
-def _prefetch_id(session_id: str) -> str:
-    return f"prefetch of {session_id}"

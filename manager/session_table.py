@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from manthan.manager.block_table import BlockTable
 from manthan.manager.chains import ChainIndex
+from manthan.manager.fast_tier import FastTier
 from manthan.manager.place import Place
 from manthan.manager.remembered import Remembered
 from manthan.manager.session import Block, Session, SessionState
@@ -45,7 +46,7 @@ class SessionTable:
         """Sessions that may have codes, but for those that are pinned, or had nothing to give in their turn."""
         self.cold_of: dict[str, Place] = {}
         """The same for each tenant that has a quota."""
-        self.front: Place | None = None
+        self.front: FastTier | None = None
         """Sessions that have codes in the fast tier, where there is one in front of a slower one."""
 
     # -- sessions -------------------------------------------------------------------------------------
@@ -91,6 +92,8 @@ class SessionTable:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         elif state in (SessionState.EVICTING, SessionState.COLD) and session.session_id not in self.cold:
             self.enter_cold(session)
+        if state is SessionState.COLD and self.front is not None:
+            self.front.used(self.view(session, self.shape.cold_nbytes), session.priority)
 
     def used(self, session: Session, now: float) -> None:
         """A request of the session, which is HOT, began or ended."""

@@ -45,6 +45,12 @@ class SlotTable:
         for key in keys:
             self._of.move_to_end(key)
 
+    def go_first(self, keys: Sequence[bytes]) -> None:
+        """These blocks, as far as they are here, are to be taken out before all others, in this order."""
+        for key in reversed(keys):
+            if key in self._of:
+                self._of.move_to_end(key, last=False)
+
     def pop_oldest(self) -> tuple[bytes, int] | None:
         """Take out the block that was not used for longest; its slot counts as taken."""
         return self._of.popitem(last=False) if self._of else None

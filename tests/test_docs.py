@@ -1,6 +1,7 @@
-"""docs/redis.md against what it is about: the ACL that is tested, the configuration, metrics and causes."""
+"""The documents against what they are about: the ACL that is tested, hints, the configuration, metrics and causes."""
 
 import ast
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -8,13 +9,24 @@ from pathlib import Path
 import pytest
 
 from manthan.manager.config import load_config
-from manthan.manager.config_model import RedisConfig
+from manthan.manager.config_model import GROUPS, RedisConfig
+from manthan.manager.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
+from manthan.manager.session import DropCause
 
 REPO = Path(__file__).parents[1]
 PACKAGES = ("codec", "manager", "vllm_hooks")
 REDIS = (REPO / "docs" / "redis.md").read_text(encoding="utf-8")
+HINTS = (REPO / "docs" / "hints.md").read_text(encoding="utf-8")
 README = (REPO / "README.md").read_text(encoding="utf-8")
-YAML = re.findall(r"^```yaml\n(.*?)^```", REDIS, re.MULTILINE | re.DOTALL)
+DOCUMENTS = pytest.mark.parametrize("text", [REDIS, HINTS, README], ids=["redis.md", "hints.md", "README.md"])
+
+
+def blocks(text: str, language: str) -> list[str]:
+    """What stands between fences of this language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", text, re.MULTILINE | re.DOTALL)
+
+
+YAML = blocks(REDIS, "yaml")
 
 
 def assigned(path: str) -> dict[str, ast.expr]:
@@ -37,9 +49,9 @@ def strings() -> Iterator[str]:
                     yield node.value
 
 
-def rows(heading: str) -> list[list[str]]:
+def rows(heading: str, text: str = REDIS) -> list[list[str]]:
     """The cells of the table whose first column has this heading."""
-    _, _, rest = REDIS.partition(f"| {heading} |")
+    _, _, rest = text.partition(f"| {heading} |")
     _, _, table = rest.partition("|\n|---")
     lines = table.partition("\n\n")[0].splitlines()[1:]
     assert lines, heading
@@ -57,7 +69,7 @@ def test_all_keys_under_redis_are_named_and_no_others() -> None:
     assert set(re.findall(r"`redis\.(\w+)", REDIS)) == set(RedisConfig.model_fields)
 
 
-@pytest.mark.parametrize("text", [REDIS, README], ids=["redis.md", "README.md"])
+@DOCUMENTS
 def test_metrics_are_those_of_the_code(text: str) -> None:
     metrics = assigned("vllm_hooks/stats.py")["METRICS"]
     assert isinstance(metrics, ast.Dict)
@@ -92,10 +104,40 @@ def test_there_is_yaml() -> None:
     assert YAML
 
 
-@pytest.mark.parametrize("text", [REDIS, README], ids=["redis.md", "README.md"])
-def test_links_lead_somewhere(text: str) -> None:
-    folder = REPO / "docs" if text is REDIS else REPO
+def test_every_hint_is_explained_and_has_an_example() -> None:
+    table = {row[0].strip("`"): row[1] for row in rows("hint", HINTS)}
+    assert set(table) == set(Hints.model_fields)
+    assert f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}" in table["priority"]
+    assert f"up to {MOST_PREFETCHES}" in table["prefetch"]
+    assert f"up to {LONGEST_NAME} printable characters" in HINTS
+    examples = re.findall(r'"kv_transfer_params": \{"manthan": (\{.*?\})\}', "".join(blocks(HINTS, "sh")) + README)
+    assert {hint for example in examples for hint in parse_hints(json.loads(example)).given} == set(Hints.model_fields)
+    python = "".join(blocks(HINTS, "python"))
+    calls = [ast.parse(call, mode="eval").body for call in re.findall(r"hints\([a-z_]+=.*?\)(?=\))", python)]
+    given = {key.arg for call in calls if isinstance(call, ast.Call) for key in call.keywords}
+    assert given == set(Hints.model_fields)
+
+
+def test_quotas_and_prefetch_are_explained(tmp_path: Path) -> None:
+    path = tmp_path / "manthan.yaml"
+    path.write_text("".join(blocks(HINTS, "yaml")), encoding="utf-8")
+    config = load_config(path, env={})
+    assert config.quotas.header == "X-Tenant-ID"
+    for key in ("quotas", "prefetch"):
+        names = set(GROUPS[key].model_fields)
+        assert getattr(config, key).model_fields_set == names  # each is in the example
+        assert set(re.findall(rf"`{key}\.(\w+)`", HINTS)) <= names
+
+
+def test_causes_of_dropping_after_hints_are_those_of_the_code() -> None:
+    line = next(line for line in HINTS.splitlines() if "vllm:manthan_dropped_blocks_total" in line)
+    assert {cause for cause in DropCause if f"`{cause}`" in line} == {DropCause.RELEASED, DropCause.EXPIRED}
+
+
+@pytest.mark.parametrize("path", ["README.md", *(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))])
+def test_links_lead_somewhere(path: str) -> None:
+    text = (REPO / path).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (folder / target).exists(), target
+        assert ((REPO / path).parent / target).exists(), target
     headings = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings

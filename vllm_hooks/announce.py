@@ -98,16 +98,18 @@ def tell_restore(
     block_tokens: int,
     answers: "Iterable[LoadResult]",
     failures: "Iterable[str]",
+    verb: str = "restored",
 ) -> None:
     """`good` of the `blocks` are hot again; the causes of what failed are those of vLLM's recomputing the rest."""
     causes = ", ".join(sorted(set(failures)))
     logger.info(
-        "Manthan: session %s restored %d of %d blocks (%d tokens) in %.0f ms%s",
+        "Manthan: session %s %s %d of %d blocks (%d tokens) in %.0f ms%s",
         session_id,
+        verb,
         good,
         blocks,
         good * block_tokens,
-        max(answer.seconds for answer in answers) * 1e3,
+        max((answer.seconds for answer in answers), default=0.0) * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
 

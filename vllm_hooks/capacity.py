@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
+from manthan.manager.cold_side import Fast
 from manthan.manager.config import ConfigError
 from manthan.manager.config_model import ColdStoreConfig
 from manthan.vllm_hooks.announce import human_bytes
@@ -16,9 +17,9 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-STAGINGS = 3
-"""Buffers on the GPU for codes on their way: one for evictions, and two for restores, so that one is decoded while the
-next is copied."""
+STAGINGS = 4
+"""Buffers on the GPU for codes on their way: one for evictions, one for prefetches, and two for restores, so that one
+is decoded while the next is copied."""
 
 
 class TierBytes(NamedTuple):
@@ -37,6 +38,13 @@ class TierBytes(NamedTuple):
     def blocks(self, nbytes: int) -> int:
         """How many encoded blocks of that size fit; each tier holds whole ones."""
         return self.device // nbytes + self.host // nbytes
+
+
+def fast_tier(store: ColdStoreConfig) -> Fast | None:
+    """The tier that new codes go to, on all ranks together, where another is behind it."""
+    if store.kind == "device" and store.host_bytes:
+        return Fast(store.max_bytes, fills_on_read=False)
+    return Fast(store.front_bytes, fills_on_read=True) if store.front_bytes else None
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:

@@ -70,7 +70,7 @@ class Spill:
 
 @dataclass
 class Restore:
-    """answered: vLLM has been told, and the model's stream waits for the rest."""
+    """answered: vLLM has been told, and the model's stream waits for the rest. Nobody is told of a prefetch so soon."""
 
     load: Load
     answered: bool = False
@@ -90,9 +90,12 @@ class GpuPath(WorkerPath):
         self._header = header
         self._device = codec.layout.caches[0].device
         self._spill_staging = Staging(codec.nbytes, self._device)
-        self._load_stagings = [Staging(codec.nbytes, self._device, priority=-1) for _ in range(STAGINGS - 1)]
+        self._prefetch_staging = Staging(codec.nbytes, self._device)
+        self._load_stagings = [Staging(codec.nbytes, self._device, priority=-1) for _ in range(STAGINGS - 2)]
+        self._stagings = (self._spill_staging, self._prefetch_staging, *self._load_stagings)
         self._spills: deque[Spill] = deque()
         self._restores: deque[Restore] = deque()
+        self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
         self._warm_up()
@@ -102,6 +105,7 @@ class GpuPath(WorkerPath):
         if metadata.place is not None:
             self.tiers.clear()
         self.tiers.drop(metadata.drops)
+        self.tiers.go_first(metadata.go_first)
         if not (metadata.spills or metadata.loads):
             return
         model = torch.cuda.current_stream(self._device).record_event()
@@ -120,10 +124,12 @@ class GpuPath(WorkerPath):
                 self._answer(restore)
         while self._restores and self._restores[0].answered and self._is_done(self._restores[0]):
             self._end_restore(self._restores.popleft())
+        while self._prefetches and self._is_done(self._prefetches[0]):  # decoded: whoever reads it now comes after
+            self._end_restore(self._prefetches.popleft())
         return super().take_finished_loads()
 
     def shutdown(self) -> None:
-        for staging in (self._spill_staging, *self._load_stagings):
+        for staging in self._stagings:
             staging.stream.synchronize()
         self.tiers.release()
 
@@ -160,7 +166,7 @@ class GpuPath(WorkerPath):
         began, staging = time.monotonic(), self._spill_staging
         on_host = tier is self.tiers.host
         staging.stream.wait_event(model)
-        for reading in self._load_stagings:  # a slot that was dropped or demoted may still be read
+        for reading in self._stagings:  # a slot that was dropped or demoted may still be read
             staging.stream.wait_stream(reading.stream)
         with torch.cuda.stream(staging.stream):
             self._demote(demotions)
@@ -199,19 +205,23 @@ class GpuPath(WorkerPath):
             self._begin_load(load, model)
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-            self._finished(load.request_id, load.block_ids)
-            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0))
+            for staging in self._stagings:  # what was begun writes to the blocks before whoever has them next
+                torch.cuda.current_stream(self._device).wait_stream(staging.stream)
+            if not load.is_prefetch:
+                self._finished(load, 0)
+            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0, load.is_prefetch))
 
     def _begin_load(self, load: Load, model: torch.cuda.Event) -> None:
-        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns.
+        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns; prefetches have their own.
 
         Codes on the device are all checked before any is decoded: vLLM can be told sooner.
         """
+        stagings = [self._prefetch_staging] if load.is_prefetch else self._load_stagings
         restore, later = Restore(load), []
         done = 0
         while done < len(load.keys) and (found := self.tiers.find(load.keys[done : done + LOAD_CHUNK])):
             tier, slots = found
-            staging = self._load_stagings[len(restore.chunks) % len(self._load_stagings)]
+            staging = stagings[len(restore.chunks) % len(stagings)]
             on_host = tier is self.tiers.host
             slots = slots[: len(staging.codes)] if on_host else slots
             end = done + len(slots)
@@ -231,7 +241,7 @@ class GpuPath(WorkerPath):
             done = end
         for one in later:
             self._decode(*one, model)
-        self._restores.append(restore)
+        (self._prefetches if load.is_prefetch else self._restores).append(restore)
 
     def _decode(
         self, stream: torch.cuda.Stream, chunk: Chunk, batch: Batch, codes: torch.Tensor, model: torch.cuda.Event
@@ -261,7 +271,7 @@ class GpuPath(WorkerPath):
         for chunk in restore.chunks:
             torch.cuda.current_stream(self._device).wait_event(chunk.done)
         restore.answered = True
-        self._finished(restore.load.request_id, restore.load.block_ids[self._good(restore) :])
+        self._finished(restore.load, self._good(restore))
 
     def _good(self, restore: Restore) -> int:
         """How many blocks are good before the first that is not."""
@@ -281,7 +291,7 @@ class GpuPath(WorkerPath):
             cause = status_cause(int(status[good])) if good < len(status) else "missing"
             failed.append((load.keys[good], cause or "internal"))
         seconds = time.monotonic() - ended.began
-        self._loaded(LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds))
+        self._loaded(LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds, load.is_prefetch))
 
     # -- the rest -------------------------------------------------------------------------------------
 
@@ -304,7 +314,7 @@ class GpuPath(WorkerPath):
     def _warm_up(self) -> None:
         """Do now what the first job would otherwise pay for: load the kernels, allocate pinned memory."""
         null_block = [0] * len(self._spill_staging.codes)
-        for staging in (self._spill_staging, *self._load_stagings):
+        for staging in self._stagings:
             with torch.cuda.stream(staging.stream):
                 batch = self._batch([b""] * len(null_block), null_block, range(len(null_block)))
                 self.codec.encode(batch.block_ids, staging.codes, *batch[1:])

@@ -21,7 +21,7 @@ MISSING = "missing"
 
 
 class HostPath(WorkerPath):
-    """Restores have a thread of their own: they never wait behind evictions.
+    """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     device: where the paged cache is. On a GPU, a job works on a stream of its own, behind what the model's stream was
     given before.
@@ -33,12 +33,14 @@ class HostPath(WorkerPath):
         self._device = device
         self._encoders = ThreadPoolExecutor(encode_threads, "manthan-encode", initializer=_leave_core)
         self._loaders = ThreadPoolExecutor(1, "manthan-restore", initializer=_leave_core)
+        self._prefetchers = ThreadPoolExecutor(1, "manthan-prefetch", initializer=_leave_core)
 
     def submit(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         self.store.drop(metadata.drops)
+        self.store.go_first(metadata.go_first)
         if not (metadata.spills or metadata.loads):
             return
         on_gpu = self._device.type != "cpu"
@@ -46,11 +48,12 @@ class HostPath(WorkerPath):
         for start in range(0, len(metadata.spills), self.blocks.batch):
             self._encoders.submit(self._spill, metadata.spills[start : start + self.blocks.batch], self.store, model)
         for load in metadata.loads:
-            self._loaders.submit(self._load, load, self.store, model)
+            threads = self._prefetchers if load.is_prefetch else self._loaders
+            threads.submit(self._load, load, self.store, model)
 
     def shutdown(self) -> None:
-        self._encoders.shutdown(wait=True, cancel_futures=True)
-        self._loaders.shutdown(wait=True, cancel_futures=True)
+        for threads in (self._encoders, self._loaders, self._prefetchers):
+            threads.shutdown(wait=True, cancel_futures=True)
         self.store.close()
 
     @contextmanager
@@ -122,8 +125,9 @@ class HostPath(WorkerPath):
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
             failed = [(load.keys[good], "internal")]
         nbytes = good * self.blocks.nbytes
-        self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began))
-        self._finished(load.request_id, load.block_ids[good:])
+        self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began, load.is_prefetch))
+        if not load.is_prefetch:
+            self._finished(load, good)
 
     def _decode(self, load: Load, start: int, bufs: list[Buffer | None]) -> tuple[int, list[tuple[bytes, str]]]:
         """Decode the next blocks of a load; how many are good now, and the first that is not, with its cause."""

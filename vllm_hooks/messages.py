@@ -14,11 +14,15 @@ class SpillBlock(NamedTuple):
 
 
 class Load(NamedTuple):
-    """Decode these codes into these blocks of the paged cache, for a request that waits for them."""
+    """Decode these codes into these blocks of the paged cache, for a request that waits for them.
+
+    is_prefetch: no request waits; vLLM knows nothing of it, and the id is our own.
+    """
 
     request_id: str
     keys: list[bytes]
     block_ids: list[int]
+    is_prefetch: bool = False
 
 
 @dataclass
@@ -28,6 +32,8 @@ class ManthanMetadata(KVConnectorMetadata):
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
     drops: list[bytes] = field(default_factory=list)
+    go_first: list[bytes] = field(default_factory=list)
+    """The next blocks to leave a fast tier for the one behind it."""
     spills: list[SpillBlock] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
     model_rests: bool = False
@@ -49,6 +55,7 @@ class LoadResult(NamedTuple):
     failed: list[tuple[bytes, str]]
     nbytes: int
     seconds: float
+    is_prefetch: bool = False
 
 
 @dataclass

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.announce import (
     tell_eviction,
     tell_restore,
 )
-from manthan.vllm_hooks.capacity import TierBytes
+from manthan.vllm_hooks.capacity import TierBytes, fast_tier
 from manthan.vllm_hooks.directory_link import DirectoryLink
 from manthan.vllm_hooks.messages import (
     Load,
@@ -33,6 +33,7 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.pool_queue import PoolQueue
+from manthan.vllm_hooks.prefetcher import Prefetcher
 from manthan.vllm_hooks.request_hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.stats import StatsRecorder
@@ -90,7 +91,9 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
+            fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
@@ -122,6 +125,15 @@ class SchedulerHalf:
         self._pressure = Pressure(
             self.manager, PoolQueue(pool), blocks, low=marks.low_watermark, high=marks.high_watermark
         )
+        self._prefetcher = Prefetcher(
+            self.manager,
+            self.stats,
+            pool,
+            self._block_size,
+            self._ranks,
+            self._pressure.runway,
+            spare=self._pressure.low,
+        )
         self._sweeper.start()
         self._directory.start()
 
@@ -136,15 +148,18 @@ class SchedulerHalf:
             request.block_hashes,
             request.session_id or None,
             time.monotonic(),
+            tokens=request.num_prompt_tokens,
             hints=hints,
             tenant=tenant_of(request),
         )
+        self._prefetcher.waits(request)
         self._directory.look_up(request.request_id, request.block_hashes[: self._usable(request)])
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
         self._hear()
+        self._prefetcher.waits(request)
         needed = -(-request.num_tokens // self._block_size) - computed // self._block_size
         if self._pressure.must_wait(request.request_id, needed, time.monotonic()):
             return None, False
@@ -155,7 +170,10 @@ class SchedulerHalf:
         if request.skip_reading_prefix_cache or request.request_id in self._unserved:
             return 0, False
         first = computed // self._block_size
-        tokens = self.manager.match(request.block_hashes[first : self._usable(request)]) * self._block_size
+        needed = request.block_hashes[first : self._usable(request)]
+        if needed and self._prefetcher.is_loading(needed[0]):
+            return None, False
+        tokens = self.manager.match(needed) * self._block_size
         self._first_external[request.request_id] = first
         return tokens, tokens > 0
 
@@ -169,6 +187,7 @@ class SchedulerHalf:
         self._pressure.runway.taken(len(block_ids))
         self._pressure.admitted(request_id)
         first = self._first_external.pop(request_id, 0)
+        self._prefetcher.admitted(request, hot=first)
         if not tokens:
             return
         last = first + tokens // self._block_size
@@ -183,10 +202,13 @@ class SchedulerHalf:
             by_request.pop(request.request_id, None)
         self._pressure.admitted(request.request_id)
         self._unserved.discard(request.request_id)
+        self._prefetcher.forget(request.request_id)
         self._directory.forget(request.request_id)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        outcome = self.manager.request_finished(request.request_id, request.block_hashes[:computed], time.monotonic())
-        self._deadline = self.manager.next_deadline
+        outcome = self.manager.request_finished(
+            request.request_id, request.block_hashes[:computed], time.monotonic(), tokens=request.num_tokens
+        )
+        self._set_deadline()
         self.stats.answered(outcome)
         return answer_to(hints_of(request), outcome)
 
@@ -208,16 +230,18 @@ class SchedulerHalf:
         self._directory.tell(drops)  # before room is asked for, which it may make
         self._hold_for_spills(now)
         self._hear()
+        self._to_load += self._prefetcher.step(now)
         metadata = ManthanMetadata(
             place=self._place,
             drops=[key for drop in drops for key in drop.keys],
+            go_first=self.manager.take_moves(),
             spills=[SpillBlock(key, self._held[key].block_id) for key in self._granted],
             loads=self._to_load,
             model_rests=not scheduled_tokens,
         )
         self._place, self._granted, self._to_load = None, [], []
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
         return metadata
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
@@ -229,30 +253,35 @@ class SchedulerHalf:
             if len(answers) == self._ranks:
                 self._settle_spill(self._answers.pop(result.key), now)
         for load in report.loads:
+            if load.is_prefetch:
+                self._prefetcher.answered(load, now)
+                continue
             restore = self._restores[load.request_id]
             restore.answers.append(load)
             if len(restore.answers) == self._ranks:
                 self._settle_restore(self._restores.pop(load.request_id))
         self._release(self.manager.take_releases())
         self._log_evictions()
-        self._deadline = self.manager.next_deadline
+        self._set_deadline()
 
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        return self._rung or self._place is not None or self.manager.has_work or self._directory.has_answers
+        waits = self._prefetcher.is_busy or self._directory.has_answers
+        return self._rung or self._place is not None or self.manager.has_work or waits
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks come free by themselves when what is being encoded is done."""
-        return bool(self._held)
+        """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
+        return bool(self._held) or self._prefetcher.is_busy
 
     def reset(self) -> None:
         """Empty the cold store: the KV that vLLM computes from now on is another's."""
         assert self._pool is not None
         self._hashes = self._pool.cached_block_hash_to_block
         self.manager.reset()
+        self._prefetcher.reset()
         self._place = self._directory.reset()
         granted, self._granted = self._granted, []
         for key in granted:
@@ -333,6 +362,10 @@ class SchedulerHalf:
                 self._pool.free_blocks(found)
 
     # -- the rest -------------------------------------------------------------------------------------
+
+    def _set_deadline(self) -> None:
+        deadlines = (self.manager.next_deadline, self._prefetcher.deadline)
+        self._deadline = min((when for when in deadlines if when is not None), default=None)
 
     def _is_due(self) -> bool:
         return self._deadline is not None and self._deadline <= time.monotonic()

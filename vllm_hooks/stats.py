@@ -53,6 +53,9 @@ METRICS: dict[str, _Metric] = {
     "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of a block in the pool over its encoded bytes."),
     "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
     "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
+    "prefetches": _Metric(prometheus_client.Counter, "Sessions restored before their request came."),
+    "prefetched_blocks": _Metric(prometheus_client.Counter, "Blocks restored before their request came."),
+    "prefetch_hits": _Metric(prometheus_client.Counter, "Prefetched sessions whose request found them hot."),
     "encoded_blocks": _Metric(prometheus_client.Counter, "Blocks encoded into the cold store."),
     "restored_blocks": _Metric(prometheus_client.Counter, "Blocks restored from the cold store."),
     "dropped_blocks": _Metric(prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause"),
@@ -131,6 +134,14 @@ class StatsRecorder:
         self._counters["failures"].update(failures)
         self._observations["restore_seconds"].append(max(answer.seconds for answer in answers))
         self._observations["restore_bytes"].append(sum(answer.nbytes for answer in answers))
+
+    def prefetched(self, blocks: int, failures: Iterable[str]) -> None:
+        self._counters["prefetches"][""] += 1
+        self._counters["prefetched_blocks"][""] += blocks
+        self._counters["failures"].update(failures)
+
+    def prefetch_hit(self) -> None:
+        self._counters["prefetch_hits"][""] += 1
 
     def looked_up(self, outcome: str) -> None:
         self._counters["lookups"][outcome] += 1

@@ -88,9 +88,9 @@ class Taken(NamedTuple):
 class Tiers:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
-    New codes go to the first tier. When the device is full, the codes in it that were not used for longest move to the
-    host, and where all of it is still being written to, new codes go to the host at once. The manager sees to it that
-    both together never have to hold more than fits.
+    New codes go to the first tier. When the device is full, codes in it move to the host: those that the policy chose,
+    or else that were not used for longest. Where all of it is still being written to, new codes go to the host at once.
+    The manager sees to it that both together never have to hold more than fits.
     """
 
     def __init__(self, device: Tier | None, host: Tier | None) -> None:
@@ -121,6 +121,10 @@ class Tiers:
                     tier.slots.used(keys[: len(slots)])
                 return tier, slots
         return None
+
+    def go_first(self, keys: list[bytes]) -> None:
+        """These blocks move down before all others, in this order."""
+        self.first.slots.go_first(keys)
 
     def drop(self, keys: list[bytes]) -> None:
         for tier in self._all:

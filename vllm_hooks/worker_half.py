@@ -65,7 +65,7 @@ class WorkerHalf:
         blocks: Blocks
         if on_gpu:
             blocks = PagedBlocks(gpu_codec(self._config.codec, paged_layout(layers, shape), header), header)
-            threads = min(threads, STAGINGS - 1)  # restores have one
+            threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         else:
             codec = get_codec(self._config.codec, spec.head_size, "numpy")
             on_cpu = device.type == "cpu"

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 
-from manthan.vllm_hooks.messages import LoadResult, ManthanMetadata, ManthanWorkerMetadata, SpillResult
+from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, ManthanWorkerMetadata, SpillResult
 
 
 class WorkerPath(ABC):
@@ -46,11 +46,11 @@ class WorkerPath(ABC):
         with self._lock:
             self._report.spills += results
 
-    def _finished(self, request_id: str, failed_blocks: list[int]) -> None:
-        """vLLM may use a request's blocks, but for those that failed."""
+    def _finished(self, load: Load, good: int) -> None:
+        """vLLM may use the first so many blocks of a request's load; the others failed."""
         with self._lock:
-            self._failed_blocks.update(failed_blocks)
-            self._finished_loads.add(request_id)
+            self._failed_blocks.update(load.block_ids[good:])
+            self._finished_loads.add(load.request_id)
 
     def _loaded(self, result: LoadResult) -> None:
         """The codes of a load are not needed any more."""

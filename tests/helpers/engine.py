@@ -4,8 +4,10 @@ A block is written as a word: "sys a b" is a chain of three blocks, and forks sh
 """
 
 from collections.abc import Iterable
+from typing import Any
 
-from manthan.manager.session import CodeState, Session
+from manthan.manager.hints import parse_hints
+from manthan.manager.session import CodeState, Outcome, Session
 from manthan.manager.session_manager import SessionMemoryManager
 from manthan.manager.session_table import MemoryShape
 from manthan.policies import get_policy
@@ -23,25 +25,29 @@ def chain(text: str) -> list[bytes]:
 class Engine:
     """Drives a manager through whole requests and evictions; time stands still unless it is moved."""
 
-    def __init__(self, capacity: int = 100, min_tokens: int = 0) -> None:
+    def __init__(self, capacity: int = 100, min_tokens: int = 0, policy: str = "lru", **more: Any) -> None:
         self.manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, capacity * SHAPE.cold_nbytes + 99, IDLE_AFTER_S, min_tokens
+            get_policy(policy), SHAPE, capacity * SHAPE.cold_nbytes + 99, IDLE_AFTER_S, min_tokens, **more
         )
         self.now = 0.0
         self.requests = 0
 
-    def start(self, prompt: str, name: str | None = None) -> str:
+    def start(self, prompt: str, name: str | None = None, tenant: str = "", **hints: Any) -> str:
         """Begin a request; returns its id."""
         self.requests += 1
-        self.manager.request_started(f"r{self.requests}", chain(prompt), name, self.now)
+        self.manager.request_started(
+            f"r{self.requests}", chain(prompt), name, self.now, hints=parse_hints(hints), tenant=tenant
+        )
         return f"r{self.requests}"
 
-    def finish(self, request: str, text: str) -> None:
-        self.manager.request_finished(request, chain(text), self.now)
+    def finish(self, request: str, text: str) -> Outcome | None:
+        return self.manager.request_finished(request, chain(text), self.now)
 
-    def talk(self, text: str, name: str | None = None) -> None:
+    def talk(self, text: str, name: str | None = None, tenant: str = "", **hints: Any) -> Outcome:
         """A request that is asked all words but the last and answers with that one."""
-        self.finish(self.start(text.rpartition(" ")[0], name), text)
+        outcome = self.finish(self.start(text.rpartition(" ")[0], name, tenant, **hints), text)
+        assert outcome is not None
+        return outcome
 
     def sweep(self) -> None:
         """Let everything be idle for long enough and begin to evict."""

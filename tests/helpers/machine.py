@@ -14,29 +14,51 @@ COLD_BLOCKS = 6
 
 LETTERS = st.text("ab", max_size=4)
 INDEX = st.integers(0, 1000)
+HINTS: list[dict[str, object]] = [
+    {},
+    {},
+    {},
+    {"pin": True},
+    {"pin": False},
+    {"release": True},
+    {"ttl_s": 5},
+    {"priority": -1},
+    {"priority": 1},
+    {"expect_return_s": 5},
+    {"prefetch": ["A"]},
+]
 
 
 class Sessions(RuleBasedStateMachine):
     """Chats over a pool and a store that are both too small for them."""
 
     ranks = 1
+    policy = "lru"
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.ranks, POOL_BLOCKS, COLD_BLOCKS)
+        self.world = World(self.ranks, POOL_BLOCKS, COLD_BLOCKS, self.policy, fast_blocks=3)
         self.manager = self.world.manager
         self.texts = ["S"]  # of earlier conversations; the first is a system prompt
 
     # -- what happens -----------------------------------------------------------------------------------
 
     @rule(
-        base=INDEX, keep=st.integers(0, 8), more=LETTERS, answer=LETTERS, name=st.sampled_from([None, None, "A", "B"])
+        base=INDEX,
+        keep=st.integers(0, 8),
+        more=LETTERS,
+        answer=LETTERS,
+        name=st.sampled_from([None, None, "A", "B"]),
+        tenant=st.sampled_from(["", "", "small"]),
+        hints=st.sampled_from(HINTS),
     )
-    def ask(self, base: int, keep: int, more: str, answer: str, name: str | None) -> None:
+    def ask(
+        self, base: int, keep: int, more: str, answer: str, name: str | None, tenant: str, hints: dict[str, object]
+    ) -> None:
         """A new chat, a continuation, a fork or the same question again, by how much of an earlier one is kept."""
         prompt = (self.texts[base % len(self.texts)][:keep] + more)[: POOL_BLOCKS - 2] or "S"
         text = (prompt + answer)[: POOL_BLOCKS - 1]
-        self.world.start(text, len(prompt), name)
+        self.world.start(text, len(prompt), name, tenant, **hints)
         self.world.admit(self.world.requests[-1])
         self.texts.append(text)
 
@@ -106,6 +128,14 @@ class Sessions(RuleBasedStateMachine):
                 assert len(kept) * CODE_NBYTES <= blocks.reserved * CODE_NBYTES
 
     @invariant()
+    def shares_are_kept(self) -> None:
+        manager = self.manager
+        assert manager.blocks.reserved_of["small"] <= manager.shares.of_tenant("small") * manager.capacity_blocks
+        pinned = [s for s in manager.table.by_id.values() if s.pinned]
+        assert sum(len(session.chain) for session in pinned) <= manager.shares.pinned * manager.capacity_blocks
+        assert set(manager.pinned) == {session.session_id for session in pinned}
+
+    @invariant()
     def counts_agree_with_a_scan(self) -> None:
         table, blocks = self.manager.table, list(self.manager.blocks)
         code = Counter(block.code for block in blocks)
@@ -114,6 +144,10 @@ class Sessions(RuleBasedStateMachine):
         assert self.manager.blocks.queued == code[CodeState.QUEUED]
         assert self.manager.blocks.spilling == code[CodeState.SPILLING] == len(self.world.spills)
         assert self.manager.blocks.cold == code[CodeState.COLD]
+        assert self.manager.blocks.moved == sum(block.moved for block in blocks)
+        assert all(block.code is CodeState.COLD for block in blocks if block.moved)
+        tenants = Counter(block.tenant for block in blocks if block.reserves)
+        assert +self.manager.blocks.reserved_of == tenants
         assert +table.states == Counter(session.state for session in table.by_id.values())
 
     @invariant()
@@ -165,7 +199,8 @@ class Sessions(RuleBasedStateMachine):
         assert set(table.idle) == idle == {session.session_id for session in table.hot_victims()}
         cold = {s.session_id for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)}
         assert {session.session_id for session in table.cold_victims()} >= cold
-        assert self.manager.next_deadline == (since[0] + IDLE_AFTER_S if since else None)
+        others = [when for when in (self.manager._ttls.first, self.manager._expected.first) if when is not None]
+        assert self.manager.next_deadline == min([*others, *(when + IDLE_AFTER_S for when in since[:1])], default=None)
 
     def teardown(self) -> None:
         """When all is answered and nobody asks for more, everything is cold and nothing is left to do."""

@@ -91,17 +91,20 @@ class Engine:
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
 
-    async def generate(self, prompt: str, session: str | None = None, max_tokens: int = 4) -> Answer:
+    async def generate(
+        self, prompt: str, session: str | None = None, max_tokens: int = 4, hints: dict[str, Any] | None = None
+    ) -> Answer:
         from vllm import SamplingParams
 
         self._requests += 1
-        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        extra = {"kv_transfer_params": {"manthan": hints}} if hints else None
+        params = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, extra_args=extra)
         async for output in self.llm.generate(prompt, params, f"request-{self._requests}", session_id=session):
             last = output
         return Answer(last.outputs[0].text, len(last.prompt_token_ids), last.num_cached_tokens)
 
-    def ask(self, prompt: str, session: str | None = None, max_tokens: int = 4) -> Answer:
-        return self.run(self.generate(prompt, session, max_tokens))
+    def ask(self, prompt: str, session: str | None = None, max_tokens: int = 4, **hints: Any) -> Answer:
+        return self.run(self.generate(prompt, session, max_tokens, hints))
 
     def on_worker(self, function: Callable[..., Any], *args: Any) -> Any:
         """Run `function(worker, *args)` in the first worker's process, and in those of all other ranks."""

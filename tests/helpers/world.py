@@ -8,14 +8,18 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
+from manthan.manager.cold_side import Fast, Shares
 from manthan.manager.cold_store import Buffer, HostStore
-from manthan.manager.session import DropCause
+from manthan.manager.hints import parse_hints
+from manthan.manager.session import CodeState, DropCause
 from manthan.manager.session_table import MemoryShape
 from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.policies import get_policy
 
 CODE_NBYTES = 32
 IDLE_AFTER_S = 10.0
+OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
+"""Of policies that would not get to learn anything in a short test."""
 
 
 def chain(text: str) -> list[bytes]:
@@ -102,10 +106,20 @@ class Spill:
 class World:
     """Carries out what the manager says, as the connector does, and asserts what must hold at each action."""
 
-    def __init__(self, ranks: int, pool_blocks: int, cold_blocks: int) -> None:
+    def __init__(
+        self, ranks: int, pool_blocks: int, cold_blocks: int, policy: str = "lru", fast_blocks: int = 0
+    ) -> None:
         self.shape = MemoryShape(16, 500, CODE_NBYTES * ranks)
+        chosen = get_policy(policy)
         self.manager = SharedSessionManager(
-            get_policy("lru"), self.shape, cold_blocks * self.shape.cold_nbytes, IDLE_AFTER_S
+            chosen,
+            self.shape,
+            cold_blocks * self.shape.cold_nbytes,
+            IDLE_AFTER_S,
+            options=chosen.Options(**OPTIONS.get(policy, {})),
+            shares=Shares(pinned=0.5, tenants={"small": 0.5}),
+            fast=Fast(fast_blocks * self.shape.cold_nbytes, True) if fast_blocks else None,
+            prefetch_lead_s=1.0,
         )
         self.stores = [HostStore(cold_blocks * CODE_NBYTES) for _ in range(ranks)]
         self.pool = Pool(pool_blocks)
@@ -124,10 +138,12 @@ class World:
 
     # -- requests ---------------------------------------------------------------------------------------
 
-    def start(self, text: str, prompt: int, name: str | None) -> None:
+    def start(self, text: str, prompt: int, name: str | None, tenant: str = "", **hints: object) -> None:
         self.count += 1
         request = Request(f"r{self.count}", chain(text), prompt)
-        self.manager.request_started(request.request_id, request.keys[:prompt], name, self.now)
+        self.manager.request_started(
+            request.request_id, request.keys[:prompt], name, self.now, hints=parse_hints(hints), tenant=tenant
+        )
         self.requests.append(request)
 
     def admit(self, request: Request) -> None:
@@ -217,6 +233,10 @@ class World:
                 self.manager.lost(key, self.now)
             else:
                 self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores)))))
+        for key in self.manager.take_moves():
+            moved = self.manager.blocks.get(key)
+            assert moved is not None
+            assert moved.code is CodeState.COLD
 
     def drop(self) -> None:
         if self.clear:
@@ -261,3 +281,5 @@ class World:
         for key in keys:
             block = self.manager.blocks.get(key)
             assert block is None or block.hot or not block.users, f"{key!r} is missed by a cold session"
+            sessions = self.manager.table.by_id.values()
+            assert not any(s.pinned and block in s.chain for s in sessions), f"{key!r} is of a pinned session"

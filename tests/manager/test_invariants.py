@@ -1,6 +1,14 @@
-"""What must always hold, under random requests, evictions, failures, restores and resets, on one rank and on two."""
+"""What must always hold, under random requests, hints, evictions, failures, restores and resets.
 
+On one rank and on two, and under every policy.
+"""
+
+import pytest
+from hypothesis import settings
+from hypothesis.stateful import run_state_machine_as_test
 from machine import PROFILE, Sessions
+
+from manthan.policies import policy_names
 
 
 class SessionsOnTwoRanks(Sessions):
@@ -11,3 +19,11 @@ TestOneRank = Sessions.TestCase
 TestOneRank.settings = PROFILE
 TestTwoRanks = SessionsOnTwoRanks.TestCase
 TestTwoRanks.settings = PROFILE
+
+
+@pytest.mark.parametrize("name", [name for name in policy_names() if name != Sessions.policy])
+def test_under_every_policy(name: str) -> None:
+    class SessionsOfPolicy(Sessions):
+        policy = name
+
+    run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=75))

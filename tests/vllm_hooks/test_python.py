@@ -16,7 +16,8 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
         from vllm import LLM, SamplingParams
         from manthan.vllm_hooks import kv_transfer_config
 
-        manthan = kv_transfer_config(policy="lru", idle_after_s=0.2, min_tokens=64)
+        policy = {{"name": "lfu", "half_life_s": 60}}
+        manthan = kv_transfer_config(policy=policy, idle_after_s=0.2, min_tokens=64)
         llm = LLM({str(MODEL)!r}, block_size=32, num_gpu_blocks_override=131, max_model_len=2048,
                   enforce_eager=True, kv_transfer_config=manthan)
 
@@ -25,11 +26,22 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
             print("ANSWER", output.outputs[0].text, output.num_cached_tokens)
 
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
+        print("POLICY", *manager.table.hot._make_policy().options)
         ask({first!r})
         time.sleep(0.5)
         session = next(iter(manager.table.by_id.values()))
         print("BETWEEN", session.state)
         ask({other!r})
+        hint = lambda **hints: SamplingParams(max_tokens=1, extra_args={{"kv_transfer_params": {{"manthan": hints}}}})
+        try:
+            llm.generate("x", hint(pinn=True), use_tqdm=False)
+        except ValueError as error:
+            print("REFUSED", error)
+        output = llm.generate({other!r}, hint(pin=True, tenant="acme"), use_tqdm=False)[0]
+        told = output.kv_transfer_params["manthan"]
+        print("TOLD", told["pinned"], told["refused"], manager.table.by_id[told["session_id"]].pinned)
+        llm.generate("y" * 100, hint(tenant="acme"), use_tqdm=False)
+        print("TENANTS", *sorted({{session.tenant for session in manager.table.by_id.values()}}))
         while session.state == "evicting":  # what was encoded is reported with a later step
             llm.generate("x", SamplingParams(max_tokens=1), use_tqdm=False)
         print("AFTER", session.state)
@@ -37,10 +49,16 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
     """)
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
-    said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(("ANSWER", "BETWEEN", "AFTER"))]
-    assert [line[0] for line in said] == ["ANSWER", "BETWEEN", "ANSWER", "AFTER", "ANSWER"]
+    words = ("POLICY", "ANSWER", "BETWEEN", "REFUSED", "TOLD", "TENANTS", "AFTER")
+    said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(words)]
+    assert said.pop(0) == ["POLICY", "('half_life_s',", "60.0)"]
+    assert [line[0] for line in said] == [*words[1:3], "ANSWER", *words[3:], "ANSWER"]
     assert said[0] == ["ANSWER", right, "0"]
     assert said[1] == ["BETWEEN", "idle"]
-    assert said[3] == ["AFTER", "cold"]
-    assert said[4][1] == right_too
-    assert int(said[4][2]) >= 16 * 32
+    refusal = " ".join(said[3][1:])
+    assert refusal == "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"
+    assert said[4] == ["TOLD", "True", "None", "True"]
+    assert said[5] == ["TENANTS", "", "acme"]
+    assert said[6] == ["AFTER", "cold"]
+    assert said[7][1] == right_too
+    assert int(said[7][2]) >= 16 * 32

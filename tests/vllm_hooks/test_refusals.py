@@ -110,6 +110,17 @@ def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
 
 
+def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
+    manthan = kv_transfer_config(quotas={"header": "X-Tenant-ID"})
+    assert refusal(MODEL, kv_transfer_config=manthan).endswith(
+        ": quotas.header is X-Tenant-ID, but VLLM_USE_RUST_FRONTEND is set, and that front end hands no headers on; "
+        "unset one of the two."
+    )
+    monkeypatch.undo()
+    EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=manthan).create_engine_config()
+
+
 def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
     config = EngineArgs(MODEL, skip_tokenizer_init=True).create_engine_config()
     config.kv_transfer_config = kv_transfer_config(cold_store="device", backend="numpy")

@@ -102,6 +102,21 @@ def test_reset_prefix_cache_empties_the_cold_store(server, table, query: str) ->
     assert len([line for line in server.new_log_lines() if "cold store is emptied" in line]) == 1
 
 
+def test_a_cache_salt_is_shown_nowhere(server, table) -> None:
+    salt = "a-salt-that-nobody-may-see"
+    server.new_log_lines()
+    ask(server, table(4).question(1)[0], "salted", cache_salt=salt, kv_transfer_params={"manthan": {"priority": 1}})
+    lines: list[str] = []
+
+    def is_cold() -> bool:
+        lines.extend(server.new_log_lines())
+        return any("session salted went cold" in line for line in lines)
+
+    server.wait_for(is_cold, 30, "compress the session")
+    assert salt not in "".join(lines)
+    assert salt not in httpx.get(f"{server.url}/metrics").text
+
+
 def test_without_flags_it_is_plain_vllm(plain_server, table) -> None:
     prompt, right = table(0).question(1)
     first, again = (ask(plain_server, prompt, "guest-0") for _ in range(2))

@@ -1,0 +1,119 @@
+"""Prefetches on a GPU, in every tier: right answers, and no block that is read before it is decoded."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_engine import Engine, Table, running
+
+BLOCK = 25_760  # bytes of an encoded block of 32 tokens of the test model
+WAYS: dict[str, dict[str, Any]] = {
+    "host, eager": {"eager": True, "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
+    "device, graphs": {"eager": False, "cold_store": {"kind": "device", "max_bytes": "64MiB"}},
+    "device and host": {"cold_store": {"kind": "device", "max_bytes": 60 * BLOCK, "host_bytes": "64MiB"}},
+    "numpy": {"backend": "numpy", "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
+}
+
+
+@pytest.fixture(scope="module", params=WAYS, ids=str)
+def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
+    options = {"blocks": 131, "idle_after_s": 1.0, "sweep_interval_s": 0.1, "prefetch": {"lead_s": 1.0}}
+    yield from running(**options | WAYS[request.param])
+
+
+@pytest.fixture(autouse=True)
+def _afresh(engine: Engine) -> None:
+    engine.start_afresh()
+
+
+def damage(worker: Any) -> None:
+    """One byte of one block changes."""
+    path = get_kv_transfer_group().worker.path
+    if hasattr(path, "tiers"):
+        tier = path.tiers.first
+        tier.codes[list(tier.slots._of.values())[5], 5000] ^= 1
+    else:
+        key = list(path.store._blocks)[5]
+        path.store._blocks[key] = path.store._blocks[key].copy()
+        path.store._blocks[key][5000] ^= 1
+
+
+def free_slots(worker: Any) -> list[tuple[int, int]]:
+    """For each tier: slots that are free, slots in all."""
+    tiers = getattr(get_kv_transfer_group().worker.path, "tiers", None)
+    return [] if tiers is None else [(tier.slots.free, len(tier.codes)) for tier in tiers._all]
+
+
+def total(engine: Engine, name: str) -> float:
+    return engine.metric(f"manthan_{name}_total")
+
+
+def test_expected_sessions_are_hot_again_and_right(engine: Engine) -> None:
+    tables = [Table(300 + seed) for seed in range(5)]
+    before = {name: total(engine, name) for name in ("prefetches", "restores", "prefetch_hits")}
+    for n, table in enumerate(tables):
+        engine.ask(table.question(0)[0], f"chat {n}")
+    engine.wait_until_cold(5)
+    engine.ask("x", prefetch=[f"chat {n}" for n in range(5)])
+    engine.wait(lambda: total(engine, "prefetches") == before["prefetches"] + 5, "five prefetches")
+    for n, table in enumerate(tables):
+        prompt, right = table.question(4)
+        answer = engine.ask(prompt, f"chat {n}")
+        assert answer.text == right
+        assert answer.cached_tokens >= (answer.full_blocks - 1) * 32
+    assert total(engine, "restores") == before["restores"]
+    engine.wait(lambda: total(engine, "prefetch_hits") == before["prefetch_hits"] + 5, "five hits")
+
+
+def test_damaged_codes_are_recomputed(engine: Engine) -> None:
+    prompt, right = Table(320).question(6)
+    engine.ask(prompt, "damaged")
+    engine.wait_until_cold(1)
+    failures = engine.metric("manthan_failures_total", cause="checksum")
+    engine.on_worker(damage)
+    engine.ask("x", prefetch="damaged")
+    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == failures + 1, "a failure")
+    assert engine.ask(prompt, "damaged").text == right
+
+
+def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> None:
+    """Requests follow so soon that some wait for their prefetch, some find it done, and some restore themselves."""
+    rng, tables = random.Random(2), [Table(340 + seed) for seed in range(12)]
+    sure = [[i for i in range(16) if engine.ask(t.question(i)[0]).text == t.question(i)[1]] for t in tables]
+    engine.start_afresh()
+    for n, table in enumerate(tables):
+        engine.ask(table.question(0)[0], f"load {n}")
+    prefetches, failures, wrong = total(engine, "prefetches"), engine.failures(), []
+    for _ in range(40):
+        chosen = rng.sample(range(12), 3)
+        engine.ask("x", prefetch=[f"load {n}" for n in chosen])
+        engine.run(asyncio.sleep(rng.choice([0, 0.002, 0.01, 0.5])))
+        futures = []
+        for n in chosen:
+            prompt, right = tables[n].question(rng.choice(sure[n]))
+            futures.append((engine.start(engine.generate(prompt, f"load {n}")), right))
+        wrong += [answer.text for future, right in futures if (answer := future.result(60)).text != right]
+        if rng.random() < 0.4:
+            engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "cold sessions")
+    assert wrong == []
+    assert total(engine, "prefetches") > prefetches + 10
+    assert engine.failures() == failures
+    engine.start_afresh()
+    assert all(free == slots for free, slots in engine.on_worker(free_slots))
+
+
+def test_a_reset_meanwhile_leaves_nothing(engine: Engine) -> None:
+    prompt, right = Table(360).question(2)
+    for _ in range(5):
+        engine.ask(prompt, "alice")
+        engine.wait_until_cold(1)
+        asked = engine.start(engine.generate("x", hints={"prefetch": ["alice"]}))
+        engine.run(engine.llm.reset_prefix_cache(reset_connector=True))
+        asked.result(60)
+        engine.start_afresh()
+        answer = engine.ask(prompt, "alice")
+        assert (answer.text, answer.cached_tokens) == (right, 0)
+        engine.start_afresh()

@@ -1,0 +1,128 @@
+"""What is remembered of a session whose KV is gone, whose conversation was changed, or that only looks like another."""
+
+from engine import Engine, chain
+
+from manthan.manager.remembered import Remembered
+from manthan.manager.session import Block, Session
+from manthan.policies import SessionView
+
+
+def view(engine: Engine, session_id: str) -> SessionView:
+    return engine.manager.table.view(engine.session(session_id), 1)
+
+
+def lose_everything(engine: Engine) -> None:
+    """All codes of what is cold make room for one that is larger than the store."""
+    engine.evict()
+    engine.now += 1
+    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.capacity_blocks)), "large")
+    engine.evict()
+
+
+def test_a_session_that_lost_its_kv_has_its_history_when_it_returns() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a b", "s")
+    engine.talk("a b c", "s")
+    ended = engine.now
+    lose_everything(engine)
+    assert set(engine.chains()) == {"large"}
+    engine.now += 20
+    engine.start("a b c d", "s")
+    assert engine.session("s").chain == []
+    assert (view(engine, "s").uses, view(engine, "s").gap, view(engine, "s").created) == (3, engine.now - ended, 0.0)
+
+
+def test_so_has_one_without_a_name() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a b")
+    lose_everything(engine)
+    engine.finish(engine.start("a b c"), "a b c d")
+    assert engine.chains()["anonymous-1"] == "a b c d"
+    assert view(engine, "anonymous-1").uses == 2
+
+
+def test_one_whose_tail_was_dropped_is_known_again() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a b c", "s")
+    engine.evict()
+    engine.now += 1
+    engine.talk("x y z", "other")
+    engine.evict()
+    assert engine.chains()["s"] == "a"
+    engine.start("a b c d", "s")
+    assert engine.states()["s"] == "hot"
+    assert view(engine, "s").uses == 2
+
+
+def test_a_name_is_not_given_twice_to_one_that_comes_back() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a b", "s")
+    lose_everything(engine)
+    engine.talk("x y", "s")
+    engine.start("a b c", "s")
+    assert {name for name in engine.chains() if name.startswith("s")} == {"s", "s~2"}
+
+
+def test_a_changed_conversation_goes_on_with_its_history() -> None:
+    engine = Engine()
+    engine.talk("sys a b", "old")
+    engine.talk("sys a b c d", "old")
+    engine.now = 7.0
+    engine.start("sys a b x", None)
+    changed = view(engine, "anonymous-1")
+    assert (changed.uses, changed.gap, changed.left_tokens) == (3, 7.0, 2 * 16)
+    assert engine.chains()["old"] == "sys a b c d"
+
+
+def test_who_only_shares_a_beginning_with_many_is_a_new_session() -> None:
+    engine = Engine()
+    engine.talk("sys a b")
+    engine.talk("sys c d")
+    engine.talk("sys e f")
+    assert [view(engine, name).uses for name in engine.chains()] == [1, 2, 1]  # the second might have been a change
+    assert view(engine, "anonymous-3").left_tokens == 0
+
+
+def test_a_session_that_ends_where_others_go_on_is_not_everybodys() -> None:
+    engine = Engine()
+    engine.talk("sys p a b")
+    engine.talk("sys p")
+    engine.talk("sys p c d")
+    engine.talk("sys p e f")
+    assert set(engine.chains().values()) == {"sys p a b", "sys p", "sys p c d", "sys p e f"}
+
+
+def test_what_a_request_added_and_what_was_answered() -> None:
+    engine = Engine()
+    request = engine.start("a b c", "s")
+    assert view(engine, "s").added_tokens == 3 * 16
+    engine.finish(request, "a b c d e")
+    assert (view(engine, "s").answer_tokens, view(engine, "s").tokens) == (2 * 16, 5 * 16)
+    engine.start("a b c d e f", "s")
+    assert view(engine, "s").added_tokens == 16
+
+
+def test_tokens_are_counted_exactly_where_they_are_said() -> None:
+    engine = Engine()
+    manager = engine.manager
+    manager.request_started("r", chain("a b"), "s", 0.0, tokens=37)
+    manager.request_finished("r", chain("a b c"), 1.0, tokens=50)
+    assert (view(engine, "s").added_tokens, view(engine, "s").answer_tokens) == (37, 13)
+    manager.request_started("q", chain("a b c"), "s", 2.0, tokens=58)
+    assert (view(engine, "s").added_tokens, view(engine, "s").gap) == (8, 1.0)
+
+
+def test_the_oldest_are_forgotten() -> None:
+    remembered = Remembered()
+    for i in range(5):
+        key = b"%d" % i
+        remembered.add(Session(f"s{i}", None, 0.0, 0.0, chain=[Block(key, 0)]), limit=3)
+    assert [remembered.find([b"%d" % i], None) is not None for i in range(5)] == [False, False, True, True, True]
+    assert len(remembered) == 3
+
+
+def test_a_name_is_known_by_that_name_or_none() -> None:
+    remembered = Remembered()
+    remembered.add(Session("s", "s", 0.0, 0.0, chain=[Block(b"k", 0)]), limit=3)
+    assert remembered.find([b"k"], None) is remembered.find([b"k"], "s") is not None
+    assert remembered.find([b"k"], "other") is None

@@ -1,0 +1,291 @@
+"""What the manager does with hints: pins, times to live, priorities, release; and with tenants' shares."""
+
+import pytest
+from engine import IDLE_AFTER_S, Engine, chain
+
+from manthan.manager.cold_side import Shares
+from manthan.manager.session import DropCause
+
+
+def dropped(engine: Engine) -> list[tuple[str, str]]:
+    """The last words of dropped blocks, each with the cause."""
+    return [(key.decode().split()[-1], drop.cause) for drop in engine.manager.take_drops() for key in drop.keys]
+
+
+# -- pins ---------------------------------------------------------------------------------------------
+
+
+def test_a_pinned_session_stays_while_younger_ones_go() -> None:
+    engine = Engine(capacity=8)
+    assert engine.talk("a b", "old", pin=True).pinned
+    engine.evict()
+    for i in range(5):
+        engine.now += 1
+        engine.talk(f"c{i} d{i} e{i}")
+        engine.evict()
+    assert {"a", "b"} <= engine.cold()
+    assert len(engine.cold()) == 8
+
+
+def test_a_session_that_is_pinned_no_longer_goes_in_its_turn() -> None:
+    engine = Engine(capacity=8)
+    engine.talk("a b", "old", pin=True)
+    assert not engine.talk("a b x", "old", pin=False).pinned
+    engine.evict()
+    for i in range(3):
+        engine.now += 1
+        engine.talk(f"c{i} d{i} e{i}")
+        engine.evict()
+    assert not {"a", "b", "x"} & engine.cold()
+
+
+def test_a_pin_holds_until_it_is_taken_back() -> None:
+    engine = Engine(capacity=20)
+    engine.talk("a b", "old", pin=True)
+    assert engine.talk("a b c d", "old").pinned
+
+
+def test_a_pin_beyond_the_share_is_refused_in_a_sentence() -> None:
+    engine = Engine(capacity=8)
+    engine.talk("a", "first", pin=True)
+    outcome = engine.talk("c d", "second", pin=True)
+    assert outcome == (
+        "second",
+        False,
+        "pin is refused: pinned sessions may take 2 blocks of the cold store (quotas.pinned_share is 0.25), 1 are "
+        "taken, and this session has 2",
+    )
+    assert not engine.session("second").pinned
+
+
+def test_a_pinned_session_that_outgrows_the_share_is_pinned_no_longer_and_goes_in_its_turn() -> None:
+    engine = Engine(capacity=8)
+    engine.talk("a b", "old", pin=True)
+    outcome = engine.talk("a b c", "old")
+    assert (outcome.pinned, outcome.refused[:14]) == (False, "pin is refused")
+    engine.evict()
+    engine.now += 1
+    engine.talk(" ".join(f"w{i}" for i in range(8)))
+    engine.evict()
+    assert not {"a", "b", "c"} & engine.cold()
+
+
+def test_the_share_is_free_again_when_a_pinned_session_ends() -> None:
+    engine = Engine(capacity=8)
+    engine.talk("a b", "first", pin=True)
+    engine.talk("a b", "first", release=True)
+    assert engine.talk("c d", "second", pin=True).pinned
+
+
+def test_codes_of_a_pinned_session_are_not_redundant_while_its_request_runs() -> None:
+    engine = Engine(capacity=8)
+    engine.talk("a b", "old", pin=True)
+    engine.evict()
+    request = engine.start("a b c", "old")
+    engine.manager.restore_started(request, chain("a b"))
+    engine.manager.restore_finished(request)
+    engine.talk(" ".join(f"w{i}" for i in range(8)))
+    engine.evict()
+    assert {"a", "b"} <= engine.cold()
+
+
+# -- time to live, priority, release ------------------------------------------------------------------
+
+
+def test_a_session_is_forgotten_when_its_time_is_over() -> None:
+    engine = Engine()
+    engine.talk("a b", "short", ttl_s=100)
+    engine.talk("c d", "long")
+    engine.evict()
+    assert engine.manager.next_deadline == 100
+    engine.manager.sweep(99.9)
+    assert dropped(engine) == []
+    engine.manager.sweep(100)
+    assert sorted(dropped(engine)) == [("a", DropCause.EXPIRED), ("b", DropCause.EXPIRED)]
+    assert engine.chains() == {"long": "c d"}
+
+
+def test_an_idle_session_whose_time_is_over_leaves_the_prefix_cache_too() -> None:
+    engine = Engine()
+    engine.talk("a b", ttl_s=1)
+    engine.manager.sweep(1)
+    assert engine.manager.take_releases() == chain("a b")
+    assert engine.states() == {}
+
+
+def test_each_use_begins_the_time_anew() -> None:
+    engine = Engine()
+    engine.talk("a b", "s", ttl_s=5)
+    engine.now = 4
+    request = engine.start("a b c", "s")
+    engine.manager.sweep(8)
+    engine.now = 9
+    engine.finish(request, "a b c d")
+    engine.manager.sweep(13.9)
+    assert engine.chains() == {"s": "a b c d"}
+    engine.manager.sweep(14)
+    assert engine.chains() == {}
+
+
+def test_a_session_that_is_being_evicted_is_forgotten_afterwards() -> None:
+    engine = Engine()
+    engine.talk("a b", ttl_s=IDLE_AFTER_S)
+    engine.now = IDLE_AFTER_S
+    engine.manager.sweep(engine.now - 0.1)
+    engine.manager.relieve(9, engine.now)
+    keys = engine.spill()
+    engine.manager.sweep(engine.now)
+    engine.stored(keys)
+    assert engine.states() == {"anonymous-1": "cold"}
+    engine.manager.sweep(engine.now + 1)
+    assert engine.states() == {}
+
+
+def test_lower_priorities_go_first_whatever_the_policy_says() -> None:
+    engine = Engine(capacity=4)
+    for text, priority in (("a b", 3), ("c d", -1)):
+        engine.talk(text, priority=priority)
+        engine.evict()
+    engine.talk("e f", priority=3)
+    engine.evict()
+    assert engine.cold() == {"a", "b", "e", "f"}
+
+
+def test_a_priority_holds_until_another_is_given() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a b", "s", priority=-1)
+    engine.talk("c d", "other")
+    engine.evict()
+    engine.now += 1
+    engine.talk("a b", "s", priority=1)
+    engine.evict()
+    engine.talk("e f")
+    engine.evict()
+    assert engine.cold() == {"a", "b", "e", "f"}
+
+
+def test_hot_sessions_of_lower_priority_are_evicted_first() -> None:
+    engine = Engine()
+    engine.talk("a b", "high", priority=1)
+    engine.talk("c d", "low", priority=-1)
+    engine.manager.relieve(1, engine.now)
+    assert engine.states() == {"high": "idle", "low": "evicting"}
+
+
+def test_a_released_session_leaves_nothing() -> None:
+    engine = Engine()
+    engine.talk("sys a b", "s")
+    engine.talk("sys c", "other")
+    engine.evict()
+    engine.manager.take_drops()
+    engine.talk("sys a b d e", "s", release=True)
+    assert sorted(dropped(engine)) == [("a", DropCause.RELEASED), ("b", DropCause.RELEASED)]
+    assert set(engine.manager.take_releases()) == set(chain("sys a b d e")[1:] + chain("sys"))
+    assert engine.chains() == {"other": "sys c"}
+
+
+def test_a_session_is_not_released_under_another_request() -> None:
+    engine = Engine()
+    engine.talk("a b", "s")
+    first, second = engine.start("a b c", "s", release=True), engine.start("a b", "s")
+    engine.finish(first, "a b c")
+    assert engine.chains() == {"s": "a b c"}
+    engine.finish(second, "a b")
+    assert engine.states() == {"s": "idle"}
+
+
+# -- tenants ------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_makes_room_among_its_own_sessions() -> None:
+    engine = Engine(capacity=8, shares=Shares(tenant=0.5))
+    engine.talk("a b c", tenant="quiet")
+    engine.evict()
+    for i in range(5):
+        engine.now += 1
+        engine.talk(f"x{i} y{i}", tenant="loud")
+        engine.evict()
+    assert engine.cold() == {"a", "b", "c", "x3", "y3", "x4", "y4"}
+
+
+def test_a_tenant_never_has_more_than_its_share() -> None:
+    engine = Engine(capacity=8, shares=Shares(tenants={"small": 0.25}))
+    engine.talk("a b c d e", tenant="small")
+    engine.evict()
+    assert engine.cold() == {"a", "b"}
+    assert engine.manager.blocks.reserved_of == {"small": 2}
+
+
+def test_without_a_share_anybody_takes_what_there_is() -> None:
+    engine = Engine(capacity=4, shares=Shares(tenants={"small": 0.25}))
+    engine.talk("a b c d", tenant="other")
+    engine.evict()
+    engine.talk("e f g h")
+    engine.evict()
+    assert engine.cold() == {"e", "f", "g", "h"}
+
+
+@pytest.mark.parametrize(("tenant", "share"), [("", 1.0), ("x", 0.5), ("named", 0.1)])
+def test_who_is_nobodys_tenant_has_no_quota(tenant: str, share: float) -> None:
+    assert Shares(tenant=0.5, tenants={"named": 0.1}).of_tenant(tenant) == share
+
+
+# -- prefetch -----------------------------------------------------------------------------------------
+
+
+def test_an_expected_session_is_due_before_it_is_expected() -> None:
+    engine = Engine(prefetch_lead_s=2.0)
+    engine.talk("a b", "agent", expect_return_s=60)
+    engine.evict()
+    assert engine.manager.next_deadline == 58
+    assert engine.manager.take_prefetches(9, 57.9) == []
+    assert engine.manager.take_prefetches(9, 58) == [("agent", chain("a b"))]
+    engine.manager.prefetch_finished("agent", True, (), 58.5)
+    assert engine.states() == {"agent": "idle"}
+    assert engine.manager.take_prefetches(9, 59) == []
+
+
+def test_a_session_is_fetched_that_another_request_names() -> None:
+    engine = Engine(prefetch_lead_s=2.0)
+    engine.talk("a b", "next")
+    engine.evict()
+    engine.talk("c d", prefetch=["next", "unknown"])
+    assert engine.manager.take_prefetches(9, engine.now) == [("next", chain("a b"))]
+
+
+def test_nothing_is_fetched_for_which_there_is_no_room() -> None:
+    engine = Engine(prefetch_lead_s=2.0)
+    engine.talk("a b", "agent", expect_return_s=60)
+    engine.evict()
+    assert engine.manager.take_prefetches(1, 58) == []
+    assert engine.manager.take_prefetches(2, 59) == [("agent", chain("a b"))]
+
+
+def test_nobody_is_fetched_who_is_late() -> None:
+    engine = Engine(prefetch_lead_s=2.0)
+    engine.talk("a b", "agent", expect_return_s=60)
+    engine.evict()
+    assert engine.manager.take_prefetches(0, 58) == []
+    assert engine.manager.take_prefetches(9, 60.1) == []
+    assert engine.manager.take_prefetches(9, 60.2) == []
+
+
+def test_codes_are_not_dropped_while_they_are_fetched() -> None:
+    engine = Engine(capacity=2, prefetch_lead_s=2.0)
+    engine.talk("a b", "agent", expect_return_s=60)
+    engine.evict()
+    engine.manager.take_prefetches(9, 58)
+    engine.now = 59
+    engine.talk("c d")
+    engine.evict()
+    assert engine.cold() == {"a", "b"}
+
+
+def test_a_prefetch_that_cannot_be_read_ends_the_session_there() -> None:
+    engine = Engine(prefetch_lead_s=2.0)
+    engine.talk("a b c", "agent", expect_return_s=60)
+    engine.evict()
+    engine.manager.take_prefetches(9, 58)
+    engine.manager.prefetch_finished("agent", False, chain("a b")[1:], 58)
+    assert engine.chains() == {"agent": "a"}
+    assert engine.states() == {"agent": "cold"}

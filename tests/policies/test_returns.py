@@ -1,0 +1,167 @@
+"""Our own policy: it learns who comes back and when, and keeps those."""
+
+import random
+
+import numpy as np
+
+from manthan.policies import SessionView
+from manthan.policies.return_model import AGES, FEATURES, ReturnModel, buckets
+from manthan.policies.returns import Returns, ReturnsOptions
+
+
+def view(name: str, at: float, uses: int = 1, gap: float | None = None, added: int = 100, **more: int) -> SessionView:
+    return SessionView(name, 1000, last_used=at, uses=uses, gap=gap, added_tokens=added, **more)
+
+
+def taught(policy: Returns, sessions: int = 600, seed: int = 0) -> float:
+    """Half of the sessions ask little and return after 40 to 80 s, the others ask much and never do.
+
+    Returns the time at which it ends.
+    """
+    chance = random.Random(seed)
+    events = []
+    for i in range(sessions):
+        begin = i * 3.0
+        events.append((begin, view(f"s{i}", begin, added=100 if i % 2 else 20_000)))
+        if i % 2:
+            gap = chance.uniform(40, 80)
+            events.append((begin + gap, view(f"s{i}", begin + gap, 2, gap, added=20_000)))
+    for _, session in sorted(events, key=lambda event: event[0]):
+        policy.used(session)
+    for i in range(sessions):
+        policy.evicted(f"s{i}")
+    return sessions * 3.0 + 100
+
+
+def quick() -> Returns:
+    return Returns(ReturnsOptions(window=1024, refit_every=64))
+
+
+def test_before_it_has_learned_the_one_unused_for_longest_goes_first() -> None:
+    policy = Returns()
+    for i in range(50):
+        policy.used(view(f"s{i}", float(i), added=i * 500))
+    assert list(policy.victims()) == [f"s{i}" for i in range(50)]
+
+
+def test_who_will_not_return_goes_before_older_ones_who_will() -> None:
+    policy = quick()
+    now = taught(policy)
+    policy.used(view("chat", now))
+    policy.used(view("document", now + 20, added=20_000))
+    policy.used(view("last", now + 30))
+    assert next(policy.victims()) == "document"
+
+
+def test_who_stays_away_for_longer_than_anybody_goes_before_new_ones() -> None:
+    policy = quick()
+    now = taught(policy)
+    policy.used(view("late", now))
+    policy.used(view("new", now + 300))
+    assert list(policy.victims()) == ["late", "new"]
+
+
+def test_of_those_likely_to_return_the_one_whose_time_has_come_stays() -> None:
+    policy = quick()
+    now = taught(policy)
+    policy.used(view("soon", now))
+    policy.used(view("in a while", now + 45))
+    assert list(policy.victims()) == ["in a while", "soon"]
+
+
+def test_whose_conversation_went_on_elsewhere_goes_first_until_it_is_used() -> None:
+    told, untold = quick(), quick()
+    for policy in (told, untold):
+        now = taught(policy)
+        for i, name in enumerate(("a", "b", "c")):
+            policy.used(view(name, now + 10 * i))
+    first, *others = untold.victims()
+    last = others[-1]
+    told.superseded(last)
+    told.superseded("unknown")
+    assert list(told.victims()) == [last, first, *others[:-1]]
+    for policy in (told, untold):
+        policy.used(view(last, now + 40))
+    assert list(told.victims()) == list(untold.victims())
+
+
+def test_all_places_learn_from_all_and_count_a_request_once() -> None:
+    make = Returns.family(ReturnsOptions(window=64, refit_every=4))
+    hot, cold = make(), make()
+    assert hot.model is cold.model
+    for i in range(8):
+        for place in (hot, cold, hot, cold):
+            place.used(view(f"s{i}", float(i)))
+    assert hot.model.version == 2
+
+
+def test_a_session_that_was_evicted_is_still_learned_from() -> None:
+    model = ReturnModel(window=64, refit_every=1, prior=1.0)
+    policy = Returns(ReturnsOptions(window=64), model)
+    policy.used(view("s", 0.0))
+    policy.evicted("s")
+    policy.used(view("s", 50.0, 2, 50.0))
+    assert np.isclose(model._window.returned[0], 50.0)
+
+
+def test_hazards_are_found_that_made_the_data() -> None:
+    """Exponential returns, three times as fast after short additions: the factors' ratio is 3, the rate is right."""
+    chance = random.Random(1)
+    model = ReturnModel(window=8192, refit_every=4000, prior=1.0)
+    events: list[tuple[float, SessionView]] = []
+    for i in range(4000):
+        short = i % 2 == 0
+        gap = chance.expovariate(0.03 if short else 0.01)
+        events.append((i * 1.0, view(f"s{i}", i * 1.0, added=10 if short else 5000)))
+        if i + gap < 4000:
+            events.append((i + gap, view(f"s{i}", i + gap, 9, gap, added=200_000)))
+    for _, session in sorted(events, key=lambda event: event[0]):
+        model.observe(session, buckets(session))
+    model._fit(4000.0)
+    short, long = (buckets(view("x", 0.0, added=added)) for added in (10, 5000))
+    factors = [np.exp(model.log_factor(known)) for known in (short, long)]
+    assert 2.5 < factors[0] / factors[1] < 3.5
+    piece = AGES.index(30)
+    assert 0.024 < model.base[piece] * factors[0] < 0.036
+
+
+def test_the_index_of_a_constant_hazard_is_the_hazard() -> None:
+    model = ReturnModel(window=64, refit_every=64, prior=1.0)
+    model.base = np.full(len(AGES) + 1, 0.01)
+    assert np.allclose(model.index(np.log([1.0, 3.0])), [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)])
+
+
+def test_the_index_looks_ahead_to_a_peak_and_not_behind_it() -> None:
+    model = ReturnModel(window=64, refit_every=64, prior=1.0)
+    model.base = np.full(len(AGES) + 1, 1e-6)
+    model.base[AGES.index(60)] = 0.1
+    (index,) = model.index(np.zeros(1))
+    peak = AGES.index(60)
+    assert (np.diff(index[: peak + 1]) > 0).all()
+    assert (index[peak + 1 :] < 1e-4).all()
+
+
+def test_the_window_is_a_ring() -> None:
+    model = ReturnModel(window=64, refit_every=1000, prior=1.0)
+    for i in range(200):
+        session = view(f"s{i}", float(i))
+        model.observe(session, buckets(session))
+    assert sorted(model._window.began) == [float(i) for i in range(136, 200)]
+    late = view("s0", 300.0, 2, 300.0)
+    model.observe(late, buckets(late))
+    assert np.isnan(model._window.returned).all(), "s0 has left the window long ago"
+    assert len(model._open) <= 2 * 64 + 1
+
+
+def test_each_feature_tells_sessions_apart() -> None:
+    plain = buckets(view("s", 0.0))
+    others = [
+        view("s", 0.0, uses=2),
+        view("s", 0.0, gap=5.0),
+        view("s", 0.0, added=50_000),
+        view("s", 0.0, answer_tokens=500),
+        view("s", 0.0, left_tokens=16),
+        view("s", 0.0)._replace(tokens=50_000),
+    ]
+    assert len(FEATURES) == len(others)
+    assert all(buckets(other) != plain for other in others)

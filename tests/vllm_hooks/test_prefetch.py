@@ -1,0 +1,266 @@
+"""Sessions that are expected are hot before their request comes, and nobody is worse off for it."""
+
+import asyncio
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_engine import Engine
+
+IDLE_AFTER_S = 2.0
+
+
+@pytest.fixture(scope="module")
+def prefetching(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
+    """The pool has room for seven sessions, of which low_watermark leaves one free."""
+    yield from start_engine(
+        blocks=131,
+        idle_after_s=IDLE_AFTER_S,
+        sweep_interval_s=0.1,
+        cold_store={"max_bytes": "64MiB"},
+        prefetch={"lead_s": 1.0},
+    )
+
+
+@pytest.fixture
+def engine(prefetching: Engine) -> Engine:
+    prefetching.start_afresh()
+    return prefetching
+
+
+class Counters:
+    """What was counted since the last look."""
+
+    def __init__(self, engine: Engine) -> None:
+        self._engine = engine
+        self._before = {name: self._total(name) for name in ("prefetches", "prefetched_blocks", "prefetch_hits")}
+        self._before |= {name: self._total(name) for name in ("restores", "evictions")}
+
+    def _total(self, name: str) -> float:
+        return self._engine.metric(f"manthan_{name}_total")
+
+    def __getitem__(self, name: str) -> float:
+        return self._total(name) - self._before[name]
+
+    def wait_for(self, name: str, count: int) -> None:
+        self._engine.wait(lambda: self[name] >= count, f"{count} {name}")
+        assert self[name] == count
+
+
+def close_gate(worker: Any) -> None:
+    """From now on, whoever reads the store waits at a gate."""
+    import threading
+
+    store = get_kv_transfer_group().worker.path.store
+    store.gate, store.at_gate = threading.Event(), 0
+
+    def get(keys: Any) -> Any:
+        store.at_gate += 1
+        assert store.gate.wait(60)
+        return type(store).get(store, keys)
+
+    store.get = get
+
+
+def at_gate(worker: Any) -> int:
+    return int(get_kv_transfer_group().worker.path.store.at_gate)
+
+
+def open_gate(worker: Any) -> None:
+    get_kv_transfer_group().worker.path.store.gate.set()
+
+
+@contextmanager
+def prefetch_at_the_gate(engine: Engine) -> Iterator[None]:
+    """The body runs while a prefetch that it begins before `yield` waits for the store."""
+    engine.on_worker(close_gate)
+    try:
+        yield
+    finally:
+        engine.on_worker(open_gate)
+
+
+def damage(worker: Any, place: int) -> None:
+    """One byte changes in the block that was stored as the `place`-th; tails are stored first."""
+    blocks = get_kv_transfer_group().worker.path.store._blocks
+    key = list(blocks)[place]
+    blocks[key] = blocks[key].copy()
+    blocks[key][5000] ^= 1
+
+
+def lose(worker: Any, place: int) -> None:
+    blocks = get_kv_transfer_group().worker.path.store._blocks
+    del blocks[list(blocks)[place]]
+
+
+def go_cold(engine: Engine, prompts: dict[str, str]) -> None:
+    for name, prompt in prompts.items():
+        engine.ask(prompt, name)
+    engine.wait_until_cold(len(prompts))
+
+
+def stored_blocks(answer: Any) -> int:
+    """Of a session that has this answer; the last token's KV is not computed."""
+    return int(answer.prompt_tokens + 3) // 32
+
+
+def is_whole(answer: Any) -> bool:
+    """All that could be found of the prompt was; the last block may hold another question than before."""
+    return bool(answer.cached_tokens >= (answer.full_blocks - 1) * 32)
+
+
+def test_a_session_is_hot_again_before_its_request_comes(engine, table) -> None:
+    (prompt, _), (again, right) = table(1).question(2), table(1).question(5)
+    counters = Counters(engine)
+    first = engine.ask(prompt, "alice", expect_return_s=IDLE_AFTER_S + 2.5)
+    engine.wait_until_cold(1)
+    assert engine.metric("manthan_hot_bytes") == 0
+    counters.wait_for("prefetches", 1)  # no request in between
+    engine.wait(lambda: engine.sessions("idle") == 1, "an idle session")
+    assert engine.metric("manthan_hot_bytes") > 0
+    answer = engine.ask(again, "alice")
+    assert answer.text == right
+    assert is_whole(answer)
+    assert counters["restores"] == 0
+    assert counters["prefetched_blocks"] == stored_blocks(first)
+    counters.wait_for("prefetch_hits", 1)
+
+
+def test_another_session_s_request_can_ask_for_it(engine, table) -> None:
+    tables = {name: table(10 + n) for n, name in enumerate(("alice", "bob"))}
+    go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})
+    counters = Counters(engine)
+    engine.ask(table(20).question(0)[0], "agent", prefetch=["alice", "bob", "nobody"])
+    counters.wait_for("prefetches", 2)
+    assert engine.sessions("cold") == 0
+    for name, t in tables.items():
+        prompt, right = t.question(7)
+        answer = engine.ask(prompt, name)
+        assert answer.text == right
+        assert is_whole(answer)
+    assert counters["restores"] == 0
+    counters.wait_for("prefetch_hits", 2)
+
+
+def test_a_prefetched_session_that_nobody_used_goes_cold_for_nothing(engine, table) -> None:
+    go_cold(engine, {"alice": table(30).question(0)[0]})
+    encoded = engine.metric("manthan_encoded_blocks_total")
+    counters = Counters(engine)
+    engine.ask("x", prefetch="alice")
+    counters.wait_for("prefetches", 1)
+    engine.wait_until_cold(1)
+    assert engine.metric("manthan_encoded_blocks_total") == encoded
+    engine.ask(table(30).question(0)[0], "alice")
+    assert counters["restores"] == 1
+    assert counters["prefetch_hits"] == 0
+
+
+def test_a_request_that_comes_meanwhile_waits_and_restores_nothing(engine, table) -> None:
+    (prompt, _), (again, right) = table(40).question(0), table(40).question(3)
+    go_cold(engine, {"alice": prompt})
+    counters = Counters(engine)
+    with prefetch_at_the_gate(engine):
+        engine.ask("x", prefetch="alice")
+        engine.wait(lambda: engine.on_worker(at_gate) == 1, "a prefetch")
+        early = engine.start(engine.generate(again, "alice"))
+        assert engine.ask("y").text  # others are served
+        assert not early.done()
+        assert engine.on_worker(at_gate) == 1
+    answer = early.result(60)
+    assert answer.text == right
+    assert is_whole(answer)
+    assert counters["restores"] == 0
+    assert counters["prefetches"] == 1
+    counters.wait_for("prefetch_hits", 1)
+
+
+def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
+    go_cold(engine, {"alice": table(50).question(0)[0], "bob": table(51).question(0)[0]})
+    counters = Counters(engine)
+    with prefetch_at_the_gate(engine):
+        engine.ask("x", prefetch="alice")
+        engine.wait(lambda: engine.on_worker(at_gate) == 1, "a prefetch")
+        other = engine.start(engine.generate(table(51).question(1)[0], "bob"))
+        engine.wait(lambda: engine.on_worker(at_gate) == 2, "a restore at the store beside it")
+    assert other.result(60).text == table(51).question(1)[1]
+    assert (counters["restores"], counters["prefetches"]) == (1, 1)
+
+
+def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> None:
+    prompt, right = table(60).question(0)
+    go_cold(engine, {"alice": prompt})
+    counters = Counters(engine)
+    with prefetch_at_the_gate(engine):
+        engine.ask("x", prefetch="alice")
+        engine.wait(lambda: engine.on_worker(at_gate) == 1, "a prefetch")
+        assert not engine.run(engine.llm.reset_prefix_cache(reset_connector=True))  # vLLM: blocks are in use
+    engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
+    answer = engine.ask(prompt, "alice")
+    assert answer.text == right
+    assert answer.cached_tokens == 0
+    assert counters["prefetches"] == counters["restores"] == 0
+
+
+@pytest.mark.parametrize(("spoil", "cause"), [(damage, "checksum"), (lose, "missing")])
+def test_codes_that_cannot_be_read_are_recomputed(engine, table, spoil: Any, cause: str) -> None:
+    prompt, right = table(70).question(6)
+    go_cold(engine, {"alice": prompt})
+    failures = engine.metric("manthan_failures_total", cause=cause)
+    counters = Counters(engine)
+    engine.on_worker(spoil, 5)  # the sixth from the end
+    engine.ask("x", prefetch="alice")
+    engine.wait(lambda: engine.metric("manthan_failures_total", cause=cause) == failures + 1, "a failure")
+    answer = engine.ask(prompt, "alice")
+    assert answer.text == right
+    good = stored_blocks(answer) - 6
+    assert answer.cached_tokens == good * 32  # the run before it is hot
+    assert counters["prefetched_blocks"] == good
+    assert (counters["restores"], counters["prefetch_hits"]) == (0, 0)
+
+
+def test_many_prefetches_beside_requests_leak_no_block(engine, table) -> None:
+    tables = {f"user-{n}": table(80 + n) for n in range(6)}
+    go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})
+    counters, failures, wrong = Counters(engine), engine.failures(), []
+    for number in range(1, 4):
+        names = list(tables)[number:] + list(tables)[:number]
+        engine.ask("x", prefetch=names[:4])
+        futures = [
+            (engine.start(engine.generate(tables[name].question(number)[0], name)), tables[name].question(number)[1])
+            for name in names[3:]
+        ]
+        aborted = engine.start(engine.generate(tables[names[0]].question(9)[0], names[0], max_tokens=400))
+        engine.run(asyncio.sleep(0.05))
+        aborted.cancel()
+        wrong += [answer.text for future, right in futures if (answer := future.result(60)).text != right]
+        engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "cold sessions")
+    assert wrong == []
+    assert counters["prefetches"] >= 6
+    assert engine.failures() == failures
+    engine.wait(lambda: engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
+    assert engine.reset()  # which vLLM refuses while any block is referenced
+
+
+def test_where_there_is_no_room_nobody_is_evicted_for_it(crowded, table) -> None:
+    tables = {f"user-{n}": table(90 + n) for n in range(6)}
+    for name, t in tables.items():
+        crowded.ask(t.question(0)[0], name)
+    crowded.wait_until_quiet()
+    cold = int(crowded.sessions("cold"))
+    assert cold >= 1  # user-0 had to go
+    counters = Counters(crowded)
+    crowded.ask(tables["user-5"].question(1)[0], "user-5", prefetch="user-0")
+    crowded.wait_until_quiet()
+    for name in list(tables)[cold:]:
+        prompt, right = tables[name].question(2)
+        assert crowded.ask(prompt, name).text == right
+    assert (counters["prefetches"], counters["restores"], counters["evictions"]) == (0, 0, 0)
+    crowded.ask(tables["user-4"].question(3)[0], "user-4", release=True)  # now there is
+    counters.wait_for("prefetches", 1)
+    prompt, right = tables["user-0"].question(4)
+    answer = crowded.ask(prompt, "user-0")
+    assert answer.text == right
+    assert is_whole(answer)
+    assert (counters["restores"], counters["evictions"]) == (0, 0)

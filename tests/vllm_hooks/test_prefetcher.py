@@ -1,0 +1,341 @@
+"""Prefetched blocks in vLLM's own block pool: they are what vLLM would have made of them, and nobody loses any."""
+
+from typing import Any
+
+import pytest
+import torch
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.kv_events import BlockStored
+from vllm.utils.hashing import sha256
+from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_utils import (
+    KVCacheBlock,
+    get_block_hash,
+    get_request_block_hasher,
+    init_none_hash,
+    maybe_convert_block_hash,
+)
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
+from vllm.v1.request import Request
+from vllm_engine import MODEL
+
+from manthan.manager.hints import Hints
+from manthan.manager.pressure import Runway
+from manthan.manager.session_manager import SessionMemoryManager
+from manthan.manager.session_table import MemoryShape
+from manthan.policies import get_policy
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.messages import Load, LoadResult
+from manthan.vllm_hooks.pool_queue import PoolQueue
+from manthan.vllm_hooks.prefetcher import RETRY_S, Prefetcher
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
+from manthan.vllm_hooks.stats import StatsRecorder
+
+TOKENS = 16
+BLOCKS = 20
+SPARE = 4
+IDLE_AFTER_S = 10.0
+HASH = get_request_block_hasher(TOKENS, sha256)
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _none_hash() -> None:
+    init_none_hash(sha256)
+
+
+def request(name: str, blocks: int, head: str = "") -> Request:
+    """One whose full blocks follow from its name; the first two, with `head`, from that."""
+    tokens = [hash_of((head if n < 2 * TOKENS and head else name), n) for n in range(blocks * TOKENS + 1)]
+    return Request(name, tokens, SamplingParams(max_tokens=1), None, block_hasher=HASH)
+
+
+def hash_of(text: str, n: int) -> int:
+    return int.from_bytes(f"{text}{n}".encode()) % 50_000
+
+
+class Engine:
+    """A block pool of vLLM's with sessions in it, and the prefetcher; codes are stored and loaded at once."""
+
+    def __init__(self, ranks: int = 1) -> None:
+        self.pool = BlockPool(BLOCKS + 1, True, TOKENS, enable_kv_cache_events=True)
+        shape = MemoryShape(TOKENS, 500, 100)
+        self.manager = SessionMemoryManager(get_policy("lru"), shape, 10_000, IDLE_AFTER_S, prefetch_lead_s=1.0)
+        self.stats = StatsRecorder(self.manager, shape)
+        self.prefetcher = Prefetcher(
+            self.manager,
+            self.stats,
+            self.pool,
+            TOKENS,
+            ranks,
+            Runway(PoolQueue(self.pool), self.manager.blocks, 9),
+            SPARE,
+        )
+        self.now = 0.0
+
+    def compute(self, asked: Request, **hints: Any) -> None:
+        """vLLM computes a request of the session of that name, and caches its blocks."""
+        name, keys = asked.request_id, asked.block_hashes
+        self.manager.request_started(name, keys, name, self.now, hints=Hints(**hints))
+        hot: list[KVCacheBlock] = []
+        while len(hot) < len(keys) and (found := self.pool.get_cached_block(keys[len(hot)], [0])):
+            hot += found
+        self.pool.touch(hot)
+        blocks = hot + self.pool.get_new_blocks(len(keys) - len(hot))
+        self.pool.cache_full_blocks(asked, blocks, len(hot), len(keys), TOKENS, 0)
+        self.pool.free_blocks(reversed(blocks))
+        self.manager.request_finished(name, keys, self.now)
+
+    def evict(self) -> None:
+        """All that is idle goes cold."""
+        self.now += IDLE_AFTER_S
+        self.manager.sweep(self.now)
+        for key in self.manager.take_spills(1000):
+            self.manager.spilled(key, self.now)
+        for key in self.manager.take_releases():
+            if found := self.pool.get_cached_block(key, [0]):
+                self.pool.touch(found)
+                self.pool.evict_blocks({found[0].block_id})
+                self.pool.free_blocks(found)
+
+    def prefetch(self, *names: str) -> list[Load]:
+        self.compute(request("who asks", 1), prefetch=names)
+        return self.step()
+
+    def step(self) -> list[Load]:
+        return self.prefetcher.step(self.now)
+
+    def answer(self, load: Load, *failed: int, cause: str = "missing") -> None:
+        bad = [(load.keys[n], cause) for n in failed]
+        self.prefetcher.answered(LoadResult(load.request_id, bad, 0, 0.0, is_prefetch=True), self.now)
+
+    def queue(self) -> list[bytes | None]:
+        """What the free blocks hold, the next to be overwritten first."""
+        blocks = self.pool.free_block_queue.get_all_free_blocks()
+        return [None if b.block_hash is None else get_block_hash(b.block_hash) for b in blocks]
+
+    def cached(self, asked: Request) -> list[bool]:
+        return [self.pool.get_cached_block(key, [0]) is not None for key in asked.block_hashes]
+
+    def counted(self, name: str) -> int:
+        return int(self.stats._counters[name][""])
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) -> None:
+    a = request("a", 5)
+    engine.compute(a)
+    engine.compute(request("who asks", 1))
+    own = [(engine.pool.get_cached_block(key, [0]) or [])[0].block_hash_num_tokens for key in a.block_hashes]
+    engine.evict()
+    assert engine.queue() == [None] * BLOCKS
+    engine.pool.take_events()
+    [load] = engine.prefetch("a")
+    assert load.keys == a.block_hashes
+    assert engine.pool.get_num_free_blocks() == BLOCKS - 5
+    assert engine.cached(a) == [False] * 5  # until every code was checked
+    engine.answer(load)
+    assert engine.pool.get_num_free_blocks() == BLOCKS
+    assert engine.queue()[-5:] == a.block_hashes[::-1]
+    blocks = [(engine.pool.get_cached_block(key, [0]) or [])[0] for key in a.block_hashes]
+    assert [block.block_hash_num_tokens for block in blocks] == own == [16, 32, 48, 64, 80]
+    assert [block.block_id for block in blocks] == load.block_ids
+    told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)][1:]  # after who asked
+    names = [maybe_convert_block_hash(key) for key in a.block_hashes]
+    assert [event.block_hashes for event in told] == [[name] for name in names]
+    assert [event.parent_block_hash for event in told] == [None, *names[:-1]]
+    assert engine.pool.reset_prefix_cache()
+
+
+def test_what_is_hot_is_not_loaded_and_moves_to_the_tail_with_the_rest(engine: Engine) -> None:
+    a, b = request("a", 5, head="system"), request("b", 4, head="system")
+    engine.compute(a)
+    engine.evict()
+    engine.compute(b)
+    [load] = engine.prefetch("a")
+    assert load.keys == a.block_hashes[2:]
+    engine.answer(load)
+    assert engine.queue()[-5:] == a.block_hashes[::-1]
+    assert engine.counted("prefetched_blocks") == 3
+    assert engine.pool.reset_prefix_cache()
+
+
+def test_a_chain_that_is_hot_already_needs_no_load(engine: Engine) -> None:
+    a = request("a", 3)
+    engine.compute(a)
+    engine.evict()
+    engine.manager.take_releases()
+    computed = engine.pool.get_new_blocks(3)  # by somebody of whom the manager does not know
+    engine.pool.cache_full_blocks(a, computed, 0, 3, TOKENS, 0)
+    engine.pool.free_blocks(reversed(computed))
+    assert engine.prefetch("a") == []
+    assert not engine.prefetcher.is_busy
+    assert engine.manager.table.by_id["a"].state == "idle"
+
+
+def test_a_block_that_was_computed_meanwhile_is_not_entered_twice(engine: Engine) -> None:
+    a, other = request("a", 5, head="system"), request("other", 3, head="system")
+    engine.compute(a)
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.compute(other)
+    theirs = [(engine.pool.get_cached_block(key, [0]) or [])[0].block_id for key in other.block_hashes]
+    engine.answer(load)
+    for key, block_id in zip(other.block_hashes, theirs, strict=True):
+        [found] = engine.pool.get_cached_block(key, [0]) or []
+        assert engine.pool.cached_block_hash_to_block._cache[found.block_hash] is found  # not one of two
+        assert found.block_id == block_id
+    assert engine.queue()[-5:] == a.block_hashes[::-1]
+    assert engine.pool.get_num_free_blocks() == BLOCKS
+
+
+def test_only_the_run_before_a_failure_is_entered_and_all_blocks_come_back() -> None:
+    engine = Engine(ranks=2)
+    a = request("a", 6)
+    engine.compute(a)
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.answer(load, 4)
+    assert engine.prefetcher.is_busy  # the other rank
+    assert engine.cached(a) == [False] * 6
+    engine.answer(load, 2)
+    assert engine.cached(a) == [True, True, False, False, False, False]
+    assert engine.pool.get_num_free_blocks() == BLOCKS
+    assert engine.queue()[:4] == [None] * 4
+    assert engine.manager.table.by_id["a"].state == "cold"
+    assert len(engine.manager.table.by_id["a"].chain) == 2  # the codes that could not be read are dropped
+    assert engine.pool.reset_prefix_cache()
+
+
+def test_codes_in_a_store_that_is_down_are_kept(engine: Engine) -> None:
+    engine.compute(request("a", 3))
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.answer(load, 0, cause="store_down")
+    assert len(engine.manager.table.by_id["a"].chain) == 3
+    assert engine.cached(request("a", 3)) == [False] * 3
+
+
+def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
+    a = request("a", 3)
+    engine.compute(a)
+    engine.evict()
+    [load] = engine.prefetch("a")
+    assert engine.prefetcher.is_loading(a.block_hashes[1])
+    assert not engine.pool.reset_prefix_cache()  # blocks are in use
+    engine.manager.reset()
+    engine.prefetcher.reset()
+    assert not engine.prefetcher.is_loading(a.block_hashes[1])
+    engine.compute(a)  # anew, and overwritten at once
+    engine.pool.evict_blocks({engine.pool.get_cached_block(key, [0])[0].block_id for key in a.block_hashes})
+    engine.answer(load)
+    assert engine.cached(a) == [False] * 3
+    assert engine.pool.reset_prefix_cache()
+    assert (engine.counted("prefetches"), engine.prefetcher.is_busy) == (0, False)
+
+
+def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
+    a = request("a", 3)
+    engine.compute(a, ttl_s=IDLE_AFTER_S + 1)
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.now += 2.0
+    engine.manager.sweep(engine.now)
+    engine.answer(load)
+    assert engine.cached(a) == [False] * 3
+    assert engine.manager.blocks.get(a.block_hashes[0]) is None
+
+
+@pytest.mark.parametrize(("config", "lead_s"), [({"lead_s": 3.5}, 3.5), ({"enabled": False}, None), ({}, 2.0)])
+def test_the_configuration_says_when(config: dict[str, Any], lead_s: float | None) -> None:
+    transfer = kv_transfer_config(prefetch=config)
+    vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
+    half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]))
+    assert half.manager.prefetch_lead_s == lead_s
+
+
+# -- room ---------------------------------------------------------------------------------------------
+
+
+def test_room_ends_where_a_session_is_hot_though_it_has_codes(engine: Engine) -> None:
+    a, b = request("a", 5), request("b", 11)
+    engine.compute(a)
+    engine.compute(b)
+    engine.evict()
+    [load] = engine.prefetch("b")
+    engine.answer(load)
+    assert engine.prefetch("a") == []
+    assert engine.queue()[:19] == [None] * 8 + b.block_hashes[::-1]  # 4 of the 8 are spare
+    engine.evict()
+    engine.now += RETRY_S
+    assert len(engine.step()) == 1
+
+
+def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None:
+    engine.compute(request("a", 8))
+    engine.evict()
+    waiting = request("waiting", 9)
+    engine.prefetcher.waits(waiting)  # 10 blocks, with its last token's
+    assert engine.prefetch("a") == []
+    engine.prefetcher.admitted(waiting, hot=0)
+    assert engine.step() == []  # not at once
+    assert engine.prefetcher.deadline == engine.now + RETRY_S
+    engine.now += RETRY_S
+    assert len(engine.step()) == 1
+    assert engine.prefetcher.deadline is None
+
+
+def test_an_aborted_request_waits_for_nothing(engine: Engine) -> None:
+    engine.compute(request("a", 8))
+    engine.evict()
+    engine.prefetcher.waits(request("waiting", 9))
+    engine.prefetcher.forget("waiting")
+    assert len(engine.prefetch("a")) == 1
+
+
+def test_one_at_a_time(engine: Engine) -> None:
+    lengths = {"a": 1, "b": 3, "c": 2}
+    for name, blocks in lengths.items():
+        engine.compute(request(name, blocks))
+    engine.evict()
+    loads = engine.prefetch(*lengths)
+    for name, blocks in lengths.items():
+        [load] = loads
+        assert load.keys == request(name, blocks).block_hashes
+        assert engine.step() == []
+        engine.answer(load)
+        loads = engine.step()
+    assert loads == []
+
+
+# -- hits ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("hot", "hits"), [(5, 1), (4, 0), (0, 0)])
+def test_a_hit_is_a_request_that_finds_all_of_it(engine: Engine, hot: int, hits: int) -> None:
+    a = request("a", 5)
+    engine.compute(a)
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.answer(load)
+    engine.prefetcher.admitted(a, hot=hot)
+    assert engine.counted("prefetch_hits") == hits
+    engine.prefetcher.admitted(a, hot=5)
+    assert engine.counted("prefetch_hits") == (1 if hot != 4 else 0)  # each prefetch is used once
+
+
+def test_sessions_that_went_cold_again_are_not_remembered(engine: Engine) -> None:
+    engine.compute(request("a", 3))
+    engine.compute(request("b", 3))
+    engine.evict()
+    [load] = engine.prefetch("a")
+    engine.answer(load)
+    engine.evict()
+    [load] = engine.prefetch("b")
+    engine.answer(load)
+    assert [ready.session_id for ready in engine.prefetcher._ready.values()] == ["b"]
