@@ -10,7 +10,7 @@ what is in the place: when somebody has to go, that is what it holds. Ghosts sta
 may take of the most that was in the place at once.
 """
 
-from collections import deque
+from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Any, ClassVar
 
@@ -21,6 +21,27 @@ from manthan.policies.byte_queue import ByteQueue
 
 MOST_HITS = 3
 PROMOTED_ABOVE = 1
+
+
+class _Look:
+    """A look at the victims: whom the evictions to come move to the main queue's end, and with how many hits."""
+
+    def __init__(self) -> None:
+        self.moves: list[tuple[str, int]] = []
+        self.before: dict[str, int] = {}
+        """How many moves there were before each victim."""
+        self.waiting: OrderedDict[str, int] = OrderedDict()
+        """Who stands behind all that main had at first, and with how many hits."""
+        self._made = 0
+
+    def move(self, session_id: str, hits: int) -> None:
+        self.moves.append((session_id, hits))
+        self.waiting[session_id] = hits
+
+    def moves_before(self, session_id: str) -> list[tuple[str, int]]:
+        """The moves before this victim that were not asked for yet."""
+        first, self._made = self._made, max(self._made, self.before.get(session_id, 0))
+        return self.moves[first : self._made]
 
 
 class S3FIFOOptions(PolicyOptions):
@@ -42,8 +63,11 @@ class S3FIFO(EvictionPolicy):
         self._uses: dict[str, int] = {}
         self._hits: dict[str, int] = {}
         self._capacity = 0
+        self._look = _Look()
 
     def used(self, session: SessionView) -> None:
+        if self._look.before:  # what was seen may not be so any more
+            self._look = _Look()
         session_id = session.session_id
         uses = self._uses.get(session_id)
         self._uses[session_id] = session.uses
@@ -64,38 +88,22 @@ class S3FIFO(EvictionPolicy):
             self._main.pop(session_id)
 
     def evicted(self, session_id: str) -> None:
-        if session_id in self._small or self._is_due(self._small.nbytes, self._main.nbytes):
-            self._promote()
-        if session_id in self._main:
-            self._reinsert()
+        for moved, hits in self._look.moves_before(session_id):
+            if moved in self._hits:  # it has not left
+                self._hits[moved] = hits
+                self._main.put_last(moved, self._small.pop(moved) or self._main.size(moved))
         if session_id in self._small:
             self._ghosts.put_last(session_id, self._small.size(session_id))
             self._ghosts.trim((1 - self.options.small_share) * self._capacity)
         self.forget(session_id)
 
-    def _is_due(self, small_nbytes: int, main_nbytes: int) -> bool:
-        """Whether the next victim is looked for in the small queue."""
-        return small_nbytes >= self.options.small_share * (small_nbytes + main_nbytes)
-
-    def _promote(self) -> None:
-        """Move who was used more than once, up to the first that was not, to the main queue."""
-        while (first := next(iter(self._small), None)) is not None and self._hits[first] > PROMOTED_ABOVE:
-            self._hits[first] = 0
-            self._main.put(first, self._small.pop(first))
-
-    def _reinsert(self) -> None:
-        """Put who was used, up to the first that was not, in again at the end of the main queue."""
-        while self._hits[first := next(iter(self._main))]:
-            self._hits[first] -= 1
-            self._main.put_last(first, self._main.size(first))
-
     def victims(self) -> Iterator[str]:
-        """Goes through the evictions to come and changes nothing: who moves to the main queue's end is `spared`."""
+        """Goes through the evictions to come. Whom they move stays until one of those who come after it has gone."""
+        self._look = look = _Look()
         small, main = in_order(self._small), in_order(self._main)
         small_left, main_left = self._small.nbytes, self._main.nbytes
-        spared: deque[tuple[str, int]] = deque()
         while small_left or main_left:
-            if self._is_due(small_left, main_left):
+            if small_left >= self.options.small_share * (small_left + main_left):
                 session_id = next(small, None)
                 if session_id is None:  # some left meanwhile
                     small_left = 0
@@ -103,27 +111,31 @@ class S3FIFO(EvictionPolicy):
                 small_left -= self._small.size(session_id)
                 if self._hits[session_id] > PROMOTED_ABOVE:
                     main_left += self._small.size(session_id)
-                    spared.append((session_id, 0))
+                    look.move(session_id, 0)
                     continue
             else:
-                session_id = self._next_of_main(main, spared)
+                session_id = self._next_of_main(main, look)
                 if session_id is None:
                     main_left = 0
                     continue
                 main_left -= self._main.size(session_id) or self._small.size(session_id)
+            look.before[session_id] = len(look.moves)
             yield session_id
 
-    def _next_of_main(self, main: Iterator[str], spared: deque[tuple[str, int]]) -> str | None:
+    def _next_of_main(self, main: Iterator[str], look: _Look) -> str | None:
+        """The next without hits; those that have some move to the end, with one less."""
         while True:
             session_id = next(main, None)
             if session_id is not None:
+                if session_id in look.waiting:  # it has been moved
+                    continue
                 hits = self._hits[session_id]
-            elif spared:
-                session_id, hits = spared.popleft()
+            elif look.waiting:
+                session_id, hits = look.waiting.popitem(last=False)
                 if session_id not in self._hits:  # it left meanwhile
                     continue
             else:
                 return None
             if not hits:
                 return session_id
-            spared.append((session_id, hits - 1))
+            look.move(session_id, hits - 1)

@@ -134,10 +134,10 @@ def test_causes_of_dropping_after_hints_are_those_of_the_code() -> None:
     assert {cause for cause in DropCause if f"`{cause}`" in line} == {DropCause.RELEASED, DropCause.EXPIRED}
 
 
-@DOCUMENTS
-def test_links_lead_somewhere(text: str) -> None:
-    folder = REPO if text is README else REPO / "docs"
+@pytest.mark.parametrize("path", ["README.md", *(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))])
+def test_links_lead_somewhere(path: str) -> None:
+    text = (REPO / path).read_text(encoding="utf-8")
     for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert (folder / target).exists(), target
+        assert ((REPO / path).parent / target).exists(), target
     headings = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
     assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings

@@ -21,7 +21,10 @@ from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_o
 
 CONFIG_FLAG = "--manthan-config"
 HELP = {
-    "--manthan-policy": ("NAME", "Turn Manthan on with this eviction policy, such as lru."),
+    "--manthan-policy": (
+        "NAME",
+        "Turn Manthan on with this eviction policy, such as lru; `manthan policies` lists them.",
+    ),
     CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
     "--manthan-codec": ("NAME", "How KV is encoded, such as lloyd3."),

@@ -1,5 +1,6 @@
 """What holds for every registered policy, whatever its order is."""
 
+import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -29,6 +30,11 @@ class Forget:
 
 
 @dataclass(frozen=True)
+class Supersede:
+    session_id: str
+
+
+@dataclass(frozen=True)
 class Take:
     """Victims are taken: per victim, whether it goes, and who else leaves before the next one is asked for."""
 
@@ -53,6 +59,7 @@ EVENTS = st.lists(
             expected_in=st.none() | st.floats(0, 1000),
         ),
         st.builds(Forget, IDS),
+        st.builds(Supersede, IDS),
         st.builds(Take, st.lists(st.tuples(st.booleans(), st.none() | IDS), max_size=20).map(tuple)),
         st.builds(Look, st.integers(0, 20)),
     ),
@@ -75,6 +82,8 @@ class Manager:
                 self.request(event)
             case Forget(session_id):
                 self.forget(session_id)
+            case Supersede(session_id):
+                self.policy.superseded(session_id)
             case Take(steps):
                 self.take(steps)
             case Look(count):
@@ -138,6 +147,17 @@ def test_victims_are_those_who_are_there_each_once(name: str, events: list[objec
         order = list(manager.policy.victims())
         assert sorted(order) == sorted(manager.present)
         assert list(manager.policy.victims()) == order
+
+
+@each_policy
+def test_the_same_in_long_histories_of_sessions_that_come_back(name: str) -> None:
+    manager, rng = Manager(a_policy(name)), random.Random(0)
+    for _ in range(3000):
+        session_id = str(int(40 * rng.random() ** 2))
+        manager.apply(Request(session_id, rng.expovariate(1), 1.0, rng.randint(1, 5), None))
+        if rng.random() < 0.1:
+            manager.take(tuple((rng.random() < 0.5, None) for _ in range(rng.randint(1, 8))))
+            manager.take(tuple((rng.random() < 0.1, None) for _ in range(50)))  # to the end
 
 
 @each_policy

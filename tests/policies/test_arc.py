@@ -49,6 +49,28 @@ def test_a_ghost_weighs_as_much_as_its_bytes(nbytes: int, first: str) -> None:
     assert next(place.policy.victims()) == first  # b is 20 bytes of those used once
 
 
+def test_the_rarer_a_kind_of_ghosts_the_more_a_hit_weighs() -> None:
+    place = Place("arc")
+    place.request("a", "b", "c", "a", "b", "c")
+    place.evict_all()
+    place.request("x", "y", "z", "w")
+    assert place.evict() == "x"
+    place.request("x")  # the only ghost of those used once, beside three of the others: p = 3
+    assert list(place.policy.victims()) == ["x", "y", "z", "w"]
+
+
+def test_that_holds_for_both_kinds() -> None:
+    place = Place("arc")
+    place.request("x", "y", "z")
+    place.evict_all()
+    place.request("x", "y", "z")  # p = 3
+    assert place.evict() == "x"
+    place.request(*"abcdef")
+    assert [place.evict() for _ in range(3)] == ["a", "b", "c"]
+    place.request("x")  # the only ghost of those used again, beside three of the others: p = 0
+    assert list(place.policy.victims()) == ["d", "e", "f", "y", "z", "x"]
+
+
 @pytest.mark.parametrize(("uses", "ghost"), [(1, "s990"), (2, "s985")])
 def test_ghosts_are_forgotten_in_the_end(uses: int, ghost: str) -> None:
     place = Place("arc", capacity=10)

@@ -52,6 +52,15 @@ def test_who_was_evicted_comes_back_with_its_history() -> None:
     assert list(place.policy.victims()) == ["c", "b", "a"]
 
 
+def test_another_session_of_a_name_that_is_free_again_starts_anew() -> None:
+    place = Place(lfu(10**6))
+    place.request("a", "a", "a")
+    place.policy.forget("a")
+    del place.uses["a"], place.created["a"]
+    place.request("b", "b", "a")
+    assert list(place.policy.victims()) == ["a", "b"]
+
+
 def test_the_history_of_one_that_enters_fades_too() -> None:
     policy = lfu(10)
     policy.used(SessionView("long ago", created=0, last_used=1000, uses=3))  # counts 1 and next to nothing

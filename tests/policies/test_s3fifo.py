@@ -1,5 +1,6 @@
 """Three FIFO queues: small, main and ghosts."""
 
+import random
 from collections import Counter, deque
 
 import pytest
@@ -129,3 +130,59 @@ def test_evictions_are_those_of_the_plain_algorithm(names: list[str], capacity: 
     place, plain = Place(S3FIFO(), capacity), Plain(capacity)
     for name in names:
         assert place.request(name) == plain.request(name)
+
+
+@pytest.mark.parametrize("capacity", [3, 10, 30, 60])
+def test_the_same_with_favourites(capacity: int) -> None:
+    place, plain, rng = Place(S3FIFO(), capacity), Plain(capacity), random.Random(capacity)
+    for _ in range(5000):
+        name = str(int(100 * rng.random() ** 3))
+        assert place.request(name) == plain.request(name)
+
+
+def test_who_was_passed_over_comes_up_once_when_another_goes_meanwhile() -> None:
+    place = in_main("main")
+    place.request("main", "often", "often", "often", "once")
+    victims = place.policy.victims()
+    assert next(victims) == "once"
+    place.policy.evicted("once")  # which moves `often` to the main queue, and `main` to its end
+    assert list(victims) == ["often", "main"]
+
+
+def test_an_eviction_moves_nobody_who_has_left() -> None:
+    place = in_main("a", "b", "c")
+    place.request("a")
+    assert next(place.policy.victims()) == "b"  # a was passed
+    place.policy.forget("a")
+    place.policy.evicted("b")
+    assert list(place.policy.victims()) == ["c"]
+
+
+def test_an_eviction_does_not_take_back_a_hit_that_came_since_one_looked() -> None:
+    place = in_main("a", "b", "c")
+    place.request("a")
+    assert next(place.policy.victims()) == "b"
+    place.request("a")  # two hits now
+    place.policy.evicted("b")
+    place.request("c")
+    assert list(place.policy.victims()) == ["c", "a"]
+
+
+def test_each_eviction_of_a_look_moves_only_whom_it_passed_itself() -> None:
+    place = in_main("a", "b", "c", "d", "e")
+    place.request("a", "a", "c")
+    victims = place.policy.victims()
+    for victim in ("b", "d"):
+        assert next(victims) == victim
+        place.policy.evicted(victim)
+    place.request("e")  # the queue is e, a, c; the hits are 1, 1, 0
+    assert list(place.policy.victims()) == ["c", "e", "a"]
+
+
+def test_who_leaves_after_being_passed_over_does_not_come_up_again() -> None:
+    place = in_main("a", "b", "c")
+    place.request("a", "b")
+    victims = place.policy.victims()
+    assert next(victims) == "c"
+    place.policy.forget("a")
+    assert list(victims) == ["b"]

@@ -16,7 +16,8 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
         from vllm import LLM, SamplingParams
         from manthan.vllm_hooks import kv_transfer_config
 
-        manthan = kv_transfer_config(policy="lru", idle_after_s=0.2, min_tokens=64)
+        policy = {{"name": "lfu", "half_life_s": 60}}
+        manthan = kv_transfer_config(policy=policy, idle_after_s=0.2, min_tokens=64)
         llm = LLM({str(MODEL)!r}, block_size=32, num_gpu_blocks_override=131, max_model_len=2048,
                   enforce_eager=True, kv_transfer_config=manthan)
 
@@ -25,6 +26,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
             print("ANSWER", output.outputs[0].text, output.num_cached_tokens)
 
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
+        print("POLICY", *manager.table.hot._make_policy().options)
         ask({first!r})
         time.sleep(0.5)
         session = next(iter(manager.table.by_id.values()))
@@ -47,9 +49,10 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
     """)
     result = subprocess.run([sys.executable, "-c", script], cwd=tmp_path, capture_output=True, text=True, timeout=300)
     assert result.returncode == 0, result.stderr[-3000:]
-    words = ("ANSWER", "BETWEEN", "REFUSED", "TOLD", "TENANTS", "AFTER")
+    words = ("POLICY", "ANSWER", "BETWEEN", "REFUSED", "TOLD", "TENANTS", "AFTER")
     said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(words)]
-    assert [line[0] for line in said] == [*words[:2], "ANSWER", *words[2:], "ANSWER"]
+    assert said.pop(0) == ["POLICY", "('half_life_s',", "60.0)"]
+    assert [line[0] for line in said] == [*words[1:3], "ANSWER", *words[3:], "ANSWER"]
     assert said[0] == ["ANSWER", right, "0"]
     assert said[1] == ["BETWEEN", "idle"]
     refusal = " ".join(said[3][1:])

@@ -1,0 +1,67 @@
+"""docs/policies.md and the README's table against the policies that there are."""
+
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from manthan.manager.config import load_config, resolve_config
+from manthan.manager.registries import check_registered
+from manthan.policies import EvictionPolicy, SessionView
+from manthan.policies.registry import BUILTIN
+
+REPO = Path(__file__).parents[2]
+TEXT = (REPO / "docs" / "policies.md").read_text(encoding="utf-8")
+README = (REPO / "README.md").read_text(encoding="utf-8")
+EXAMPLE = REPO / "docs" / "examples" / "manthan-policy-largest"
+
+
+def rows(heading: str) -> list[list[str]]:
+    """The cells of the table whose first column has this heading."""
+    _, _, rest = TEXT.partition(f"| {heading} |")
+    lines = rest.partition("|\n|---")[2].partition("\n\n")[0].splitlines()[1:]
+    assert lines, heading
+    return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
+
+
+def test_every_policy_has_a_row_a_section_and_a_word_in_the_readme() -> None:
+    assert {row[0].strip("` ") for row in rows("policy")} >= set(BUILTIN)
+    assert set(re.findall(r"^## (\S+)$", TEXT, re.MULTILINE)) >= set(BUILTIN)
+    flag = next(line for line in README.splitlines() if line.startswith("| `--manthan-policy NAME` |"))
+    assert set(re.findall(r"`(\w+)`", flag)) >= set(BUILTIN)
+    assert "docs/policies.md" in README
+
+
+def test_options_are_those_of_the_policies_with_their_defaults() -> None:
+    written = {(policy.strip("`"), option.strip("`"), float(value)) for option, policy, value, *_ in rows("option")}
+    assert written == {
+        (name, option, float(field.default))
+        for name, policy in BUILTIN.items()
+        for option, field in policy.Options.model_fields.items()
+    }
+
+
+def test_all_that_a_policy_is_told_is_explained() -> None:
+    fields = [name for row in rows("field") for name in re.findall(r"`(\w+)`", row[0])]
+    assert fields == list(SessionView._fields)
+    calls = re.findall(r"^\| `(\w+)\(", TEXT, re.MULTILINE)
+    assert set(calls) == {"used", "evicted", "forget", "superseded", "victims"}
+    assert all(callable(getattr(EvictionPolicy, name)) for name in [*calls, "family"])
+
+
+@pytest.mark.parametrize("block", re.findall(r"^```yaml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL))
+def test_yaml_is_accepted(block: str, tmp_path: Path) -> None:
+    path = tmp_path / "manthan.yaml"
+    path.write_text(block, encoding="utf-8")
+    check_registered(resolve_config(path, env={}))
+    assert load_config(path, env={}).policy.options == {
+        key: value for key, value in yaml.safe_load(block)["policy"].items() if key != "name"
+    }
+
+
+def test_the_example_is_the_one_that_is_installed() -> None:
+    (module,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert module == (EXAMPLE / "manthan_policy_largest.py").read_text(encoding="utf-8")
+    (entry_point,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
