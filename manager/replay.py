@@ -67,9 +67,10 @@ class Served(NamedTuple):
 
 
 class Action(NamedTuple):
-    """What happened to blocks, in order: `spill` (encoded), `cold` (a session went), `restore`, `drop`.
+    """What happened to blocks, in order.
 
-    who: the request restored, the session gone cold, the drop's cause; nobody for a spill.
+    what: `spill` (encoding begins), `stored` (it has ended), `cold` (a session went), `restore` or `drop`.
+    who: the request restored, the session gone cold, the drop's cause; nobody for `spill` and `stored`.
     """
 
     what: str
@@ -150,7 +151,7 @@ class Replay(ABC):
         """These blocks are encoded and stored."""
         self.tally.moved_out += len(keys) * self.tally.measuring
         if keys:
-            self.tally.note("spill", "", keys)
+            self.tally.note("stored", "", keys)
         for key in keys:
             self.manager.spilled(key, now)
 
@@ -196,5 +197,7 @@ class OneCacheReplay(Replay):
         while manager.has_work:
             self.take_drops()
             manager.take_releases()
-            self.spilled(manager.take_spills(manager.total_blocks), now)
+            spills = manager.take_spills(manager.total_blocks)
+            self.tally.note("spill", "", spills)
+            self.spilled(spills, now)
         self.take_evictions()

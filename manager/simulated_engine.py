@@ -136,6 +136,7 @@ class EngineReplay(Replay):
         hot, keys = len(hits), request.traced.keys
         cold = keys[hot : hot + self.manager.match(keys[hot:usable])]
         self._pool.touch(hits)
+        self._pressure.runway.taken(hot)
         self._pressure.admitted(request.name)
         request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
         self._promised += self._size(request.traced) - hot
@@ -244,6 +245,7 @@ class EngineReplay(Replay):
             self._held[key] = block
             held.append(key)
         if held:
+            self.tally.note("spill", "", held)
             seconds = self.cost.spill_s_per_token * len(held) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
             self._at(self._encoded_until, self._encoded, held)

@@ -61,13 +61,18 @@ def best_of_all(requests: Sequence[TracedRequest], capacity: int) -> int:
 
 def check_journal(journal: Sequence[Action], capacity: int) -> None:
     """What is restored has been encoded and not been dropped since, and no more than `capacity` blocks ever are."""
-    codes: set[bytes] = set()
+    begun: set[bytes] = set()
+    stored: set[bytes] = set()
     for action in journal:
         if action.what == "spill":
-            assert not codes & set(action.keys), "encoded twice"
-            codes.update(action.keys)
+            assert not begun & set(action.keys), "encoded twice"
+            begun.update(action.keys)
+        elif action.what == "stored":
+            assert begun.issuperset(action.keys)
+            stored.update(action.keys)
         elif action.what == "drop":
-            codes.difference_update(action.keys)
+            begun.difference_update(action.keys)
+            stored.difference_update(action.keys)
         else:
-            assert codes.issuperset(action.keys), f"{action.what} of blocks without codes"
-        assert len(codes) <= capacity
+            assert stored.issuperset(action.keys), f"{action.what} of blocks without codes"
+        assert len(begun) <= capacity

@@ -125,7 +125,12 @@ def test_a_session_that_is_idle_for_long_enough_is_restored() -> None:
     assert one.first_token_s == pytest.approx(1 + 12 * 0.1 + SLOW.prefill_s_per_token2 * 12**2)
     assert second.first_token_s == pytest.approx(1 + 20 * 0.05 + SLOW.prefill_s(20, 29))
     assert tally.journal is not None
-    assert [(action.what, action.who) for action in tally.journal] == [("spill", ""), ("cold", "x"), ("restore", "1")]
+    assert [(action.what, action.who) for action in tally.journal] == [
+        ("spill", ""),
+        ("stored", ""),
+        ("cold", "x"),
+        ("restore", "1"),
+    ]
     assert tally.journal[0].keys == [b"abcde", b"abcd", b"abc", b"ab", b"a"]
 
 

@@ -1,0 +1,121 @@
+"""A real vLLM engine in this process, stepped by hand: what it does to blocks, written down one by one.
+
+Run as a script: a job as JSON on standard input, a report as JSON on standard output. After each step the threads that
+encode and decode are waited for, so that a step sees what the one before has begun.
+"""
+
+import json
+import os
+import random
+import sys
+from typing import Any
+
+import vllm_engine  # sets the environment
+from vllm import EngineArgs, SamplingParams
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from manthan.vllm_hooks import kv_transfer_config
+
+
+class SteppedEngine:
+    """Requests one after the other, and after each of them steps until nothing is left to be done."""
+
+    def __init__(self, blocks: int, **manthan: Any) -> None:
+        args = EngineArgs(
+            vllm_engine.MODEL,
+            block_size=vllm_engine.BLOCK,
+            num_gpu_blocks_override=blocks,
+            max_model_len=2048,
+            enforce_eager=True,
+            gpu_memory_utilization=0.5,  # of no meaning on the CPU
+            kv_transfer_config=kv_transfer_config(**manthan),
+        )
+        self.engine = LLMEngine.from_engine_args(args)
+        self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
+        self.actions: list[list[Any]] = []
+        self.requests: list[dict[str, Any]] = []
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note what the scheduler half tells the workers, and what became of each request."""
+        half, step, allocated, finished = self.half, self.half.step, self.half.allocated, self.half.finished
+
+        def noting_step(*args: Any) -> Any:
+            metadata = step(*args)
+            self.actions += [["drop", key.hex()] for key in metadata.drops]
+            self.actions += [["spill", spill.key.hex()] for spill in metadata.spills]
+            return metadata
+
+        def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
+            first = half._first_external.get(request.request_id)
+            if first is not None:  # otherwise a restore has ended, and it goes on
+                more = tokens // vllm_engine.BLOCK
+                self.found = [first, more]
+                self.actions += [["restore", key.hex()] for key in request.block_hashes[first : first + more]]
+            allocated(request, block_ids, tokens)
+
+        def noting_finished(request: Any, blocks: int) -> Any:
+            full = min(blocks, request.num_computed_tokens // vllm_engine.BLOCK)
+            self.requests.append(
+                {
+                    "keys": [key.hex() for key in request.block_hashes[:full]],
+                    "input_tokens": request.num_prompt_tokens,
+                    "output_tokens": request.num_output_tokens,
+                    "session": request.session_id,
+                    "found": self.found,
+                }
+            )
+            return finished(request, blocks)
+
+        half.step, half.allocated, half.finished = noting_step, noting_allocated, noting_finished
+
+    def ask(self, tokens: list[int], session: str | None, answer_tokens: int) -> list[int]:
+        """The tokens of the answer."""
+        params = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        name = f"request-{len(self.requests)}"
+        self.engine.add_request(name, {"prompt_token_ids": tokens}, params, session_id=session)
+        answer: list[int] = []
+        while self.engine.has_unfinished_requests() or self.half.has_work:
+            for output in self.engine.step():
+                answer = list(output.outputs[0].token_ids)
+            self._wait_for_threads()
+        return answer
+
+    def _wait_for_threads(self) -> None:
+        from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+        path = get_kv_transfer_group().worker.path
+        for threads in (path._encoders, path._loaders):
+            threads.submit(int).result()
+
+
+def converse(engine: SteppedEngine, requests: int, seed: int) -> None:
+    """Sessions, some with a shared beginning, that come back in random order, longer each time, until they are long."""
+    rng = random.Random(seed)
+    shared = [rng.randrange(10, 200) for _ in range(100)]
+    texts: dict[str, list[int]] = {}
+    names = [f"user-{number}" for number in range(14)]
+    for number in range(requests):
+        place = min(int(rng.expovariate(0.25)), len(names) - 1)
+        name = names.pop(place)
+        if len(texts.get(name, ())) > 600:
+            name = f"user-{number + 100}"
+        names.insert(0, name)
+        text = texts.setdefault(name, list(shared) if rng.random() < 0.5 else [])
+        text += [rng.randrange(10, 200) for _ in range(rng.randrange(20, 200))]
+        text += engine.ask(text, name if rng.random() < 0.7 else None, rng.randrange(1, 80))
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    engine = SteppedEngine(job["blocks"], **job["manthan"])
+    converse(engine, job["requests"], job["seed"])
+    with report:
+        cold_blocks = engine.half.manager.total_blocks
+        json.dump({"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}, report)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,73 @@
+"""The simulator against a real engine: 200 requests, one after the other, more sessions than pool and cold store hold.
+
+The engine says which requests it served; the simulator is told no more than their keys, lengths and order.
+"""
+
+import json
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm_engine import BLOCK
+
+from manthan.manager.cost_model import CostModel
+from manthan.manager.replay import Setup
+from manthan.manager.simulator import replay
+from manthan.manager.traces import TracedRequest
+from manthan.policies import get_policy
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "stepped_engine.py"
+POOL, COLD = 95, 120
+CODE_NBYTES = 25728
+EVERY_S = 1000.0
+INSTANT = CostModel(restore_s_per_token=1e-6, spill_s_per_token=0)
+"""As the engine's threads are waited for after each step. What is stored in the step in which a request is restored is
+settled before that request goes on."""
+
+
+def real(policy: str) -> dict[str, Any]:
+    """What an engine does."""
+    manthan = {
+        "policy": policy,
+        "min_tokens": 64,
+        "idle_after_s": 1e6,
+        "cold_store": {"max_bytes": COLD * CODE_NBYTES},
+    }
+    job = {"blocks": POOL + 1, "requests": 200, "seed": 7, "manthan": manthan}
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report
+
+
+def traced(number: int, said: dict[str, Any]) -> TracedRequest:
+    keys = [bytes.fromhex(key) for key in said["keys"]]
+    full = said["input_tokens"] // BLOCK
+    return TracedRequest(number * EVERY_S, said["session"], keys, full, said["input_tokens"], said["output_tokens"])
+
+
+@pytest.mark.parametrize("policy", ["lru"])
+def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(policy: str) -> None:
+    report = real(policy)
+    requests = [traced(number, said) for number, said in enumerate(report["requests"])]
+    setup = Setup(
+        get_policy(policy),
+        hot_blocks=POOL,
+        cold_blocks=report["cold_blocks"],
+        block_tokens=BLOCK,
+        cost=INSTANT,
+        idle_after_s=1e6,
+        min_tokens=64,
+    )
+    tally = replay(requests, setup, journal=True)
+    assert tally.journal is not None
+    what = ("spill", "drop", "restore")
+    simulated = [[action.what, key.hex()] for action in tally.journal if action.what in what for key in action.keys]
+    assert min(Counter(action[0] for action in simulated).values()) > 100
+    assert [list(served[1:3]) for served in tally.served if served] == [said["found"] for said in report["requests"]]
+    assert simulated == report["actions"]
