@@ -62,14 +62,16 @@ class _Window:
 class ReturnModel:
     """Learns from requests as they come, and says how likely a return is.
 
-    window: how many requests it learns from. refit_every: requests between two estimates. prior: events that each
-    factor is taken to have seen at the average rate, which pulls what is rare towards 1.
+    window: how many requests it learns from. refit_every: requests between two estimates, or an eighth of those that it
+    learns from if that is more, so that an estimate costs a request the same however many there are. prior: events that
+    each factor is taken to have seen at the average rate, which pulls what is rare towards 1.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
         self._refit_every, self._prior = refit_every, prior
         self._window, self._size = _Window.of(window), window
         self._count = 0
+        self._next_fit = refit_every
         self._open: dict[str, tuple[int, int]] = {}  # session id to its last request's number, and its uses then
         self._begins = np.array((0.0, *AGES))
         self._widths = np.array((*AGES, HORIZON)) - self._begins
@@ -77,12 +79,13 @@ class ReturnModel:
         """Returns per second in each piece, of a session whose factors are all 1."""
         self.weights = [np.zeros(len(ends) + 1) for ends in FEATURES.values()]
         """The logarithm of each bucket's factor."""
+        self._logs: list[list[float]] = [weights.tolist() for weights in self.weights]  # plain numbers are read faster
         self.version = 0
         """How often it was estimated."""
 
     def log_factor(self, known: tuple[int, ...]) -> float:
         """Σ w_f of a session."""
-        return sum(float(weights[bucket]) for weights, bucket in zip(self.weights, known, strict=True))
+        return sum(logs[bucket] for logs, bucket in zip(self._logs, known, strict=True))
 
     def observe(self, session: SessionView, known: tuple[int, ...]) -> None:
         """A request of the session ended. What is told again of the same request only corrects what is known."""
@@ -105,8 +108,9 @@ class ReturnModel:
         self._window.began[slot] = session.last_used
         self._window.returned[slot] = np.nan
         self._window.weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
-        if is_new and self._count % self._refit_every == 0:
+        if is_new and self._count >= self._next_fit:
             self._fit(session.last_used)
+            self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // 8)
 
     def _fit(self, now: float) -> None:
         """Two rounds of: the base curve given the factors, each factor given the curve and the others."""
@@ -129,6 +133,7 @@ class ReturnModel:
                 new = np.log((seen + self._prior) / (due + self._prior))
                 log_factor += (new - weights)[known[:, f]]
                 self.weights[f] = new
+        self._logs = [weights.tolist() for weights in self.weights]
         self.version += 1
 
     def index(self, log_factors: Floats) -> Floats:

@@ -21,7 +21,9 @@ class ReturnsOptions(PolicyOptions):
     """How it learns."""
 
     window: int = Field(default=8192, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
-    refit_every: int = Field(default=256, ge=1, description="a number of requests between two estimates, 1 or more")
+    refit_every: int = Field(
+        default=256, ge=1, description="a number of requests between two estimates, at least, 1 or more"
+    )
     prior: float = Field(default=8.0, gt=0, description="a number of returns above 0")
 
 
