@@ -197,8 +197,8 @@ class Sessions(RuleBasedStateMachine):
         assert since == sorted(since)
         idle = {s.session_id for s in table.by_id.values() if s.state is SessionState.IDLE}
         assert set(table.idle) == idle == {session.session_id for session in table.hot_victims()}
-        cold = {s.session_id for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)}
-        assert {session.session_id for session in table.cold_victims()} >= cold
+        cold = [s for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)]
+        assert set(table.cold_victims()) >= {session for session in cold if not session.pinned}
         others = [when for when in (self.manager._ttls.first, self.manager._expected.first) if when is not None]
         assert self.manager.next_deadline == min([*others, *(when + IDLE_AFTER_S for when in since[:1])], default=None)
 
