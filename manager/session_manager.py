@@ -302,6 +302,7 @@ class SessionMemoryManager(HintedSide):
         if granted < len(needed):
             self._cut(session, needed[granted].depth, DropCause.BUDGET)
         for block in reversed(needed[:granted]):
+            block.tenant = session.tenant  # who has it stored pays for it
             self.blocks.change(block, code=CodeState.QUEUED)
             self._queue[block.key] = None
         for block in session.chain:

@@ -46,6 +46,7 @@ class SharedSessionManager(SessionMemoryManager):
         for key in keys[first:]:
             block = self.blocks.get(key)
             if block is not None and block.code is CodeState.NONE and block.users:
+                block.tenant = ""  # another engine had it stored
                 self.blocks.change(block, code=CodeState.COLD)
                 self.elsewhere = max(0, self.elsewhere - 1)
 
