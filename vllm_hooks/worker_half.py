@@ -7,11 +7,13 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec import get_codec, wire
+from manthan.codec.exact import exact_parts
 from manthan.codec.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.cold_store import ColdStore, HostStore
-from manthan.vllm_hooks.block_codec import Blocks, DeviceBlocks, HostBlocks
+from manthan.vllm_hooks.block_codec import BlockCodec, Blocks, DeviceBlocks, HostBlocks
 from manthan.vllm_hooks.capacity import STAGINGS, TierBytes
+from manthan.vllm_hooks.exact_blocks import ExactBlocks
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.host_path import HostPath
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
@@ -48,13 +50,14 @@ class WorkerHalf:
         if self._config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, self._config, spec, len(layers))
         name = namespace.name if namespace else ""
-        print_ = fingerprint(self._vllm_config, spec, self._config.codec, name)
-        header = wire.BlockHeader(self._config.codec, b"", print_, len(layers), *shape)
+        print_ = fingerprint(self._vllm_config, spec, self._config.codec.name, name)
+        header = wire.BlockHeader(self._config.codec.name, b"", print_, len(layers), *shape)
+        parts = exact_parts(header, layers[0].rows.itemsize) if self._config.codec.keeps_exact else 0
         device = layers[0].rows.device
         tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and namespace is None:
-            self.path = _gpu_path(self._config.codec, header, paged_layout(layers, shape), tier_bytes)
+            self.path = _gpu_path(self._config.codec.name, header, paged_layout(layers, shape), tier_bytes)
             return
         if tier_bytes.device:
             raise UnsupportedError(
@@ -64,10 +67,10 @@ class WorkerHalf:
         threads = self._config.encode_threads
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(gpu_codec(self._config.codec, paged_layout(layers, shape), header), header)
+            blocks = PagedBlocks(gpu_codec(self._config.codec.name, paged_layout(layers, shape), header), header)
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         else:
-            codec = get_codec(self._config.codec, spec.head_size, "numpy")
+            codec = get_codec(self._config.codec.name, spec.head_size, "numpy")
             on_cpu = device.type == "cpu"
             blocks = (
                 HostBlocks(codec, header, layers)
@@ -78,7 +81,8 @@ class WorkerHalf:
         if namespace is not None:
             parallel = self._vllm_config.parallel_config
             store = make_store(self._config, namespace, parallel.rank, parallel.world_size, blocks.nbytes)
-        self.path = HostPath(blocks, store, threads, device)
+        copies = ExactBlocks(blocks, parts) if parts and isinstance(blocks, BlockCodec) else None
+        self.path = HostPath(blocks, store, threads, device, copies)
 
     def submit(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
