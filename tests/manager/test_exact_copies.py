@@ -1,4 +1,4 @@
-"""The manager by example: which blocks have exact copies, and which of them go first. A copy takes three blocks' room."""
+"""The manager by example: which blocks have exact copies, and which go first. A copy takes three blocks' room."""
 
 from typing import Any
 
