@@ -57,7 +57,8 @@ class WorkerHalf:
         tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and namespace is None:
-            self.path = _gpu_path(self._config.codec.name, header, paged_layout(layers, shape), tier_bytes)
+            codec = gpu_codec(self._config.codec.name, paged_layout(layers, shape), header)
+            self.path = _gpu_path(codec, header, tier_bytes, parts)
             return
         if tier_bytes.device:
             raise UnsupportedError(
@@ -133,12 +134,14 @@ def gpu_codec(name: str, layout: PagedLayout, header: wire.BlockHeader) -> Paged
         return TorchPagedCodec(SPECS[name], layout, header)
 
 
-def _gpu_path(name: str, header: wire.BlockHeader, layout: PagedLayout, tier_bytes: TierBytes) -> WorkerPath:
+def _gpu_path(codec: PagedCodec, header: wire.BlockHeader, tier_bytes: TierBytes, parts: int) -> WorkerPath:
+    """parts: of an exact copy; 0 if there are to be none."""
+    from manthan.vllm_hooks.exact_gpu_path import ExactGpuPath
     from manthan.vllm_hooks.gpu_path import GpuPath
     from manthan.vllm_hooks.tiers import Tier, Tiers
 
-    codec = gpu_codec(name, layout, header)
-    device = layout.caches[0].device
+    device = codec.layout.caches[0].device
     on_device = Tier.on_device(tier_bytes.device, codec.nbytes, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host, codec.nbytes) if tier_bytes.host else None
-    return GpuPath(codec, header, Tiers(on_device, on_host))
+    tiers = Tiers(on_device, on_host)
+    return ExactGpuPath(codec, header, tiers, parts) if parts else GpuPath(codec, header, tiers)
