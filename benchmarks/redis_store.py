@@ -21,18 +21,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from arms import OUT, ROOT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from engines import POLL_S, Answer, Engine, EngineOptions, Report, Shape, serve
-from local_redis import redis_at
-from redis_report import LATENCY, RECOMPUTE, show
-from redis_speed import Sizes, measure_speed
-from restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
 from rich.console import Console
 
+from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, Shape, serve
+from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.redis_report import LATENCY, RECOMPUTE, show
+from manthan.benchmarks.redis_speed import Sizes, measure_speed
+from manthan.benchmarks.restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
 from manthan.manager.config_model import RedisConfig
 from manthan.manager.redis_client import connect
 
-MODEL = ROOT / "tests" / "data" / "tiny-llama"
+MODEL = Path("tests", "data", "tiny-llama")
+"""Of this repository: scripts are run from its root."""
 BLOCK_TOKENS = 32
 ENTRIES = 16
 DIGITS = 4

@@ -1,0 +1,14 @@
+"""The groups `manthan bench` and `manthan eval`. What needs vLLM or torch imports it when it runs, not here."""
+
+import typer
+
+bench = typer.Typer(no_args_is_help=True, help="Measure capacity and concurrency on a vLLM server.")
+evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
+
+
+@bench.callback()
+def _bench() -> None: ...
+
+
+@evaluate.callback()
+def _evaluate() -> None: ...
