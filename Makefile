@@ -4,7 +4,7 @@ SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
 WHEELS := build/wheels
-PACKAGES := codec manager policies vllm_hooks
+PACKAGES := benchmarks codec manager policies vllm_hooks
 # The folders count as sources too: a deleted file changes nothing but its folder.
 SOURCES := pyproject.toml $(wildcard README.md) $(shell find $(PACKAGES) -name __pycache__ -prune -o -print)
 

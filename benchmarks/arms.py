@@ -16,12 +16,12 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-from engines import EngineOptions
 from rich.console import Console
-from server import ENVIRONMENT
 
-ROOT = Path(__file__).resolve().parent.parent
-OUT = ROOT / "build" / "benchmarks"
+from manthan.benchmarks.engines import EngineOptions
+from manthan.benchmarks.server import ENVIRONMENT
+
+OUT = Path("build", "benchmarks")
 LAST_LINES = 80
 LINE_EVERY_S = 10.0
 STOP_WAIT_S = 15.0

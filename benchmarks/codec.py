@@ -119,8 +119,9 @@ def table(results: list[Result], title: str) -> Table:
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None) -> None:
     """The CUDA kernels, 256 Ki to 4 Mi vectors at head size 128, and 1 Mi at others."""
-    import codec_gpu
     import torch
+
+    from manthan.benchmarks import codec_gpu
 
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
     results: list[codec_gpu.GpuResult] = []

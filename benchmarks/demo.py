@@ -26,8 +26,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
-from server import Reply, ServerError, VllmServer
 from tokenizers import Tokenizer
+
+from manthan.benchmarks.server import Reply, ServerError, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests" / "data" / "tiny-llama"

@@ -21,9 +21,19 @@ from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 import typer
-from arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from engines import Engine, EngineOptions, Report, Shape, WrongPathError, random_tokens, serve, write_model
-from interference_report import ENGINES, show
+
+from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.engines import (
+    Engine,
+    EngineOptions,
+    Report,
+    Shape,
+    WrongPathError,
+    random_tokens,
+    serve,
+    write_model,
+)
+from manthan.benchmarks.interference_report import ENGINES, show
 
 POOL_SESSIONS = 2
 """Long sessions that the pool holds beside the batch."""

@@ -28,12 +28,12 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from arms import OUT, leave_on_signals, make_console, new_report, save_plot, write_report
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from manthan.benchmarks.arms import OUT, leave_on_signals, make_console, new_report, save_plot, write_report
 from manthan.policies import EvictionPolicy, SessionView, get_policy, policy_names
 
 ZIPF = 0.8

@@ -4,9 +4,10 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from arms import save_plot, where
-from redis_report import Row, draw_bars, spread_table
 from rich.console import Console
+
+from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.redis_report import Row, draw_bars, spread_table
 
 RECOMPUTE = "recompute"
 KINDS = (RECOMPUTE, "restore", "prefetch", "hot")

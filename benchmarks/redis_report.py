@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from arms import save_plot, where
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
+
+from manthan.benchmarks.arms import save_plot, where
 
 OURS, RAW = "Manthan", "redis-py"
 RECOMPUTE = "recompute"

@@ -13,8 +13,8 @@ from importlib import metadata
 from typing import Any
 
 import numpy as np
-from redis_report import OURS, RAW
 
+from manthan.benchmarks.redis_report import OURS, RAW
 from manthan.manager.cold_store import Buffer
 from manthan.manager.config_model import RedisConfig
 from manthan.manager.redis_client import Circuit, Client, check, connect

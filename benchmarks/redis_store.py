@@ -10,6 +10,7 @@ own with the small trained model of the tests; where each token came from is che
 """
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -21,18 +22,19 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from arms import OUT, ROOT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from engines import POLL_S, Answer, Engine, EngineOptions, Report, Shape, serve
-from local_redis import redis_at
-from redis_report import LATENCY, RECOMPUTE, show
-from redis_speed import Sizes, measure_speed
-from restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
 from rich.console import Console
 
+from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, Shape, serve
+from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.redis_report import LATENCY, RECOMPUTE, show
+from manthan.benchmarks.redis_speed import Sizes, measure_speed
+from manthan.benchmarks.restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
 from manthan.manager.config_model import RedisConfig
 from manthan.manager.redis_client import connect
 
-MODEL = ROOT / "tests" / "data" / "tiny-llama"
+MODEL = Path("tests", "data", "tiny-llama")
+"""Of this repository: scripts are run from its root."""
 BLOCK_TOKENS = 32
 ENTRIES = 16
 DIGITS = 4
@@ -63,11 +65,12 @@ class Table:
         names = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
         self._values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(names, ENTRIES)}
         lines = [f"{name} = {value}\n" for name, value in self._values.items()]
-        self._text = ""
-        for number in range(tokens):
-            if len(self._ids(self._text)) >= tokens - QUESTION_TOKENS:
+        self._text, count = "", len(self._ids(""))
+        for line in itertools.cycle(lines):  # a line is as many tokens alone as among others
+            if count >= tokens - QUESTION_TOKENS:
                 break
-            self._text += lines[number % ENTRIES]
+            self._text += line
+            count += len(self._ids(line)) - len(self._ids(""))
 
     def question(self, number: int) -> tuple[list[int], str]:
         """A prompt, and the right answer to it."""

@@ -20,10 +20,21 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from engines import Answer, Engine, EngineOptions, Report, Shape, WrongPathError, random_tokens, serve, write_model
-from local_redis import redis_at
-from restore_report import CAPACITY, LATENCY, OURS, REDIS, show
+
+from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.engines import (
+    Answer,
+    Engine,
+    EngineOptions,
+    Report,
+    Shape,
+    WrongPathError,
+    random_tokens,
+    serve,
+    write_model,
+)
+from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.restore_report import CAPACITY, LATENCY, OURS, REDIS, show
 
 SESSIONS = 3
 """Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""

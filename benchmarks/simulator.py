@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Annotated, Any
 
 import typer
-from arms import OUT, make_console, new_report, write_report
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
+from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
 from manthan.manager.replay import Setup
 from manthan.manager.simulator import replay
 from manthan.manager.traces import Trace, read_trace

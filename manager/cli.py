@@ -1,6 +1,6 @@
 """The `manthan` command."""
 
-from importlib.metadata import version
+from importlib.metadata import entry_points, version
 from typing import Annotated
 
 import typer
@@ -24,6 +24,8 @@ app.add_typer(config_app, name="config")
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
 app.command("workload")(workload)
+for group in entry_points(group="manthan.commands"):
+    app.add_typer(group.load(), name=group.name)
 
 
 @app.command("version")

@@ -4,9 +4,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import Answer, Shape, WrongPathError, write_model
-from restore import Setting, capacity_arm, check, chosen_arms, latency_arm
-from restore_report import capacity_ratios, kept_sessions, latency_ratios, latency_rows
+
+from manthan.benchmarks.engines import Answer, Shape, WrongPathError, write_model
+from manthan.benchmarks.restore import Setting, capacity_arm, check, chosen_arms, latency_arm
+from manthan.benchmarks.restore_report import capacity_ratios, kept_sessions, latency_ratios, latency_rows
 
 
 @pytest.fixture

@@ -5,9 +5,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from prefetch import BACK_AFTER_S, IDLE_AFTER_S, LEAD_S, MODEL, arms
-from prefetch_report import counted, ratios, rows, saved_ms, show
 from rich.console import Console
+
+from manthan.benchmarks.prefetch import BACK_AFTER_S, IDLE_AFTER_S, LEAD_S, MODEL, arms
+from manthan.benchmarks.prefetch_report import counted, ratios, rows, saved_ms, show
 
 
 def returns(*times_ms: float) -> list[dict[str, Any]]:

@@ -8,11 +8,12 @@ from typing import Any
 import pytest
 import redis
 import typer
-from redis_report import OURS, RAW, latency_ratios, latency_rows, show, speed_ratios
 from redis_server import RedisServer
-from redis_store import Setting, latency_arm, main
 from rich.console import Console
 from typer.testing import CliRunner
+
+from manthan.benchmarks.redis_report import OURS, RAW, latency_ratios, latency_rows, show, speed_ratios
+from manthan.benchmarks.redis_store import Setting, latency_arm, main
 
 
 def run(*arguments: str) -> Any:

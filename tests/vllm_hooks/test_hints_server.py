@@ -7,7 +7,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server import VllmServer
+
+from manthan.benchmarks.server import VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]

@@ -6,7 +6,8 @@ from pathlib import Path
 import httpx
 import pytest
 from redis_server import RedisServer, running
-from server import Reply, VllmServer
+
+from manthan.benchmarks.server import Reply, VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 FLAGS = [

@@ -8,8 +8,8 @@ from typing import Any
 
 import httpx
 import pytest
-from server import Reply, VllmServer
 
+from manthan.benchmarks.server import Reply, VllmServer
 from manthan.vllm_hooks.plugin import HELP
 from manthan.vllm_hooks.stats import METRICS
 
