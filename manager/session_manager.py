@@ -218,7 +218,7 @@ class SessionMemoryManager(HintedSide):
         self._bury(unreadable)
         if self.table.front is not None:
             self.table.front.read(blocks)
-        self.copies.spoiled(spoiled)
+        self.copies.spoiled({block.key for block in blocks} & set(spoiled))
         self.copies.review(blocks)
 
     # -- eviction -------------------------------------------------------------------------------------

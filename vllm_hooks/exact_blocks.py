@@ -33,27 +33,28 @@ class ExactBlocks:
             store.reserve(self.nbytes)
         except ColdStoreError as error:
             return error.cause
+        left = self.parts
         try:
             parts = exact.split(self._blocks.header_of(key), self._blocks.numbers(block_id))
             refused = store.put_all(dict(zip(exact.part_keys(key, self.parts), parts, strict=True)))
-            store.unreserve(len(refused) * self._blocks.nbytes)
+            left = len(refused)
             return next(iter(refused.values()), None)
-        except Exception as error:  # whatever it is costs this copy, not the codes
-            logger.warning("Manthan: a block is kept without its exact copy: %s: %s", type(error).__name__, error)
-            store.unreserve(self.nbytes)
-            return "internal"
+        finally:
+            store.unreserve(left * self._blocks.nbytes)
 
     def restore(self, key: bytes, block_id: int, store: ColdStore) -> str | None:
         """Write a block's copy into the paged block; the cause, a metric label, if that cannot be done.
 
         The paged block is written to only after every check has passed.
         """
-        parts = [part for part in store.read(exact.part_keys(key, self.parts)) if part is not None]
-        if len(parts) < self.parts:
-            return "missing"
         try:
-            numbers = exact.join(self._blocks.header_of(key), parts, self._blocks.exact_nbytes)
-        except WireError as error:
+            parts = [part for part in store.read(exact.part_keys(key, self.parts)) if part is not None]
+            if len(parts) < self.parts:
+                return "missing"
+            self._blocks.write(block_id, exact.join(self._blocks.header_of(key), parts, self._blocks.exact_nbytes))
+            return None
+        except (WireError, ColdStoreError) as error:
             return error.cause
-        self._blocks.write(block_id, numbers)
-        return None
+        except Exception as error:  # the codes will do
+            logger.warning("Manthan: an exact copy is not restored: %s: %s", type(error).__name__, error)
+            return "internal"

@@ -119,8 +119,12 @@ class HostPath(WorkerPath):
     ) -> dict[bytes, str | None]:
         """Keep exact copies of blocks whose codes are in the store."""
         assert self.copies is not None
-        with self._behind(model):
-            return {spill.key: self.copies.keep(spill.key, spill.block_id, store) for spill in spills}
+        try:
+            with self._behind(model):
+                return {spill.key: self.copies.keep(spill.key, spill.block_id, store) for spill in spills}
+        except Exception as error:  # whatever it is costs these copies, not the codes
+            logger.warning("Manthan: blocks are kept without exact copies: %s: %s", type(error).__name__, error)
+            return dict.fromkeys([spill.key for spill in spills], "internal")
 
     def _put(self, encoded: dict[bytes, Buffer], store: ColdStore) -> dict[bytes, str]:
         try:

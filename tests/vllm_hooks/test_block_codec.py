@@ -158,3 +158,19 @@ def test_a_copy_without_room_takes_none() -> None:
     store = HostStore(5 * blocks.nbytes)
     assert ExactBlocks(blocks, 6).keep(KEY, 3, store) == "store_full"
     store.reserve(store.max_bytes)  # nothing is left set aside
+
+
+def test_a_store_that_breaks_costs_the_copy_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    store, copies = HostStore(6 * blocks.nbytes), ExactBlocks(blocks, 6)
+
+    def broken(*_: Any) -> Any:
+        raise OSError("the store is on fire")
+
+    monkeypatch.setattr(store, "put_all", broken)
+    with pytest.raises(OSError, match="fire"):
+        copies.keep(KEY, 3, store)
+    monkeypatch.setattr(store, "read", broken)
+    assert copies.restore(KEY, 3, store) == "internal"
+    store.reserve(store.max_bytes)
