@@ -110,6 +110,15 @@ class ExactSessions:
         self.report["copies"] = self.copies("unlucky")
         self.report["parts"] = [len([k for k in store if k.startswith(key + b"/")]) for key in before]
 
+    def prefetch(self) -> None:
+        """A session comes back before it is asked for."""
+        self.ask(vllm_engine.Table(3), 0, "expected", [])
+        before = self.pool("expected")
+        self.go_cold()
+        self.engine.ask(list(range(100, 120)), "caller", 1, prefetch=["expected"])
+        after = self.pool("expected")
+        self.report["prefetched"] = [after.get(key) == numbers for key, numbers in before.items()]
+
     def crowd(self) -> None:
         """More and more sessions in a store that is too small for their copies, and at last for their codes."""
         tables = [vllm_engine.Table(10 + n) for n in range(8)]

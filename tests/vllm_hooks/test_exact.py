@@ -27,7 +27,7 @@ def run(*what: str, **manthan: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def roomy() -> dict[str, Any]:
-    return run("grow", "damage", cold_store={"max_bytes": "64MiB"})
+    return run("grow", "prefetch", "damage", cold_store={"max_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="module")
@@ -70,8 +70,14 @@ def test_what_is_damaged_or_lost_comes_back_as_its_codes_say(roomy: dict[str, An
     assert roomy["parts"] == [PARTS * (depth == blocks - 2) for depth in range(blocks)]
 
 
+def test_a_prefetched_session_is_exact_in_the_same_places(roomy: dict[str, Any]) -> None:
+    blocks = len(roomy["prefetched"])
+    assert blocks > 16
+    assert [depth for depth, same in enumerate(roomy["prefetched"]) if same] == exact_of(blocks)
+
+
 def test_every_answer_is_right(roomy: dict[str, Any], crowded: dict[str, Any]) -> None:
-    assert len(roomy["right"]) == 6
+    assert len(roomy["right"]) == 7
     assert len(crowded["right"]) == 12
     assert all(roomy["right"] + crowded["right"])
 
