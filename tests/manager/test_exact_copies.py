@@ -120,6 +120,19 @@ def test_a_copy_stays_as_long_as_one_session_has_it_in_its_window() -> None:
     assert set(copies(engine).split()) == {"m1", "m2", "n1", "n2"}
 
 
+def test_a_copy_goes_with_the_session_in_whose_window_it_is() -> None:
+    """Another session needs the codes, but has left that place long ago."""
+    engine = keeping(sink_tokens=0, window_tokens=1)
+    engine.talk("a b", name="m")
+    engine.evict()
+    engine.finish(engine.start("a b", name="n"), "a b c d")
+    engine.evict()
+    assert copies(engine) == "b d"
+    engine.manager._cut(engine.session("m"), 0, DropCause.RELEASED)
+    assert lost(engine) == "b"
+    assert engine.cold() == set("abcd")
+
+
 def test_a_copy_that_is_read_stays_until_the_restore_ends() -> None:
     engine = keeping(sink_tokens=0, window_tokens=1)
     engine.talk("a b")
@@ -191,6 +204,27 @@ def test_a_session_that_is_used_keeps_its_copies_longer() -> None:
     come_back(engine, "a b", "a b")
     engine.evict()
     assert copies(engine) == "y b"
+
+
+def test_a_session_with_a_request_keeps_its_copies_longer() -> None:
+    engine = keeping(capacity=13, sink_tokens=0, window_tokens=16)
+    for text in ("a b", "x y"):
+        engine.talk(text)
+        engine.evict()
+    engine.start("a b")
+    engine.talk("m n")
+    engine.evict()
+    assert copies(engine) == "b n"
+
+
+def test_a_session_does_not_give_up_its_first_tokens_for_its_last() -> None:
+    engine = keeping(capacity=8, window_tokens=16)
+    engine.talk("a b")
+    engine.evict()
+    come_back(engine, "a b", "a b c")
+    engine.evict()
+    assert copies(engine) == "a"
+    assert engine.cold() == set("abc")
 
 
 def test_a_tenant_makes_room_among_its_own_copies() -> None:
