@@ -32,16 +32,13 @@ from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.progress import Bar, bar
 from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import KEPT_SHARE
-from manthan.benchmarks.served import Served, Session, make_session, random_session
+from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
+from manthan.benchmarks.settle import until_settled
 
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """No more sessions are tried once no more than so many of those that came were kept."""
-SETTLE_S = 120.0
-POLL_S = 0.2
-SAFE_VOCABULARY = 1000
-"""Token ids below it are sent to a server whose model's folder is not known."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Asker:
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
         right = [self._come(index) for index in indices]
-        self._settle()
+        until_settled(self.endpoint, all_cold=self.is_ours)
         stored = self._manthan("cold_bytes")
         failures = self._manthan("failures_total")
         returns = [self._return(index, right[index - first]) for index in reversed(indices)]
@@ -133,21 +130,6 @@ class Asker:
         reply = self.endpoint.complete(prompt, max_tokens=session.max_tokens, temperature=0, ignore_eos=True, **named)
         self.bar.step()
         return reply
-
-    def _settle(self) -> None:
-        """Until no request runs and nothing is being encoded; on a server of ours, until all that is kept is cold."""
-        busy = ("hot", "idle", "evicting") if self.is_ours else ("evicting",)
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
-            samples = self.endpoint.samples()
-            running = sum(value for name, _, value in samples if name == "vllm:num_requests_running")
-            sessions = (
-                value for name, has, value in samples if name == "vllm:manthan_sessions" and has["state"] in busy
-            )
-            if not running and not sum(sessions):
-                return
-            time.sleep(POLL_S)
-        raise self.endpoint.error(f"The server's sessions were not cold within {SETTLE_S:.0f} s.")
 
     def _manthan(self, name: str) -> float:
         return self.endpoint.metrics().get(f"vllm:manthan_{name}", 0.0)

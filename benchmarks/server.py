@@ -29,6 +29,10 @@ ENVIRONMENT = {
 """Set for the server unless the caller's environment says otherwise."""
 STOP_WAIT_S = 10.0
 
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
+to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
+
 
 class VllmServer(Endpoint):
     """`vllm serve MODEL` on a free port of this machine, with its output in a file.
