@@ -4,7 +4,7 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -31,7 +31,7 @@ from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.progress import Bar, bar
 from manthan.benchmarks.redis_store import remove
-from manthan.benchmarks.restore import KEPT_SHARE
+from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
 from manthan.benchmarks.settle import until_settled
 
@@ -159,15 +159,15 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
     if plot_only:
         return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
     leave_on_signals()
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if options.base_url:
-            jobs = [partial(run_given, options)]
+            jobs: dict[str, Any] = {options.base_url: partial(run_given, options)}
             about: dict[str, Any] = {"model": options.base_url, "tokens": options.tokens or CPU_TOKENS}
         else:
             served = choose(options, Path(folder, "qwen3-8b-shape"))
             about = {"model": served.name, "tokens": tokens_of(options, served)}
-            jobs = [partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)]
+            jobs = {shown(arm): partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)}
+        options.out.mkdir(parents=True, exist_ok=True)
         report = run_all(jobs, options, about, arguments, console)
     path = options.out / "capacity.json"
     console.print(f"  {path}", soft_wrap=True)
@@ -176,7 +176,7 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
 
 
 def run_all(
-    jobs: Sequence[Callable[[Console], dict[str, Any]]],
+    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
     options: CapacityOptions,
     about: dict[str, Any],
     arguments: dict[str, Any],
@@ -186,14 +186,14 @@ def run_all(
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     report: dict[str, Any] = {}
-    for job in jobs:
+    for name, job in jobs.items():
         try:
             runs.append(job(console))
         except ServerError as error:
-            name = f"{len(runs) + len(errors) + 1} of {len(jobs)}"
             errors[name] = str(error)
             console.print(error.log_tail, markup=False, soft_wrap=True)
-            console.print(f"  arm {name} failed: {error} (log: {error.log})", style="red", markup=False, soft_wrap=True)
+            log = f" (log: {error.log})" if error.log else ""
+            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
         report = new_report("capacity", arguments, [], {}, errors) | about | {"runs": runs}
         write_report(report, options.out)
     return report
@@ -210,6 +210,10 @@ def tokens_of(options: CapacityOptions, served: Served) -> int:
 def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> list[CapacityArm]:
     """Budget by budget; raises BadParameter for what cannot be run here. The stack ends what is begun for them."""
     tokens = tokens_of(options, served)
+    if tokens + SPARE_POSITIONS > served.shape.positions:
+        raise typer.BadParameter(
+            f"--tokens {tokens} is too long for {served.name}: it has {served.shape.positions} positions"
+        )
     kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs)
     budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
     redis: dict[str, str] = {}
@@ -259,7 +263,7 @@ def make_for(endpoint: Endpoint, options: CapacityOptions, tokens: int) -> Calla
     """Sessions for that server: lookups if its model's folder is here or was named, else made-up token ids."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
-    if longest and tokens + 32 > longest:
+    if longest and tokens + SPARE_POSITIONS > longest:
         raise typer.BadParameter(f"--tokens {tokens} is too long for that server: its --max-model-len is {longest}")
     if not (root / "config.json").exists():
         return lambda index: random_session(options.seed, index, tokens, SAFE_VOCABULARY)
