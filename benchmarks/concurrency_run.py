@@ -171,12 +171,16 @@ def start(served: Served, options: ConcurrencyOptions, stack: ExitStack) -> list
     flags += HALF_OF_A_GPU if served.on_gpu else ()
     config = options.out / "concurrency.yaml"
     config.write_text(yaml.safe_dump(manthan(options, math.ceil(STORE_SHARE * blocks * served.block_nbytes))))
-    vocabulary = served.shape.vocabulary
-    askers = []
+    askers, servers = [], []
     for name, more in {"plain": [], "Manthan": ["--manthan-config", str(config)]}.items():
         server = VllmServer(str(served.folder), [*flags, *more], options.out / f"concurrency-{name.lower()}.log")
-        stack.enter_context(server).wait_until_ready(options.start_timeout)
-        askers.append(Asker(name, server, options, vocabulary, is_ours=bool(more)))
+        stack.enter_context(server)
+        if served.on_gpu:  # each measures the GPU's free memory when it starts
+            server.wait_until_ready(options.start_timeout)
+        askers.append(Asker(name, server, options, served.shape.vocabulary, is_ours=bool(more)))
+        servers.append(server)
+    for server in servers:
+        server.wait_until_ready(options.start_timeout)
     return askers
 
 

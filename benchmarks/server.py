@@ -24,6 +24,9 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # By itself vLLM's CPU build leaves one core to others, and two where there is a KV connector; if there are no more
+    # than two, the model then gets both. Servers that are compared must have the same.
+    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
     "NO_COLOR": "1",  # the log is read by programs
 }
 """Set for the server unless the caller's environment says otherwise."""

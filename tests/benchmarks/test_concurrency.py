@@ -52,7 +52,7 @@ def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
     result = run("concurrency", "--plot-only", plot.with_suffix(".json"))
     assert result.exit_code == 0, result.output
     assert is_png(plot)
-    assert len([line for line in result.output.splitlines() if " Manthan " in line]) == 2
+    assert len([line for line in result.output.splitlines() if line.split()[1:2] == ["Manthan"]]) == 2
 
 
 def test_the_ratio_is_that_of_pairs() -> None:

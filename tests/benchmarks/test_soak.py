@@ -54,7 +54,7 @@ def test_sessions_go_cold_and_return_and_the_store_overflows(found: dict[str, An
     assert chats["cached"] >= 0.5 * chats["prompt"]
     assert manthan["evictions_total"] >= 40
     assert manthan["dropped_blocks_total"] > 0
-    assert manthan["failures_total"] == 0
+    assert manthan.get("failures_total", 0) == 0
     assert manthan["hints_total"] == chats["requests"]
 
 
