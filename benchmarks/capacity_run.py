@@ -29,7 +29,7 @@ from manthan.benchmarks.capacity_arms import (
 from manthan.benchmarks.capacity_report import merged, show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.local_redis import redis_at
-from manthan.benchmarks.progress import Bar, bar
+from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
@@ -233,7 +233,7 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
     """One server: start it, measure, end it."""
     tokens, began = tokens_of(options, served), time.monotonic()
     bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
-    with arm.server(served, options.out) as server, bar(console, shown(arm)) as progress:
+    with arm.server(served, options.out) as server, Bar(console, shown(arm)) as progress:
         progress.begin("the server starts")
         server.wait_until_ready(options.start_timeout)
         start_s = time.monotonic() - began
@@ -249,7 +249,7 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
 def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:
     """A server that somebody else started: its memory is what it is, and its cache is not reset."""
     endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
-    with bar(console, endpoint.url) as progress:
+    with Bar(console, endpoint.url) as progress:
         make = make_for(endpoint, options, tokens)
         block_size = options.block_size or block_size_of(endpoint)
         asker = Asker(endpoint, make, block_size, False, progress)

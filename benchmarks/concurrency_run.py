@@ -20,7 +20,7 @@ from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new
 from manthan.benchmarks.concurrency_report import show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.engines import random_tokens
-from manthan.benchmarks.progress import Bar, bar
+from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served
 from manthan.benchmarks.server import VllmServer
 from manthan.benchmarks.settle import until_settled
@@ -149,7 +149,7 @@ def run(options: ConcurrencyOptions, plot_only: Path | None, arguments: dict[str
 
 
 def run_levels(options: ConcurrencyOptions, console: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, bar(console, "concurrency") as progress:
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, Bar(console, "concurrency") as progress:
         if options.base_url:
             endpoint = Endpoint(options.base_url)
             stack.callback(endpoint.close)

@@ -212,7 +212,7 @@ def main(
     leave_on_signals()
     out.mkdir(parents=True, exist_ok=True)
     prefix = f"manthan-bench-{secrets.token_hex(4)}:"
-    with redis_at(url) as server:
+    with redis_at(url, "--url") as server:
         setting = Setting(server, prefix, tokens, returns, seed)
         selected = [] if only is Only.speed else [latency_arm(name, setting) for name in LATENCY]
         try:

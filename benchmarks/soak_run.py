@@ -16,7 +16,7 @@ from rich.console import Console
 
 from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, read_report, write_report
 from manthan.benchmarks.endpoint import Endpoint, ServerError
-from manthan.benchmarks.progress import Bar, bar
+from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.redis_store import MODEL
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import CHAT_TEMPLATE, VllmServer
@@ -183,7 +183,7 @@ def run_server(served: Served, options: SoakOptions, console: Console) -> dict[s
         config.write_text(yaml.safe_dump(MANTHAN | {"cold_store": {"kind": "host", "max_bytes": store}}))
         flags += ["--manthan-config", str(config)]
     server = VllmServer(str(served.folder), flags, options.out / "soak.log")
-    with server, bar(console, "soak") as progress:
+    with server, Bar(console, "soak") as progress:
         progress.begin("the server starts")
         server.wait_until_ready(options.start_timeout)
         tools = speaks_tools(server)

@@ -104,6 +104,14 @@ def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any
         (("--tokens", "100"), "--tokens must be 512 or more, not 100"),
         (("--tokens", "9000"), "--tokens 9000 is too long for tiny-llama: it has 8192 positions"),
         (("--model", "nowhere"), "--model nowhere has no config.json: name the folder of a model"),
+        (
+            ("--arms", "redis", "--redis-url", "redis://127.0.0.1:1/0"),
+            "--redis-url: Redis at redis://127.0.0.1:1/0 cannot be used",
+        ),
+        (
+            ("--arms", "redis", "--redis-url", "localhost"),
+            "--redis-url must be redis://HOST:PORT/DB, rediss:// for TLS",
+        ),
         (("--plot-only",), "--plot-only needs one or more JSON files, and files need --plot-only"),
         (("a.json",), "--plot-only needs one or more JSON files, and files need --plot-only"),
         (("--plot-only", "nowhere.json"), "--plot-only nowhere.json cannot be read"),
@@ -113,6 +121,13 @@ def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any
 def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("COLUMNS", "300")
     assert sentence in refusal("capacity", *arguments)
+
+
+def test_without_a_redis_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("PATH", "")
+    sentence = "redis-server is not installed: install it, or name a running server with --redis-url"
+    assert sentence in refusal("capacity", "--arms", "redis")
 
 
 def test_without_a_model_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
