@@ -25,8 +25,9 @@ ENVIRONMENT = {
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     # By itself vLLM's CPU build leaves one core to others, and two where there is a KV connector; if there are no more
-    # than two, the model then gets both. Servers that are compared must have the same.
-    "VLLM_CPU_NUM_OF_RESERVED_CPU": "1",
+    # than two, the model then gets both. Servers that are compared must have as many threads, pinned to no core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
 }
 """Set for the server unless the caller's environment says otherwise."""
