@@ -43,7 +43,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 
 def requests_table(report: dict[str, Any]) -> Table:
-    title = f"{report['rounds']} rounds in {report['seconds'] / 60:.1f} min: {report['model']}"
+    title = f"Rounds: {report['rounds']}, in {report['seconds'] / 60:.1f} min: {report['model']}"
     table = Table(title=title, box=SIMPLE)
     table.add_column("")
     for header in (
