@@ -2,6 +2,8 @@
 
 import typer
 
+from manthan.benchmarks.quality import main as quality
+
 bench = typer.Typer(no_args_is_help=True, help="Measure capacity and concurrency on a vLLM server.")
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
@@ -12,3 +14,6 @@ def _bench() -> None: ...
 
 @evaluate.callback()
 def _evaluate() -> None: ...
+
+
+evaluate.command("quality")(quality)
