@@ -12,9 +12,11 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.benchmarks.arms import save_plot, where
-from manthan.benchmarks.quality_settings import EXACT
+from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED
 
 MARKERS = {"vllm": "o", "transformers": "D"}
+FILLS = {"vllm": None, "transformers": "none"}
+SHAPES = {"vllm": "●", "transformers": "◇"}
 
 
 class Mean(NamedTuple):
@@ -118,6 +120,8 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     """Tables of what was measured, and the plot."""
     console.print(where(report), soft_wrap=True)
     console.print(_measured_on(report), soft_wrap=True)
+    if report["arms"]:
+        console.print(_sizes(report))
     for engine in report["arms"]:
         console.print(_table(report, engine))
     if found := differences(report):
@@ -138,36 +142,42 @@ def _measured_on(report: dict[str, Any]) -> str:
 
 
 def _table(report: dict[str, Any], engine: str) -> Table:
-    caption = f"± standard error over pieces; KL over {report['kl'][engine]}; sizes are those of the prefix"
-    table = Table(
-        title=f"What compression costs: {engine}", caption=caption, box=SIMPLE, pad_edge=False, padding=(0, 0, 0, 2)
-    )
-    table.add_column("", no_wrap=True)
-    headers = ("bits", "B/token", "ratio", "PPL", "NLL added", "KL", "top 1, %", "recall, %", "cos K", "cos V")
-    for header in headers:
-        table.add_column(header, justify="right", no_wrap=True)
-    for row in rows(report, engine):
-        size = row.storage
+    found = rows(report, engine)
+    caption = f"± standard error over pieces; KL over {report['kl'][engine]}"
+    table = Table(title=f"What compression costs: {engine}", caption=caption, box=SIMPLE)
+    _columns(table, "perplexity", "NLL added", "KL", "same top 1, %", "recall, %")
+    if any(row.cosines for row in found):
+        _columns(table, "cos K", "cos V", first=False)
+    for row in found:
+        costs = (row.added.text(4), row.kl.text(4), row.top1.text(1, 100)) if row.name != EXACT else ("", "", "")
+        recall = f"{100 * row.recall.mean:.1f}" if row.recall else ""
         table.add_row(
-            row.name,
-            f"{size['bits']:.2f}",
-            f"{size['bytes_per_token']:,.0f}",
-            f"{size['ratio']:.2f}",
-            f"{row.perplexity:.3f}",
-            "" if row.name == EXACT else row.added.text(4),
-            "" if row.name == EXACT else row.kl.text(4),
-            "" if row.name == EXACT else row.top1.text(1, 100),
-            f"{100 * row.recall.mean:.1f}" if row.recall else "",
-            *(f"{cosine:.4f}" for cosine in row.cosines or ()),
+            row.name, f"{row.perplexity:.3f}", *costs, recall, *(f"{cosine:.4f}" for cosine in row.cosines or ())
         )
     return table
 
 
+def _sizes(report: dict[str, Any]) -> Table:
+    tokens = report["arguments"]["prefix"]
+    table = Table(title=f"What a prefix of {tokens:,} tokens takes, headers and exact copies counted", box=SIMPLE)
+    _columns(table, "bits a number", "bytes a token", "times smaller than bf16")
+    for row in rows(report, next(iter(report["arms"]))):
+        size = row.storage
+        table.add_row(row.name, f"{size['bits']:.2f}", f"{size['bytes_per_token']:,.0f}", f"{size['ratio']:.2f}")
+    return table
+
+
+def _columns(table: Table, *headers: str, first: bool = True) -> None:
+    """first: a column for names before them."""
+    if first:
+        table.add_column("", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+
+
 def _agreement(found: list[Difference]) -> Table:
     table = Table(title="vLLM less Transformers, of the same pieces", box=SIMPLE)
-    table.add_column("")
-    for header in ("NLL added", "KL"):
-        table.add_column(header, justify="right")
+    _columns(table, "NLL added", "KL")
     for row in found:
         table.add_row(row.name, row.added.text(4), row.kl.text(4))
     return table
@@ -177,32 +187,41 @@ def _agreement(found: list[Difference]) -> Table:
 
 
 def draw(report: dict[str, Any]) -> Any:
-    """NLL added and KL over the bits of a number, with standard errors."""
+    """NLL added and KL over the bits of a number, with standard errors; a color for each setting."""
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(12, 5.5), layout="constrained")
     axes = figure.subplots(1, 2)
-    names = list(dict.fromkeys(row.name for engine in report["arms"] for row in rows(report, engine)))
-    for engine in report["arms"]:
+    settings = [row.name for row in rows(report, next(iter(report["arms"]))) if row.name not in (EXACT, RECOMPUTED)]
+    colors = dict(zip(settings, _colors(len(settings)), strict=True))
+    for number, engine in enumerate(report["arms"]):
         for row in rows(report, engine):
-            if row.name != EXACT:
-                color = f"C{names.index(row.name) % 10}"
-                _point(axes[0], row.storage["bits"], row.added, engine, color, f"{row.name}, {engine}")
-                _point(axes[1], row.storage["bits"], row.kl, engine, color, None)
+            if row.name in colors:
+                look = {"marker": MARKERS[engine], "color": colors[row.name], "markerfacecolor": FILLS[engine]}
+                bits, label = row.storage["bits"], row.name if number == 0 else None
+                _point(axes[0], bits, row.added, label, look)
+                _point(axes[1], bits, row.kl, None, look)
     axes[0].axhline(0, color="#9aa5b1", linewidth=0.8)
-    axes[0].set_yscale("symlog", linthresh=1e-3)
+    axes[0].set_yscale("symlog", linthresh=2e-3)
     axes[1].set_yscale("log")
     for panel, title in zip(axes, ("NLL added, nats a token", "KL from exact, nats a token"), strict=True):
         panel.set_title(title, loc="left")
         panel.set_xlabel("bits a number, all that is stored counted")
         panel.grid(alpha=0.3)
-    figure.legend(*axes[0].get_legend_handles_labels(), loc="outside right upper", fontsize=8)
+    figure.legend(loc="outside right upper", fontsize=8, title=", ".join(f"{SHAPES[on]} {on}" for on in report["arms"]))
     figure.suptitle(f"{_measured_on(report)}\n{where(report)}", fontsize=9)
     return figure
 
 
-def _point(axes: Any, bits: float, value: Mean, engine: str, color: str, label: str | None) -> None:
-    axes.errorbar(
-        bits, value.mean, yerr=value.error, fmt=MARKERS[engine], color=color, capsize=3, markersize=6, label=label,
-        markerfacecolor="none" if engine == "transformers" else color,
-    )  # fmt: skip
+def _colors(count: int) -> list[Any]:
+    import matplotlib
+
+    colors = matplotlib.colormaps["tab20" if count > 10 else "tab10"].colors
+    return [colors[number % len(colors)] for number in range(count)]
+
+
+def _point(axes: Any, bits: float, value: Mean, label: str | None, look: dict[str, Any]) -> None:
+    """look: marker and colors; no markerfacecolor for a full one."""
+    if look["markerfacecolor"] is None:
+        look = look | {"markerfacecolor": look["color"]}
+    axes.errorbar(bits, value.mean, yerr=value.error, label=label, linestyle="", capsize=3, markersize=6, **look)

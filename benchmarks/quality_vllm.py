@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 
 from manthan.benchmarks.arms import Arm
-from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report
+from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, WrongPathError
 from manthan.benchmarks.quality_pieces import Piece
 from manthan.benchmarks.quality_scores import Top
 from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
@@ -23,6 +23,7 @@ from manthan.benchmarks.restore import MANTHAN, check
 
 SCRIPT = Path(__file__)
 POOL_PIECES = 2.5
+IDLE_AFTER_S = 0.05
 STORE_SHARE = 2.0
 """Bytes of the cold store in bf16 sizes of all pieces: nothing is dropped, exact copies included."""
 
@@ -39,16 +40,20 @@ class ScoringOptions(EngineOptions):
 
 
 async def measure(
-    engine: Engine, report: Report, *, pieces: list[dict[str, Any]], top: int, ours: bool, folder: str
+    engine: Engine, report: Report, *, pieces: list[dict[str, Any]], top: int, ours: bool, copies: int, folder: str
 ) -> dict[str, Any]:
-    """Score each piece after its prefix: restored with Manthan (`ours`), hot without. Scores go into files."""
+    """Score each piece after its prefix: restored with Manthan (`ours`), hot without. Scores go into files.
+
+    copies: blocks of each prefix that must have an exact copy.
+    """
     answers = []
     for number, piece in enumerate(pieces):
         report.step(f"piece {number + 1} of {len(pieces)}")
         prefix, rest, session = piece["prefix"], piece["rest"], f"piece-{number}"
-        await engine.ask(prefix, session)
         if ours:
-            await engine.until_cold(number + 1)
+            await _go_cold(engine, prefix, session, number, copies)
+        else:
+            await engine.ask(prefix, session)
         answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, Path(folder, f"{number}.npz"))
         check_origin(answer, len(prefix), ours, number)
         answers.append(answer.cached_tokens)
@@ -59,10 +64,18 @@ async def measure(
     return {"prefix_tokens_not_computed": answers}
 
 
+async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, copies: int) -> None:
+    """Send a prefix after `number` others, and wait until it is cold with its exact copies. Raises WrongPathError."""
+    await engine.until_cold(number)
+    before = engine.metrics("manthan_exact_blocks")
+    await engine.ask(prefix, session)
+    await engine.until_cold(number + 1)
+    if (found := engine.metrics("manthan_exact_blocks") - before) != copies:
+        raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact copies, wanted are {copies}")
+
+
 def check_origin(answer: Answer, prefix: int, ours: bool, number: int) -> None:
     """All of the prefix, and nothing else, came from where it should. Raises WrongPathError."""
-    from manthan.benchmarks.engines import WrongPathError
-
     wanted = (prefix, prefix if ours else 0)
     if (answer.cached_tokens, answer.external_tokens) != wanted:
         raise WrongPathError(
@@ -150,11 +163,17 @@ def arm(
     """An engine for this setting, or a plain one for None. folder: of its own, scores go there."""
     name = setting.name if setting else EXACT
     longest = max(len(piece.tokens) for piece in pieces) + 1
-    manthan = None
+    manthan, copies = None, 0
     if setting:
+        copies = int(setting.exact_blocks(len(pieces[0].prefix) // block_size, block_size).sum())
         nbytes = math.ceil(STORE_SHARE * len(pieces) * longest * 2 * shape.token_numbers)
         store = {"kind": "host", "max_bytes": nbytes}
-        manthan = MANTHAN | {"min_tokens": 0, "codec": setting.config, "cold_store": store}
+        manthan = MANTHAN | {
+            "idle_after_s": IDLE_AFTER_S,
+            "min_tokens": 0,
+            "codec": setting.config,
+            "cold_store": store,
+        }
     engine = EngineOptions(
         model=model,
         block_size=block_size,
@@ -166,7 +185,13 @@ def arm(
         made_up_weights=False,
     )
     parts = [{"prefix": piece.prefix, "rest": piece.rest} for piece in pieces]
-    parameters = {"pieces": parts, "top": top, "ours": setting is not None, "folder": str(folder)}
+    parameters = {
+        "pieces": parts,
+        "top": top,
+        "ours": setting is not None,
+        "copies": copies,
+        "folder": str(folder),
+    }
     return Arm(name, "quality", engine, parameters)
 
 

@@ -134,7 +134,9 @@ def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
 def test_a_divergence_over_fewer_tokens_is_a_lower_bound() -> None:
     rng = np.random.default_rng(0)
     logits = 3 * rng.standard_normal((20, 100))
-    p, q = (x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits + 0.2 * rng.standard_normal((20, 100))))
+    p, q = (
+        x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits + 0.2 * rng.standard_normal((20, 100)))
+    )
     true = (np.exp(p) * (p - q)).sum(1)
 
     def top(k: int) -> Any:

@@ -12,14 +12,14 @@ from manthan.benchmarks.engines import Answer, WrongPathError
 from manthan.benchmarks.quality_vllm import check_origin
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-PREFIX, PIECES, TABLES = 512, 3, 1
+PREFIX, PIECES, TABLES = 512, 2, 1
 CODECS = ("lloyd3", "k4v3")
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("quality")
-    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES, "--kl-top", 8192)
+    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
     arguments = ["quality", str(MODEL), "--codec", ",".join(CODECS), "--out", str(out), *map(str, sizes)]
     result = CliRunner().invoke(evaluate, arguments)
     assert result.exit_code == 0, result.output
