@@ -48,8 +48,24 @@ NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transfor
 
 
 @dataclass(frozen=True)
+class Sizes:
+    """Tokens of a prefix, of what follows, and of a block (0 for the default); how many pieces at most, and tables.
+
+    top: tokens of which the engine tells probabilities. seed: of the tables.
+    """
+
+    prefix: int
+    continuation: int
+    pieces: int
+    tables: int
+    block: int
+    top: int
+    seed: int
+
+
+@dataclass(frozen=True)
 class Job:
-    """What is to be measured. top: tokens of which the engine tells probabilities, -1 for all."""
+    """What is to be measured. top: -1 for all tokens."""
 
     model: str
     shape: Shape
@@ -58,49 +74,47 @@ class Job:
     pieces: list[Piece]
     top: int
 
-    def storage(self, prefix: int) -> dict[str, dict[str, float]]:
+    def storage(self) -> dict[str, dict[str, float]]:
         """Of each arm, by name."""
+        tokens = len(self.pieces[0].prefix)
         arms = {EXACT: None, RECOMPUTED: None} | {setting.name: setting for setting in self.settings}
         return {
-            name: asdict(Storage.of_prefix(setting, self.shape, prefix, self.block_size))
+            name: asdict(Storage.of_prefix(setting, self.shape, tokens, self.block_size))
             for name, setting in arms.items()
         }
 
 
 def engines(on: On | None) -> list[On]:
     """Those that can run here; raises QualityError if one that was asked for cannot."""
-    wanted = [On.vllm, On.transformers] if on in (None, On.both) else [on]
-    able = [engine for engine in wanted if engine and all(map(find_spec, NEEDS[engine]))]
-    if able != wanted and (on is not None or not able):
+    wanted = [On.vllm, On.transformers] if on is None or on is On.both else [on]
+    able = [engine for engine in wanted if all(map(find_spec, NEEDS[engine]))]
+    if not able or (on is not None and able != wanted):
         missing = sorted({name for engine in wanted for name in NEEDS[engine] if not find_spec(name)})
         raise QualityError(f"--engine {on or On.both} takes {' and '.join(missing)}, which is not installed here.")
     return able
 
 
-def plan(
-    model: str, text: Path | None, codec: str, exact: str, prefix: int, continuation: int, pieces: int, tables: int,
-    block_size: int, top: int, seed: int,
-) -> Job:  # fmt: skip
+def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) -> Job:
     """Raises QualityError for what cannot be measured, before anything is."""
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
-    size = block_size or default_block_size()
-    if prefix % size:
+    prefix, block_size = sizes.prefix, sizes.block or default_block_size()
+    if prefix % block_size:
         raise QualityError(
-            f"--prefix {prefix} is no multiple of the block size {size}, and only full blocks go cold: use "
-            f"{max(1, prefix // size) * size}, or another --block-size."
+            f"--prefix {prefix} is no multiple of the block size {block_size}, and only full blocks go cold: use "
+            f"{max(1, prefix // block_size) * block_size}, or another --block-size."
         )
     shape = Shape.of(model)
     settings = parse_settings(codec, exact, shape.head_dim)
     source = Text(model, text)
-    found = source.pieces(prefix, continuation, pieces) + source.tables(prefix, tables, seed)
-    longest = max(len(piece.tokens) for piece in found) + 1
+    pieces = source.pieces(prefix, sizes.continuation, sizes.pieces) + source.tables(prefix, sizes.tables, sizes.seed)
+    longest = max(len(piece.tokens) for piece in pieces) + 1
     if shape.positions and longest > shape.positions:
         raise QualityError(
             f"{model} takes {shape.positions:,} tokens, and the longest piece has {longest:,} (--prefix {prefix}, "
-            f"--continuation {continuation}, lookups in tables and one generated): make them smaller."
+            f"--continuation {sizes.continuation}, lookups in tables and one generated): make them smaller."
         )
-    return Job(model, shape, size, settings, found, -1 if top >= shape.vocabulary else top)
+    return Job(model, shape, block_size, settings, pieces, -1 if sizes.top >= shape.vocabulary else sizes.top)
 
 
 def default_block_size() -> int:
@@ -164,8 +178,8 @@ def main(
             return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
         leave_on_signals()
         wanted = engines(engine)
-        job = plan(model, text, codec, exact, prefix, continuation, pieces, tables, block_size, kl_top, seed)
-        report = run(job, prefix, wanted, context.params, out, timeout, console)
+        sizes = Sizes(prefix, continuation, pieces, tables, block_size, kl_top, seed)
+        report = run(plan(model, text, codec, exact, sizes), wanted, context.params, out, timeout, console)
     except QualityError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
@@ -186,7 +200,7 @@ def read_report(file: Path) -> dict[str, Any]:
 
 
 def run(
-    job: Job, prefix: int, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
+    job: Job, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
     """vLLM first: its engines want the GPU to themselves."""
     found: dict[str, Any] = {}
@@ -201,7 +215,7 @@ def run(
         found[On.vllm], arms, errors = with_vllm(job, out, console, timeout_s)
     if On.transformers in wanted:
         found[On.transformers] = with_transformers(job, console)
-    sizes = job.storage(prefix)
+    sizes = job.storage()
     found = {on: {name: arm | {"storage": sizes[name]} for name, arm in by.items()} for on, by in found.items() if by}
     bucket = f"the {job.top} likeliest tokens and the rest, a lower bound"
     report = new_report("quality", arguments, arms, found, errors)

@@ -47,8 +47,8 @@ class Text:
             raise QualityError(f"{model} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
         self._name = str(file or Path(model, HELD_OUT))
         self._tokens = self._read(model, file)
-        plain = self._ids("a")
-        self._begin = self._tokenizer("a").input_ids[: -len(plain)]
+        whole, plain = self._tokenizer("a").input_ids, self._ids("a")
+        self._begin = whole[: whole.index(plain[0])]
 
     def pieces(self, prefix: int, continuation: int, most: int) -> list[Piece]:
         """At most so many, spread over the text, none overlapping. Raises QualityError if there is none."""
