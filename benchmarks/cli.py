@@ -4,6 +4,7 @@ import typer
 
 from manthan.benchmarks.capacity import capacity
 from manthan.benchmarks.concurrency import concurrency
+from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.soak import soak
 
 bench = typer.Typer(no_args_is_help=True, help="Measure a vLLM server: sessions kept, users at a time, long runs.")
@@ -17,3 +18,6 @@ bench.command("soak")(soak)
 
 @evaluate.callback()
 def _evaluate() -> None: ...
+
+
+evaluate.command("quality")(quality)
