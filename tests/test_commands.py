@@ -6,6 +6,7 @@ others are run.
 
 import ast
 import re
+import subprocess
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -140,6 +141,20 @@ def by_themselves() -> list[Command]:
 @pytest.mark.parametrize("command", by_themselves(), ids=str)
 def test_it_succeeds(command: Command, readers: Mapping[str, Reader]) -> None:
     readers[command.document].types(command.text, smaller(command) or "")
+
+
+def test_a_clone_is_all_that_the_demo_needs(tmp_path: Path) -> None:
+    """What `make demo` runs in a clone, but for the environment that it makes first: files that git has."""
+    if not (REPO / ".git").exists():
+        pytest.skip("this is not a clone")
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", REPO, tmp_path / "manthan"], check=True, timeout=60)
+    recipe = subprocess.run(
+        ["make", "-n", "demo"], cwd=tmp_path / "manthan", capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert re.search(r"\.ci/setup_venv\.sh", recipe)
+    assert recipe.strip().endswith("python benchmarks/demo.py")
+    for script in re.findall(r"(?:\.ci|benchmarks)/\w+\.\w+", recipe):
+        assert (tmp_path / "manthan" / script).exists()
 
 
 # -- servers ----------------------------------------------------------------------------------------------

@@ -148,3 +148,56 @@ def test_links_lead_somewhere(path: Path) -> None:
         file = path.parent / target if target else path
         assert file.exists(), target
         assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+# -- what documents quote of the log ----------------------------------------------------------------------
+
+QUOTING = ("troubleshooting.md", "getting-started.md")
+PLACEHOLDER = re.compile(r"%[-.\d]*[a-z]")
+
+
+def logged() -> str:
+    """All texts of the code, one a line, with … for what is put into them."""
+    texts: list[str] = []
+    for package in (*PACKAGES, "policies"):
+        for path in (REPO / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    texts.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(PLACEHOLDER.sub("…", node.value))
+    return "\n".join(texts)
+
+
+LOGGED = logged()
+QUOTED = [
+    line
+    for name in QUOTING
+    for block in blocks((REPO / "docs" / name).read_text(encoding="utf-8"), "text")
+    for line in block.splitlines()
+    if "…" in line or line.startswith("Manthan")
+]
+
+
+@pytest.mark.parametrize("line", QUOTED)
+def test_what_is_quoted_from_the_log_is_in_the_code(line: str) -> None:
+    pieces = [piece.strip(" .;") for piece in line.removeprefix("Manthan cannot be used here: ").split("…")]
+    pieces = [piece for piece in pieces if len(piece) > 3]
+    assert pieces
+    assert [piece for piece in pieces if piece not in LOGGED] == []
+
+
+def test_symptoms_are_listed() -> None:
+    text = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[(.+)\]\(#", text, re.MULTILINE)
+    assert listed == re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+def test_causes_in_troubleshooting_are_those_of_the_code() -> None:
+    text = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    causes = {cause for row in rows("cause", text) for cause in re.findall(r"`(\w+)`", row[0])}
+    dropped = set(re.findall(r'cause="(\w+)"', text))
+    assert causes <= set(strings())
+    assert dropped <= set(DropCause)
+    assert {"store_full", "encode", "checksum"} <= causes
