@@ -2,12 +2,13 @@
 
 import typer
 
+from manthan.benchmarks.capacity import capacity
+
 bench = typer.Typer(no_args_is_help=True, help="Measure capacity and concurrency on a vLLM server.")
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
 
-@bench.callback()
-def _bench() -> None: ...
+bench.command("capacity")(capacity)
 
 
 @evaluate.callback()

@@ -10,6 +10,7 @@ own with the small trained model of the tests; where each token came from is che
 """
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -64,11 +65,12 @@ class Table:
         names = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
         self._values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(names, ENTRIES)}
         lines = [f"{name} = {value}\n" for name, value in self._values.items()]
-        self._text = ""
-        for number in range(tokens):
-            if len(self._ids(self._text)) >= tokens - QUESTION_TOKENS:
+        self._text, count = "", len(self._ids(""))
+        for line in itertools.cycle(lines):  # a line is as many tokens alone as among others
+            if count >= tokens - QUESTION_TOKENS:
                 break
-            self._text += lines[number % ENTRIES]
+            self._text += line
+            count += len(self._ids(line)) - len(self._ids(""))
 
     def question(self, number: int) -> tuple[list[int], str]:
         """A prompt, and the right answer to it."""
