@@ -10,7 +10,7 @@ from rich.text import Text
 from manthan.manager.config import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 from manthan.manager.config_model import FIELDS
 from manthan.manager.console import make_console
-from manthan.manager.model_shape import ModelShape, cold_blocks
+from manthan.manager.model_shape import ModelShape, cold_blocks, encoded_nbytes
 from manthan.manager.registries import check_registered, choose_policy
 
 SESSION_TOKENS = "2048,8192,32768"
@@ -74,7 +74,7 @@ def _value(config: ManthanConfig, key: str) -> str:
 def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
     """What the configuration means for a model. Raises ModelError."""
     shape = ModelShape.of(model)
-    nbytes = shape.block_nbytes(config.codec, block_tokens, ranks)
+    nbytes = encoded_nbytes(shape.header(config.codec, block_tokens, ranks))
     hot, cold = shape.token_nbytes * block_tokens, nbytes * ranks
     blocks = cold_blocks(config, nbytes, ranks)
     table = Table("for the model", model, box=None)

@@ -36,25 +36,28 @@ class ModelShape:
         """Bytes of one token's keys and values in bf16."""
         return 2 * BF16 * self.layers * self.heads * self.head_dim
 
-    def block_nbytes(self, codec: str, block_tokens: int, ranks: int = 1) -> int:
-        """Bytes of one rank's encoded block, header included. Raises ModelError for what the codec does not take."""
+    def header(self, codec: str, block_tokens: int, ranks: int = 1) -> wire.BlockHeader:
+        """Of one rank's encoded blocks. Raises ModelError."""
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
         fingerprint = bytes(wire.FINGERPRINT_LEN)
-        try:
-            return wire.block_nbytes(
-                wire.BlockHeader(codec, b"", fingerprint, self.layers, heads, block_tokens, self.head_dim)
-            )
-        except CodecError as error:
-            raise ModelError(str(error).rstrip(".")) from None
-        except Exception as error:  # whatever another package's codec does when it is imported
-            raise ModelError(f"codec {codec} cannot be used: {type(error).__name__}: {error}") from error
+        return wire.BlockHeader(codec, b"", fingerprint, self.layers, heads, block_tokens, self.head_dim)
 
     @classmethod
     def of(cls, model: str) -> "ModelShape":
         """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. Raises ModelError."""
         return shape_of(read_model_config(model), model)
+
+
+def encoded_nbytes(header: wire.BlockHeader) -> int:
+    """Bytes of an encoded block, header included. Raises ModelError for what its codec does not take."""
+    try:
+        return wire.block_nbytes(header)
+    except CodecError as error:
+        raise ModelError(str(error).rstrip(".")) from None
+    except Exception as error:  # whatever another package's codec does when it is imported
+        raise ModelError(f"codec {header.codec} cannot be used: {type(error).__name__}: {error}") from error
 
 
 def cold_blocks(config: ManthanConfig, nbytes: int, ranks: int = 1) -> int:

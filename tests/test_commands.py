@@ -6,6 +6,7 @@ others are run.
 
 import ast
 import re
+import shlex
 import subprocess
 import time
 from collections.abc import Iterator, Mapping
@@ -46,13 +47,18 @@ def runs_alone(command: Command) -> bool:
     return first(command) in ALONE and not (first(command) == "manthan" and {*command.words[1:2]} & {*SLOW})
 
 
+def entry(table: str, command: Command) -> str | None:
+    """What a table of commands.yaml says about commands that begin as this one does."""
+    return next((said for begin, said in TABLE[table].items() if f"{command.text} ".startswith(f"{begin} ")), None)
+
+
 def smaller(command: Command) -> str | None:
     """What is appended to it, or None for a command that the table does not run."""
-    return next((more for begin, more in TABLE["run"].items() if f"{command.text} ".startswith(f"{begin} ")), None)
+    return entry("run", command)
 
 
 def has_a_test_or_a_reason(command: Command) -> bool:
-    return command.text in TABLE["tested"] or command.text in TABLE["elsewhere"]
+    return entry("tested", command) is not None or entry("elsewhere", command) is not None
 
 
 def is_served(command: Command) -> bool:
@@ -103,10 +109,29 @@ def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
     )
 
 
-def test_the_table_has_no_command_that_no_document_has() -> None:
-    texts = {command.text for command in FOUND}
-    assert {*TABLE["tested"], *TABLE["elsewhere"]} <= texts
-    assert [begin for begin in TABLE["run"] if not any(f"{text} ".startswith(f"{begin} ") for text in texts)] == []
+@pytest.mark.parametrize("table", ["run", "tested", "elsewhere"])
+def test_the_table_has_no_command_that_no_document_has(table: str) -> None:
+    texts = [f"{command.text} " for command in FOUND]
+    assert [begin for begin in TABLE[table] if not any(text.startswith(f"{begin} ") for text in texts)] == []
+
+
+def of_manthan() -> list[Command]:
+    """Those for a GPU too."""
+    found = [one for one in FOUND if first(one) == "manthan" and "--install-completion" not in one.words]
+    return [one for one in found if not is_mention(one)]
+
+
+@pytest.mark.parametrize("command", of_manthan(), ids=str)
+def test_manthan_takes_these_arguments(command: Command) -> None:
+    """Also where nothing runs them: names and types of options and arguments."""
+    words = shlex.split(re.split(r" (?:\||>|&&|2>) ?", command.text)[0])
+    words = words[next(n for n, word in enumerate(words) if program(word) == "manthan") + 1 :]
+    found: Any = get_command(app)
+    while hasattr(found, "commands"):
+        assert words[:1], f"{command}: {found.name} needs a command"
+        assert words[0] in found.commands, f"{command}: there is no {words[0]}"
+        found, words = found.commands[words[0]], words[1:]
+    found.make_context("manthan", words)
 
 
 @pytest.mark.parametrize("command", TABLE["tested"])

@@ -9,7 +9,7 @@ from typer.testing import CliRunner
 
 from manthan.manager.cli import app
 from manthan.manager.config import load_config
-from manthan.manager.model_shape import ModelError, ModelShape, cold_blocks, shape_of
+from manthan.manager.model_shape import ModelError, ModelShape, cold_blocks, encoded_nbytes, shape_of
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 QWEN3_8B = {
@@ -74,13 +74,17 @@ def test_what_is_not_served(config: dict[str, Any], why: str) -> None:
 def test_sizes_are_those_in_redis() -> None:
     """Of docs/redis.md: a block of Qwen3-8B, and what ranks add, a header each."""
     shape = ModelShape(36, 8, 128)
-    assert shape.block_nbytes("lloyd3", 16) == 460960
-    assert shape.block_nbytes("lloyd3", 16, 2) * 2 == 460960 + 160
-    assert shape.block_nbytes("lloyd3", 16, 16) == shape.block_nbytes("lloyd3", 16, 8)  # heads are repeated
+
+    def nbytes(ranks: int) -> int:
+        return encoded_nbytes(shape.header("lloyd3", 16, ranks))
+
+    assert nbytes(1) == 460960
+    assert nbytes(2) * 2 == 460960 + 160
+    assert nbytes(16) == nbytes(8)  # heads are repeated
     with pytest.raises(ModelError, match="8 KV heads cannot be spread over 3 ranks"):
-        shape.block_nbytes("lloyd3", 16, 3)
+        nbytes(3)
     with pytest.raises(ModelError, match="head_dim 100 is not supported"):
-        ModelShape(36, 8, 100).block_nbytes("lloyd3", 16)
+        encoded_nbytes(ModelShape(36, 8, 100).header("lloyd3", 16))
 
 
 def test_each_tier_of_each_rank_holds_whole_blocks(tmp_path: Path) -> None:
