@@ -3,6 +3,7 @@
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -18,7 +19,8 @@ LINKED = ("Makefile", "README.md", "benchmarks", "configs", "tests")
 MANTHAN = "import sys; from manthan.manager.cli import app; sys.argv[0] = 'manthan'; app(prog_name='manthan')"
 REDIS_PORT, TLS_PORT = 6379, 6380
 """The ports in the documents."""
-PATIENCE_S = 200.0
+PATIENCE_S = 500.0
+GOODBYE_S = 20.0
 
 
 class Reader:
@@ -81,17 +83,23 @@ class Reader:
             if shutil.which("redis-cli") is None:
                 pytest.skip("redis-cli is not installed")
         script = "; ".join(["set -o pipefail", *self._variables, text])
-        done = subprocess.run(
+        with subprocess.Popen(
             ["bash", "-c", script],
             cwd=self.folder,
             env=self._environment(),
             stdin=subprocess.DEVNULL,
-            capture_output=True,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
             text=True,
-            timeout=PATIENCE_S,
-        )
-        assert done.returncode == 0, f"{text}\nends with status {done.returncode}:\n{done.stdout}\n{done.stderr}"
-        return done.stdout
+            start_new_session=True,  # a group of its own, so that all of it can be ended
+        ) as process:
+            try:
+                output, complaints = process.communicate(timeout=PATIENCE_S)
+            except subprocess.TimeoutExpired:
+                _end(process)
+                raise
+        assert process.returncode == 0, f"{text}\nends with status {process.returncode}:\n{output}\n{complaints}"
+        return output
 
     def _environment(self) -> dict[str, str]:
         self._bin.mkdir(exist_ok=True)
@@ -135,3 +143,12 @@ class Reader:
             except OSError:
                 time.sleep(0.02)
         raise AssertionError(f"{text}\ndoes not come up: {Path(log.name).read_text()}")
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    """End a command and all that it started: politely first, so that it can stop its servers."""
+    os.killpg(process.pid, signal.SIGTERM)
+    try:
+        process.wait(GOODBYE_S)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
