@@ -21,7 +21,7 @@ def failed(report: dict[str, Any]) -> list[str]:
     left = report["left"]
     wrong = {
         f"{total(report, 'errors')} requests failed": total(report, "errors"),
-        f"{total(report, 'wrong')} answers were wrong": total(report, "wrong"),
+        f"{total(report, 'misled')} answers were wrong that are right when computed anew": total(report, "misled"),
         f"{left['pool_in_use']:.1%} of the pool is still in use": left["pool_in_use"],
         f"{left['sessions_not_cold']:.0f} sessions are not cold": left["sessions_not_cold"],
         "the cold store is over its budget": left["cold_bytes"] > left["cold_budget_bytes"],
@@ -53,17 +53,18 @@ def requests_table(report: dict[str, Any]) -> Table:
         "errors",
         "answers\nchecked",
         "wrong",
+        "right if\ncomputed anew",
     ):
         table.add_column(header, justify="right")
     for name, kind in [*report["kinds"].items(), ("all", None)]:
         counts = {what: total(report, what) if kind is None else kind.get(what, 0) for what in WHAT}
         share = f"{counts['cached'] / counts['prompt']:.0%}" if counts["prompt"] else ""
-        numbers = (f"{counts[what]:,}" for what in ("errors", "checked", "wrong"))
+        numbers = (f"{counts[what]:,}" for what in ("errors", "checked", "wrong", "misled"))
         table.add_row(name, f"{counts['requests']:,}", f"{counts['tokens']:,}", share, *numbers)
     return table
 
 
-WHAT = ("requests", "tokens", "prompt", "cached", "errors", "checked", "wrong")
+WHAT = ("requests", "tokens", "prompt", "cached", "errors", "checked", "wrong", "misled")
 
 
 def summary(report: dict[str, Any]) -> list[str]:

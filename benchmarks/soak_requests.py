@@ -4,6 +4,7 @@ Most prompts are a table and a question for one of its entries, so that the answ
 """
 
 import random
+import secrets
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
@@ -56,13 +57,17 @@ LONGEST = 1500 + 350
 
 @dataclass(frozen=True)
 class Outcome:
-    """What came of a request. right: None if the answer says nothing. error: empty if it was answered."""
+    """What came of a request. right: None if the answer says nothing. error: empty if it was answered.
+
+    misled: the answer is wrong, and right when the same prompt is computed anew. Small models err by themselves.
+    """
 
     kind: Kind
     prompt_tokens: int = 0
     cached_tokens: int = 0
     tokens: int = 0
     right: bool | None = None
+    misled: bool = False
     error: str = ""
 
 
@@ -126,7 +131,7 @@ class Sender:
         """Token ids to /v1/completions."""
         prompt, right = table.question(entry)
         reply = self.endpoint.complete(prompt, **self._options(Kind.long))
-        return _outcome(Kind.long, reply, right)
+        return _outcome(Kind.long, reply, right, lambda: self.endpoint.complete(prompt, **_anew()))
 
     def _tool(self, table: Table, entry: int) -> Outcome:
         """The table is what a tool answered. Where the template knows no tools, the same as plain text."""
@@ -140,7 +145,7 @@ class Sender:
         line, right = table.lookup(entry)
         messages = [{"role": "user", "content": table.lines + line}]
         reply = self.endpoint.chat(messages, leave_after=leave_after, **self._options(kind))
-        return _outcome(kind, reply, right)
+        return _outcome(kind, reply, right, lambda: self.endpoint.chat(messages, **_anew()))
 
     def _turn(self, chats: list[Chat], place: int) -> Outcome:
         """The chat's next question; the last one says that it is over, the others when it will be back."""
@@ -156,23 +161,29 @@ class Sender:
         chat.messages = [*asked, {"role": "assistant", "content": reply.text}]
         if is_last:
             chats[place] = self.new_chat(random.Random(chat.name))
-        return _outcome(Kind.chat, reply, right)
+        return _outcome(Kind.chat, reply, right, lambda: self.endpoint.chat(asked, **_anew()))
 
     def _post(self, kind: Kind, messages: Sequence[dict[str, Any]], right: str | None, **more: Any) -> Outcome:
         found = self.endpoint.post("/v1/chat/completions", messages=list(messages), **self._options(kind), **more)
         usage, text = found["usage"], found["choices"][0]["message"]["content"] or ""
         cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens") or 0
-        is_right = None if right is None else text.startswith(right)
-        return Outcome(kind, usage["prompt_tokens"], cached, usage["completion_tokens"], is_right)
+        reply = Reply(text, usage["prompt_tokens"], cached, 0.0, generated_tokens=usage["completion_tokens"])
+        return _outcome(kind, reply, right, lambda: self.endpoint.chat(messages, **more, **_anew()))
 
     def _options(self, kind: Kind) -> dict[str, Any]:
         tokens = max(LEAVE_AFTER + DIGITS if kind is Kind.left else DIGITS, round(self.scale * MIX[kind].answer_tokens))
         return {"max_tokens": tokens, "temperature": 0, "ignore_eos": True}
 
 
-def _outcome(kind: Kind, reply: Reply, right: str) -> Outcome:
-    is_right = reply.text.startswith(right)
-    return Outcome(kind, reply.prompt_tokens, reply.cached_tokens, reply.generated_tokens, is_right)
+def _outcome(kind: Kind, reply: Reply, right: str | None, ask_anew: Callable[[], Reply]) -> Outcome:
+    is_right = None if right is None else reply.text.startswith(right)
+    misled = is_right is False and ask_anew().text.startswith(right or "")
+    return Outcome(kind, reply.prompt_tokens, reply.cached_tokens, reply.generated_tokens, is_right, misled)
+
+
+def _anew() -> dict[str, Any]:
+    """Options of a request for which nothing is found in any cache."""
+    return {"max_tokens": DIGITS, "temperature": 0, "ignore_eos": True, "cache_salt": secrets.token_hex()}
 
 
 TOOLS = [

@@ -77,7 +77,7 @@ class Tally:
             count["errors"] += 1
             self.errors = [*self.errors, f"{outcome.kind}: {outcome.error}"][:ERRORS_KEPT]
         elif outcome.right is not None:
-            count.update(checked=1, wrong=not outcome.right)
+            count.update(checked=1, wrong=not outcome.right, misled=outcome.misled)
 
 
 def one_round(sender: Sender, rng: random.Random, chats: list[Chat], users: int, tally: Tally, progress: Bar) -> None:

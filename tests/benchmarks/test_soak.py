@@ -35,7 +35,7 @@ def test_all_requests_of_a_round_are_answered_rightly(found: dict[str, Any]) -> 
         "streamed": 12,
         "left midway": 9,
     }
-    assert (total(found, "errors"), total(found, "wrong"), total(found, "checked")) == (0, 0, 55)
+    assert (total(found, "errors"), total(found, "misled"), total(found, "checked")) == (0, 0, 55)
     assert found["tools"] == "messages"
     assert found["messages"] == failed(found) == []
 
@@ -83,11 +83,11 @@ def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
 
 
 def test_what_is_wrong_is_said(found: dict[str, Any]) -> None:
-    kinds = found["kinds"] | {"long": {"requests": 10, "errors": 2, "wrong": 1}}
+    kinds = found["kinds"] | {"long": {"requests": 10, "errors": 2, "wrong": 3, "misled": 1}}
     left = {"pool_in_use": 0.25, "sessions_not_cold": 3.0, "cold_bytes": 2.0, "cold_budget_bytes": 1.0}
     assert failed(found | {"kinds": kinds, "left": left}) == [
         "2 requests failed",
-        "1 answers were wrong",
+        "1 answers were wrong that are right when computed anew",
         "25.0% of the pool is still in use",
         "3 sessions are not cold",
         "the cold store is over its budget",
@@ -110,12 +110,12 @@ def test_each_leg_has_a_turn_of_each_chat() -> None:
 
 def test_a_wrong_answer_and_an_error_are_counted() -> None:
     tally = Tally()
-    tally.add(Outcome(Kind.long, 10, 0, 4, right=False))
+    tally.add(Outcome(Kind.long, 10, 0, 4, right=False, misled=True))
     tally.add(Outcome(Kind.long, 10, 0, 4, right=True))
     tally.add(Outcome(Kind.long, error="it broke"))
     tally.add(Outcome(Kind.short, 10, 0, 4))
     assert tally.counts[Kind.long] == {
-        "requests": 3, "tokens": 8, "prompt": 20, "cached": 0, "checked": 2, "wrong": 1, "errors": 1
+        "requests": 3, "tokens": 8, "prompt": 20, "cached": 0, "checked": 2, "wrong": 1, "misled": 1, "errors": 1
     }  # fmt: skip
     assert tally.counts[Kind.short]["checked"] == 0
     assert tally.errors == ["long: it broke"]

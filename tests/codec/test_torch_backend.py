@@ -394,13 +394,3 @@ def test_a_header_of_another_shape_is_refused():
     world = World()
     with pytest.raises(ShapeError):
         torch_backend.TorchPagedCodec(SPECS["lloyd3"], world.layout, world.header)
-
-
-@pytest.mark.usefixtures("at_once")
-def test_sealing_is_what_encoding_ends_with():
-    world = World()
-    assert world.encode() == [GOOD] * 4
-    encoded = world.codes.clone()
-    world.codes[SLOTS, :160] = 99
-    world.codec.seal(world.codes, world.slots, world.headers)
-    assert torch.equal(world.codes, encoded)
