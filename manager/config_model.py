@@ -114,7 +114,7 @@ class CodecConfig(_Group):
 
     shorthand = "name"
 
-    name: str = Field(default="lloyd3", description="the name of a codec, such as lloyd3")
+    name: str = Field(default="k3v3", description="the name of a codec, such as k3v3")
     sink_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
 
