@@ -1,6 +1,5 @@
 """What the capacity benchmark found, as a table and as a plot; several runs can be merged."""
 
-import json
 import math
 import statistics
 from collections.abc import Sequence
@@ -15,7 +14,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.arms import read_report, save_plot, where
 
 PLAIN = "plain"
 RECOMPUTED_SHARE = 0.01
@@ -90,7 +89,7 @@ def gains(found: Sequence[Found]) -> dict[tuple[str, int], float]:
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
     """One report of several; what a later file measured again goes before. Raises BadParameter."""
-    reports = [_load(file) for file in files]
+    reports = [read_report(file, "capacity") for file in files]
     first = reports[0]
     for file, report in zip(files, reports, strict=True):
         for what, (one, other) in {
@@ -104,16 +103,6 @@ def merged(files: Sequence[Path]) -> dict[str, Any]:
                 )
     runs = {(run["arm"], run["budget"]): run for report in reports for run in report["runs"]}
     return first | {"runs": list(runs.values())}
-
-
-def _load(file: Path) -> dict[str, Any]:
-    try:
-        report = dict(json.loads(file.read_text()))
-    except (OSError, ValueError) as error:
-        raise typer.BadParameter(f"--plot-only {file} cannot be read: {error}") from None
-    if report.get("benchmark") != "capacity":
-        raise typer.BadParameter(f"--plot-only {file} is not a report of this benchmark")
-    return report
 
 
 # -- shown ----------------------------------------------------------------------------------------------
@@ -201,8 +190,9 @@ def _draw_budgets(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> 
             axes.annotate(
                 text, (one.budget / unit, one.kept), (0, 6), textcoords="offset points", ha="right", fontsize=8
             )
-    axes.set(xlim=(0, None), ylim=(0, None), xlabel=f"memory for KV: pool, and codes or offload beside it, {name}")
-    axes.margins(y=0.15)
+    top, right = max(one.kept for one in found), max(one.budget for one in found) / unit
+    axes.set(xlim=(0, 1.06 * right), ylim=(0, 1.12 * top + 1))
+    axes.set_xlabel(f"memory for KV: pool, and codes or offload beside it, {name}")
     axes.set_ylabel("sessions that return with at least 95% not recomputed")
     axes.set_title("Sessions kept", loc="left")
     axes.legend(frameon=False, loc="upper left")

@@ -4,7 +4,7 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -29,19 +29,16 @@ from manthan.benchmarks.capacity_arms import (
 from manthan.benchmarks.capacity_report import merged, show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.local_redis import redis_at
-from manthan.benchmarks.progress import Bar, bar
+from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.redis_store import remove
-from manthan.benchmarks.restore import KEPT_SHARE
-from manthan.benchmarks.served import Served, Session, make_session, random_session
+from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
+from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
+from manthan.benchmarks.settle import until_settled
 
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
 CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
 FULL_SHARE = 0.8
 """No more sessions are tried once no more than so many of those that came were kept."""
-SETTLE_S = 120.0
-POLL_S = 0.2
-SAFE_VOCABULARY = 1000
-"""Token ids below it are sent to a server whose model's folder is not known."""
 
 
 @dataclass(frozen=True)
@@ -99,7 +96,7 @@ class Asker:
         self.bar.begin(f"{count} sessions come and return", 2 * count)
         indices = range(first, first + count)
         right = [self._come(index) for index in indices]
-        self._settle()
+        until_settled(self.endpoint, all_cold=self.is_ours)
         stored = self._manthan("cold_bytes")
         failures = self._manthan("failures_total")
         returns = [self._return(index, right[index - first]) for index in reversed(indices)]
@@ -134,21 +131,6 @@ class Asker:
         self.bar.step()
         return reply
 
-    def _settle(self) -> None:
-        """Until no request runs and nothing is being encoded; on a server of ours, until all that is kept is cold."""
-        busy = ("hot", "idle", "evicting") if self.is_ours else ("evicting",)
-        deadline = time.monotonic() + SETTLE_S
-        while time.monotonic() < deadline:
-            samples = self.endpoint.samples()
-            running = sum(value for name, _, value in samples if name == "vllm:num_requests_running")
-            sessions = (
-                value for name, has, value in samples if name == "vllm:manthan_sessions" and has["state"] in busy
-            )
-            if not running and not sum(sessions):
-                return
-            time.sleep(POLL_S)
-        raise self.endpoint.error(f"The server's sessions were not cold within {SETTLE_S:.0f} s.")
-
     def _manthan(self, name: str) -> float:
         return self.endpoint.metrics().get(f"vllm:manthan_{name}", 0.0)
 
@@ -177,15 +159,15 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
     if plot_only:
         return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
     leave_on_signals()
-    options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         if options.base_url:
-            jobs = [partial(run_given, options)]
+            jobs: dict[str, Any] = {options.base_url: partial(run_given, options)}
             about: dict[str, Any] = {"model": options.base_url, "tokens": options.tokens or CPU_TOKENS}
         else:
             served = choose(options, Path(folder, "qwen3-8b-shape"))
             about = {"model": served.name, "tokens": tokens_of(options, served)}
-            jobs = [partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)]
+            jobs = {shown(arm): partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)}
+        options.out.mkdir(parents=True, exist_ok=True)
         report = run_all(jobs, options, about, arguments, console)
     path = options.out / "capacity.json"
     console.print(f"  {path}", soft_wrap=True)
@@ -194,7 +176,7 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
 
 
 def run_all(
-    jobs: Sequence[Callable[[Console], dict[str, Any]]],
+    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
     options: CapacityOptions,
     about: dict[str, Any],
     arguments: dict[str, Any],
@@ -204,14 +186,14 @@ def run_all(
     runs: list[dict[str, Any]] = []
     errors: dict[str, str] = {}
     report: dict[str, Any] = {}
-    for job in jobs:
+    for name, job in jobs.items():
         try:
             runs.append(job(console))
         except ServerError as error:
-            name = f"{len(runs) + len(errors) + 1} of {len(jobs)}"
             errors[name] = str(error)
             console.print(error.log_tail, markup=False, soft_wrap=True)
-            console.print(f"  arm {name} failed: {error} (log: {error.log})", style="red", markup=False, soft_wrap=True)
+            log = f" (log: {error.log})" if error.log else ""
+            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
         report = new_report("capacity", arguments, [], {}, errors) | about | {"runs": runs}
         write_report(report, options.out)
     return report
@@ -228,6 +210,10 @@ def tokens_of(options: CapacityOptions, served: Served) -> int:
 def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> list[CapacityArm]:
     """Budget by budget; raises BadParameter for what cannot be run here. The stack ends what is begun for them."""
     tokens = tokens_of(options, served)
+    if tokens + SPARE_POSITIONS > served.shape.positions:
+        raise typer.BadParameter(
+            f"--tokens {tokens} is too long for {served.name}: it has {served.shape.positions} positions"
+        )
     kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs)
     budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
     redis: dict[str, str] = {}
@@ -247,7 +233,7 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
     """One server: start it, measure, end it."""
     tokens, began = tokens_of(options, served), time.monotonic()
     bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
-    with arm.server(served, options.out) as server, bar(console, shown(arm)) as progress:
+    with arm.server(served, options.out) as server, Bar(console, shown(arm)) as progress:
         progress.begin("the server starts")
         server.wait_until_ready(options.start_timeout)
         start_s = time.monotonic() - began
@@ -263,7 +249,7 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
 def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:
     """A server that somebody else started: its memory is what it is, and its cache is not reset."""
     endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
-    with bar(console, endpoint.url) as progress:
+    with Bar(console, endpoint.url) as progress:
         make = make_for(endpoint, options, tokens)
         block_size = options.block_size or block_size_of(endpoint)
         asker = Asker(endpoint, make, block_size, False, progress)
@@ -277,7 +263,7 @@ def make_for(endpoint: Endpoint, options: CapacityOptions, tokens: int) -> Calla
     """Sessions for that server: lookups if its model's folder is here or was named, else made-up token ids."""
     root = options.model or Path(str(endpoint.about().get("root", "")))
     longest = endpoint.about().get("max_model_len")
-    if longest and tokens + 32 > longest:
+    if longest and tokens + SPARE_POSITIONS > longest:
         raise typer.BadParameter(f"--tokens {tokens} is too long for that server: its --max-model-len is {longest}")
     if not (root / "config.json").exists():
         return lambda index: random_session(options.seed, index, tokens, SAFE_VOCABULARY)

@@ -1,8 +1,7 @@
 """How far a long run is: a bar on a terminal, now and then a line elsewhere."""
 
-import contextlib
 import time
-from collections.abc import Iterator
+from typing import Self
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
@@ -20,6 +19,13 @@ class Bar:
         self._task = self._progress.add_task(what, total=None)
         self._said = -LINE_EVERY_S
 
+    def __enter__(self) -> Self:
+        self._progress.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._progress.stop()
+
     def begin(self, text: str, total: int | None = None) -> None:
         self._progress.reset(self._task, description=f"{self._what}: {text}", total=total)
         self._say(text)
@@ -33,10 +39,3 @@ class Bar:
         if not self._console.is_terminal and time.monotonic() - self._said >= LINE_EVERY_S:
             self._said = time.monotonic()
             self._console.print(f"  {self._what}: {text}", markup=False, soft_wrap=True)
-
-
-@contextlib.contextmanager
-def bar(console: Console, what: str) -> Iterator[Bar]:
-    made = Bar(console, what)
-    with made._progress:
-        yield made

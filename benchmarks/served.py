@@ -11,6 +11,8 @@ from manthan.benchmarks.engines import Shape, random_tokens, write_model
 from manthan.benchmarks.redis_store import DIGITS, MODEL, Table
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
+SAFE_VOCABULARY = 1000
+"""Token ids below it are sent to a server whose model's folder is not known."""
 WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
 
 
@@ -74,12 +76,17 @@ class Served:
     def block_nbytes(self) -> int:
         return self.block_size * self.shape.token_nbytes
 
-    def flags(self, blocks: int, longest: int) -> list[str]:
-        """Of `vllm serve`: a pool of so many blocks, and prompts with answers of so many tokens at most."""
+    def flags(self, blocks: int, longest: int, *, eager: bool = True) -> list[str]:
+        """Of `vllm serve`: a pool of so many blocks, and prompts with answers of so many tokens at most.
+
+        eager: no CUDA graphs either, so that the server starts sooner; its decoding is slower.
+        """
         made_up = ["--load-format", "dummy", "--skip-tokenizer-init"] if self.made_up else []
+        graphs = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
         return [
             *("--dtype", "bfloat16", "--block-size", str(self.block_size), "--num-gpu-blocks-override", str(blocks)),
-            *("--max-model-len", str(longest), "--enable-prompt-tokens-details", "--enforce-eager", *made_up),
+            *("--max-model-len", str(longest), "--enable-prompt-tokens-details", *made_up),
+            *(["--enforce-eager"] if eager or not self.on_gpu else graphs),
         ]
 
 

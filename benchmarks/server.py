@@ -24,10 +24,18 @@ ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # By itself vLLM's CPU build leaves one core to others, and two where there is a KV connector; if there are no more
+    # than two, the model then gets both. Servers that are compared must have as many threads, pinned to no core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
 }
 """Set for the server unless the caller's environment says otherwise."""
 STOP_WAIT_S = 10.0
+
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
+to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
 
 
 class VllmServer(Endpoint):

@@ -16,15 +16,19 @@ Encoding a vector x, all in float32, no step fused with another:
     r  = sqrt(fold(y * y)) * (1 / sqrt(D))
     k  = number of thresholds t with |y| > t * r;  q = levels[k];  the sign is y < 0
     s  = fold(|y| * q) / fold(q * q) * 2**(m - 127), rounded to bf16, ties to even, at most bf16's largest
+    or, where the scale is the unbiased one,
+    s  = fold(y * y) / max(fold(|y| * q), 2**-126) * 2**(m - 127), rounded in the same way
 
 and decoding it:
 
     x^ = hadamard(±q) * w * s, within ±bf16's largest; a bf16 result is rounded, ties to even
 
 fold adds the upper half of a sequence onto its lower half (the middle element of an odd one stays) until one
-number is left; it is applied to each run of 8 elements, then to the D/8 results. s is the least-squares
-scale, which is why the norm is not stored. bf16 for s keeps float32's whole range; its rounding is invisible
-beside the quantization's.
+number is left; it is applied to each run of 8 elements, then to the D/8 results. The first s is the
+least-squares scale: x^ has the least error, and is too short by as much as the quantizer loses. With the second
+<x, x^> = <x, x>: x^ is longer by the same share, and inner products with it are right on average (RaBitQ, Gao and
+Long, SIGMOD 2024). Decoding is the same. bf16 for s keeps float32's whole range; its rounding is invisible beside
+the quantization's.
 
 Accuracy ends with bf16's range: a vector whose scale falls below 2**-126 loses digits, below 2**-134 it
 decodes to zeros.
@@ -47,13 +51,14 @@ DType = type[np.float32] | type[np.uint16] | np.dtype[np.float32] | np.dtype[np.
 
 @dataclass(frozen=True)
 class CodecSpec:
-    """What a codec's name stands for. key_bits, value_bits: 3 or 4 per number. rotated: False only for
-    comparison."""
+    """What a codec's name stands for. key_bits, value_bits: 2, 3 or 4 per number. rotated: False only for
+    comparison. unbiased: which scale encoding stores."""
 
     name: str
     key_bits: int
     value_bits: int
     rotated: bool = True
+    unbiased: bool = False
 
     def bits(self, kind: Kind) -> int:
         """Bits per number for keys or for values."""

@@ -1,7 +1,8 @@
 // Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in paged_cuda.py
 // and compiled by NVRTC for one head size, codec and cache dtype.
 //
-// What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, DTYPE (0 bf16,
+// What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
+// scale), DTYPE (0 bf16,
 // 1 fp16, 2 fp32), FAST (tile.cu is of use), WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT;
 // LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size
 // of an element's Hadamard block; LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low
@@ -40,9 +41,9 @@ struct Job {
 __device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 b(float x) { return __float_as_uint(x); }
 template <int BITS>
-__device__ __forceinline__ float level(int k) { return f(BITS == 3 ? LEVELS_3[k] : LEVELS_4[k]); }
+__device__ __forceinline__ float level(int k) { return f(BITS == 2 ? LEVELS_2[k] : BITS == 3 ? LEVELS_3[k] : LEVELS_4[k]); }
 template <int BITS>
-__device__ __forceinline__ float cut_at(int k) { return f(BITS == 3 ? CUTS_3[k] : CUTS_4[k]); }
+__device__ __forceinline__ float cut_at(int k) { return f(BITS == 2 ? CUTS_2[k] : BITS == 3 ? CUTS_3[k] : CUTS_4[k]); }
 __device__ __forceinline__ u32 bf16_bits(u32 bits) { return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16; }
 
 #if DTYPE == 2

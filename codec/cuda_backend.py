@@ -39,7 +39,7 @@ class CudaCodec(Codec):
     @property
     def compiled(self) -> bool:
         """Whether calls run the CUDA kernels."""
-        return self._module(3, torch.bfloat16) is not None
+        return self._module(self.spec.key_bits, torch.bfloat16) is not None
 
     def warm_up(self) -> None:
         """Compile the kernels: a second or two."""
@@ -47,7 +47,7 @@ class CudaCodec(Codec):
             self._module(bits, torch.bfloat16)
 
     def _module(self, bits: int, dtype: torch.dtype) -> Module | None:
-        return _module(self.head_dim, bits, self.spec.rotated, dtype, self._device)
+        return _module(self.head_dim, bits, self.spec.rotated, self.spec.unbiased, dtype, self._device)
 
     def _encode(self, x: Vectors, bits: int, scales: Codes, planes: Codes) -> int:
         width = bits * self.head_dim // 8
@@ -64,7 +64,7 @@ class CudaCodec(Codec):
     def _encode_there(self, x: torch.Tensor, bits: int) -> tuple[torch.Tensor, torch.Tensor, int]:
         n, kernels = len(x), self._module(bits, x.dtype)
         if kernels is None:
-            made = tables(self.head_dim, bits, self.spec.rotated)
+            made = tables(self.head_dim, bits, self.spec.rotated, self.spec.unbiased)
             scales, planes, finite = torch_backend.encode_vectors(x.float(), made, bits)
             bad = int((~finite).to(torch.uint8).argmax()) if not bool(finite.all()) else -1
             return scales.flatten(), planes.flatten(), bad
@@ -90,7 +90,7 @@ class CudaCodec(Codec):
         n, kernels = len(out), self._module(bits, out.dtype)
         if kernels is not None:
             return self._run(kernels, "decode", out, codes)
-        made = tables(self.head_dim, bits, self.spec.rotated)
+        made = tables(self.head_dim, bits, self.spec.rotated, self.spec.unbiased)
         scales, planes = codes[: 2 * n].view(n, 2), codes[align16(2 * n) :].view(n, -1)
         x, finite = torch_backend.decode_vectors(scales, planes, made, bits)
         out.copy_(torch_backend.cast(x, out.dtype))
@@ -128,8 +128,10 @@ def _dtype(x: Vectors) -> torch.dtype:
 
 
 @lru_cache
-def _module(head_dim: int, bits: int, rotated: bool, dtype: torch.dtype, device: torch.device) -> Module | None:
-    spec = CodecSpec(f"{bits} bits", bits, bits, rotated)
+def _module(
+    head_dim: int, bits: int, rotated: bool, unbiased: bool, dtype: torch.dtype, device: torch.device
+) -> Module | None:
+    spec = CodecSpec(f"{bits} bits", bits, bits, rotated, unbiased)
     try:
         return module(spec, head_dim, dtype, device, aligned=True, whole=False)
     except CompileError:

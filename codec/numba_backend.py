@@ -21,6 +21,7 @@ LANES = 32
 EXPONENT = np.uint32(0x7F800000)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
 LARGEST_BF16_BITS = np.uint32(0x7F7F)
+SMALLEST = np.float32(2.0**-126)
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -156,6 +157,28 @@ def _quantize(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Float
 
 
 @_jit()
+def _scale_least_squares(tile: Floats, q: Floats, scale: Floats) -> None:
+    """From |y| and its levels; both are overwritten."""
+    for i in range(len(tile)):
+        tile[i] *= q[i]
+        q[i] *= q[i]
+    _fold(tile)
+    _fold(q)
+    for v in range(LANES):
+        scale[v] = tile[v] / q[v] * scale[v]
+
+
+@_jit()
+def _scale_unbiased(tile: Floats, q: Floats, square: Floats, scale: Floats) -> None:
+    """From |y|, which is overwritten, its levels and the fold of its square."""
+    for i in range(len(tile)):
+        tile[i] *= q[i]
+    _fold(tile)
+    for v in range(LANES):
+        scale[v] = square[v] / max(tile[v], SMALLEST) * scale[v]
+
+
+@_jit()
 def _pack(codes: Bytes, bits: int, packed: Bytes) -> None:
     """[head_dim, LANES] codes to [plane bytes, LANES]."""
     groups = len(codes) // LANES // 8
@@ -177,12 +200,14 @@ def _unpack(packed: Bytes, bits: int, levels: Floats, tile: Floats) -> None:
     here."""
     groups = len(tile) // LANES // 8
     none = np.zeros(LANES, np.uint8)
-    l0, l1, l2, l3 = levels[0], levels[1], levels[2], levels[3]
-    l4, l5, l6, l7 = levels[-4], levels[-3], levels[-2], levels[-1]
+    l0, l1, l2, l3 = levels[0], levels[1], levels[-2], levels[-1]
+    l4, l5, l6, l7 = l0, l1, l2, l3
+    if bits == 4:
+        l2, l3, l4, l5 = levels[2], levels[3], levels[4], levels[5]
     for g in range(groups):
         sign = packed[g * LANES : (g + 1) * LANES]
         high = packed[(groups + g) * LANES : (groups + g + 1) * LANES] if bits == 4 else none
-        middle = packed[((bits - 2) * groups + g) * LANES : ((bits - 2) * groups + g + 1) * LANES]
+        middle = packed[((bits - 2) * groups + g) * LANES : ((bits - 2) * groups + g + 1) * LANES] if bits > 2 else none
         low = packed[((bits - 1) * groups + g) * LANES : ((bits - 1) * groups + g + 1) * LANES]
         for j in range(8):
             row = tile[(g * 8 + j) * LANES : (g * 8 + j + 1) * LANES]
@@ -202,7 +227,7 @@ def _round(bits: np.uint32) -> np.uint32:
 
 
 def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes: Bytes) -> int:
-    weights, blocks, levels, thresholds, root, _ = tables
+    weights, blocks, levels, thresholds, root, _, unbiased = tables
     shift = np.uint32(16 if bf16 else 0)
     dim, width = len(weights), bits * len(weights) // 8
     words, words2 = np.empty(dim * LANES, np.uint32), np.empty(dim * LANES, np.uint32)
@@ -211,6 +236,7 @@ def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes
     cuts = np.empty(len(thresholds) * LANES, np.float32)
     factor_bits, scale_bits = np.empty(LANES, np.uint32), np.empty(LANES, np.uint32)
     factor, scale = factor_bits.view(np.float32), scale_bits.view(np.float32)
+    square = np.empty(LANES, np.float32)
     for first in range(0, len(x), LANES):
         count = min(LANES, len(x) - first)
         _load(x, first, count, shift, words)
@@ -227,6 +253,7 @@ def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes
             q[i] = tile[i] * tile[i]
         _fold(q)
         for v in range(LANES):
+            square[v] = q[v]
             rms = np.sqrt(q[v]) * root
             for k in range(len(thresholds)):
                 cuts[k * LANES + v] = thresholds[k] * rms
@@ -238,13 +265,10 @@ def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes
         for v in range(count):
             for i in range(width):
                 planes[(first + v) * width + i] = packed[i * LANES + v]
-        for i in range(dim * LANES):
-            tile[i] *= q[i]
-            q[i] *= q[i]
-        _fold(tile)
-        _fold(q)
-        for v in range(LANES):
-            scale[v] = tile[v] / q[v] * scale[v]
+        if unbiased:
+            _scale_unbiased(tile, q, square, scale)
+        else:
+            _scale_least_squares(tile, q, scale)
         for v in range(count):
             rounded = min(_round(scale_bits[v]), LARGEST_BF16_BITS)
             scales[2 * (first + v)] = rounded & np.uint32(255)
@@ -253,7 +277,7 @@ def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes
 
 
 def _decode(scales: Bytes, planes: Bytes, tables: Tables, bits: int, bf16: bool, out: Any) -> int:
-    weights, blocks, levels, _, _, largest = tables
+    weights, blocks, levels, _, _, largest, _ = tables
     dim, width = len(weights), bits * len(weights) // 8
     words, packed = np.empty(dim * LANES, np.uint32), np.zeros(width * LANES, np.uint8)
     tile = words.view(np.float32)
@@ -288,7 +312,9 @@ def _decode(scales: Bytes, planes: Bytes, tables: Tables, bits: int, bf16: bool,
 BYTES_IN = types.Array(types.uint8, 1, "C", readonly=True)
 FLOATS_IN = types.Array(types.float32, 1, "C", readonly=True)
 SIZES_IN = types.Array(types.int64, 1, "C", readonly=True)
-TABLES = types.NamedTuple((FLOATS_IN, SIZES_IN, FLOATS_IN, FLOATS_IN, types.float32, types.float32), Tables)
+TABLES = types.NamedTuple(
+    (FLOATS_IN, SIZES_IN, FLOATS_IN, FLOATS_IN, types.float32, types.float32, types.boolean), Tables
+)
 
 
 def _encode_signature(word: Any) -> Any:

@@ -43,7 +43,7 @@ class NumpyCodec(Codec):
         return (_numba_backend() if self._fused else None) or plain
 
     def _tables(self, bits: int) -> Tables:
-        return tables(self.head_dim, bits, self.spec.rotated)
+        return tables(self.head_dim, bits, self.spec.rotated, self.spec.unbiased)
 
     def _encode(self, x: Vectors, bits: int, scales: Codes, planes: Codes) -> int:
         run, constants, width = self._kernels().encode, self._tables(bits), bits * self.head_dim // 8

@@ -81,6 +81,10 @@ class CudaPagedCodec(PagedCodec):
         self._module.launch("encode", job, job.warps)
         self._module.launch("seal", job, job.n)
 
+    def seal(self, codes: torch.Tensor, slots: torch.Tensor, headers: torch.Tensor) -> None:
+        job = self._filled(slots, codes, slots, headers, slots)  # neither blocks nor a status play a part
+        self._module.launch("seal", job, job.n)
+
     def verify(self, codes: torch.Tensor, slots: torch.Tensor, headers: torch.Tensor, status: torch.Tensor) -> None:
         job = self._filled(slots, codes, slots, headers, status)
         self._module.launch("verify", job, job.n)
@@ -143,6 +147,7 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
         "KEY_BITS": spec.key_bits,
         "VALUE_BITS": spec.value_bits,
         "ROTATED": int(spec.rotated),
+        "UNBIASED": int(spec.unbiased),
         "DTYPE": DTYPES[dtype],
         "WHOLE": int(whole),
         "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype is not torch.float32),
@@ -154,7 +159,7 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
         "SIGNS": signs,
         "BLOCK_SIZE_OF": [size for size in block_sizes(head_dim) for _ in range(size)],
     }
-    for bits in (3, 4):
+    for bits in (2, 3, 4):
         levels = tables(head_dim, bits, spec.rotated).levels
         words[f"LEVELS_{bits}"] = _bits(levels)
         words[f"CUTS_{bits}"] = _bits(tables(head_dim, bits, spec.rotated).thresholds)
@@ -162,7 +167,7 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
     for name, value in (("ROOT", made.root), ("LARGEST", made.largest)):
         lines.append(f"#define {name} 0x{value.view(np.uint32):08x}u")
     lines += [_array("unsigned int", name, values) for name, values in words.items()]
-    for bits in (3, 4):
+    for bits in (2, 3, 4):
         rows = ", ".join("{" + ", ".join(f"0x{word:08x}u" for word in row) + "}" for row in _halves(bits))
         lines.append(f"__constant__ unsigned int HALVES_{bits}[2][4] = {{{rows}}};")
     for name in ("START", "SECRET", "LAST", "MERGE"):
@@ -173,10 +178,10 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
 def _halves(bits: int) -> list[list[int]]:
     """The levels as a sum of two fp16: for each of the two, 8 low bytes and 8 high bytes, in words for prmt.
 
-    At 3 bits an entry for each code, sign included; at 4 for each magnitude.
+    Up to 3 bits an entry for each code, sign included; at 4 for each magnitude.
     """
     levels = tables(128, bits, True).levels
-    signed = np.concatenate([levels, -levels]) if bits == 3 else levels
+    signed = np.resize(np.concatenate([levels, -levels]), 8) if bits < 4 else levels
     high = signed.astype(np.float16)
     low = (signed - high.astype(np.float32)).astype(np.float16)
     halves = (part.view(np.uint16) for part in (high, low))

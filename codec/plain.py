@@ -16,6 +16,7 @@ from manthan.codec.tables import Tables
 CHUNK = 256
 EXPONENT = np.uint32(0x7F800000)
 MAGNITUDE = np.uint32(0x7FFFFFFF)
+SMALLEST = np.float32(2.0**-126)
 
 Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
@@ -39,7 +40,8 @@ def encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes:
         y *= np.ldexp(np.float32(1), power)
         y *= tables.weights[:, None]
         hadamard_(y, scratch, tables.blocks)
-        rms = np.sqrt(_fold(np.multiply(y, y, out=scratch))) * tables.root
+        square = _fold(np.multiply(y, y, out=scratch))
+        rms = np.sqrt(square) * tables.root
         code = (y < 0).view(np.uint8) << np.uint8(bits - 1)
         np.abs(y, out=y)
         for threshold in tables.thresholds:
@@ -47,8 +49,9 @@ def encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes:
         q = np.take(magnitudes, code, out=scratch, mode="clip")
         y *= q
         q *= q
+        ratio = square / np.maximum(_fold(y), SMALLEST) if tables.unbiased else _fold(y) / _fold(q)
         with np.errstate(over="ignore"):
-            scale = _fold(y) / _fold(q) * np.ldexp(np.float32(1), -power)
+            scale = ratio * np.ldexp(np.float32(1), -power)
         all_scales[part] = np.minimum(_round(scale.view(np.uint32)), 0x7F7F)
         rows = np.ascontiguousarray(code.T)
         for p in range(bits):

@@ -17,6 +17,7 @@ SPECS = {
         CodecSpec("lloyd3", 3, 3),
         CodecSpec("lloyd4", 4, 4),
         CodecSpec("k4v3", 4, 3),
+        CodecSpec("k4v2", 4, 2, unbiased=True),
         CodecSpec("lloyd3-unrotated", 3, 3, rotated=False),
     )
 }

@@ -1,5 +1,5 @@
-"""The constants that encoding and decoding need, one set for each head_dim, number of bits and kind of
-rotation."""
+"""The constants that encoding and decoding need, one set for each head_dim, number of bits, rotation
+and scale."""
 
 import math
 from functools import lru_cache
@@ -15,6 +15,7 @@ from manthan.codec.rotation import block_sizes, weights
 class Tables(NamedTuple):
     """weights: [head_dim] float32. blocks: int64, the Hadamard blocks' sizes, none for the unrotated codec.
     levels, thresholds: float32, of magnitudes. root: 1 / sqrt(head_dim). largest: bf16's largest number.
+    unbiased: whether encoding stores the unbiased scale, or the least-squares one.
     """
 
     weights: npt.NDArray[np.float32]
@@ -23,10 +24,11 @@ class Tables(NamedTuple):
     thresholds: npt.NDArray[np.float32]
     root: np.float32
     largest: np.float32
+    unbiased: bool
 
 
 @lru_cache
-def tables(head_dim: int, bits: int, rotated: bool) -> Tables:
+def tables(head_dim: int, bits: int, rotated: bool, unbiased: bool = False) -> Tables:
     """The constants of a quantizer with 2**bits levels. The arrays are read-only."""
     quantizer = lloyd_max(bits)
     made = Tables(
@@ -36,6 +38,7 @@ def tables(head_dim: int, bits: int, rotated: bool) -> Tables:
         np.array(quantizer.thresholds, np.float32),
         np.float32(1.0 / math.sqrt(head_dim)),
         np.float32(float.fromhex("0x1.fep127")),
+        unbiased,
     )
     for array in made[:4]:
         array.flags.writeable = False

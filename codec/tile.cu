@@ -203,12 +203,17 @@ __device__ __forceinline__ u32 encode_tile(float (&c)[CHUNKS][4], const float (&
         }
     }
     // Thread g < 2 ends with the scale of vector 2t + g.
-    float dot = halve(part[0].dot, part[1].dot, 4, lane), square = halve(part[0].square, part[1].square, 4, lane);
-    float sum = halve(dot, square, 8, lane);
-    sum += __shfl_xor_sync(FULL, sum, 16);
-    float scale = quotient(sum, __shfl_xor_sync(FULL, sum, 8)) * f(ROOT);
+    float dot = halve(part[0].dot, part[1].dot, 4, lane), own = odd ? norm[1] : norm[0], scale;
+    if constexpr (UNBIASED) {
+        dot += __shfl_xor_sync(FULL, dot, 8);
+        dot += __shfl_xor_sync(FULL, dot, 16);
+        scale = quotient(own * HEAD_DIM, dot) * f(ROOT);  // the transformed vector's squared norm is HEAD_DIM times own
+    } else {
+        float square = halve(part[0].square, part[1].square, 4, lane), sum = halve(dot, square, 8, lane);
+        sum += __shfl_xor_sync(FULL, sum, 16);
+        scale = quotient(sum, __shfl_xor_sync(FULL, sum, 8)) * f(ROOT);
+    }
     if (g < 2 && 2 * t + g < valid) *(u16*)(scales + 4 * t + 2 * g) = min(bf16_bits(b(scale)), 0x7f7fu);
-    float own = odd ? norm[1] : norm[0];
     u32 slow = (own > 1e-20f && own < 1e30f ? 0u : 1u) << (2 * t + odd);
     return __reduce_or_sync(FULL, slow) & ((1u << valid) - 1);
 }
@@ -262,7 +267,7 @@ __device__ __forceinline__ u32 spread(u32 word, int b, int p) {
 // Four levels by the nibbles of `code`, as two pairs of fp16: their high and low bytes are looked up apart.
 template <int BITS>
 __device__ __forceinline__ void look_up(int part, u32 code, u32 minus, u32& pair0, u32& pair1) {
-    const u32* table = BITS == 3 ? HALVES_3[part] : HALVES_4[part];
+    const u32* table = BITS == 2 ? HALVES_2[part] : BITS == 3 ? HALVES_3[part] : HALVES_4[part];
     u32 low = __byte_perm(table[0], table[1], code), high = __byte_perm(table[2], table[3], code);
     if (BITS == 4) high ^= minus;
     pair0 = __byte_perm(low, high, 0x5140);
@@ -292,8 +297,8 @@ __device__ __forceinline__ u32 decode_tile(const Decoder& decoder, const Packed<
     for (int i = 0; i < WORDS; i++)
 #pragma unroll
         for (int bit = 0; bit < 4; bit++) {
-            u32 code = spread(packed.w[BITS - 1][i], bit, 0) | spread(packed.w[BITS - 2][i], bit, 1) |
-                       spread(packed.w[BITS - 3][i], bit, 2);
+            u32 code = spread(packed.w[BITS - 1][i], bit, 0) | spread(packed.w[BITS - 2][i], bit, 1);
+            if constexpr (BITS > 2) code |= spread(packed.w[BITS - 3][i], bit, 2);
             u32 sign = BITS == 4 ? spread(packed.w[0][i], bit, 0) : 0u;
 #pragma unroll
             for (int half = 0; half < (HEAD_DIM == 64 ? 1 : 2); half++) {

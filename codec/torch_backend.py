@@ -40,7 +40,8 @@ def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor
     inverse = torch.where(field < 254, (254 - field) << 23, 1 << 22)  # 2**-127 is denormal
     y = y * (field << 23).view(torch.float32)
     y = _hadamard(y * _weights(tables, x.device), tables.blocks.tolist())
-    rms = _sqrt(_fold(y * y)) * float(tables.root)
+    square = _fold(y * y)
+    rms = _sqrt(square) * float(tables.root)
     code = (y < 0).to(torch.uint8) << (bits - 1)
     y = y.abs()
     q = torch.full_like(y, float(tables.levels[0]))
@@ -48,7 +49,9 @@ def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor
         above = y > rms * threshold
         code += above
         q.masked_fill_(above, level)
-    scale = _fold(y * q) / _fold(q * q) * inverse.view(torch.float32)
+    dot = _fold(y * q)
+    ratio = square / dot.clamp(min=2.0**-126) if tables.unbiased else dot / _fold(q * q)
+    scale = ratio * inverse.view(torch.float32)
     scales = _round(scale.view(torch.int32)).clamp(max=0x7F7F).to(torch.int16)
     return scales.view(torch.uint8).view(n, 2), _pack(code, bits), top < EXPONENT
 
@@ -134,7 +137,7 @@ class TorchPagedCodec(PagedCodec):
         for kind, at in kinds:
             bits = spec.bits(kind)
             planes = start + align16(2 * vectors)
-            tables = tables_of(layout.head_dim, bits, spec.rotated)
+            tables = tables_of(layout.head_dim, bits, spec.rotated, spec.unbiased)
             halves.append(_Half(_views(layout, at), tables, bits, start, planes))
             start = planes + align16(vectors * bits * layout.head_dim // 8)
         self._halves = tuple(halves)
@@ -144,6 +147,15 @@ class TorchPagedCodec(PagedCodec):
         with torch.inference_mode():  # in which caches made in it may be written to as well
             for some in self._batches(len(block_ids)):
                 rows, status[some] = self._encode(block_ids[some], headers[some])
+                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
+
+    def seal(self, codes: Tensor, slots: Tensor, headers: Tensor) -> None:
+        """As `PagedCodec.seal` says."""
+        with torch.inference_mode():
+            for some in self._batches(len(slots)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                rows[:, : HEADER.size] = headers[some]
+                rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
                 codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
 
     def verify(self, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:

@@ -72,7 +72,7 @@ __device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes,
     hadamard(v, lane);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) t[r] = __fmul_rn(v[r], v[r]);
-    float rms = __fmul_rn(__fsqrt_rn(fold(t, lane, sums)), f(ROOT));
+    float norm = fold(t, lane, sums), rms = __fmul_rn(__fsqrt_rn(norm), f(ROOT));
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         bool minus = v[r] < 0.f;
@@ -94,8 +94,9 @@ __device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes,
         t[r] = __fmul_rn(v[r], q[r]);
         q[r] = __fmul_rn(q[r], q[r]);
     }
-    float dot = fold(t, lane, sums), square = fold(q, lane, sums);
-    u32 rounded = min(bf16_bits(b(__fmul_rn(__fdiv_rn(dot, square), inverse))), 0x7f7fu);
+    float dot = fold(t, lane, sums);
+    float ratio = UNBIASED ? __fdiv_rn(norm, fmaxf(dot, f(0x00800000u))) : __fdiv_rn(dot, fold(q, lane, sums));
+    u32 rounded = min(bf16_bits(b(__fmul_rn(ratio, inverse))), 0x7f7fu);
     if (lane < 2) scale[lane] = rounded >> (8 * lane);
     return true;
 }

@@ -74,14 +74,14 @@ def _value(config: ManthanConfig, key: str) -> str:
 def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
     """What the configuration means for a model. Raises ModelError."""
     shape = ModelShape.of(model)
-    nbytes = encoded_nbytes(shape.header(config.codec, block_tokens, ranks))
+    nbytes = encoded_nbytes(shape.header(config.codec.name, block_tokens, ranks))
     hot, cold = shape.token_nbytes * block_tokens, nbytes * ranks
     blocks = cold_blocks(config, nbytes, ranks)
     table = Table("for the model", model, box=None)
     table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
     table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
-    table.add_row(f"the same as codes of {config.codec}", f"{cold / block_tokens:.0f} bytes, headers included")
+    table.add_row(f"the same as codes of {config.codec.name}", f"{cold / block_tokens:.0f} bytes, headers included")
     table.add_row("ratio", f"{hot / cold:.2f}x")
     table.add_row("the cold store holds", f"{blocks * block_tokens} tokens")
     for tokens in lengths:

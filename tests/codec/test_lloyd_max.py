@@ -17,6 +17,14 @@ def mean_squared_error(bits):
     return 2 * np.trapezoid(error * np.exp(-x * x / 2), x) / math.sqrt(2 * math.pi)
 
 
+def test_two_bits_match_the_published_figures():
+    """J. Max's table for 4 levels."""
+    levels, thresholds = lloyd_max(2)
+    assert levels == pytest.approx([0.4528, 1.510], abs=6e-4)
+    assert thresholds == pytest.approx([0.9816], abs=6e-4)
+    assert mean_squared_error(2) == pytest.approx(0.1175, abs=5e-5)
+
+
 def test_three_bits_match_the_published_figures():
     levels, thresholds = lloyd_max(3)
     assert levels == pytest.approx([0.2451, 0.7560, 1.3439, 2.1520], abs=1e-4)
@@ -32,7 +40,7 @@ def test_four_bits_match_the_published_figures():
     assert mean_squared_error(4) == pytest.approx(0.009497, abs=5e-6)
 
 
-@pytest.mark.parametrize("bits", [3, 4])
+@pytest.mark.parametrize("bits", [2, 3, 4])
 def test_no_small_move_of_a_level_lowers_the_error(bits, monkeypatch):
     best = mean_squared_error(bits)
     levels, _ = lloyd_max(bits)

@@ -30,7 +30,7 @@ def plain(name, head_dim):
 def constants(name, head_dim, kind):
     """What encode_vectors and decode_vectors take after the data."""
     bits = SPECS[name].bits(kind)
-    return tables(head_dim, bits, SPECS[name].rotated), bits
+    return tables(head_dim, bits, SPECS[name].rotated, SPECS[name].unbiased), bits
 
 
 def split(codes, n, bits, head_dim):
@@ -221,7 +221,9 @@ def at_once(request, monkeypatch):
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("name", "head_dim"), [("lloyd3", 64), ("k4v3", 80), ("lloyd4", 32), ("lloyd3-unrotated", 96)])
+@pytest.mark.parametrize(
+    ("name", "head_dim"), [("lloyd3", 64), ("k4v3", 80), ("k4v2", 128), ("lloyd4", 32), ("lloyd3-unrotated", 96)]
+)
 def test_blocks_go_out_and_come_back(name, head_dim, layout, dtype):
     world = World(name, head_dim, layout, dtype)
     before = world.snapshot()
