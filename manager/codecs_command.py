@@ -12,6 +12,7 @@ PURPOSE = {
     "lloyd3": "the default: five times less than bf16",
     "lloyd4": "more exact, four times less",
     "k4v3": "more exact keys: most of what lloyd4 gains, for less",
+    "k4v2": "lloyd3's size, with bits moved from values to keys",
     "lloyd3-unrotated": "only to compare with: loses much more at the same size",
 }
 

@@ -113,6 +113,16 @@ def test_config_check_says_what_a_file_means_for_a_model(tmp_path: Path) -> None
     }
 
 
+def test_exact_copies_take_room(tmp_path: Path) -> None:
+    """6 times an encoded block's: a block of the sink (4 tokens), and four of the window (128)."""
+    path = tmp_path / "x.yaml"
+    path.write_text("{codec: {sink_tokens: 4, window_tokens: 128}, cold_store: {max_bytes: 64MiB}}")
+    result = run(str(path), "--model", str(MODEL), "--block-size", "32", "--session-tokens", "2000")
+    lines = result.stdout.splitlines()[-2:]
+    blocks, full = 83360 // 32, 2000 // 32
+    assert [int(line.split()[-1]) for line in lines] == [blocks // full, blocks // (full + 6 * 5)]
+
+
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
