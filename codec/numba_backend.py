@@ -138,6 +138,27 @@ def _quantize3(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floa
 
 
 @_jit()
+def _quantize4(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floats) -> None:
+    """The same for 8 levels."""
+    l0, l1, l2, l3 = levels[0], levels[1], levels[2], levels[3]
+    l4, l5, l6, l7 = levels[4], levels[5], levels[6], levels[7]
+    t1, t2, t3, t4 = cuts[:LANES], cuts[LANES : 2 * LANES], cuts[2 * LANES : 3 * LANES], cuts[3 * LANES : 4 * LANES]
+    t5, t6, t7 = cuts[4 * LANES : 5 * LANES], cuts[5 * LANES : 6 * LANES], cuts[6 * LANES :]
+    for i in range(len(tile) // LANES):
+        o = i * LANES
+        y, level, code = tile[o : o + LANES], q[o : o + LANES], codes[o : o + LANES]
+        for v in range(LANES):
+            a = abs(y[v])
+            o1, o2, o3, o4, o5, o6, o7 = a > t1[v], a > t2[v], a > t3[v], a > t4[v], a > t5[v], a > t6[v], a > t7[v]
+            lower = (l3 if o3 else l2) if o2 else (l1 if o1 else l0)
+            upper = (l7 if o7 else l6) if o6 else (l5 if o5 else l4)
+            level[v] = upper if o4 else lower
+            low = np.uint8(o1) + np.uint8(o2) + np.uint8(o3) + np.uint8(o4)
+            code[v] = np.uint8(y[v] < 0) * np.uint8(8) + low + np.uint8(o5) + np.uint8(o6) + np.uint8(o7)
+            y[v] = a
+
+
+@_jit()
 def _quantize(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floats) -> None:
     """The same for any number of levels, a pass for each threshold."""
     sign = np.uint8(len(levels))
@@ -200,14 +221,14 @@ def _unpack(packed: Bytes, bits: int, levels: Floats, tile: Floats) -> None:
     here."""
     groups = len(tile) // LANES // 8
     none = np.zeros(LANES, np.uint8)
-    l0, l1, l2, l3 = levels[0], levels[1], levels[-2], levels[-1]
+    l0, l1, l2, l3 = levels[0], levels[1], levels[-2], levels[-1]  # of 2 bits twice the same, whatever `middle` says
     l4, l5, l6, l7 = l0, l1, l2, l3
     if bits == 4:
         l2, l3, l4, l5 = levels[2], levels[3], levels[4], levels[5]
     for g in range(groups):
         sign = packed[g * LANES : (g + 1) * LANES]
         high = packed[(groups + g) * LANES : (groups + g + 1) * LANES] if bits == 4 else none
-        middle = packed[((bits - 2) * groups + g) * LANES : ((bits - 2) * groups + g + 1) * LANES] if bits > 2 else none
+        middle = packed[((bits - 2) * groups + g) * LANES : ((bits - 2) * groups + g + 1) * LANES]
         low = packed[((bits - 1) * groups + g) * LANES : ((bits - 1) * groups + g + 1) * LANES]
         for j in range(8):
             row = tile[(g * 8 + j) * LANES : (g * 8 + j + 1) * LANES]
@@ -259,6 +280,8 @@ def _encode(x: Any, bf16: bool, tables: Tables, bits: int, scales: Bytes, planes
                 cuts[k * LANES + v] = thresholds[k] * rms
         if bits == 3:
             _quantize3(tile, q, codes, cuts, levels)
+        elif bits == 4:
+            _quantize4(tile, q, codes, cuts, levels)
         else:
             _quantize(tile, q, codes, cuts, levels)
         _pack(codes, bits, packed)
