@@ -53,6 +53,16 @@ def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
         assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * 2
 
 
+def test_the_means_are_those_of_the_text(report: dict[str, Any], found: dict[str, Any]) -> None:
+    """Not of tables, whose lookups the model is surer of."""
+    pieces = report["arms"]["transformers"]["lloyd3"]["pieces"][:3]
+    for name in ("nll", "kl", "top1"):
+        values = [piece[name] for piece in pieces]
+        assert found["lloyd3"][name] == pytest.approx(
+            {"mean": np.mean(values), "error": np.std(values, ddof=1) / 3**0.5}
+        )
+
+
 def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) -> None:
     assert found["exact"]["nll"]["mean"] < 2.5
     assert found["exact"]["perplexity"] == pytest.approx(np.exp(found["exact"]["nll"]["mean"]))
