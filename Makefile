@@ -1,5 +1,6 @@
 # make test     everything: wheel, ruff, mypy, pytest        make demo   eight sessions on a real server
 # make lint     ruff and mypy only                           make setup  the virtual environment only
+# make docs     the references in docs/ that are generated
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -12,7 +13,7 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-.PHONY: setup test lint demo clean
+.PHONY: setup test lint demo docs clean
 
 setup: $(VENV)/.installed
 
@@ -28,6 +29,10 @@ lint: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
+
+# configuration.md and metrics.md, from the code and configs/default.yaml.
+docs: $(VENV)/.installed
+	$(BIN)/python docs/generate.py
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info

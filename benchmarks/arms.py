@@ -16,6 +16,7 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+import typer
 from rich.console import Console
 
 from manthan.benchmarks.engines import EngineOptions
@@ -217,6 +218,17 @@ def write_report(report: dict[str, Any], out: Path) -> Path:
     path = out / f"{report['benchmark']}.json"
     path.write_text(json.dumps(report, indent=1))
     return path
+
+
+def read_report(path: Path, benchmark: str) -> dict[str, Any]:
+    """What write_report wrote; raises BadParameter for what is no such report."""
+    try:
+        report = dict(json.loads(path.read_text()))
+    except (OSError, ValueError) as error:
+        raise typer.BadParameter(f"--plot-only {path} cannot be read: {error}") from None
+    if report.get("benchmark") != benchmark:
+        raise typer.BadParameter(f"--plot-only {path} is not a report of the benchmark {benchmark}")
+    return report
 
 
 def save_plot(draw: Callable[[dict[str, Any]], Any], report: dict[str, Any], path: Path, console: Console) -> None:

@@ -2,13 +2,22 @@
 
 import typer
 
-bench = typer.Typer(no_args_is_help=True, help="Measure capacity and concurrency on a vLLM server.")
+from manthan.benchmarks.capacity import capacity
+from manthan.benchmarks.concurrency import concurrency
+from manthan.benchmarks.quality import main as quality
+from manthan.benchmarks.soak import soak
+
+bench = typer.Typer(no_args_is_help=True, help="Measure a vLLM server: sessions kept, users at a time, long runs.")
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
 
-@bench.callback()
-def _bench() -> None: ...
+bench.command("capacity")(capacity)
+bench.command("concurrency")(concurrency)
+bench.command("soak")(soak)
 
 
 @evaluate.callback()
 def _evaluate() -> None: ...
+
+
+evaluate.command("quality")(quality)

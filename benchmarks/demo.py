@@ -28,7 +28,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
-from manthan.benchmarks.server import Reply, ServerError, VllmServer
+from manthan.benchmarks.server import CHAT_TEMPLATE, Reply, ServerError, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
 MODEL = ROOT / "tests" / "data" / "tiny-llama"
@@ -45,10 +45,6 @@ ANSWER = {"temperature": 0, "max_tokens": 4}  # four digits
 LEAST_RESTORED = 0.95
 START_TIMEOUT_S = 300
 COLD_TIMEOUT_S = 30
-
-# The model's own template puts a newline before every message, so also between a question and the answer to it. The
-# prompt of the next turn would then differ from what was computed, and the last block could not be used.
-CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 
 SERVER_FLAGS = [
     *("--block-size", str(BLOCK_TOKENS), "--num-gpu-blocks-override", str(POOL_BLOCKS), "--max-model-len", "4096"),

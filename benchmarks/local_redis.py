@@ -8,19 +8,27 @@ import time
 from collections.abc import Iterator
 
 import typer
+from pydantic import ValidationError
+
+from manthan.manager.config_model import FIELDS, ConfigError, RedisConfig
+from manthan.manager.redis_client import RedisUnreachableError, check, connect
 
 START_S = 20.0
 
 
 @contextlib.contextmanager
-def redis_at(url: str) -> Iterator[str]:
-    """The URL of a server: the given one, or else of one that ends with this context."""
+def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
+    """The URL of a server: the given one, or else of one that ends with this context. flag: what names the given one.
+
+    Raises BadParameter if it does not answer, or there is nothing to start.
+    """
     if url:
+        _check(url, flag)
         yield url
         return
     program = shutil.which("redis-server")
     if program is None:
-        raise typer.BadParameter("redis-server is not installed: install it, or name a running server with --url")
+        raise typer.BadParameter(f"redis-server is not installed: install it, or name a running server with {flag}")
     port = _free_port()
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
@@ -30,6 +38,20 @@ def redis_at(url: str) -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+
+
+def _check(url: str, flag: str) -> None:
+    try:
+        config = RedisConfig(url=url)
+        client = connect(config)
+        check(client, config)
+    except ValidationError:
+        raise typer.BadParameter(f"{flag} must be {FIELDS['redis.url'].description}") from None
+    except RedisUnreachableError as error:
+        raise typer.BadParameter(f"{flag}: {error.what}") from None
+    except ConfigError as error:
+        raise typer.BadParameter(f"{flag}: {error}") from None
+    client.close()
 
 
 def _wait_until_up(process: "subprocess.Popen[bytes]", port: int) -> None:

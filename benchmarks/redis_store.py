@@ -10,6 +10,7 @@ own with the small trained model of the tests; where each token came from is che
 """
 
 import asyncio
+import itertools
 import json
 import math
 import random
@@ -64,16 +65,22 @@ class Table:
         names = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
         self._values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(names, ENTRIES)}
         lines = [f"{name} = {value}\n" for name, value in self._values.items()]
-        self._text = ""
-        for number in range(tokens):
-            if len(self._ids(self._text)) >= tokens - QUESTION_TOKENS:
+        self.lines, count = "", len(self._ids(""))
+        for line in itertools.cycle(lines):  # a line is as many tokens alone as among others
+            if count >= tokens - QUESTION_TOKENS:
                 break
-            self._text += lines[number % ENTRIES]
+            self.lines += line
+            count += len(self._ids(line)) - len(self._ids(""))
 
     def question(self, number: int) -> tuple[list[int], str]:
         """A prompt, and the right answer to it."""
+        line, right = self.lookup(number)
+        return self._ids(self.lines + line), right
+
+    def lookup(self, number: int) -> tuple[str, str]:
+        """What comes after the lines of the table, and what it is to be answered with."""
         name = list(self._values)[number % ENTRIES]
-        return self._ids(f"{self._text}assert {name} == "), self._values[name]
+        return f"assert {name} == ", self._values[name]
 
     def text(self, tokens: list[int]) -> str:
         return str(self._tokenizer.decode(tokens))
@@ -205,7 +212,7 @@ def main(
     leave_on_signals()
     out.mkdir(parents=True, exist_ok=True)
     prefix = f"manthan-bench-{secrets.token_hex(4)}:"
-    with redis_at(url) as server:
+    with redis_at(url, "--url") as server:
         setting = Setting(server, prefix, tokens, returns, seed)
         selected = [] if only is Only.speed else [latency_arm(name, setting) for name in LATENCY]
         try:

@@ -6,56 +6,39 @@ with VllmServer("tests/data/tiny-llama", ["--block-size", "32"], log=Path("serve
 """
 
 import contextlib
-import json
 import os
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import httpx
+from manthan.benchmarks.endpoint import POLL_S, Endpoint, Reply, ServerError
+
+__all__ = ["ENVIRONMENT", "Reply", "ServerError", "VllmServer"]
 
 ENVIRONMENT = {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
+    # By itself vLLM's CPU build leaves one core to others, and two where there is a KV connector; if there are no more
+    # than two, the model then gets both. Servers that are compared must have as many threads, pinned to no core.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": str(max(1, (os.cpu_count() or 1) - 1)),
     "NO_COLOR": "1",  # the log is read by programs
 }
 """Set for the server unless the caller's environment says otherwise."""
 STOP_WAIT_S = 10.0
-LAST_LINES = 25
+
+CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
+"""For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
+to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
 
 
-class ServerError(RuntimeError):
-    """The server died, did not come up, or did not do what was waited for. `log_tail` has its last words."""
-
-    def __init__(self, what: str, log: Path) -> None:
-        super().__init__(what)
-        self.log = log
-        lines = log.read_text(errors="replace").splitlines() if log.exists() else []
-        self.log_tail = "\n".join(lines[-LAST_LINES:])
-
-
-@dataclass(frozen=True)
-class Reply:
-    """What a chat request gave. cached_tokens: prompt tokens that were not computed, wherever their KV came from."""
-
-    text: str
-    prompt_tokens: int
-    cached_tokens: int
-    ttft_s: float
-
-    @property
-    def computed_tokens(self) -> int:
-        return self.prompt_tokens - self.cached_tokens
-
-
-class VllmServer:
+class VllmServer(Endpoint):
     """`vllm serve MODEL` on a free port of this machine, with its output in a file.
 
     flags: further arguments of `vllm serve`. env: variables on top of this process's own. Variables named MANTHAN_…
@@ -63,14 +46,12 @@ class VllmServer:
     """
 
     def __init__(self, model: str, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
-        self.model = model
         self.log = log
         self.port = _free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
+        super().__init__(f"http://127.0.0.1:{self.port}", model)
         self._flags = list(flags)
         self._env = env or {}
         self._process: subprocess.Popen[bytes] | None = None
-        self._http = httpx.Client(base_url=self.url, timeout=120, trust_env=False)
         self._read_to = 0
 
     def __enter__(self) -> Self:
@@ -97,7 +78,7 @@ class VllmServer:
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers; raises ServerError if it dies or takes too long."""
-        self.wait_for(self._is_healthy, timeout_s, "answer")
+        self.wait_for(self.is_healthy, timeout_s, "answer")
 
     def wait_for(self, done: Callable[[], bool], timeout_s: float, what: str) -> None:
         """Ask `done` until it says yes; raises ServerError if the server dies or `timeout_s` passes."""
@@ -107,7 +88,7 @@ class VllmServer:
                 raise ServerError(f"The server died (exit status {self.exit_status}).", self.log)
             if time.monotonic() > deadline:
                 raise ServerError(f"The server did not {what} within {timeout_s:.0f} s.", self.log)
-            time.sleep(0.1)
+            time.sleep(POLL_S)
 
     def is_alive(self) -> bool:
         return self._process is not None and self._process.poll() is None
@@ -122,7 +103,7 @@ class VllmServer:
         while self.is_alive():
             if time.monotonic() > deadline:
                 raise ServerError(f"The server did not end within {timeout_s:.0f} s.", self.log)
-            time.sleep(0.1)
+            time.sleep(POLL_S)
 
     @property
     def pid(self) -> int | None:
@@ -136,7 +117,7 @@ class VllmServer:
 
     def stop(self) -> None:
         """End the server and everything it started: politely first, and after STOP_WAIT_S by force."""
-        self._http.close()
+        self.close()
         if self._process is None:
             return
         try:
@@ -161,61 +142,12 @@ class VllmServer:
         self._read_to += len(text)
         return text.decode(errors="replace").splitlines()
 
-    def metrics(self) -> dict[str, float]:
-        """/metrics: the value of each series, by its name as printed there, summed over its labels."""
-        totals: dict[str, float] = {}
-        with self._reachable():
-            text = self._http.get("/metrics").text
-        for line in text.splitlines():
-            if line and not line.startswith("#"):
-                series, value = line.rsplit(" ", 1)
-                name = series.split("{", 1)[0]
-                totals[name] = totals.get(name, 0.0) + float(value)
-        return totals
+    def error(self, what: str) -> ServerError:
+        return ServerError(what, self.log)
 
-    def chat(self, messages: Sequence[dict[str, str]], **options: Any) -> Reply:
-        """One chat completion, streamed, so that the first token's arrival is seen. options: fields of the request."""
-        body = {
-            "model": self.model,
-            "messages": list(messages),
-            "stream": True,
-            "stream_options": {"include_usage": True},
-            **options,
-        }
-        text, ttft_s, usage = "", 0.0, {}
-        began = time.perf_counter()
-        with self._reachable(), self._http.stream("POST", "/v1/chat/completions", json=body) as response:
-            if response.is_error:
-                raise ServerError(f"The server answered {response.status_code}: {response.read()!r}", self.log)
-            for chunk in _events(response):
-                piece = "".join(choice["delta"].get("content") or "" for choice in chunk["choices"])
-                if piece and not text:
-                    ttft_s = time.perf_counter() - began
-                text += piece
-                usage = chunk.get("usage") or usage
-        details = usage.get("prompt_tokens_details") or {}
-        return Reply(text, usage["prompt_tokens"], details.get("cached_tokens") or 0, ttft_s)
-
-    @contextlib.contextmanager
-    def _reachable(self) -> Iterator[None]:
-        try:
-            yield
-        except httpx.TransportError as error:
-            time.sleep(0.5)  # a process that has just died is seen to be dead a moment later
-            what = f"died (exit status {self.exit_status})" if not self.is_alive() else "did not answer a request"
-            raise ServerError(f"The server {what}: {error!r}", self.log) from error
-
-    def _is_healthy(self) -> bool:
-        try:
-            return self._http.get("/health").is_success
-        except httpx.TransportError:
-            return False
-
-
-def _events(response: httpx.Response) -> Iterator[dict[str, Any]]:
-    for line in response.iter_lines():
-        if line.startswith("data: ") and line != "data: [DONE]":
-            yield json.loads(line.removeprefix("data: "))
+    def _what_happened(self) -> str:
+        time.sleep(0.5)  # a process that has just died is seen to be dead a moment later
+        return "did not answer a request" if self.is_alive() else f"died (exit status {self.exit_status})"
 
 
 def _vllm_command() -> list[str]:

@@ -73,6 +73,10 @@ class PagedCodec(ABC):
         """
 
     @abstractmethod
+    def seal(self, codes: "torch.Tensor", slots: "torch.Tensor", headers: "torch.Tensor") -> None:
+        """Give codes[slots[i]], whose payload was written otherwise, headers[i] and the checksum."""
+
+    @abstractmethod
     def verify(
         self, codes: "torch.Tensor", slots: "torch.Tensor", headers: "torch.Tensor", status: "torch.Tensor"
     ) -> None:

@@ -149,6 +149,15 @@ class TorchPagedCodec(PagedCodec):
                 rows, status[some] = self._encode(block_ids[some], headers[some])
                 codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
 
+    def seal(self, codes: Tensor, slots: Tensor, headers: Tensor) -> None:
+        """As `PagedCodec.seal` says."""
+        with torch.inference_mode():
+            for some in self._batches(len(slots)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                rows[:, : HEADER.size] = headers[some]
+                rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
+                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
+
     def verify(self, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
         """As `PagedCodec.verify` says; scales that are not finite are found here already."""
         with torch.inference_mode():

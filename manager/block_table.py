@@ -1,7 +1,7 @@
 """Every block the manager knows, and counts over them that are always exact."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
 
 from manthan.manager.session import Block, CodeState, Session
@@ -11,19 +11,24 @@ class BlockTable:
     """Blocks by key. All changes go through `change`, so that the counts need no scan.
 
     A block is forgotten when no session uses it and it has no codes.
+    exact_parts: blocks' room that an exact copy takes beside the codes.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, exact_parts: int = 0) -> None:
+        self.exact_parts = exact_parts
         self._blocks: dict[bytes, Block] = {}
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
         """Blocks whose only copy vLLM may overwrite."""
         self.moved = 0
-        """Cold blocks whose codes had to leave the fast tier."""
+        """Room of the codes, and of exact copies beside them, that had to leave the fast tier."""
+        self.copies: OrderedDict[bytes, Block] = OrderedDict()
+        """Blocks that have an exact copy, or room for one; those used least recently first."""
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
         self._codes: Counter[CodeState] = Counter()
+        self._copies: Counter[CodeState] = Counter()  # of blocks in `copies`
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -45,8 +50,19 @@ class BlockTable:
 
     @property
     def reserved(self) -> int:
-        """Blocks that take room in the cold store, now or as soon as they are encoded."""
-        return self.queued + self.spilling + self.cold
+        """Blocks' room that is taken in the cold store, now or as soon as they are encoded."""
+        return self.queued + self.spilling + self.cold + self.exact_parts * len(self.copies)
+
+    @property
+    def stored(self) -> int:
+        """The same without what is still queued."""
+        copies = len(self.copies) - self._copies[CodeState.QUEUED]
+        return self.spilling + self.cold + self.exact_parts * copies
+
+    @property
+    def copied(self) -> int:
+        """Cold blocks that have an exact copy."""
+        return self._copies[CodeState.COLD]
 
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
@@ -72,8 +88,24 @@ class BlockTable:
 
     def mark_moved(self, block: Block, moved: bool) -> None:
         """The codes left the fast tier, or are in it (again), or are gone."""
-        self.moved += moved - block.moved
+        self.moved += (moved - block.moved) * self.room(block)
         block.moved = moved
+
+    def room(self, block: Block) -> int:
+        """Blocks' room that its codes take, with an exact copy beside them if there is one."""
+        return 1 + self.exact_parts * block.exact
+
+    def mark_exact(self, block: Block, exact: bool) -> None:
+        """Room for an exact copy is taken, or given back; the block has codes, or will have."""
+        by = (exact - block.exact) * self.exact_parts
+        self.reserved_of[block.tenant] += by
+        self.moved += by * block.moved
+        self._copies[block.code] += exact - block.exact
+        block.exact = exact
+        if exact:
+            self.copies[block.key] = block
+        else:
+            self.copies.pop(block.key, None)
 
     def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
@@ -100,12 +132,21 @@ class BlockTable:
         block.running += running
         if code is not None:
             self.reserved_of[block.tenant] += (code is not CodeState.NONE) - block.reserves
-            self._codes[block.code] -= 1
+            was, block.code = block.code, code
+            self._codes[was] -= 1
             self._codes[code] += 1
-            block.code = code
             if block.moved:
                 self.mark_moved(block, False)
+            if block.exact:
+                self._copy_follows(block, was)
         self.hot += (block.hot > 0) - was_hot
         self.exposed += block.exposed - was_exposed
         if not (block.users or block.reserves):
             self._blocks.pop(block.key, None)
+
+    def _copy_follows(self, block: Block, was: CodeState) -> None:
+        """The codes beside which there is an exact copy changed their state; without them it is of no use."""
+        self._copies[was] -= 1
+        self._copies[block.code] += 1
+        if block.code is CodeState.NONE:
+            self.mark_exact(block, False)

@@ -4,6 +4,7 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple
 
+from manthan.manager.exact_copies import ExactCopies
 from manthan.manager.fast_tier import FastTier
 from manthan.manager.place import Place
 from manthan.manager.session import Block, CodeState, Drop, DropCause, Session, SessionState
@@ -34,7 +35,8 @@ class ColdSide:
     """The part of the session memory manager that keeps the cold store within its budget.
 
     make_policy: makes the instances that order the places. capacity_nbytes: the hard budget.
-    fast: the tier that new codes go to, where a slower one is behind it.
+    fast: the tier that new codes go to, where a slower one is behind it. sink_tokens, window_tokens: how many of a
+    session's first and last tokens have exact copies beside their codes; whole blocks do.
     """
 
     def __init__(
@@ -45,12 +47,16 @@ class ColdSide:
         label: str,
         shares: Shares,
         fast: Fast | None,
+        sink_tokens: int = 0,
+        window_tokens: int = 0,
     ) -> None:
         self.shape = shape
         self.shares = shares
         self.total_blocks = capacity_nbytes // shape.cold_nbytes
         self.table = SessionTable(make_policy, shape, label)
         self.blocks = self.table.blocks
+        sink, window = (-(-tokens // shape.block_tokens) for tokens in (sink_tokens, window_tokens))
+        self.copies = ExactCopies(self.blocks, sink, window)
         self.pinned: dict[str, int] = {}
         """Blocks of each pinned session."""
         self._make_policy = make_policy
@@ -74,21 +80,25 @@ class ColdSide:
     def _free(self) -> int:
         return self.capacity_blocks - self.blocks.reserved
 
+    def _left(self, tenant: str) -> int:
+        """How many blocks more a tenant's share allows; what there is in all for one without a quota."""
+        share = self.shares.of_tenant(tenant)
+        used = self.blocks.reserved_of[tenant] if share < 1 else 0
+        return int(share * self.capacity_blocks) - used
+
     def _make_room(self, wanted: int, session: Session) -> int:
         """Drop codes until `wanted` blocks of the session fit, or all that is worth less than it is gone.
 
-        Returns how many blocks fit, at most `wanted`. A tenant that has used up its share makes room among its own.
+        Exact copies go before any codes. Returns how many blocks fit, at most `wanted`. A tenant that has used up its
+        share makes room among its own.
         """
+        self.copies.make_room(wanted - self._free)
         self._drop_redundant(wanted)
         tenant = session.tenant
-        if (share := self.shares.of_tenant(tenant)) < 1:
-            quota = int(share * self.capacity_blocks)
-
-            def left() -> int:
-                return quota - self.blocks.reserved_of[tenant]
-
-            self._drop_until(lambda: wanted - left(), session, tenant)
-            wanted = max(0, min(wanted, left()))
+        if self.shares.of_tenant(tenant) < 1:
+            self.copies.make_room(wanted - self._left(tenant), tenant)
+            self._drop_until(lambda: wanted - self._left(tenant), session, tenant)
+            wanted = max(0, min(wanted, self._left(tenant)))
         self._drop_until(lambda: wanted - self._free, session)
         return max(0, min(wanted, self._free))
 
@@ -171,6 +181,7 @@ class ColdSide:
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
         cut = session.chain[length:]
         self._unwait(session, cut)
+        self.copies.cut(session, length)
         self.table.truncate(session, length)
         if not session.chain:
             self.pinned.pop(session.session_id, None)
@@ -178,6 +189,7 @@ class ColdSide:
         if session.state is SessionState.EVICTING:
             self._releases += [block.key for block in cut if not block.hot]
         self._drop([block for block in cut if not block.users], cause)
+        self.copies.review(cut)
         return cut
 
     def _bury(self, blocks: Iterable[Block]) -> None:

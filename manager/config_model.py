@@ -109,6 +109,20 @@ class PolicyConfig(_Group):
         return dict(self.model_extra or {})
 
 
+class CodecConfig(_Group):
+    """How KV is encoded, and which of a session's tokens are kept exact beside their codes, whole blocks of them."""
+
+    shorthand = "name"
+
+    name: str = Field(default="k3v3", description="the name of a codec, such as k3v3")
+    sink_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's first tokens, 0 for none")
+    window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
+
+    @property
+    def keeps_exact(self) -> bool:
+        return self.sink_tokens + self.window_tokens > 0
+
+
 SHARED_KINDS = ("redis", "tiered")
 
 
@@ -226,7 +240,7 @@ class ManthanConfig(_Model):
     idle_after_s: Number = Field(default=300.0, gt=0, description=_SECONDS.format(300))
     sweep_interval_s: Number = Field(default=10.0, gt=0, description=_SECONDS.format(10))
     min_tokens: Count = Field(default=256, ge=0, description="a whole number of tokens, 0 or more")
-    codec: str = Field(default="lloyd3", description="the name of a codec, such as lloyd3")
+    codec: CodecConfig = CodecConfig()
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
     encode_threads: Count = Field(default=1, ge=1, description="a whole number of threads, 1 or more")
     cold_store: ColdStoreConfig = ColdStoreConfig()
@@ -298,5 +312,5 @@ def _names(
     yield "policy.name", "policy", policy.name, policies
     for option in policy.options:
         yield f"policy.{option}", f"{policy.name} option", option, policies[policy.name]
-    yield "codec", "codec", config.codec, list(codecs)
+    yield "codec.name", "codec", config.codec.name, list(codecs)
     yield "cold_store.kind", "cold store", config.cold_store.kind, list(stores)

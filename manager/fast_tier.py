@@ -11,7 +11,8 @@ from manthan.policies import EvictionPolicy
 class FastTier(Place):
     """Sessions with codes in the fast tier, in the policy's order.
 
-    The workers keep the tier; here it is only said which blocks are to go first when they need room in it.
+    The workers keep the tier; here it is only said which blocks are to go first when they need room in it, with their
+    exact copies if they have any.
     capacity: in blocks. fills_on_read: whether codes that are read from the slower tier come back to this one.
     """
 
@@ -24,23 +25,25 @@ class FastTier(Place):
     def choose(self, sessions: Mapping[str, Session]) -> list[bytes]:
         """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is."""
         blocks = self._blocks
-        short = blocks.spilling + blocks.cold - blocks.moved - self._capacity
+        short = blocks.stored - blocks.moved - self._capacity
         chosen: list[bytes] = []
         if short > 0:
             for session_id in self.victims():
-                self._choose_of(sessions[session_id], short, chosen)
-                if len(chosen) == short:
+                short = self._choose_of(sessions[session_id], short, chosen)
+                if short <= 0:
                     break
                 self.evicted(session_id)
         return chosen
 
-    def _choose_of(self, session: Session, short: int, chosen: list[bytes]) -> None:
+    def _choose_of(self, session: Session, short: int, chosen: list[bytes]) -> int:
         for block in reversed(session.chain):
-            if len(chosen) == short:
-                return
+            if short <= 0:
+                break
             if block.code is CodeState.COLD and not block.moved:
                 self._blocks.mark_moved(block, True)
                 chosen.append(block.key)
+                short -= self._blocks.room(block)
+        return short
 
     def read(self, blocks: Iterable[Block]) -> None:
         """These codes were read."""

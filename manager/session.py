@@ -45,6 +45,10 @@ class Block:
     """Whose share of the cold store its codes count towards."""
     moved: bool = False
     """Whether its codes had to leave the fast tier."""
+    exact: bool = False
+    """Whether there is an exact copy beside its codes, or will be when they are made."""
+    windows: int = 0
+    """Sessions that have it in their window."""
     waiters: "dict[Session, None]" = field(default_factory=dict)
     """EVICTING sessions that wait for its codes, in order of arrival."""
 
@@ -61,6 +65,11 @@ class Block:
     @property
     def droppable(self) -> bool:
         return self.code is CodeState.COLD and not self.pins
+
+    @property
+    def copy_droppable(self) -> bool:
+        """Whether there is an exact copy that nobody makes or reads right now."""
+        return self.exact and self.code is not CodeState.SPILLING and not self.pins
 
     @property
     def gone(self) -> bool:
@@ -89,6 +98,8 @@ class Session:
     """Memory pressure leaves a session alone until then if its last eviction failed."""
     pending: int = 0
     """Blocks that an eviction under way still waits for."""
+    window: range = range(0)
+    """Places in the chain of its last tokens, when it was evicted last."""
     evict_began: float = 0.0
     evict_encoded: int = 0
 
@@ -127,7 +138,7 @@ class Prefetch(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """A session went cold. `encoded` of its `blocks` had no codes before; times in seconds."""
+    """A session went cold. `encoded` of its `blocks` had no codes before, `exact` have copies; times in seconds."""
 
     session_id: str
     blocks: int
@@ -135,6 +146,7 @@ class Eviction(NamedTuple):
     encoded: int
     idle_s: float
     took_s: float
+    exact: int
 
 
 class DropCause(StrEnum):

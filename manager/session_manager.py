@@ -39,6 +39,7 @@ class SessionMemoryManager(HintedSide):
     shares: of the budget, for pinned sessions and for tenants.
     fast: the tier that new codes go to, where a slower one is behind it.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
+    sink_tokens, window_tokens: of each session, which have exact copies; whole blocks do.
     """
 
     def __init__(
@@ -53,8 +54,11 @@ class SessionMemoryManager(HintedSide):
         shares: Shares = Shares(),  # noqa: B008
         fast: Fast | None = None,
         prefetch_lead_s: float | None = None,
+        sink_tokens: int = 0,
+        window_tokens: int = 0,
     ) -> None:
-        super().__init__(policy.family(options), shape, capacity_nbytes, label, shares, fast)
+        make_policy = policy.family(options)
+        super().__init__(make_policy, shape, capacity_nbytes, label, shares, fast, sink_tokens, window_tokens)
         self.idle_after_s = idle_after_s
         self.prefetch_lead_s = prefetch_lead_s
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
@@ -140,6 +144,7 @@ class SessionMemoryManager(HintedSide):
         if session.state is not SessionState.HOT:
             self.table.set_state(session, SessionState.HOT, now)
         self.table.used(session, now)
+        self.copies.used(session)
 
     def _end_use(self, session: Session, request_id: str, now: float) -> None:
         session.requests.discard(request_id)
@@ -173,9 +178,11 @@ class SessionMemoryManager(HintedSide):
                 taken.append(Prefetch(session.session_id, keys))
         return taken
 
-    def prefetch_finished(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
-        """All blocks of the session are hot now, or not all; codes in `failed` could not be read and are dropped."""
-        self.restore_finished(prefetch_id(session_id), failed)
+    def prefetch_finished(
+        self, session_id: str, complete: bool, failed: Iterable[bytes], now: float, spoiled: Iterable[bytes] = ()
+    ) -> None:
+        """All blocks of the session are hot now, or not all; see restore_finished."""
+        self.restore_finished(prefetch_id(session_id), failed, spoiled)
         session = self.table.by_id.get(session_id)
         if complete and session is not None and session.state is SessionState.COLD:
             self.table.set_state(session, SessionState.IDLE, now)
@@ -198,8 +205,8 @@ class SessionMemoryManager(HintedSide):
         self.blocks.pin(blocks, +1)
         self._restoring[request_id] = blocks
 
-    def restore_finished(self, request_id: str, failed: Iterable[bytes] = ()) -> None:
-        """The restore ended; codes in `failed` could not be read and are dropped."""
+    def restore_finished(self, request_id: str, failed: Iterable[bytes] = (), spoiled: Iterable[bytes] = ()) -> None:
+        """The restore ended; codes in `failed`, and exact copies in `spoiled`, could not be read and are dropped."""
         blocks = self._restoring.pop(request_id, [])
         self.blocks.pin(blocks, -1)
         if request_id in self._running:
@@ -211,6 +218,8 @@ class SessionMemoryManager(HintedSide):
         self._bury(unreadable)
         if self.table.front is not None:
             self.table.front.read(blocks)
+        self.copies.spoiled({block.key for block in blocks} & set(spoiled))
+        self.copies.review(blocks)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -244,13 +253,15 @@ class SessionMemoryManager(HintedSide):
                         break
         return chosen
 
-    def spilled(self, key: bytes, now: float) -> None:
-        """Every rank has put the codes of this block into its tier."""
+    def spilled(self, key: bytes, now: float, copied: bool = True) -> None:
+        """Every rank has put the codes of this block into its tier, and the exact copy that it should have."""
         if key in self._stale:
             self.spill_failed(key, now)
         if (block := self._spilling(key)) is None:
             return
         self.blocks.change(block, code=CodeState.COLD)
+        if block.exact:
+            self.copies.made(block, copied)
         if not block.hot:
             self._releases.append(key)
         for session in self._waiters_of(block):
@@ -297,6 +308,7 @@ class SessionMemoryManager(HintedSide):
         """Queue what has no codes yet, tail first, so that the head stays hot for longest."""
         self.table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded = now, 0
+        self.copies.move_window(session)
         needed = [block for block in session.chain if block.code is CodeState.NONE]
         granted = self._make_room(len(needed), session)
         if granted < len(needed):
@@ -305,6 +317,7 @@ class SessionMemoryManager(HintedSide):
             block.tenant = session.tenant  # who has it stored pays for it
             self.blocks.change(block, code=CodeState.QUEUED)
             self._queue[block.key] = None
+        self.copies.order(session, self._free, self._left(session.tenant))
         for block in session.chain:
             if block.in_flight:
                 block.waiters[session] = None
@@ -328,6 +341,7 @@ class SessionMemoryManager(HintedSide):
                 encoded=session.evict_encoded,
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
+                exact=self.copies.count(session),
             )
         )
 
@@ -378,4 +392,4 @@ class SessionMemoryManager(HintedSide):
     @property
     def has_work(self) -> bool:
         """Whether something is to be taken, or an answer to a taken spill is outstanding."""
-        return bool(self._queue or self._releases or self._drops or self.blocks.spilling)
+        return bool(self._queue or self._releases or self._drops or self.blocks.spilling or self.copies.has_drops)

@@ -19,11 +19,15 @@ REMEMBERED = 1024
 
 @dataclass(frozen=True, slots=True)
 class MemoryShape:
-    """What a block is worth: its tokens, its bytes as bf16 and as codes (all ranks together)."""
+    """What a block is worth: its tokens, its bytes as bf16 and as codes (all ranks together).
+
+    exact_parts: an exact copy of it takes the room of so many encoded blocks; 0 where none are kept.
+    """
 
     block_tokens: int
     hot_nbytes: int
     cold_nbytes: int
+    exact_parts: int = 0
 
 
 class SessionTable:
@@ -33,7 +37,7 @@ class SessionTable:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
-        self.blocks = BlockTable()
+        self.blocks = BlockTable(shape.exact_parts)
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()

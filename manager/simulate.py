@@ -11,6 +11,7 @@ import yaml
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from manthan.manager.completion import complete_policies
 from manthan.manager.config import ConfigError, ManthanConfig, resolve_config
 from manthan.manager.config_model import PolicyConfig, nearest
 from manthan.manager.console import make_console
@@ -30,7 +31,12 @@ _Path = Path | None
 
 def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's, or CSV.")],
-    policy: Annotated[str, typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas.")] = "lru",
+    policy: Annotated[
+        str,
+        typer.Option(
+            help="Names, with options as NAME:OPTION=VALUE, separated by commas.", autocompletion=complete_policies
+        ),
+    ] = "lru",
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for none.")] = "0",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its codes stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle_after_s.")] = None,

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from documents import REPO, documents
 
 from manthan.manager.config import load_config
 from manthan.manager.config_model import GROUPS, RedisConfig
 from manthan.manager.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
 from manthan.manager.session import DropCause
 
-REPO = Path(__file__).parents[1]
 PACKAGES = ("codec", "manager", "vllm_hooks")
 REDIS = (REPO / "docs" / "redis.md").read_text(encoding="utf-8")
 HINTS = (REPO / "docs" / "hints.md").read_text(encoding="utf-8")
@@ -110,7 +110,9 @@ def test_every_hint_is_explained_and_has_an_example() -> None:
     assert f"-{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}" in table["priority"]
     assert f"up to {MOST_PREFETCHES}" in table["prefetch"]
     assert f"up to {LONGEST_NAME} printable characters" in HINTS
-    examples = re.findall(r'"kv_transfer_params": \{"manthan": (\{.*?\})\}', "".join(blocks(HINTS, "sh")) + README)
+    examples = re.findall(
+        r'"kv_transfer_params": \{"manthan": (\{.*?\})\}', "".join(blocks(HINTS, "sh") + blocks(HINTS, "text")) + README
+    )
     assert {hint for example in examples for hint in parse_hints(json.loads(example)).given} == set(Hints.model_fields)
     python = "".join(blocks(HINTS, "python"))
     calls = [ast.parse(call, mode="eval").body for call in re.findall(r"hints\([a-z_]+=.*?\)(?=\))", python)]
@@ -134,10 +136,77 @@ def test_causes_of_dropping_after_hints_are_those_of_the_code() -> None:
     assert {cause for cause in DropCause if f"`{cause}`" in line} == {DropCause.RELEASED, DropCause.EXPIRED}
 
 
-@pytest.mark.parametrize("path", ["README.md", *(f"docs/{path.name}" for path in (REPO / "docs").glob("*.md"))])
-def test_links_lead_somewhere(path: str) -> None:
-    text = (REPO / path).read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#:]+)(?:#[^)]*)?\)", text):
-        assert ((REPO / path).parent / target).exists(), target
-    headings = {title.lower().replace(" ", "-") for title in re.findall(r"^#+ (.+)$", text, re.MULTILINE)}
-    assert set(re.findall(r"\]\(#([^)]+)\)", text)) <= headings
+def anchors(path: Path) -> set[str]:
+    """What links into a document may name, by GitHub's rule."""
+    headings = re.findall(r"^#+ (.+)$", path.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w-]", "", heading.lower().replace(" ", "-")) for heading in headings}
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
+def test_links_lead_somewhere(path: Path) -> None:
+    for target, anchor in re.findall(r"\]\(([^)#:]*)(?:#([^)]*))?\)", path.read_text(encoding="utf-8")):
+        file = path.parent / target if target else path
+        assert file.exists(), target
+        assert not anchor or anchor in anchors(file), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
+def test_tests_and_files_that_are_named_exist(path: Path) -> None:
+    text = path.read_text(encoding="utf-8")
+    folders = "benchmarks|codec|configs|manager|policies|tests|vllm_hooks"
+    for file, name in re.findall(rf"`((?:{folders})/[\w/.-]+?\.(?:py|yaml|cu|lua))(?:::(\w+))?`", text):
+        source = (REPO / file).read_text(encoding="utf-8")
+        assert not name or f"def {name}(" in source, f"{file}::{name}"
+
+
+# -- what documents quote of the log ----------------------------------------------------------------------
+
+QUOTING = ("troubleshooting.md", "getting-started.md")
+PLACEHOLDER = re.compile(r"%[-.\d]*[a-z]")
+
+
+def logged() -> str:
+    """All texts of the code, one a line, with … for what is put into them."""
+    texts: list[str] = []
+    for package in (*PACKAGES, "policies"):
+        for path in (REPO / package).rglob("*.py"):
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.JoinedStr):
+                    parts = [part.value if isinstance(part, ast.Constant) else "…" for part in node.values]
+                    texts.append("".join(map(str, parts)))
+                elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+                    texts.append(PLACEHOLDER.sub("…", node.value))
+    return "\n".join(texts)
+
+
+LOGGED = logged()
+QUOTED = [
+    line
+    for name in QUOTING
+    for block in blocks((REPO / "docs" / name).read_text(encoding="utf-8"), "text")
+    for line in block.splitlines()
+    if "…" in line or line.startswith("Manthan")
+]
+
+
+@pytest.mark.parametrize("line", QUOTED)
+def test_what_is_quoted_from_the_log_is_in_the_code(line: str) -> None:
+    pieces = [piece.strip(" .;") for piece in line.removeprefix("Manthan cannot be used here: ").split("…")]
+    pieces = [piece for piece in pieces if len(piece) > 3]
+    assert pieces
+    assert [piece for piece in pieces if piece not in LOGGED] == []
+
+
+def test_symptoms_are_listed() -> None:
+    text = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    listed = re.findall(r"^- \[(.+)\]\(#", text, re.MULTILINE)
+    assert listed == re.findall(r"^## (.+)$", text, re.MULTILINE)
+
+
+def test_causes_in_troubleshooting_are_those_of_the_code() -> None:
+    text = (REPO / "docs" / "troubleshooting.md").read_text(encoding="utf-8")
+    causes = {cause for row in rows("cause", text) for cause in re.findall(r"`(\w+)`", row[0])}
+    dropped = set(re.findall(r'cause="(\w+)"', text))
+    assert causes <= set(strings())
+    assert dropped <= set(DropCause)
+    assert {"store_full", "encode", "checksum"} <= causes

@@ -8,7 +8,9 @@ from pydantic import ByteSize
 from vllm.logger import init_logger
 
 from manthan.codec import wire
+from manthan.codec.exact import exact_parts
 from manthan.manager.config import ConfigError, ManthanConfig
+from manthan.manager.config_model import CodecConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -33,10 +35,18 @@ def human_bytes(nbytes: int) -> str:
 
 def encoded_block_nbytes(codec: str, spec: "FullAttentionSpec", layers: int) -> int:
     """Bytes of one rank's encoded block, header included."""
-    header = wire.BlockHeader(
+    return wire.block_nbytes(_header(codec, spec, layers))
+
+
+def parts_of_copy(codec: CodecConfig, spec: "FullAttentionSpec", layers: int) -> int:
+    """How many encoded blocks' room an exact copy of one rank's block takes; 0 where none are kept."""
+    return exact_parts(_header(codec.name, spec, layers), spec.dtype.itemsize) if codec.keeps_exact else 0
+
+
+def _header(codec: str, spec: "FullAttentionSpec", layers: int) -> wire.BlockHeader:
+    return wire.BlockHeader(
         codec, b"", bytes(wire.FINGERPRINT_LEN), layers, spec.num_kv_heads, spec.block_size, spec.head_size
     )
-    return wire.block_nbytes(header)
 
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", blocks: int) -> None:
@@ -55,16 +65,19 @@ def announce(
 
     place: the namespace of a store in Redis.
     """
-    store = config.cold_store
+    store, codec = config.cold_store, config.codec
     host_bytes = store.front_bytes or store.host_bytes
     logger.info(
-        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token), cold store %s of %s%s%s for %d tokens, "
+        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d tokens, "
         "idle after %g s",
         config.policy.name,
-        config.codec,
+        codec.name,
         shape.hot_nbytes / shape.cold_nbytes,
         vllm_config.model_config.model,
         shape.cold_nbytes // shape.block_tokens,
+        f" with the first {codec.sink_tokens} and last {codec.window_tokens} tokens of each session kept exact"
+        if codec.keeps_exact
+        else "",
         store.kind,
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
@@ -78,7 +91,7 @@ def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
     hot, cold = eviction.blocks * shape.hot_nbytes, eviction.blocks * shape.cold_nbytes
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
-        "%d encoded in %.0f ms",
+        "%d encoded in %.0f ms%s",
         eviction.session_id,
         eviction.idle_s,
         eviction.blocks,
@@ -88,6 +101,7 @@ def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
         hot / cold,
         eviction.encoded,
         eviction.took_s * 1e3,
+        f", {eviction.exact} kept exact" if eviction.exact else "",
     )
 
 

@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.codec import Codec, CodecError, wire
+from manthan.codec.exact import exact_nbytes
 from manthan.codec.paged import PagedLayout
 from manthan.vllm_hooks.paged_layout import Layer
 
@@ -62,6 +63,7 @@ class BlockCodec(Blocks):
         self._header = header
         self.nbytes = wire.block_nbytes(header)
         self.batch = BATCH
+        self.exact_nbytes = exact_nbytes(header, dtype.itemsize)
 
     def encode_all(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[Buffer | str]:
         encoded: list[Buffer | str] = []
@@ -86,7 +88,7 @@ class BlockCodec(Blocks):
     def encode(self, key: bytes, block_id: int) -> Buffer:
         """The encoded block; raises CodecError for KV that is not finite."""
         keys, values = (self._to_codec(rows) for rows in self._gather(block_id))
-        block = wire.open_block(replace(self._header, key=key))
+        block = wire.open_block(self.header_of(key))
         self.codec.encode(keys, "key", out=block.key_codes)
         self.codec.encode(values, "value", out=block.value_codes)
         return block.seal()
@@ -98,7 +100,7 @@ class BlockCodec(Blocks):
         """
         try:
             block = wire.parse(buf, key=key, fingerprint=self._header.fingerprint)
-            if block.header != replace(self._header, key=key):
+            if block.header != self.header_of(key):
                 return "size"  # a shape or a codec that fits by chance
             n = self._header.vectors
             dtype = np.uint16 if self.dtype is torch.bfloat16 else np.float32
@@ -110,6 +112,20 @@ class BlockCodec(Blocks):
             return "decode"
         self._scatter(block_id, self._from_codec(keys), self._from_codec(values))
         return None
+
+    def header_of(self, key: bytes) -> wire.BlockHeader:
+        """What a block of that key says of itself."""
+        return replace(self._header, key=key)
+
+    def numbers(self, block_id: int) -> Buffer:
+        """A block as it is, uint8 [exact_nbytes]: keys and then values, in the order of an encoded block."""
+        return np.concatenate([rows.reshape(-1).view(np.uint8) for rows in self._gather(block_id)])
+
+    def write(self, block_id: int, numbers: Buffer) -> None:
+        """Make a block what it was when `numbers` gave this."""
+        dtype = torch.empty(0, dtype=self.dtype)
+        both = numbers.view(_as_numpy(dtype).dtype).reshape(2, self._header.layers, -1)
+        self._scatter(block_id, both[0], both[1])
 
     @abstractmethod
     def _gather(self, block_id: int) -> tuple[NDArray[Any], NDArray[Any]]:

@@ -58,7 +58,8 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     if not current_platform.is_cuda() or config.backend == "numpy":
         return
     cache, store = vllm_config.cache_config, config.cold_store
-    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS * STAGING_BYTES
+    stagings = STAGINGS + config.codec.keeps_exact  # copies have no buffer of their own, but what is made on the way
+    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + stagings * STAGING_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:

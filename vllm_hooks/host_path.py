@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.cold_store import Buffer, ColdStore, ColdStoreError
 from manthan.vllm_hooks.block_codec import Blocks
+from manthan.vllm_hooks.exact_blocks import ExactBlocks, parts_of
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
 from manthan.vllm_hooks.worker_path import WorkerPath
 
@@ -24,12 +25,19 @@ class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     device: where the paged cache is. On a GPU, a job works on a stream of its own, behind what the model's stream was
-    given before.
+    given before. copies: makes exact copies, if there are to be any.
     """
 
-    def __init__(self, blocks: Blocks, store: ColdStore, encode_threads: int, device: torch.device) -> None:
+    def __init__(
+        self,
+        blocks: Blocks,
+        store: ColdStore,
+        encode_threads: int,
+        device: torch.device,
+        copies: ExactBlocks | None = None,
+    ) -> None:
         super().__init__()
-        self.blocks, self.store = blocks, store
+        self.blocks, self.store, self.copies = blocks, store, copies
         self._device = device
         self._encoders = ThreadPoolExecutor(encode_threads, "manthan-encode", initializer=_leave_core)
         self._loaders = ThreadPoolExecutor(1, "manthan-restore", initializer=_leave_core)
@@ -40,6 +48,8 @@ class HostPath(WorkerPath):
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         self.store.drop(metadata.drops)
+        if self.copies is not None:
+            self.store.drop(parts_of(metadata.drops + metadata.copy_drops, self.copies.parts))
         self.store.go_first(metadata.go_first)
         if not (metadata.spills or metadata.loads):
             return
@@ -83,8 +93,10 @@ class HostPath(WorkerPath):
         for _ in refused:
             store.unreserve(self.blocks.nbytes)
         causes |= refused
+        to_copy = [spill for spill in spills if spill.exact and spill.key not in causes]
+        copy_causes = self._copy(to_copy, store, model) if to_copy else {}
         seconds = (time.monotonic() - began) / len(spills)
-        self._spilled([SpillResult(spill.key, causes.get(spill.key), seconds) for spill in spills])
+        self._spilled([SpillResult(s.key, causes.get(s.key), seconds, copy_causes.get(s.key)) for s in spills])
 
     def _has_room(self, spill: SpillBlock, store: ColdStore, causes: dict[bytes, str]) -> bool:
         try:
@@ -102,6 +114,18 @@ class HostPath(WorkerPath):
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             return ["internal"] * len(spills)
 
+    def _copy(
+        self, spills: list[SpillBlock], store: ColdStore, model: torch.cuda.Event | None
+    ) -> dict[bytes, str | None]:
+        """Keep exact copies of blocks whose codes are in the store."""
+        assert self.copies is not None
+        try:
+            with self._behind(model):
+                return {spill.key: self.copies.keep(spill.key, spill.block_id, store) for spill in spills}
+        except Exception as error:  # whatever it is costs these copies, not the codes
+            logger.warning("Manthan: blocks are kept without exact copies: %s: %s", type(error).__name__, error)
+            return dict.fromkeys([spill.key for spill in spills], "internal")
+
     def _put(self, encoded: dict[bytes, Buffer], store: ColdStore) -> dict[bytes, str]:
         try:
             return store.put_all(encoded)
@@ -111,12 +135,13 @@ class HostPath(WorkerPath):
 
     def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None) -> None:
         began = time.monotonic()
-        good, failed = 0, []
+        good, failed, copies = 0, [], {}
         try:
             with self._behind(model):
+                copies = self._restore_copies(load, store)
                 values = store.read(load.keys)
                 while good < len(load.keys) and not failed:
-                    good, failed = self._decode(load, good, list(islice(values, self.blocks.batch)))
+                    good, failed = self._decode(load, good, list(islice(values, self.blocks.batch)), copies)
             if failed and failed[0][1] == MISSING:  # where one is, there are more: not one a return, please
                 failed += [(key, MISSING) for key in store.absent(load.keys[good + 1 :])]
         except ColdStoreError as error:
@@ -124,16 +149,28 @@ class HostPath(WorkerPath):
         except Exception as error:  # vLLM must get an answer, whatever happened
             logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
             failed = [(load.keys[good], "internal")]
+        spoiled = [(key, cause) for key, cause in copies.items() if cause is not None]
         nbytes = good * self.blocks.nbytes
-        self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began, load.is_prefetch))
+        self._loaded(LoadResult(load.request_id, failed, nbytes, time.monotonic() - began, load.is_prefetch, spoiled))
         if not load.is_prefetch:
             self._finished(load, good)
 
-    def _decode(self, load: Load, start: int, bufs: list[Buffer | None]) -> tuple[int, list[tuple[bytes, str]]]:
+    def _restore_copies(self, load: Load, store: ColdStore) -> dict[bytes, str | None]:
+        """Write back what has an exact copy: None for each block that is exact now, and the cause for each other."""
+        if self.copies is None:
+            return {}
+        exact = [pair for pair in zip(load.keys, load.block_ids, strict=True) if pair[0] in load.exact]
+        return {key: self.copies.restore(key, block_id, store) for key, block_id in exact}
+
+    def _decode(
+        self, load: Load, start: int, bufs: list[Buffer | None], copies: dict[bytes, str | None]
+    ) -> tuple[int, list[tuple[bytes, str]]]:
         """Decode the next blocks of a load; how many are good now, and the first that is not, with its cause."""
         end = start + len(bufs)
-        causes = self.blocks.decode_all(load.keys[start:end], load.block_ids[start:end], bufs)
-        for good, cause in enumerate(causes, start):
+        at = [i for i in range(start, end) if copies.get(load.keys[i], "") is not None]
+        keys, block_ids = [load.keys[i] for i in at], [load.block_ids[i] for i in at]
+        causes = self.blocks.decode_all(keys, block_ids, [bufs[i - start] for i in at])
+        for good, cause in zip(at, causes, strict=True):
             if cause is not None:  # what follows is of no use
                 return good, [(load.keys[good], cause)]
         return end, []

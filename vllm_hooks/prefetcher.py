@@ -185,7 +185,8 @@ class Prefetcher:
         both = hot | dict(zip(missing, self._pool.get_new_blocks(len(missing)), strict=True))
         self._runway.taken(len(keys))
         self._count += 1
-        load = Load(f"prefetch-{self._count}", [*missing], [both[key].block_id for key in missing], is_prefetch=True)
+        ids, exact = [both[key].block_id for key in missing], self._manager.copies.of(missing)
+        load = Load(f"prefetch-{self._count}", [*missing], ids, is_prefetch=True, exact=exact)
         return UnderWay(session_id, {key: both[key] for key in keys}, load, frozenset(missing))
 
     def _settle(self, ended: UnderWay, now: float) -> None:
@@ -198,12 +199,14 @@ class Prefetcher:
         if ended.is_stale:
             return
         bad = [key for key, cause in failed.items() if cause != StoreDownError.cause]
-        self._manager.prefetch_finished(ended.session_id, not failed, bad, now)
+        spoiled = dict(pair for answer in ended.answers for pair in answer.spoiled)
+        self._manager.prefetch_finished(ended.session_id, not failed, bad, now, spoiled)
         keys = ended.load.keys
         if keys and not failed:
             self._ready = self._still_hot() | {keys[0]: Ready(ended.session_id, list(ended.blocks))}
         good = next(i for i, key in enumerate(keys) if key in failed) if failed else len(keys)
         self._stats.prefetched(good, failed.values())
+        self._stats.copies_failed(spoiled.values())
         tell_restore(
             ended.session_id, len(keys), good, self._block_size, ended.answers, failed.values(), verb="prefetched"
         )

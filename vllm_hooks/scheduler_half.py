@@ -19,6 +19,7 @@ from manthan.vllm_hooks.announce import (
     announce,
     check_capacity,
     encoded_block_nbytes,
+    parts_of_copy,
     tell_eviction,
     tell_restore,
 )
@@ -71,11 +72,12 @@ class SchedulerHalf:
         spec = full_attention_spec(kv_cache_config)
         layers = len(kv_cache_config.kv_cache_groups[0].layer_names)
         self._block_size = spec.block_size
-        cold_nbytes = encoded_block_nbytes(config.codec, spec, layers)
+        cold_nbytes = encoded_block_nbytes(config.codec.name, spec, layers)
         self._shape = MemoryShape(
             block_tokens=spec.block_size,
             hot_nbytes=spec.page_size_bytes * layers * self._ranks,
             cold_nbytes=cold_nbytes * self._ranks,
+            exact_parts=parts_of_copy(config.codec, spec, layers),
         )
         capacity = TierBytes.of_a_rank(config.cold_store, self._ranks).blocks(cold_nbytes)
         check_capacity(config, self._shape, capacity)
@@ -94,6 +96,8 @@ class SchedulerHalf:
             fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
+            sink_tokens=config.codec.sink_tokens,
+            window_tokens=config.codec.window_tokens,
         )
         self.stats = StatsRecorder(self.manager, self._shape)
         directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
@@ -191,7 +195,8 @@ class SchedulerHalf:
         if not tokens:
             return
         last = first + tokens // self._block_size
-        load = Load(request_id, list(request.block_hashes[first:last]), list(block_ids[first:last]))
+        keys = list(request.block_hashes[first:last])
+        load = Load(request_id, keys, list(block_ids[first:last]), exact=self.manager.copies.of(keys))
         self.manager.restore_started(request_id, load.keys)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load, [])
         self._to_load.append(load)
@@ -231,11 +236,13 @@ class SchedulerHalf:
         self._hold_for_spills(now)
         self._hear()
         self._to_load += self._prefetcher.step(now)
+        exact = self.manager.copies.of(self._granted)
         metadata = ManthanMetadata(
             place=self._place,
             drops=[key for drop in drops for key in drop.keys],
+            copy_drops=self.manager.copies.take_drops(),
             go_first=self.manager.take_moves(),
-            spills=[SpillBlock(key, self._held[key].block_id) for key in self._granted],
+            spills=[SpillBlock(key, self._held[key].block_id, key in exact) for key in self._granted],
             loads=self._to_load,
             model_rests=not scheduled_tokens,
         )
@@ -337,8 +344,10 @@ class SchedulerHalf:
             self._complaints.not_stored(causes)
             self.manager.spill_failed(key, now)
         else:
+            spoiled = {answer.copy_cause for answer in answers if answer.copy_cause is not None}
             self.stats.spilled(answers)
-            self.manager.spilled(key, now)
+            self.stats.copies_failed(spoiled)
+            self.manager.spilled(key, now, copied=not spoiled)
 
     def _settle_restore(self, restore: Restore) -> None:
         failed = dict(pair for answer in restore.answers for pair in answer.failed)
@@ -348,8 +357,10 @@ class SchedulerHalf:
         bad = [key for key, cause in failed.items() if cause != StoreDownError.cause]
         if len(bad) < len(failed):
             self._unserved.add(restore.load.request_id)
-        self.manager.restore_finished(restore.load.request_id, bad)
+        spoiled = dict(pair for answer in restore.answers for pair in answer.spoiled)
+        self.manager.restore_finished(restore.load.request_id, bad, spoiled)
         self.stats.restored(restore.answers, good, failed.values())
+        self.stats.copies_failed(spoiled.values())
         tell_restore(restore.session_id, blocks, good, self._block_size, restore.answers, failed.values())
 
     def _release(self, keys: Sequence[bytes]) -> None:

@@ -37,7 +37,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAt
         vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
-            "codec": config.codec,
+            "codec": config.codec.name,
             "model": model_identity(vllm_config),
             "dtype": str(spec.dtype),
             "block_tokens": spec.block_size,
@@ -70,7 +70,7 @@ def make_directory(
         "model": model.model,
         "revision": model.revision or "",
         "dtype": str(model.dtype).removeprefix("torch."),
-        "codec": config.codec,
+        "codec": config.codec.name,
         "block_tokens": shape.block_tokens,
         "block_bytes": shape.cold_nbytes,
         "ranks": ranks,

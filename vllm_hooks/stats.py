@@ -47,7 +47,8 @@ class _Metric(NamedTuple):
 METRICS: dict[str, _Metric] = {
     "sessions": _Metric(prometheus_client.Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
     "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle."),
-    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store."),
+    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes, and of exact copies, in the cold store."),
+    "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that have an exact copy beside their codes."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
     "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of a block in the pool over its encoded bytes."),
@@ -128,6 +129,10 @@ class StatsRecorder:
     def spill_failed(self, causes: Iterable[str]) -> None:
         self._counters["failures"].update(causes)
 
+    def copies_failed(self, causes: Iterable[str]) -> None:
+        """Exact copies that could not be stored or restored; their blocks have codes."""
+        self._counters["failures"].update(f"exact_{cause}" for cause in causes)
+
     def restored(self, answers: Sequence[LoadResult], blocks: int, failures: Iterable[str]) -> None:
         self._counters["restores"][""] += 1
         self._counters["restored_blocks"][""] += blocks
@@ -176,7 +181,10 @@ class StatsRecorder:
         return {
             "sessions": {str(state): manager.table.states[state] for state in SessionState},
             "hot_bytes": {"": manager.blocks.hot * shape.hot_nbytes},
-            "cold_bytes": {"": manager.blocks.cold * shape.cold_nbytes},
+            "cold_bytes": {
+                "": (manager.blocks.cold + shape.exact_parts * manager.blocks.copied) * shape.cold_nbytes,
+            },
+            "exact_blocks": {"": manager.blocks.copied},
             "cold_budget_bytes": {"": manager.capacity_blocks * shape.cold_nbytes},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(shape.hot_nbytes / shape.cold_nbytes, 4)},

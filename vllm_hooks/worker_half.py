@@ -7,11 +7,13 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec import get_codec, wire
+from manthan.codec.exact import exact_parts
 from manthan.codec.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.cold_store import ColdStore, HostStore
-from manthan.vllm_hooks.block_codec import Blocks, DeviceBlocks, HostBlocks
+from manthan.vllm_hooks.block_codec import BlockCodec, Blocks, DeviceBlocks, HostBlocks
 from manthan.vllm_hooks.capacity import STAGINGS, TierBytes
+from manthan.vllm_hooks.exact_blocks import ExactBlocks
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.host_path import HostPath
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
@@ -48,13 +50,15 @@ class WorkerHalf:
         if self._config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, self._config, spec, len(layers))
         name = namespace.name if namespace else ""
-        print_ = fingerprint(self._vllm_config, spec, self._config.codec, name)
-        header = wire.BlockHeader(self._config.codec, b"", print_, len(layers), *shape)
+        print_ = fingerprint(self._vllm_config, spec, self._config.codec.name, name)
+        header = wire.BlockHeader(self._config.codec.name, b"", print_, len(layers), *shape)
+        parts = exact_parts(header, layers[0].rows.itemsize) if self._config.codec.keeps_exact else 0
         device = layers[0].rows.device
         tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and namespace is None:
-            self.path = _gpu_path(self._config.codec, header, paged_layout(layers, shape), tier_bytes)
+            codec = gpu_codec(self._config.codec.name, paged_layout(layers, shape), header)
+            self.path = _gpu_path(codec, header, tier_bytes, parts)
             return
         if tier_bytes.device:
             raise UnsupportedError(
@@ -64,10 +68,10 @@ class WorkerHalf:
         threads = self._config.encode_threads
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(gpu_codec(self._config.codec, paged_layout(layers, shape), header), header)
+            blocks = PagedBlocks(gpu_codec(self._config.codec.name, paged_layout(layers, shape), header), header)
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         else:
-            codec = get_codec(self._config.codec, spec.head_size, "numpy")
+            codec = get_codec(self._config.codec.name, spec.head_size, "numpy")
             on_cpu = device.type == "cpu"
             blocks = (
                 HostBlocks(codec, header, layers)
@@ -78,7 +82,8 @@ class WorkerHalf:
         if namespace is not None:
             parallel = self._vllm_config.parallel_config
             store = make_store(self._config, namespace, parallel.rank, parallel.world_size, blocks.nbytes)
-        self.path = HostPath(blocks, store, threads, device)
+        copies = ExactBlocks(blocks, parts) if parts and isinstance(blocks, BlockCodec) else None
+        self.path = HostPath(blocks, store, threads, device, copies)
 
     def submit(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
@@ -129,12 +134,14 @@ def gpu_codec(name: str, layout: PagedLayout, header: wire.BlockHeader) -> Paged
         return TorchPagedCodec(SPECS[name], layout, header)
 
 
-def _gpu_path(name: str, header: wire.BlockHeader, layout: PagedLayout, tier_bytes: TierBytes) -> WorkerPath:
+def _gpu_path(codec: PagedCodec, header: wire.BlockHeader, tier_bytes: TierBytes, parts: int) -> WorkerPath:
+    """parts: of an exact copy; 0 if there are to be none."""
+    from manthan.vllm_hooks.exact_gpu_path import ExactGpuPath
     from manthan.vllm_hooks.gpu_path import GpuPath
     from manthan.vllm_hooks.tiers import Tier, Tiers
 
-    codec = gpu_codec(name, layout, header)
-    device = layout.caches[0].device
+    device = codec.layout.caches[0].device
     on_device = Tier.on_device(tier_bytes.device, codec.nbytes, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host, codec.nbytes) if tier_bytes.host else None
-    return GpuPath(codec, header, Tiers(on_device, on_host))
+    tiers = Tiers(on_device, on_host)
+    return ExactGpuPath(codec, header, tiers, parts) if parts else GpuPath(codec, header, tiers)

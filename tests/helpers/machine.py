@@ -5,7 +5,7 @@ from collections import Counter
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from world import CODE_NBYTES, IDLE_AFTER_S, World
+from world import EXACT_PARTS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World, part_keys
 
 from manthan.manager.session import Block, CodeState, Session, SessionState
 
@@ -14,6 +14,7 @@ COLD_BLOCKS = 6
 
 LETTERS = st.text("ab", max_size=4)
 INDEX = st.integers(0, 1000)
+MOSTLY = st.sampled_from([True, True, True, True, False])
 HINTS: list[dict[str, object]] = [
     {},
     {},
@@ -34,10 +35,12 @@ class Sessions(RuleBasedStateMachine):
 
     ranks = 1
     policy = "lru"
+    copies = False
+    cold_blocks = COLD_BLOCKS
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.ranks, POOL_BLOCKS, COLD_BLOCKS, self.policy, fast_blocks=3)
+        self.world = World(self.ranks, POOL_BLOCKS, self.cold_blocks, self.policy, fast_blocks=3, copies=self.copies)
         self.manager = self.world.manager
         self.texts = ["S"]  # of earlier conversations; the first is a system prompt
 
@@ -80,11 +83,11 @@ class Sessions(RuleBasedStateMachine):
         self.world.step(relieve, limit)
 
     @precondition(lambda self: self.world.spills)
-    @rule(which=INDEX, rank=INDEX, ok=st.sampled_from([True, True, True, True, False]))
-    def answer_spill(self, which: int, rank: int, ok: bool) -> None:
+    @rule(which=INDEX, rank=INDEX, ok=st.sampled_from([True, True, True, True, False]), copied=MOSTLY)
+    def answer_spill(self, which: int, rank: int, ok: bool, copied: bool) -> None:
         spill = self.world.spills[which % len(self.world.spills)]
         ranks = sorted(spill.waiting)
-        self.world.answer(spill, ranks[rank % len(ranks)], ok)
+        self.world.answer(spill, ranks[rank % len(ranks)], ok, copied)
 
     @precondition(lambda self: self.world.spills)
     @rule()
@@ -94,9 +97,13 @@ class Sessions(RuleBasedStateMachine):
                 self.world.answer(spill, rank, True)
 
     @precondition(lambda self: self.world.restores)
-    @rule(which=INDEX, unreadable=st.sets(st.integers(0, 5), max_size=2))
-    def end_restore(self, which: int, unreadable: set[int]) -> None:
-        self.world.end_restore(self.world.restores[which % len(self.world.restores)], unreadable)
+    @rule(
+        which=INDEX,
+        unreadable=st.sets(st.integers(0, 5), max_size=2),
+        spoiled=st.sets(st.integers(0, 5), max_size=1),
+    )
+    def end_restore(self, which: int, unreadable: set[int], spoiled: set[int]) -> None:
+        self.world.end_restore(self.world.restores[which % len(self.world.restores)], unreadable, spoiled)
 
     @rule(seconds=st.sampled_from([1.0, IDLE_AFTER_S]))
     def wait(self, seconds: float) -> None:
@@ -120,12 +127,16 @@ class Sessions(RuleBasedStateMachine):
         """All that is cold, from this epoch, on all ranks; and nothing that nobody will remove."""
         blocks = self.manager.blocks
         assert all(self.world.stored_everywhere(b.key) for b in blocks if b.code is CodeState.COLD)
+        assert all(self.world.copied_everywhere(b.key) for b in blocks if b.exact and b.code is CodeState.COLD)
         doomed = {key for drop in self.manager._drops for key in drop.keys}
+        doomed |= {part for key in (*doomed, *self.manager.copies._drops) for part in part_keys(key)}
+        there = [b for b in blocks if b.code in (CodeState.COLD, CodeState.SPILLING)]
+        known = {b.key for b in there} | {part for b in there if b.exact for part in part_keys(b.key)}
         for store in self.world.stores:
             kept = [key for key in store._blocks if key not in doomed]
             if not self.world.clear:
-                assert all((b := blocks.get(key)) and b.code in (CodeState.COLD, CodeState.SPILLING) for key in kept)
-                assert len(kept) * CODE_NBYTES <= blocks.reserved * CODE_NBYTES
+                assert set(kept) <= known
+                assert len(kept) <= blocks.reserved
 
     @invariant()
     def shares_are_kept(self) -> None:
@@ -144,10 +155,19 @@ class Sessions(RuleBasedStateMachine):
         assert self.manager.blocks.queued == code[CodeState.QUEUED]
         assert self.manager.blocks.spilling == code[CodeState.SPILLING] == len(self.world.spills)
         assert self.manager.blocks.cold == code[CodeState.COLD]
-        assert self.manager.blocks.moved == sum(block.moved for block in blocks)
+        room = {block: 1 + EXACT_PARTS * block.exact for block in blocks}
+        assert self.manager.blocks.moved == sum(room[block] for block in blocks if block.moved)
+        assert self.manager.blocks.reserved == sum(room[block] for block in blocks if block.reserves)
+        assert self.manager.blocks.stored == sum(
+            room[block] for block in blocks if block.code in (CodeState.SPILLING, CodeState.COLD)
+        )
+        assert self.manager.blocks.copied == sum(block.exact for block in blocks if block.code is CodeState.COLD)
+        assert set(self.manager.blocks.copies) == {block.key for block in blocks if block.exact}
         assert all(block.code is CodeState.COLD for block in blocks if block.moved)
-        tenants = Counter(block.tenant for block in blocks if block.reserves)
-        assert +self.manager.blocks.reserved_of == tenants
+        tenants: Counter[str] = Counter()
+        for block in blocks:
+            tenants[block.tenant] += room[block] * block.reserves
+        assert +self.manager.blocks.reserved_of == +tenants
         assert +table.states == Counter(session.state for session in table.by_id.values())
 
     @invariant()
@@ -167,6 +187,18 @@ class Sessions(RuleBasedStateMachine):
             assert block.pins == pins[block.key]
             assert block.code is CodeState.COLD or not block.pins
             self.nothing_leaks(block)
+
+    @invariant()
+    def copies_are_of_first_and_last_tokens(self) -> None:
+        windows: Counter[bytes] = Counter()
+        for session in self.manager.table.by_id.values():
+            assert len(session.window) * 16 < WINDOW_TOKENS + 16
+            windows.update(session.chain[depth].key for depth in session.window)
+        for block in self.manager.blocks:
+            assert block.windows == windows[block.key]
+            wanted = block.windows or block.depth * 16 < SINK_TOKENS
+            in_use = block.pins or block.code is CodeState.SPILLING
+            assert not block.exact or (self.copies and block.reserves and (wanted or in_use))
 
     def nothing_leaks(self, block: Block) -> None:
         assert block.users or block.pins or block.code is CodeState.SPILLING, "a record that nobody needs"
@@ -219,7 +251,7 @@ class Sessions(RuleBasedStateMachine):
         assert not self.manager.has_work
         assert {s.state for s in self.manager.table.by_id.values()} <= {SessionState.COLD}
         assert all(block.code is CodeState.COLD and block.users for block in self.manager.blocks)
-        assert {len(store._blocks) for store in self.world.stores} == {len(self.manager.blocks)}
+        assert {len(store._blocks) for store in self.world.stores} == {self.manager.blocks.reserved}
 
 
 PROFILE = settings(

@@ -69,9 +69,15 @@ class SteppedEngine:
 
         half.step, half.allocated, half.finished = noting_step, noting_allocated, noting_finished
 
-    def ask(self, tokens: list[int], session: str | None, answer_tokens: int) -> list[int]:
+    def ask(self, tokens: list[int], session: str | None, answer_tokens: int, **hints: Any) -> list[int]:
         """The tokens of the answer."""
-        params = SamplingParams(temperature=0, max_tokens=answer_tokens, ignore_eos=True, detokenize=False)
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=answer_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            extra_args={"kv_transfer_params": {"manthan": hints}} if hints else None,
+        )
         name = f"request-{len(self.requests)}"
         self.engine.add_request(name, {"prompt_token_ids": tokens}, params, session_id=session)
         answer: list[int] = []

@@ -17,6 +17,8 @@ from manthan.manager.shared_session_manager import SharedSessionManager
 from manthan.policies import get_policy
 
 CODE_NBYTES = 32
+EXACT_PARTS = 2
+SINK_TOKENS, WINDOW_TOKENS = 10, 20  # one block, and two
 IDLE_AFTER_S = 10.0
 OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
 """Of policies that would not get to learn anything in a short test."""
@@ -29,6 +31,11 @@ def chain(text: str) -> list[bytes]:
 
 def encoded(content: bytes) -> Buffer:
     return np.frombuffer(content.ljust(CODE_NBYTES), np.uint8)
+
+
+def part_keys(key: bytes) -> list[bytes]:
+    """Where the parts of a block's exact copy lie."""
+    return [key + b"/%d" % part for part in range(EXACT_PARTS)]
 
 
 def decoded(buf: Buffer) -> bytes:
@@ -90,6 +97,7 @@ class Restore:
     request: Request
     keys: list[bytes]
     blocks: list[int]
+    exact: frozenset[bytes]
     orphan: bool = False
     """Whether the request has ended, or the cache was reset, meanwhile."""
 
@@ -100,16 +108,24 @@ class Spill:
     block: int
     waiting: set[int]
     """Ranks that have not answered."""
+    exact: bool
     failed: bool = False
+    copied: bool = True
 
 
 class World:
     """Carries out what the manager says, as the connector does, and asserts what must hold at each action."""
 
     def __init__(
-        self, ranks: int, pool_blocks: int, cold_blocks: int, policy: str = "lru", fast_blocks: int = 0
+        self,
+        ranks: int,
+        pool_blocks: int,
+        cold_blocks: int,
+        policy: str = "lru",
+        fast_blocks: int = 0,
+        copies: bool = False,
     ) -> None:
-        self.shape = MemoryShape(16, 500, CODE_NBYTES * ranks)
+        self.shape = MemoryShape(16, 500, CODE_NBYTES * ranks, EXACT_PARTS if copies else 0)
         chosen = get_policy(policy)
         self.manager = SharedSessionManager(
             chosen,
@@ -120,6 +136,8 @@ class World:
             shares=Shares(pinned=0.5, tenants={"small": 0.5}),
             fast=Fast(fast_blocks * self.shape.cold_nbytes, True) if fast_blocks else None,
             prefetch_lead_s=1.0,
+            sink_tokens=SINK_TOKENS if copies else 0,
+            window_tokens=WINDOW_TOKENS if copies else 0,
         )
         self.stores = [HostStore(cold_blocks * CODE_NBYTES) for _ in range(ranks)]
         self.pool = Pool(pool_blocks)
@@ -159,8 +177,9 @@ class World:
         request.blocks = held + [self.pool.allocate() for _ in request.keys[hot:]]
         if cold:
             end = hot + cold
-            request.restore = Restore(request, request.keys[hot:end], request.blocks[hot:end])
-            self.manager.restore_started(request.request_id, request.restore.keys)
+            keys = request.keys[hot:end]
+            request.restore = Restore(request, keys, request.blocks[hot:end], self.manager.copies.of(keys))
+            self.manager.restore_started(request.request_id, keys)
             self.restores.append(request.restore)
         else:
             self.compute(request, request.prompt)
@@ -171,9 +190,11 @@ class World:
             if self.pool.cached.setdefault(key, block) == block:
                 self.pool.content[block] = self.content(key)
 
-    def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
-        """The ranks have read and decoded the codes, but for those that were unreadable."""
+    def end_restore(self, restore: Restore, unreadable: set[int], spoiled: set[int] = frozenset()) -> None:
+        """The ranks have read and decoded the codes, and exact copies, but for those that were unreadable."""
         failed = []
+        if not restore.orphan:
+            assert all(map(self.copied_everywhere, restore.exact)), "a copy was dropped while it was read"
         for i, key in enumerate(restore.keys):
             codes = [store.get([key])[0] for store in self.stores]
             if not restore.orphan:
@@ -183,7 +204,8 @@ class World:
                 failed.append(key)
         self.restores.remove(restore)
         self.unreadable.update(failed)
-        self.manager.restore_finished(restore.request.request_id, failed)
+        bad = [key for i, key in enumerate(restore.keys) if i in spoiled and key in restore.exact]
+        self.manager.restore_finished(restore.request.request_id, failed, bad)
         if restore.orphan:
             self.pool.give_back(restore.blocks)
         else:
@@ -232,7 +254,8 @@ class World:
             if block is None:
                 self.manager.lost(key, self.now)
             else:
-                self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores)))))
+                exact = key in self.manager.copies.of([key])
+                self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores))), exact))
         for key in self.manager.take_moves():
             moved = self.manager.blocks.get(key)
             assert moved is not None
@@ -243,9 +266,12 @@ class World:
             for store in self.stores:
                 store.clear()
             self.clear = False
-        for drop in self.manager.take_drops():
+        drops, copies = self.manager.take_drops(), self.manager.copies.take_drops()
+        for store in self.stores:
+            store.drop([part for key in copies for part in part_keys(key)])
+        for drop in drops:
             for store in self.stores:
-                store.drop(drop.keys)
+                store.drop([*drop.keys, *(part for key in drop.keys for part in part_keys(key))])
             if drop.cause is DropCause.BUDGET:
                 self.assert_given_up(drop.keys)
 
@@ -257,23 +283,32 @@ class World:
                 assert not block.hot
             self.pool.release(key)
 
-    def answer(self, spill: Spill, rank: int, ok: bool) -> None:
-        """One rank has encoded and stored a block, or has failed to."""
+    def answer(self, spill: Spill, rank: int, ok: bool, copied: bool = True) -> None:
+        """One rank has encoded and stored a block, and its exact copy, or has failed to."""
         spill.waiting.remove(rank)
         spill.failed |= not ok
+        spill.copied &= copied
         if ok:
-            self.stores[rank].reserve(CODE_NBYTES)  # never refused: the manager asks for what fits
-            self.stores[rank].put(spill.key, encoded(self.pool.content[spill.block]))
+            parts = part_keys(spill.key) if spill.exact and copied else []
+            for key in (spill.key, *parts):
+                self.stores[rank].reserve(CODE_NBYTES)  # never refused: the manager asks for what fits
+                self.stores[rank].put(key, encoded(self.pool.content[spill.block]))
         if not spill.waiting:
             self.spills.remove(spill)
             self.pool.give_back([spill.block])
             self.unreadable.discard(spill.key)
-            (self.manager.spill_failed if spill.failed else self.manager.spilled)(spill.key, self.now)
+            if spill.failed:
+                self.manager.spill_failed(spill.key, self.now)
+            else:
+                self.manager.spilled(spill.key, self.now, spill.copied)
             self.release()
 
-    def stored_everywhere(self, key: bytes) -> bool:
+    def stored_everywhere(self, key: bytes, of: bytes | None = None) -> bool:
         bufs = [store.get([key])[0] for store in self.stores]
-        return all(buf is not None and decoded(buf) == self.content(key) for buf in bufs)
+        return all(buf is not None and decoded(buf) == self.content(of or key) for buf in bufs)
+
+    def copied_everywhere(self, key: bytes) -> bool:
+        return all(self.stored_everywhere(part, key) for part in part_keys(key))
 
     def assert_given_up(self, keys: object) -> None:
         """Codes that the policy gave up were nobody's tail, or their bf16 is still in the pool's hands."""

@@ -1,12 +1,19 @@
 """The `manthan` command."""
 
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
+from manthan.codec import registry
+from manthan.codec.registry import SPECS
 from manthan.manager.cli import app
+from manthan.manager.codecs_command import PURPOSE
 
 
 def test_version() -> None:
@@ -28,7 +35,7 @@ def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
     assert ["idle_after_s", "60.0", str(path)] in rows
     assert ["cold_store.max_bytes", "1.0GiB", str(path)] in rows
     assert ["min_tokens", "7", "MANTHAN_MIN_TOKENS"] in rows
-    assert ["codec", "lloyd3", "default"] in rows
+    assert ["codec.name", "k3v3", "default"] in rows
 
 
 def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -61,3 +68,60 @@ def test_config_check_knows_the_names(
 
     assert result.exit_code == 1
     assert result.stderr.strip() == sentence
+
+
+def rows(*args: str) -> dict[str, list[str]]:
+    result = CliRunner().invoke(app, [*args])
+    assert (result.exit_code, result.stderr) == (0, "")
+    return {line.split()[0]: line.split() for line in result.stdout.splitlines()[1:]}
+
+
+def test_codecs_are_listed_with_their_sizes() -> None:
+    listed = rows("codecs")
+    assert set(listed) == set(SPECS) == set(PURPOSE)
+    assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
+    assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
+
+
+@pytest.fixture
+def others_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """An installed distribution that registers a module that fails, and something that is no codec."""
+    info = tmp_path / "others_codecs-1.dist-info"
+    info.mkdir()
+    (tmp_path / "others_broken_codec.py").write_text("raise RuntimeError('not\\ntoday')")
+    (tmp_path / "others_codec.py").write_text("def none(head_dim, backend):\n    return 3\n")
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-codecs\nVersion: 1\n")
+    (info / "entry_points.txt").write_text(
+        "[manthan.codecs]\nbroken = others_broken_codec:Codec\nnone = others_codec:none\n"
+    )
+    monkeypatch.syspath_prepend(str(tmp_path))
+    registry._others.cache_clear()
+    yield
+    registry._others.cache_clear()
+
+
+@pytest.mark.usefixtures("others_codecs")
+def test_codecs_of_others_that_cannot_be_used_are_listed_too() -> None:
+    listed = rows("codecs")
+    assert "cannot be used: RuntimeError: not today" in " ".join(listed["broken"])
+    assert "it must give a manthan.codec.Codec, not 3" in " ".join(listed["none"])
+    assert "lloyd3" in listed
+
+
+@pytest.mark.parametrize(
+    ("words", "offered"),
+    [
+        (["simulate", "x.jsonl", "--policy", "lr"], ["lru"]),
+        (["simulate", "x.jsonl", "--policy", "fifo,l"], ["fifo,lfu", "fifo,lru"]),
+        (["simulate", "x.jsonl", "--pol"], ["--policy"]),
+        (["cod"], ["codecs"]),
+        (["config", "ch"], ["check"]),
+    ],
+)
+def test_the_shell_completes(words: list[str], offered: list[str]) -> None:
+    """As the script does that `manthan --install-completion` puts into a shell."""
+    typed = {"COMP_WORDS": " ".join(["manthan", *words]), "COMP_CWORD": str(len(words))}
+    code = "from manthan.manager.cli import app; app(prog_name='manthan')"
+    env = os.environ | typed | {"_MANTHAN_COMPLETE": "complete_bash"}
+    done = subprocess.run([sys.executable, "-c", code], env=env, capture_output=True, text=True, timeout=60)
+    assert done.stdout.split() == offered, done.stderr

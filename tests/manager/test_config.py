@@ -52,7 +52,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "idle_after_s": 300,
         "sweep_interval_s": 10,
         "min_tokens": 256,
-        "codec": "lloyd3",
+        "codec": {"name": "k3v3", "sink_tokens": 0, "window_tokens": 0},
         "backend": "auto",
         "encode_threads": 1,
         "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0},
@@ -87,7 +87,7 @@ def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
     assert (config.policy.name, sources["policy.name"]) == ("lru", "default")
     assert (config.idle_after_s, sources["idle_after_s"]) == (1, str(path))
     assert (config.min_tokens, sources["min_tokens"]) == (2, "MANTHAN_MIN_TOKENS")
-    assert (config.codec, sources["codec"]) == ("three", "--manthan-codec")
+    assert (config.codec.name, sources["codec.name"]) == ("three", "--manthan-codec")
     assert (config.cold_store.max_bytes, sources["cold_store.max_bytes"]) == (3, "--manthan-cold-bytes")
 
 
@@ -116,7 +116,7 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
-    assert FLAG_KEYS[flag] in {*FIELDS, "policy"}
+    assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
     value = "redis://there" if flag == "--manthan-redis-url" else "77"
     assert flag in resolve_config(env={}, flags={flag: value}).sources.values()
 
@@ -147,7 +147,7 @@ def test_bad_sizes_are_refused_in_one_sentence(write: WriteYaml, size: object) -
 
 
 def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
-    expected = "codec must be the name of a codec, such as lloyd3, not 3"
+    expected = "codec.name must be the name of a codec, such as k3v3, not 3"
     assert refusal(write("codec: 3")) == f"x.yaml: {expected}"
     assert refusal(flags={"--manthan-codec": 3}) == f"--manthan-codec: {expected}"
     assert refusal(flags={"codec": 3}) == f"argument: {expected}"
@@ -265,10 +265,31 @@ def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> No
 
 
 def test_shorthands(write: WriteYaml) -> None:
-    config = load(write("{policy: mru, cold_store: disk}"))
-    assert (config.policy.name, config.cold_store.kind) == ("mru", "disk")
-    assert config == ManthanConfig.model_validate({"policy": "mru", "cold_store": "disk"})
+    config = load(write("{policy: mru, cold_store: disk, codec: zip}"))
+    assert (config.policy.name, config.cold_store.kind, config.codec.name) == ("mru", "disk", "zip")
+    assert config == ManthanConfig.model_validate({"policy": "mru", "cold_store": "disk", "codec": "zip"})
     assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "disk"}).cold_store.max_bytes == 5
+
+
+def test_what_is_kept_exact_comes_from_all_sources(write: WriteYaml) -> None:
+    path = write("codec: {name: one, sink_tokens: 4}")
+    env = {"MANTHAN_CODEC__WINDOW_TOKENS": "128"}
+    config, sources = resolve_config(path, env=env, flags={"--manthan-codec": "two"})
+    assert config.codec.model_dump() == {"name": "two", "sink_tokens": 4, "window_tokens": 128}
+    assert sources["codec.sink_tokens"] == str(path)
+    assert sources["codec.window_tokens"] == "MANTHAN_CODEC__WINDOW_TOKENS"
+    assert config.codec.keeps_exact
+    assert load(codec={"window_tokens": 1}).codec.keeps_exact
+    assert not load(env={"MANTHAN_CODEC": "two"}).codec.keeps_exact
+
+
+@pytest.mark.parametrize("value", [-1, 0.5, "few", True, False, None])
+def test_bad_counts_of_exact_tokens_are_refused(write: WriteYaml, value: object) -> None:
+    shown = "empty" if value is None else repr(value)
+    for key, which in (("sink_tokens", "first"), ("window_tokens", "last")):
+        assert refusal(write(yaml.safe_dump({"codec": {key: value}}))) == (
+            f"x.yaml: codec.{key} must be a whole number of a session's {which} tokens, 0 for none, not {shown}"
+        )
 
 
 def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(write: WriteYaml) -> None:
@@ -289,14 +310,14 @@ def test_json_round_trip() -> None:
 def test_a_configuration_is_frozen() -> None:
     config = load()
     with pytest.raises(ValidationError):
-        config.codec = "other"
+        config.codec = config.codec
     with pytest.raises(ValidationError):
         config.cold_store.kind = "other"
 
 
 NAMES: dict[str, Any] = {
     "policies": {"lru": (), "decay": ("half_life_s",)},
-    "codecs": ["lloyd3"],
+    "codecs": ["k3v3"],
     "stores": ["host"],
 }
 
@@ -305,7 +326,7 @@ NAMES: dict[str, Any] = {
     ("flag", "value", "expected"),
     [
         ("--manthan-policy", "lur", "--manthan-policy: unknown policy 'lur' (did you mean 'lru'?)"),
-        ("--manthan-codec", "loyd3", "--manthan-codec: unknown codec 'loyd3' (did you mean 'lloyd3'?)"),
+        ("--manthan-codec", "loyd3", "--manthan-codec: unknown codec 'loyd3' (did you mean 'k3v3'?)"),
         ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
         ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: host)"),
         ("policy", {"half_life": 1}, "argument: unknown lru option 'half_life' (there are none)"),

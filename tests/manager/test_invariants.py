@@ -1,6 +1,6 @@
 """What must always hold, under random requests, hints, evictions, failures, restores and resets.
 
-On one rank and on two, and under every policy.
+On one rank and on two, without exact copies and with them, and under every policy.
 """
 
 import pytest
@@ -15,15 +15,28 @@ class SessionsOnTwoRanks(Sessions):
     ranks = 2
 
 
+class SessionsWithCopies(Sessions):
+    copies = True
+    cold_blocks = 12
+
+
+class SessionsWithCopiesOnTwoRanks(SessionsWithCopies):
+    ranks = 2
+
+
 TestOneRank = Sessions.TestCase
 TestOneRank.settings = PROFILE
 TestTwoRanks = SessionsOnTwoRanks.TestCase
 TestTwoRanks.settings = PROFILE
+TestCopies = SessionsWithCopies.TestCase
+TestCopies.settings = PROFILE
+TestCopiesOnTwoRanks = SessionsWithCopiesOnTwoRanks.TestCase
+TestCopiesOnTwoRanks.settings = PROFILE
 
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != Sessions.policy])
 def test_under_every_policy(name: str) -> None:
-    class SessionsOfPolicy(Sessions):
+    class SessionsOfPolicy(SessionsWithCopies):
         policy = name
 
     run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=75))

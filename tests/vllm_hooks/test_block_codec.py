@@ -8,6 +8,9 @@ import torch
 from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, paged, shape_of, write
 
 from manthan.codec import get_codec, wire
+from manthan.codec.exact import exact_parts, part_keys
+from manthan.manager.cold_store import HostStore
+from manthan.vllm_hooks.exact_blocks import ExactBlocks
 from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -113,3 +116,61 @@ def test_strides_are_found_whatever_the_order_of_heads_and_tokens(order: tuple[i
     cache = caches["layer-1"]
     assert (layout.block_stride, layout.head_stride, layout.token_stride) == cache.stride()[:3]
     assert (layout.key_at, layout.value_at) == (0, 64)
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_an_exact_copy_comes_back_bit_for_bit(isa: str, dtype: torch.dtype) -> None:
+    if isa == "amx" and dtype is not torch.bfloat16:
+        pytest.skip("AMX kernels take bf16 only")
+    caches, layers, spec = paged(isa, dtype, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=3)
+    store = HostStore(1 << 20)
+    copies = ExactBlocks(blocks, exact_parts(blocks.header_of(KEY), dtype.itemsize))
+    assert copies.keep(KEY, 3, store) is None
+    assert store.used == copies.nbytes
+    assert copies.restore(KEY, 5, store) is None
+    assert all(torch.equal(cache[5], cache[3]) for cache in caches.values())
+    assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
+
+
+def test_a_copy_that_is_not_whole_is_not_written() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=4)
+    store = HostStore(1 << 20)
+    copies = ExactBlocks(blocks, exact_parts(blocks.header_of(KEY), 2))
+    copies.keep(KEY, 3, store)
+    last = part_keys(KEY, copies.parts)[-1]
+    (part,) = store.get([last])
+    assert part is not None
+    store._blocks[last] = np.r_[part[:-1], part[-1:] ^ 1]
+    assert copies.restore(KEY, 5, store) == "checksum"
+    store.drop([last])
+    assert copies.restore(KEY, 5, store) == "missing"
+    assert not any(cache[5].any() for cache in caches.values())
+
+
+def test_a_copy_without_room_takes_none() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    store = HostStore(5 * blocks.nbytes)
+    assert ExactBlocks(blocks, 6).keep(KEY, 3, store) == "store_full"
+    store.reserve(store.max_bytes)  # nothing is left set aside
+
+
+def test_a_store_that_breaks_costs_the_copy_and_no_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = block_codec(caches, layers, spec)
+    store, copies = HostStore(6 * blocks.nbytes), ExactBlocks(blocks, 6)
+
+    def broken(*_: Any) -> Any:
+        raise OSError("the store is on fire")
+
+    monkeypatch.setattr(store, "put_all", broken)
+    with pytest.raises(OSError, match="fire"):
+        copies.keep(KEY, 3, store)
+    monkeypatch.setattr(store, "read", broken)
+    assert copies.restore(KEY, 3, store) == "internal"
+    store.reserve(store.max_bytes)

@@ -12,6 +12,7 @@ from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.manager.config import ConfigError, load_config
+from manthan.manager.config_model import CodecConfig
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import engine_name, namespace_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -68,7 +69,7 @@ def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redi
 
 
 def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32) -> str:
-    config = from_vllm_config(vllm_config).model_copy(update={"codec": codec})
+    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
     return namespace_of(vllm_config, config, spec, 4).name

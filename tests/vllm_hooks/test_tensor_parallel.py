@@ -18,7 +18,12 @@ def pair(start_engine: Any) -> Iterator[Any]:
     with pytest.MonkeyPatch.context() as patch:  # a rank a core; by itself vLLM wants a NUMA node for each
         patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
         yield from start_engine(
-            blocks=131, ranks=2, idle_after_s=0.5, sweep_interval_s=0.1, cold_store={"max_bytes": "64MiB"}
+            blocks=131,
+            ranks=2,
+            idle_after_s=0.5,
+            sweep_interval_s=0.1,
+            cold_store={"max_bytes": "64MiB"},
+            codec={"sink_tokens": 4, "window_tokens": 40},
         )
 
 
@@ -73,6 +78,13 @@ def flip_a_byte(worker: Any, rank: int) -> None:
         blocks[key][5000] ^= 1
 
 
+def lose_a_part(worker: Any, rank: int) -> None:
+    """Of the first block's exact copy: tails are stored first."""
+    if get_tensor_model_parallel_rank() == rank:
+        store = get_kv_transfer_group().worker.path.store
+        store.drop([[key for key in store._blocks if key.endswith(b"/exact002")][-1]])
+
+
 def break_store(worker: Any, rank: int) -> None:
     def put(key: Any, buf: Any) -> None:
         raise OSError("this rank's store is on fire")
@@ -105,6 +117,23 @@ def test_damage_on_one_rank_is_enough_to_recompute(pair, table, rank: int) -> No
     assert pair.failures() == failures + 1
     pair.wait_until_cold(1)
     assert len(set(pair.on_workers(stored_bytes))) == 1
+
+
+@BOTH
+def test_a_copy_that_one_rank_has_lost_is_dropped_on_both(pair, table, rank: int) -> None:
+    pair.start_afresh()
+    prompt, right = table(6).question(3)
+    pair.ask(prompt, "duo")
+    pair.wait_until_cold(1)
+    assert pair.metric("manthan_exact_blocks") == 3
+    lost = pair.metric("manthan_failures_total", cause="exact_missing")
+    pair.on_workers(lose_a_part, rank)
+    answer = pair.ask(prompt, "duo")
+    assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+    assert pair.metric("manthan_failures_total", cause="exact_missing") == lost + 1
+    pair.wait_until_cold(1)
+    assert pair.metric("manthan_exact_blocks") == 2
+    pair.wait(lambda: len(set(pair.on_workers(stored_bytes))) == 1, "the same on both ranks")
 
 
 @BOTH

@@ -104,6 +104,13 @@ def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatc
     assert gpu.cache_config.gpu_memory_utilization == 0.9
 
 
+def test_exact_copies_take_room_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, {"max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
+    gpu.kv_transfer_config = kv_transfer_config(codec={"window_tokens": 1})
+    set_gpu_memory_aside(gpu)
+    assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - (STAGINGS + 1) * STAGING_BYTES
+
+
 def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, {"kind": "host", "max_bytes": "40GiB"}, backend="numpy")
     set_gpu_memory_aside(gpu)

@@ -1,0 +1,63 @@
+"""How many sessions can leave and come back in the same memory, by plain vLLM, by its offload, and by Manthan.
+
+Sessions come to a server one after the other, more than it can keep; when all is quiet they return, newest first. A
+session is kept if at least 95% of its full blocks are not computed again. The budget is all the memory that keys and
+values may take: plain vLLM's whole KV pool; for the others a pool of a tenth, and codes or offload in the rest. Each
+arm is `vllm serve`, one after another; or one server that runs already.
+
+    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs k3v3,k4v2] [--out FOLDER]
+    manthan bench capacity --base-url http://HOST:PORT --tokens 4000
+    manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
+
+See docs/capacity.md.
+"""
+
+import shlex
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from manthan.codec import DEFAULT
+
+
+def capacity(
+    context: typer.Context,
+    arms: Annotated[
+        str, typer.Option(help="Of plain, offload, host, device, redis, tiered; default: plain, host, on a GPU all 4.")
+    ] = "",
+    budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
+    tokens: Annotated[int, typer.Option(help="Of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
+    ] = None,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
+    most: Annotated[int, typer.Option(min=1, help="Sessions that come, at most.")] = 2000,
+    growth: Annotated[float, typer.Option(min=1.1, help="How many times more sessions each time.")] = 2.5,
+    flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
+    redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the sessions.")] = 0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
+    timeout: Annotated[float, typer.Option(help="No more sessions are tried after so many seconds, per arm.")] = 300,
+    out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
+    plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
+) -> None:
+    """How many sessions return without being computed again, in the same memory."""
+    from manthan.benchmarks.capacity_run import CapacityOptions, run
+
+    if plot_only != bool(files):
+        raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
+    if tokens and tokens < 512:
+        raise typer.BadParameter(f"--tokens must be 512 or more, not {tokens}")
+    options = CapacityOptions(
+        budgets, arms, codecs, tokens, model, block_size, base_url, most, growth, shlex.split(flags), redis_url, seed,
+        start_timeout, timeout, out,
+    )  # fmt: skip
+    run(options, files or [], context.params)
+
+
+if __name__ == "__main__":
+    typer.run(capacity)

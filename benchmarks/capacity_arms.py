@@ -1,0 +1,164 @@
+"""The arms of the capacity benchmark: who keeps sessions, in which memory, and the server that does it."""
+
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import typer
+import yaml
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from manthan.benchmarks.restore import HOT_POOL_SHARE, MANTHAN, POOL_SESSIONS, SPARE_POSITIONS
+from manthan.benchmarks.served import Served
+from manthan.benchmarks.server import VllmServer
+from manthan.codec.registry import codec_names
+
+PLAIN, OFFLOAD = "plain", "offload"
+OURS = ("host", "device", "redis", "tiered")
+ARMS = (PLAIN, OFFLOAD, *OURS)
+ON_GPU_ONLY = (OFFLOAD, "device")
+IN_REDIS = ("redis", "tiered")
+TIERED_FRONT = 5
+"""Kind tiered has one part in so many in RAM, the rest in Redis."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """A budget of bytes, and how an arm splits it. pool_blocks: of vLLM's KV pool. store_nbytes: codes or offload."""
+
+    budget: int
+    pool_blocks: int
+    pool_nbytes: int
+    store_nbytes: int
+
+
+@dataclass(frozen=True)
+class CapacityArm:
+    """One way to keep sessions, in one budget. manthan: its configuration, if it is Manthan's."""
+
+    kind: str
+    codec: str
+    memory: Memory
+    longest: int
+    manthan: dict[str, Any] | None = None
+    flags: tuple[str, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def name(self) -> str:
+        return f"{self.kind} {self.codec}".strip()
+
+    def server(self, served: Served, out: Path) -> VllmServer:
+        """Not started yet; its log and its configuration are written into this folder."""
+        stem = f"capacity-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
+        flags = [*served.flags(self.memory.pool_blocks, self.longest), *self.flags]
+        if self.manthan is not None:
+            config = out / f"{stem}.yaml"
+            config.write_text(yaml.safe_dump(self.manthan, sort_keys=False))
+            flags += ["--manthan-config", str(config)]
+        env = {"VLLM_SERVER_DEV_MODE": "1"} | self.env  # for /reset_prefix_cache
+        return VllmServer(str(served.folder), flags, out / f"{stem}.log", env)
+
+
+def split(budget: int, served: Served, tokens: int, *, small_pool: bool) -> Memory:
+    """All of the budget is pool, or a tenth of it, but a session and a bit at least; raises BadParameter.
+
+    A pool's block that vLLM keeps for itself counts as well.
+    """
+    blocks = budget // served.block_nbytes
+    least = math.ceil(POOL_SESSIONS * tokens / served.block_size)
+    if blocks < 2 * least:
+        right = ByteSize(2 * least * served.block_nbytes).human_readable()
+        raise typer.BadParameter(
+            f"--budgets: {ByteSize(budget).human_readable()} is too small for sessions of {tokens} tokens of "
+            f"{served.name}: name {right} or more, or fewer --tokens"
+        )
+    pool = max(math.ceil(HOT_POOL_SHARE * blocks), least) if small_pool else blocks
+    return Memory(budget, pool, pool * served.block_nbytes, budget - pool * served.block_nbytes if small_pool else 0)
+
+
+def make_arm(
+    kind: str, codec: str, budget: int, served: Served, tokens: int, redis: dict[str, str], flags: Sequence[str]
+) -> CapacityArm:
+    """redis: url and prefix, for the arms in Redis. flags: of `vllm serve`, beside those that the arm needs."""
+    memory = split(budget, served, tokens, small_pool=kind != PLAIN)
+    longest, more = tokens + SPARE_POSITIONS, tuple(flags)
+    if kind == PLAIN:
+        return CapacityArm(kind, "", memory, longest, flags=more)
+    if kind == OFFLOAD:
+        size = ("--kv-offloading-size", f"{memory.store_nbytes / 2**30:.6f}")
+        return CapacityArm(kind, "", memory, longest, flags=(*more, *size))
+    manthan: dict[str, Any] = {**MANTHAN, "min_tokens": 0, "codec": codec}
+    manthan["cold_store"] = _cold_store(kind, memory.store_nbytes)
+    if kind in IN_REDIS:
+        manthan["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{budget}:"}
+    return CapacityArm(kind, codec, memory, longest, manthan, more)
+
+
+def _cold_store(kind: str, nbytes: int) -> dict[str, Any]:
+    if kind == "tiered":
+        front = nbytes // TIERED_FRONT
+        return {"kind": kind, "max_bytes": nbytes - front, "host_bytes": front}
+    return {"kind": kind, "max_bytes": nbytes}
+
+
+# -- what was asked for ---------------------------------------------------------------------------------
+
+
+def read_budgets(text: str) -> list[int]:
+    """`64MiB,128MiB`; raises BadParameter."""
+    sizes = TypeAdapter(ByteSize)
+    try:
+        found = [int(sizes.validate_python(part.strip())) for part in text.split(",")]
+    except ValidationError:
+        found = [0]
+    if min(found) <= 0:
+        raise typer.BadParameter(f"--budgets must be sizes with commas between, such as 64MiB,128MiB, not {text!r}")
+    return sorted(found)
+
+
+def read_kinds(text: str, on_gpu: bool) -> list[str]:
+    """Arms by name, plain vLLM first; raises BadParameter."""
+    wanted = {part.strip() for part in text.split(",")} if text else {PLAIN, "host", *(ON_GPU_ONLY if on_gpu else ())}
+    _refuse_unknown("--arms", wanted, ARMS)
+    if not on_gpu and wanted & {*ON_GPU_ONLY}:
+        names = " and ".join(sorted(wanted & {*ON_GPU_ONLY}))
+        raise typer.BadParameter(f"--arms {names} needs a GPU, and none was found here: name plain or host")
+    return [kind for kind in ARMS if kind in wanted]
+
+
+def read_codecs(text: str) -> list[str]:
+    """Codecs by name; raises BadParameter."""
+    wanted = [part.strip() for part in text.split(",")]
+    _refuse_unknown("--codecs", set(wanted), codec_names())
+    return wanted
+
+
+def _refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
+    if unknown := sorted(wanted - {*known}):
+        raise typer.BadParameter(f"{flag} {', '.join(unknown)} is unknown: there are {', '.join(known)}")
+
+
+def shown(arm: CapacityArm) -> str:
+    """An arm in a line, for the console."""
+    memory = arm.memory
+    store = f", {ByteSize(memory.store_nbytes).human_readable()} beside it" if memory.store_nbytes else ""
+    total, pool = (ByteSize(nbytes).human_readable() for nbytes in (memory.budget, memory.pool_nbytes))
+    return f"{arm.name}, {total}: a pool of {pool}{store}"
+
+
+def as_json(arm: CapacityArm) -> dict[str, Any]:
+    """What a report says of an arm."""
+    memory = arm.memory
+    return {
+        "arm": arm.name,
+        "budget": memory.budget,
+        "pool_blocks": memory.pool_blocks,
+        "pool_bytes": memory.pool_nbytes,
+        "store_bytes": memory.store_nbytes,
+        "manthan": json.loads(json.dumps(arm.manthan)),
+        "flags": list(arm.flags),
+    }

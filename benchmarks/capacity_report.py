@@ -1,0 +1,232 @@
+"""What the capacity benchmark found, as a table and as a plot; several runs can be merged."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import typer
+from pydantic import ByteSize
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from manthan.benchmarks.arms import read_report, save_plot, where
+
+PLAIN = "plain"
+RECOMPUTED_SHARE = 0.01
+QUANTILES = (0.50, 0.95, 0.99)
+COLORS = ("#2f6db5", "#d1663b", "#4a9a5b", "#8a5fb0", "#b8892b", "#3aa3a8")
+GREYS = ("#6b7580", "#a3acb5")
+
+
+@dataclass(frozen=True)
+class Found:
+    """What one arm kept in one budget; budget is 0 for a server that was given. right of asked: answers on return.
+
+    kept_ms, recomputed_ms: times to first token of returns that were kept, and of those that were computed again.
+    nbytes: of a kept session, codes or bf16.
+    """
+
+    arm: str
+    budget: int
+    came: int
+    kept: int
+    nbytes: float
+    kept_ms: Sequence[float]
+    recomputed_ms: Sequence[float]
+    right: int
+    asked: int
+    failures: float
+
+    @classmethod
+    def of(cls, run: dict[str, Any]) -> "Found":
+        """Of all levels; came and kept are those of the one that kept the most."""
+        best = max(run["levels"], key=lambda level: level["kept"])
+        returns = [found for level in run["levels"] for found in level["returns"]]
+        answered = [found["is_right"] for found in returns if found["is_right"] is not None]
+        again = [found for found in returns if found["cached_tokens"] <= RECOMPUTED_SHARE * found["prompt_tokens"]]
+        return cls(
+            run["arm"],
+            run["budget"] or 0,
+            best["came"],
+            best["kept"],
+            _session_nbytes(run, best),
+            [found["ttft_s"] * 1e3 for found in returns if found["kept"]],
+            [found["ttft_s"] * 1e3 for found in again],
+            sum(answered),
+            len(answered),
+            sum(level["failures"] for level in run["levels"]),
+        )
+
+
+def _session_nbytes(run: dict[str, Any], level: dict[str, Any]) -> float:
+    """Manthan says how many bytes its codes take; the others keep whole blocks."""
+    if level["cold_bytes"]:
+        return float(level["cold_bytes"] / max(1, level["kept"]))
+    if not run["budget"]:
+        return math.nan
+    blocks = statistics.median(found["prompt_tokens"] // run["block_size"] for found in level["returns"])
+    return float(blocks * run["pool_bytes"] / run["pool_blocks"])
+
+
+def quantile(times: Sequence[float], share: float) -> float:
+    return float(np.quantile(times, share)) if times else math.nan
+
+
+def found_in(report: dict[str, Any]) -> list[Found]:
+    return sorted(map(Found.of, report["runs"]), key=lambda found: found.budget)
+
+
+def gains(found: Sequence[Found]) -> dict[tuple[str, int], float]:
+    """How many times the sessions of plain vLLM an arm kept, by arm and budget."""
+    plain = {one.budget: one.kept for one in found if one.arm == PLAIN}
+    return {(one.arm, one.budget): one.kept / plain[one.budget] for one in found if plain.get(one.budget)}
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """One report of several; what a later file measured again goes before. Raises BadParameter."""
+    reports = [read_report(file, "capacity") for file in files]
+    first = reports[0]
+    for file, report in zip(files, reports, strict=True):
+        for what, (one, other) in {
+            "model": (report["model"], first["model"]),
+            "tokens": (report["tokens"], first["tokens"]),
+            "machine": (where(report), where(first)),
+        }.items():
+            if one != other:
+                raise typer.BadParameter(
+                    f"--plot-only {file} cannot be merged with {files[0]}: its {what} is {one}, not {other}"
+                )
+    runs = {(run["arm"], run["budget"]): run for report in reports for run in report["runs"]}
+    return first | {"runs": list(runs.values())}
+
+
+# -- shown ----------------------------------------------------------------------------------------------
+
+
+def show(report: dict[str, Any], plot: Path, console: Console) -> None:
+    """The table of what was measured, and the plot."""
+    console.print(where(report), soft_wrap=True)
+    found = found_in(report)
+    if not found:
+        return
+    console.print(make_table(report, found))
+    if any(one.failures for one in found):
+        console.print("  Some blocks could not be stored or restored: see `failures` in the JSON.", style="red")
+    save_plot(lambda _: draw(report, found), report, plot, console)
+
+
+def make_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
+    table = Table(title=f"Sessions of {report['tokens']:,} tokens of {report['model']} that return", box=SIMPLE)
+    table.add_column("memory", justify="right")
+    table.add_column("")
+    for header in ("came", "kept", "× plain", "MiB\na session", "first token, kept\np50 / p95 / p99, ms"):
+        table.add_column(header, justify="right")
+    for header in ("recomputed\np50, ms", "right\nanswers"):
+        table.add_column(header, justify="right")
+    ratio = gains(found)
+    for one in found:
+        gain = ratio.get((one.arm, one.budget))
+        table.add_row(
+            _size(one.budget),
+            one.arm,
+            str(one.came),
+            str(one.kept),
+            f"{gain:.2f}" if gain else "",
+            _number(one.nbytes / 2**20, 2),
+            " / ".join(_number(quantile(one.kept_ms, share), 0) for share in QUANTILES),
+            _number(quantile(one.recomputed_ms, 0.5), 0),
+            f"{one.right} of {one.asked}" if one.asked else "",
+        )
+    return table
+
+
+def _number(value: float, digits: int) -> str:
+    return "" if math.isnan(value) else f"{value:,.{digits}f}"
+
+
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable() if nbytes else ""
+
+
+# -- plotted --------------------------------------------------------------------------------------------
+
+
+def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
+    """Sessions kept against memory, or against those that came where the memory is not known; times of returns."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(13, 5), layout="constrained")
+    kept, latency = figure.subplots(1, 2)
+    arms = list(dict.fromkeys(one.arm for one in found))
+    colors = dict(zip((arm for arm in arms if not _is_vllm(arm)), COLORS * len(arms), strict=False))
+    colors |= dict(zip((arm for arm in arms if _is_vllm(arm)), GREYS * len(arms), strict=False))
+    if any(one.budget for one in found):
+        _draw_budgets(kept, found, colors)
+    else:
+        _draw_levels(kept, report["runs"])
+    _draw_latency(latency, found, colors)
+    figure.suptitle(f"{report['tokens']:,} tokens of {report['model']} a session; {where(report)}", fontsize=9)
+    return figure
+
+
+def _is_vllm(arm: str) -> bool:
+    return arm in (PLAIN, "offload")
+
+
+def _draw_budgets(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
+    unit, name = (2**30, "GiB") if max(one.budget for one in found) >= 2**32 else (2**20, "MiB")
+    ratio = gains(found)
+    for arm, color in colors.items():
+        points = [one for one in found if one.arm == arm]
+        axes.plot([one.budget / unit for one in points], [one.kept for one in points], "o-", color=color, label=arm)
+        for one in points:
+            gain = ratio.get((arm, one.budget))
+            text = f"{one.kept}" + (f" ({gain:.1f}×)" if gain and arm != PLAIN else "")
+            axes.annotate(
+                text, (one.budget / unit, one.kept), (0, 6), textcoords="offset points", ha="right", fontsize=8
+            )
+    top, right = max(one.kept for one in found), max(one.budget for one in found) / unit
+    axes.set(xlim=(0, 1.06 * right), ylim=(0, 1.12 * top + 1))
+    axes.set_xlabel(f"memory for KV: pool, and codes or offload beside it, {name}")
+    axes.set_ylabel("sessions that return with at least 95% not recomputed")
+    axes.set_title("Sessions kept", loc="left")
+    axes.legend(frameon=False, loc="upper left")
+    axes.grid(alpha=0.3)
+
+
+def _draw_levels(axes: Any, runs: Sequence[dict[str, Any]]) -> None:
+    for run in runs:
+        came, kept = ([level[what] for level in run["levels"]] for what in ("came", "kept"))
+        axes.plot(came, kept, "o-", color=COLORS[0], label=run["arm"])
+        axes.plot([0, max(came)], [0, max(came)], ":", color=GREYS[0], label="all that came")
+    axes.set(xlim=(0, None), ylim=(0, None), xlabel="sessions that came")
+    axes.set_ylabel("sessions that return with at least 95% not recomputed")
+    axes.set_title("Sessions kept", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3)
+
+
+def _draw_latency(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
+    """p50, p95 and p99 of each arm's kept returns in all budgets, and of those that plain vLLM computed again."""
+    rows = {arm: [ms for one in found if one.arm == arm for ms in one.kept_ms] for arm in colors}
+    again = [ms for one in found if one.arm == PLAIN or len(rows) == 1 for ms in one.recomputed_ms]
+    rows |= {"recomputed": again}
+    names = [name for name, times in rows.items() if times]
+    for height, name in enumerate(names):
+        spread = [quantile(rows[name], share) for share in QUANTILES]
+        color = colors.get(name, "#444444")
+        axes.plot([spread[0], spread[-1]], [height, height], color=color, lw=2)
+        for value, marker, share in zip(spread, "o|D", QUANTILES, strict=True):
+            label = f"p{share * 100:.0f}" if height == 0 else None
+            axes.plot(value, height, marker, color=color, ms=9 if marker == "|" else 6, mew=2, label=label)
+        axes.annotate(f"{spread[0]:,.0f} ms", (spread[0], height), (0, 8), textcoords="offset points", fontsize=8)
+    axes.set_yticks(range(len(names)), [f"{name}\n({len(rows[name])} returns)" for name in names])
+    axes.set(xlim=(0, None), ylim=(len(names) - 0.5, -0.7), xlabel="time to first token on return, ms")
+    axes.set_title("Returns: p50, p95, p99", loc="left")
+    axes.legend(frameon=False)
+    axes.grid(alpha=0.3, axis="x")

@@ -1,0 +1,278 @@
+"""The capacity benchmark's run: servers one after another, sessions that leave and come back, a report."""
+
+import math
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from rich.console import Console
+
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
+from manthan.benchmarks.capacity_arms import (
+    IN_REDIS,
+    PLAIN,
+    CapacityArm,
+    as_json,
+    make_arm,
+    read_budgets,
+    read_codecs,
+    read_kinds,
+    shown,
+)
+from manthan.benchmarks.capacity_report import merged, show
+from manthan.benchmarks.endpoint import Endpoint, ServerError
+from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.progress import Bar
+from manthan.benchmarks.redis_store import remove
+from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
+from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
+from manthan.benchmarks.settle import until_settled
+
+CPU_TOKENS, GPU_TOKENS = 2000, 8192
+CPU_BUDGETS, GPU_BUDGETS = "64MiB,128MiB,256MiB", "6GiB,12GiB,24GiB"
+FULL_SHARE = 0.8
+"""No more sessions are tried once no more than so many of those that came were kept."""
+
+
+@dataclass(frozen=True)
+class CapacityOptions:
+    """What the command was asked for; see capacity.py."""
+
+    budgets: str
+    arms: str
+    codecs: str
+    tokens: int
+    model: Path | None
+    block_size: int
+    base_url: str
+    most: int
+    growth: float
+    flags: Sequence[str]
+    redis_url: str
+    seed: int
+    start_timeout: float
+    timeout: float
+    out: Path
+
+
+# -- on one server --------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Return:
+    """A session that came back. kept: at least KEPT_SHARE of its full blocks were not computed again.
+
+    was_right, is_right: its first answer and this one; None if they mean nothing.
+    """
+
+    session: int
+    ttft_s: float
+    prompt_tokens: int
+    cached_tokens: int
+    kept: bool
+    was_right: bool | None
+    is_right: bool | None
+
+
+@dataclass(frozen=True)
+class Asker:
+    """Puts sessions into a server and has them return. make: the session of this index."""
+
+    endpoint: Endpoint
+    make: Callable[[int], Session]
+    block_size: int
+    is_ours: bool
+    bar: Bar
+
+    def level(self, first: int, count: int) -> dict[str, Any]:
+        """So many sessions come one after the other, from this index on; all is quiet; they return, newest first."""
+        self.bar.begin(f"{count} sessions come and return", 2 * count)
+        indices = range(first, first + count)
+        right = [self._come(index) for index in indices]
+        until_settled(self.endpoint, all_cold=self.is_ours)
+        stored = self._manthan("cold_bytes")
+        failures = self._manthan("failures_total")
+        returns = [self._return(index, right[index - first]) for index in reversed(indices)]
+        return {
+            "came": count,
+            "kept": sum(found.kept for found in returns),
+            "cold_bytes": stored,
+            "failures": self._manthan("failures_total") - failures,
+            "returns": [asdict(found) for found in returns],
+        }
+
+    def _come(self, index: int) -> bool | None:
+        session = self.make(index)
+        reply = self._ask(session.first, session, index)
+        if not reply.reports_cached:
+            raise ServerError(
+                f"The server at {self.endpoint.url} does not say how much of a prompt it had cached: start it with "
+                "--enable-prompt-tokens-details."
+            )
+        return session.is_right(reply.text, 0)
+
+    def _return(self, index: int, was_right: bool | None) -> Return:
+        session = self.make(index)
+        reply = self._ask(session.again, session, index)
+        kept = reply.cached_tokens >= KEPT_SHARE * session.full_tokens(self.block_size)
+        is_right = session.is_right(reply.text, 1)
+        return Return(index, reply.ttft_s, reply.prompt_tokens, reply.cached_tokens, kept, was_right, is_right)
+
+    def _ask(self, prompt: list[int], session: Session, index: int) -> Any:
+        named = {"session_id": f"s{index}"} if self.is_ours else {}  # another server may not know the field
+        reply = self.endpoint.complete(prompt, max_tokens=session.max_tokens, temperature=0, ignore_eos=True, **named)
+        self.bar.step()
+        return reply
+
+    def _manthan(self, name: str) -> float:
+        return self.endpoint.metrics().get(f"vllm:manthan_{name}", 0.0)
+
+
+def measure(
+    asker: Asker, first: int, most: int, growth: float, deadline: float, forget: Callable[[], None]
+) -> list[dict[str, Any]]:
+    """Levels of more and more sessions, from `first` on, until clearly more came than were kept."""
+    levels: list[dict[str, Any]] = []
+    count, begun = max(1, first), 0
+    while True:
+        levels.append(asker.level(begun, count))
+        if levels[-1]["kept"] <= FULL_SHARE * count or count >= most or time.monotonic() > deadline:
+            return levels
+        begun += count
+        count = min(most, max(count + 1, math.ceil(growth * count)))
+        forget()
+
+
+# -- all arms -------------------------------------------------------------------------------------------
+
+
+def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
+    """The whole command; exits with 1 if an arm failed."""
+    console = make_console()
+    if plot_only:
+        return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
+    leave_on_signals()
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if options.base_url:
+            jobs: dict[str, Any] = {options.base_url: partial(run_given, options)}
+            about: dict[str, Any] = {"model": options.base_url, "tokens": options.tokens or CPU_TOKENS}
+        else:
+            served = choose(options, Path(folder, "qwen3-8b-shape"))
+            about = {"model": served.name, "tokens": tokens_of(options, served)}
+            jobs = {shown(arm): partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)}
+        options.out.mkdir(parents=True, exist_ok=True)
+        report = run_all(jobs, options, about, arguments, console)
+    path = options.out / "capacity.json"
+    console.print(f"  {path}", soft_wrap=True)
+    show(report, path.with_suffix(".png"), console)
+    raise typer.Exit(1 if report["errors"] else 0)
+
+
+def run_all(
+    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
+    options: CapacityOptions,
+    about: dict[str, Any],
+    arguments: dict[str, Any],
+    console: Console,
+) -> dict[str, Any]:
+    """Each arm in turn. The report is written after each, so that what was found outlives a run that is broken off."""
+    runs: list[dict[str, Any]] = []
+    errors: dict[str, str] = {}
+    report: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            runs.append(job(console))
+        except ServerError as error:
+            errors[name] = str(error)
+            console.print(error.log_tail, markup=False, soft_wrap=True)
+            log = f" (log: {error.log})" if error.log else ""
+            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
+        report = new_report("capacity", arguments, [], {}, errors) | about | {"runs": runs}
+        write_report(report, options.out)
+    return report
+
+
+def choose(options: CapacityOptions, made_up_in: Path) -> Served:
+    return Served.choose(options.model, options.block_size, made_up_in, bool(machine()["gpu"]))
+
+
+def tokens_of(options: CapacityOptions, served: Served) -> int:
+    return options.tokens or (GPU_TOKENS if served.on_gpu else CPU_TOKENS)
+
+
+def choose_arms(options: CapacityOptions, served: Served, stack: ExitStack) -> list[CapacityArm]:
+    """Budget by budget; raises BadParameter for what cannot be run here. The stack ends what is begun for them."""
+    tokens = tokens_of(options, served)
+    if tokens + SPARE_POSITIONS > served.shape.positions:
+        raise typer.BadParameter(
+            f"--tokens {tokens} is too long for {served.name}: it has {served.shape.positions} positions"
+        )
+    kinds, codecs = read_kinds(options.arms, served.on_gpu), read_codecs(options.codecs)
+    budgets = read_budgets(options.budgets or (GPU_BUDGETS if served.on_gpu else CPU_BUDGETS))
+    redis: dict[str, str] = {}
+    if {*kinds} & {*IN_REDIS}:
+        url = stack.enter_context(redis_at(options.redis_url))
+        redis = {"url": url, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
+        stack.callback(remove, url, redis["prefix"])
+    return [
+        make_arm(kind, codec, budget, served, tokens, redis, options.flags)
+        for budget in budgets
+        for kind in kinds
+        for codec in (codecs if kind not in (PLAIN, "offload") else [""])
+    ]
+
+
+def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console: Console) -> dict[str, Any]:
+    """One server: start it, measure, end it."""
+    tokens, began = tokens_of(options, served), time.monotonic()
+    bf16_sessions = arm.memory.budget // (tokens // served.block_size * served.block_nbytes)
+    with arm.server(served, options.out) as server, Bar(console, shown(arm)) as progress:
+        progress.begin("the server starts")
+        server.wait_until_ready(options.start_timeout)
+        start_s = time.monotonic() - began
+        make = partial(make_session, served, tokens, options.seed)
+        asker = Asker(server, make, served.block_size, arm.manthan is not None, progress)
+        deadline = time.monotonic() + options.timeout
+        levels = measure(asker, bf16_sessions, options.most, options.growth, deadline, server.reset_prefix_cache)
+    said = ", ".join(f"{level['kept']} of {level['came']}" for level in levels)
+    console.print(f"  {shown(arm)}: kept {said}; {time.monotonic() - began:.0f} s", soft_wrap=True)
+    return as_json(arm) | {"start_s": round(start_s, 1), "block_size": served.block_size, "levels": levels}
+
+
+def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:
+    """A server that somebody else started: its memory is what it is, and its cache is not reset."""
+    endpoint, tokens = Endpoint(options.base_url), options.tokens or CPU_TOKENS
+    with Bar(console, endpoint.url) as progress:
+        make = make_for(endpoint, options, tokens)
+        block_size = options.block_size or block_size_of(endpoint)
+        asker = Asker(endpoint, make, block_size, False, progress)
+        deadline = time.monotonic() + options.timeout
+        levels = measure(asker, 1, options.most, options.growth, deadline, lambda: None)
+    endpoint.close()
+    return {"arm": endpoint.url, "budget": None, "block_size": block_size, "levels": levels}
+
+
+def make_for(endpoint: Endpoint, options: CapacityOptions, tokens: int) -> Callable[[int], Session]:
+    """Sessions for that server: lookups if its model's folder is here or was named, else made-up token ids."""
+    root = options.model or Path(str(endpoint.about().get("root", "")))
+    longest = endpoint.about().get("max_model_len")
+    if longest and tokens + SPARE_POSITIONS > longest:
+        raise typer.BadParameter(f"--tokens {tokens} is too long for that server: its --max-model-len is {longest}")
+    if not (root / "config.json").exists():
+        return lambda index: random_session(options.seed, index, tokens, SAFE_VOCABULARY)
+    return partial(make_session, Served.choose(root, 1, root, False), tokens, options.seed)
+
+
+def block_size_of(endpoint: Endpoint) -> int:
+    """As the server's metrics have it."""
+    for name, labels, _ in endpoint.samples():
+        if name == "vllm:cache_config_info":
+            return int(labels["block_size"])
+    raise endpoint.error(f"The server at {endpoint.url} does not say its block size: name it with --block-size.")

@@ -1,0 +1,194 @@
+"""An OpenAI-compatible vLLM server, asked over HTTP: chats, completions, metrics. It may run anywhere.
+
+endpoint = Endpoint("http://127.0.0.1:8000")
+reply = endpoint.complete([1, 2, 3], max_tokens=4)
+"""
+
+import contextlib
+import json
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import httpx
+from prometheus_client.parser import text_string_to_metric_families
+
+POLL_S = 0.1
+LAST_LINES = 25
+
+
+class ServerError(RuntimeError):
+    """The server died, did not come up, or did not do what was waited for. `log_tail` has its last words."""
+
+    def __init__(self, what: str, log: Path | None = None) -> None:
+        super().__init__(what)
+        self.log = log
+        lines = log.read_text(errors="replace").splitlines() if log and log.exists() else []
+        self.log_tail = "\n".join(lines[-LAST_LINES:])
+
+
+@dataclass(frozen=True)
+class Reply:
+    """What a request gave. cached_tokens: prompt tokens that were not computed, wherever their KV came from.
+
+    reports_cached: whether the server says so at all. generated_tokens: of a reply that was left, the pieces that came.
+    Times are from sending the request.
+    """
+
+    text: str
+    prompt_tokens: int
+    cached_tokens: int
+    ttft_s: float
+    reports_cached: bool = True
+    generated_tokens: int = 0
+    seconds: float = 0.0
+
+    @property
+    def computed_tokens(self) -> int:
+        return self.prompt_tokens - self.cached_tokens
+
+
+class Endpoint:
+    """A server's address. model: the name that it serves the model by; its first one unless given."""
+
+    def __init__(self, url: str, model: str = "", timeout_s: float = 120) -> None:
+        self.url = url.rstrip("/").removesuffix("/v1")
+        self._model = model
+        self._http = httpx.Client(
+            base_url=self.url, timeout=timeout_s, trust_env=False, limits=httpx.Limits(max_connections=None)
+        )
+
+    @property
+    def model(self) -> str:
+        self._model = self._model or str(self.about()["id"])
+        return self._model
+
+    def close(self) -> None:
+        self._http.close()
+
+    # -- what it says of itself -----------------------------------------------------------------------
+
+    def about(self) -> dict[str, Any]:
+        """Its first model, as /v1/models has it: id, root, max_model_len and more."""
+        with self._reachable():
+            found = self._http.get("/v1/models").raise_for_status().json()["data"][0]
+        return dict(found)
+
+    def is_healthy(self) -> bool:
+        try:
+            return self._http.get("/health").is_success
+        except httpx.TransportError:
+            return False
+
+    def samples(self) -> list[tuple[str, dict[str, str], float]]:
+        """/metrics: name, labels and value of each series."""
+        with self._reachable():
+            text = self._http.get("/metrics").text
+        return [
+            (sample.name, sample.labels, sample.value)
+            for family in text_string_to_metric_families(text)
+            for sample in family.samples
+        ]
+
+    def metrics(self) -> dict[str, float]:
+        """/metrics: the value of each series, by its name as printed there, summed over its labels."""
+        totals: dict[str, float] = {}
+        for name, _, value in self.samples():
+            totals[name] = totals.get(name, 0.0) + value
+        return totals
+
+    def reset_prefix_cache(self) -> None:
+        """Forget all KV, cold too. The server must run with VLLM_SERVER_DEV_MODE=1."""
+        with self._reachable():
+            answer = self._http.post("/reset_prefix_cache").raise_for_status().json()
+        if not answer["success"]:
+            raise self.error("The server would not reset its prefix cache: a request still holds blocks.")
+
+    # -- what it is asked -----------------------------------------------------------------------------
+
+    def chat(self, messages: Sequence[dict[str, Any]], leave_after: int = 0, **options: Any) -> Reply:
+        """One chat completion, streamed, so that the first token's arrival is seen. options: fields of the request.
+
+        leave_after: close the connection after so many pieces of text; 0 for never.
+        """
+
+        def text_of(choice: dict[str, Any]) -> str | None:
+            return choice["delta"].get("content") or None  # the first piece names the role and is empty
+
+        body = {"messages": list(messages), **options}
+        return self._streamed("/v1/chat/completions", body, text_of, leave_after)
+
+    def complete(self, prompt: Sequence[int] | str, leave_after: int = 0, **options: Any) -> Reply:
+        """One completion of token ids or of text, streamed; see chat."""
+        body = {"prompt": prompt if isinstance(prompt, str) else list(prompt), **options}
+        return self._streamed("/v1/completions", body, lambda choice: choice["text"], leave_after)
+
+    def post(self, path: str, **body: Any) -> dict[str, Any]:
+        """One request that is not streamed; raises ServerError for an answer that is an error."""
+        with self._reachable():
+            response = self._http.post(path, json={"model": self.model, **body})
+        if response.is_error:
+            raise self.error(f"The server answered {response.status_code}: {response.text[:500]}")
+        return dict(response.json())
+
+    def _streamed(
+        self, path: str, body: dict[str, Any], text_of: Callable[[dict[str, Any]], str | None], leave_after: int
+    ) -> Reply:
+        body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
+        pieces: list[str] = []
+        usage: dict[str, Any] = {}
+        ttft_s = 0.0
+        began = time.perf_counter()
+        with self._reachable(), self._http.stream("POST", path, json=body) as response:
+            if response.is_error:
+                raise self.error(f"The server answered {response.status_code}: {response.read()[:500]!r}")
+            for chunk in self._events(response):
+                found = [piece for choice in chunk["choices"] if (piece := text_of(choice)) is not None]
+                if found and not pieces:
+                    ttft_s = time.perf_counter() - began
+                pieces += found
+                usage = chunk.get("usage") or usage
+                if leave_after and len(pieces) >= leave_after:
+                    break
+        return _reply("".join(pieces), usage, ttft_s, time.perf_counter() - began, len(pieces))
+
+    def _events(self, response: httpx.Response) -> Iterator[dict[str, Any]]:
+        for line in response.iter_lines():
+            if line.startswith("data: ") and line != "data: [DONE]":
+                event = json.loads(line.removeprefix("data: "))
+                if "error" in event:
+                    raise self.error(f"The server broke off its answer: {event['error']}")
+                yield event
+
+    # -- errors ---------------------------------------------------------------------------------------
+
+    def error(self, what: str) -> ServerError:
+        """The exception to raise about this server."""
+        return ServerError(what)
+
+    @contextlib.contextmanager
+    def _reachable(self) -> Iterator[None]:
+        try:
+            yield
+        except httpx.HTTPStatusError as error:
+            raise self.error(f"The server answered {error.response.status_code} to {error.request.url}.") from error
+        except httpx.TransportError as error:
+            raise self.error(f"The server {self._what_happened()}: {error!r}") from error
+
+    def _what_happened(self) -> str:
+        return f"at {self.url} did not answer a request"
+
+
+def _reply(text: str, usage: dict[str, Any], ttft_s: float, seconds: float, pieces: int) -> Reply:
+    details = usage.get("prompt_tokens_details")
+    return Reply(
+        text,
+        usage.get("prompt_tokens", 0),
+        (details or {}).get("cached_tokens") or 0,
+        ttft_s,
+        details is not None,
+        usage.get("completion_tokens", pieces),
+        seconds,
+    )

@@ -1,0 +1,228 @@
+"""What compression costs a model: the loss and the answers of what follows a prefix that went cold and came back.
+
+For each codec, and for each number of tokens that are left exact: perplexity of a continuation, divergence of the next
+token's distribution from the one after the exact prefix, lookups in a table, cosines, and bytes. On a real engine
+(vllm), where the prefix is evicted and restored, and with Transformers, where its KV cache is replaced.
+
+    python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0+0,4+128] [--engine vllm]
+    python benchmarks/quality.py --plot-only FOLDER/quality.json
+"""
+
+import json
+import tempfile
+from dataclasses import asdict, dataclass
+from enum import StrEnum
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.quality_pieces import Piece, Text
+from manthan.benchmarks.quality_report import show, summary
+from manthan.benchmarks.quality_settings import (
+    EXACT,
+    RECOMPUTED,
+    QualityError,
+    Setting,
+    Shape,
+    Storage,
+    parse_settings,
+)
+
+CPU_BLOCK, GPU_BLOCK = 32, 16
+
+
+class On(StrEnum):
+    """Where it is measured."""
+
+    vllm = "vllm"
+    transformers = "transformers"
+    both = "both"
+
+
+NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transformers")}
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """Tokens of a prefix, of what follows, and of a block (0 for the default); how many pieces at most, and tables.
+
+    top: tokens of which the engine tells probabilities. seed: of the tables.
+    """
+
+    prefix: int
+    continuation: int
+    pieces: int
+    tables: int
+    block: int
+    top: int
+    seed: int
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to be measured. top: -1 for all tokens."""
+
+    model: str
+    shape: Shape
+    block_size: int
+    settings: list[Setting]
+    pieces: list[Piece]
+    top: int
+
+    def storage(self) -> dict[str, dict[str, float]]:
+        """Of each arm, by name."""
+        tokens = len(self.pieces[0].prefix)
+        arms = {EXACT: None, RECOMPUTED: None} | {setting.name: setting for setting in self.settings}
+        return {
+            name: asdict(Storage.of_prefix(setting, self.shape, tokens, self.block_size))
+            for name, setting in arms.items()
+        }
+
+
+def engines(on: On | None) -> list[On]:
+    """Those that can run here; raises QualityError if one that was asked for cannot."""
+    wanted = [On.vllm, On.transformers] if on is None or on is On.both else [on]
+    able = [engine for engine in wanted if all(map(find_spec, NEEDS[engine]))]
+    if not able or (on is not None and able != wanted):
+        missing = sorted({name for engine in wanted for name in NEEDS[engine] if not find_spec(name)})
+        raise QualityError(f"--engine {on or On.both} takes {' and '.join(missing)}, which is not installed here.")
+    return able
+
+
+def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) -> Job:
+    """Raises QualityError for what cannot be measured, before anything is."""
+    if not model:
+        raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
+    prefix, block_size = sizes.prefix, sizes.block or default_block_size()
+    if prefix % block_size:
+        raise QualityError(
+            f"--prefix {prefix} is no multiple of the block size {block_size}, and only full blocks go cold: use "
+            f"{max(1, prefix // block_size) * block_size}, or another --block-size."
+        )
+    shape = Shape.of(model)
+    settings = parse_settings(codec, exact, shape.head_dim)
+    source = Text(model, text)
+    pieces = source.pieces(prefix, sizes.continuation, sizes.pieces) + source.tables(prefix, sizes.tables, sizes.seed)
+    longest = max(len(piece.tokens) for piece in pieces) + 1
+    if shape.positions and longest > shape.positions:
+        raise QualityError(
+            f"{model} takes {shape.positions:,} tokens, and the longest piece has {longest:,} (--prefix {prefix}, "
+            f"--continuation {sizes.continuation}, lookups in tables and one generated): make them smaller."
+        )
+    return Job(model, shape, block_size, settings, pieces, -1 if sizes.top >= shape.vocabulary else sizes.top)
+
+
+def default_block_size() -> int:
+    import torch
+
+    return GPU_BLOCK if torch.cuda.is_available() else CPU_BLOCK
+
+
+def with_transformers(job: Job, console: Console) -> dict[str, Any]:
+    from manthan.benchmarks.quality_transformers import Reader
+
+    with console.status(f"{On.transformers}: the model is loaded"):
+        reader = Reader(job.model, job.shape, job.block_size)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=console) as progress:
+        task = progress.add_task(On.transformers, total=len(job.pieces) * len(job.settings))
+        return reader.measure(job.pieces, job.settings, lambda: progress.advance(task))
+
+
+def with_vllm(
+    job: Job, out: Path, console: Console, timeout_s: float
+) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
+    """Results of arms that did not fail; none if the exact one did. Also the arms, and errors by name."""
+    from manthan.benchmarks.quality_vllm import SCRIPT, arm, read_scores
+
+    with tempfile.TemporaryDirectory() as folder:
+        arms = []
+        for setting in (None, *job.settings):
+            place = Path(folder, setting.name if setting else EXACT)
+            place.mkdir()
+            arms.append(arm(setting, job.model, job.shape, job.block_size, job.pieces, job.top, place))
+        results, errors = run_arms(SCRIPT, arms, out, console, timeout_s)
+        found = {}
+        if EXACT in results:
+            found = read_scores(Path(folder), list(results), job.pieces, job.shape.vocabulary)
+        return {name: found[name] | results.get(name, {}) for name in found}, arms, errors
+
+
+def main(
+    context: typer.Context,
+    model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face Hub.")] = "",
+    text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
+    codec: Annotated[str, typer.Option(help="Codecs, by comma; all that are registered if not given.")] = "",
+    exact: Annotated[str, typer.Option(help="SINK+WINDOW tokens that are left exact, by comma.")] = "0+0",
+    engine: Annotated[On | None, typer.Option(help="Where; both if both can run here.")] = None,
+    prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
+    continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
+    pieces: Annotated[int, typer.Option(min=1, help="Pieces of the text, at most.")] = 8,
+    tables: Annotated[int, typer.Option(min=0, help="Tables to look values up in; 0 for none.")] = 4,
+    block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
+    kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over so many likeliest tokens and the rest.")] = 1024,
+    seed: Annotated[int, typer.Option(help="Of the tables.")] = 0,
+    timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
+    out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
+    plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
+) -> None:
+    """Measure what compression costs MODEL: perplexity, divergence, recall, bytes."""
+    console = make_console()
+    try:
+        if plot_only is not None:
+            return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
+        leave_on_signals()
+        wanted = engines(engine)
+        sizes = Sizes(prefix, continuation, pieces, tables, block_size, kl_top, seed)
+        report = run(plan(model, text, codec, exact, sizes), wanted, context.params, out, timeout, console)
+    except QualityError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    path = write_report(report, out)
+    console.print(f"  {path}", soft_wrap=True)
+    show(report, path.with_suffix(".png"), console)
+    raise typer.Exit(1 if report["errors"] else 0)
+
+
+def read_report(file: Path) -> dict[str, Any]:
+    try:
+        report: dict[str, Any] = json.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise QualityError(f"--plot-only {file} cannot be read: {error}.") from None
+    if report.get("benchmark") != "quality":
+        raise QualityError(f"--plot-only {file} is not a report of this benchmark.")
+    return report
+
+
+def run(
+    job: Job, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
+) -> dict[str, Any]:
+    """vLLM first: its engines want the GPU to themselves."""
+    found: dict[str, Any] = {}
+    arms: list[Arm] = []
+    errors: dict[str, str] = {}
+    if On.vllm in wanted:
+        from manthan.benchmarks.quality_vllm import check_settings
+
+        check_settings(job.settings)
+    out.mkdir(parents=True, exist_ok=True)
+    if On.vllm in wanted:
+        found[On.vllm], arms, errors = with_vllm(job, out, console, timeout_s)
+    if On.transformers in wanted:
+        found[On.transformers] = with_transformers(job, console)
+    sizes = job.storage()
+    found = {on: {name: arm | {"storage": sizes[name]} for name, arm in by.items()} for on, by in found.items() if by}
+    bucket = f"the {job.top} likeliest tokens and the rest, a lower bound"
+    report = new_report("quality", arguments, arms, found, errors)
+    report["kl"] = {On.vllm: "all tokens" if job.top < 0 else bucket, On.transformers: "all tokens"}
+    report["block_size"] = job.block_size
+    return report | {"summary": summary(report)}
+
+
+if __name__ == "__main__":
+    typer.run(main)

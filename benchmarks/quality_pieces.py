@@ -1,0 +1,120 @@
+"""What the model reads for quality.py: pieces of a text, and tables with lookups in them."""
+
+import random
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manthan.benchmarks.quality_settings import QualityError
+
+HELD_OUT = "held_tokens.u16"
+"""Text that comes with a model's folder: token ids, little-endian uint16."""
+ENTRIES, LEAST_ENTRIES = 64, 4
+TABLE_SHARE = 0.5
+"""Of a prefix: what a table may take, filler follows it."""
+CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
+
+
+@dataclass(frozen=True)
+class Piece:
+    """A prefix that goes cold, and what follows it. values: where in rest the tokens of looked-up values are.
+
+    Tokens of rest are scored from the second on: the first one follows from the prefix alone.
+    """
+
+    prefix: list[int]
+    rest: list[int]
+    values: list[int]
+
+    @property
+    def tokens(self) -> list[int]:
+        return self.prefix + self.rest
+
+
+class Text:
+    """Tokens to cut pieces from, each with whatever the tokenizer begins a text with."""
+
+    def __init__(self, model: str, file: Path | None) -> None:
+        from transformers import AutoTokenizer
+
+        try:
+            self._tokenizer = AutoTokenizer.from_pretrained(model)
+        except (OSError, ValueError) as error:
+            raise QualityError(f"{model} has no tokenizer that can be read: {str(error).splitlines()[0]}") from None
+        self._name = str(file or Path(model, HELD_OUT))
+        self._tokens = self._read(model, file)
+        whole, plain = self._tokenizer("a").input_ids, self._ids("a")
+        self._begin = whole[: whole.index(plain[0])]
+
+    def pieces(self, prefix: int, continuation: int, most: int) -> list[Piece]:
+        """At most so many, spread over the text, none overlapping. Raises QualityError if there is none."""
+        length = prefix + continuation - len(self._begin)
+        count = len(self._tokens) // length
+        if not count:
+            raise QualityError(
+                f"{self._name} has {len(self._tokens):,} tokens, fewer than --prefix {prefix} and --continuation "
+                f"{continuation} take: use a longer text, or make these smaller."
+            )
+        found = []
+        for number in np.linspace(0, count, min(most, count), endpoint=False).astype(int):
+            tokens = self._begin + self._tokens[number * length : (number + 1) * length].tolist()
+            found.append(Piece(tokens[:prefix], tokens[prefix:], []))
+        return found
+
+    def tables(self, prefix: int, count: int, seed: int) -> list[Piece]:
+        """Lines `bac = 4821` and filler, then `assert bac == 4821` for each; none where values cannot be told apart.
+
+        That takes a tokenizer that says which characters a token stands for, and room for a few lines.
+        """
+        entries = ENTRIES
+        while self._tokenizer.is_fast and entries >= LEAST_ENTRIES:
+            pieces = [self._table(prefix, entries, random.Random(seed + number)) for number in range(count)]
+            if all(pieces):
+                return [piece for piece in pieces if piece]
+            entries //= 2
+        return []
+
+    def _table(self, prefix: int, entries: int, rng: random.Random) -> Piece | None:
+        """None if the table is too long."""
+        names = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
+        table = {name: rng.randrange(1000, 10000) for name in rng.sample(names, entries)}
+        tokens = self._begin + self._ids("".join(f"{name} = {value}\n" for name, value in table.items()))
+        filler = prefix - len(tokens)
+        if len(tokens) > TABLE_SHARE * prefix or filler > len(self._tokens):
+            return None
+        start = rng.randrange(len(self._tokens) - filler + 1)
+        tokens += self._tokens[start : start + filler].tolist()
+        return Piece(tokens, *self._lookups({name: table[name] for name in rng.sample(sorted(table), entries)}))
+
+    def _lookups(self, asked: dict[str, int]) -> tuple[list[int], list[int]]:
+        """Tokens, and which of them are values."""
+        text = "\n" + "".join(f"assert {name} == {value}\n" for name, value in asked.items())
+        encoded = self._tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+        digits = [match.span() for match in re.finditer(r"\d+", text)]
+        values = [
+            index
+            for index, (start, end) in enumerate(encoded.offset_mapping)
+            if any(start < until and end > since for since, until in digits)
+        ]
+        return encoded.input_ids, values
+
+    def _ids(self, text: str) -> list[int]:
+        ids: list[int] = self._tokenizer(text, add_special_tokens=False, verbose=False).input_ids
+        return ids
+
+    def _read(self, model: str, file: Path | None) -> NDArray[Any]:
+        held_out = Path(model, HELD_OUT)
+        if file is None and held_out.is_file():
+            return np.fromfile(held_out, "<u2").astype(np.int64)
+        if file is None:
+            raise QualityError(f"{model} brings no text to be measured on: name one, --text FILE (UTF-8).")
+        try:
+            return np.array(self._ids(file.read_text(encoding="utf-8")), np.int64)
+        except UnicodeDecodeError:
+            raise QualityError(f"--text {file} is not UTF-8: give it as plain text.") from None
+        except OSError as error:
+            raise QualityError(f"--text {file} cannot be read: {error.strerror}.") from None

@@ -1,0 +1,227 @@
+"""What quality.py found, as tables and as a plot."""
+
+import math
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+
+from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED
+
+MARKERS = {"vllm": "o", "transformers": "D"}
+FILLS = {"vllm": None, "transformers": "none"}
+SHAPES = {"vllm": "●", "transformers": "◇"}
+
+
+class Mean(NamedTuple):
+    """Over pieces, with its standard error; None of a single piece."""
+
+    mean: float
+    error: float | None
+
+    @classmethod
+    def of(cls, values: Sequence[float]) -> "Mean":
+        error = statistics.stdev(values) / math.sqrt(len(values)) if len(values) > 1 else None
+        return cls(statistics.fmean(values), error)
+
+    def text(self, digits: int, scale: float = 1) -> str:
+        error = "" if self.error is None else f" ± {scale * self.error:.{digits}f}"
+        return f"{scale * self.mean:.{digits}f}{error}"
+
+
+@dataclass(frozen=True)
+class Row:
+    """One setting on one engine. added: nats per token more than after the exact prefix, paired piece by piece."""
+
+    name: str
+    nll: Mean
+    added: Mean
+    kl: Mean
+    top1: Mean
+    recall: Mean | None
+    cosines: tuple[float, float] | None
+    storage: dict[str, float]
+
+    @property
+    def perplexity(self) -> float:
+        return math.exp(self.nll.mean)
+
+
+def rows(report: dict[str, Any], engine: str) -> list[Row]:
+    """Of each setting, in the order of the report; exact first."""
+    arms = report["arms"].get(engine, {})
+    return [_row(name, arm, arms[EXACT]["pieces"]) for name, arm in arms.items()]
+
+
+def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
+    texts = [(found, base) for found, base in zip(arm["pieces"], exact, strict=True) if found["recall"] is None]
+    recalls = [found["recall"] for found in arm["pieces"] if found["recall"] is not None]
+    pairs = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
+    cosines = [pair for pair, found in pairs if found["recall"] is None]
+    return Row(
+        name,
+        Mean.of([found["nll"] for found, _ in texts]),
+        Mean.of([found["nll"] - base["nll"] for found, base in texts]),
+        Mean.of([found["kl"] for found, _ in texts]),
+        Mean.of([found["top1"] for found, _ in texts]),
+        Mean.of(recalls) if recalls else None,
+        (statistics.fmean(k for k, _ in cosines), statistics.fmean(v for _, v in cosines)) if cosines else None,
+        arm["storage"],
+    )
+
+
+class Difference(NamedTuple):
+    """What one engine says less what the other says, both of the same pieces."""
+
+    name: str
+    added: Mean
+    kl: Mean
+
+
+def differences(report: dict[str, Any]) -> list[Difference]:
+    """vLLM's figures less Transformers', of each setting that both have."""
+    vllm, plain = (report["arms"].get(engine, {}) for engine in ("vllm", "transformers"))
+    found = []
+    for name in (name for name in vllm if name in plain and name != EXACT):
+        added, kl = [], []
+        parts = (vllm[name], vllm[EXACT], plain[name], plain[EXACT])
+        for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=True):
+            if a["recall"] is None:
+                added.append(a["nll"] - a0["nll"] - b["nll"] + b0["nll"])
+                kl.append(a["kl"] - b["kl"])
+        found.append(Difference(name, Mean.of(added), Mean.of(kl)))
+    return found
+
+
+def summary(report: dict[str, Any]) -> dict[str, Any]:
+    """The figures of the tables as plain numbers."""
+    return {
+        engine: {
+            row.name: {
+                "perplexity": row.perplexity,
+                **{name: getattr(row, name)._asdict() for name in ("nll", "added", "kl", "top1")},
+                "recall": row.recall and row.recall._asdict(),
+                "cosines": row.cosines,
+                **row.storage,
+            }
+            for row in rows(report, engine)
+        }
+        for engine in report["arms"]
+    }
+
+
+def show(report: dict[str, Any], plot: Path, console: Console) -> None:
+    """Tables of what was measured, and the plot."""
+    console.print(where(report), soft_wrap=True)
+    console.print(_measured_on(report), soft_wrap=True)
+    if report["arms"]:
+        console.print(_sizes(report))
+    for engine in report["arms"]:
+        console.print(_table(report, engine))
+    if found := differences(report):
+        console.print(_agreement(found))
+    if report["arms"]:
+        save_plot(draw, report, plot, console)
+
+
+def _measured_on(report: dict[str, Any]) -> str:
+    arguments, pieces = report["arguments"], next(iter(report["arms"].values()), {EXACT: {"pieces": []}})
+    tables = sum(found["recall"] is not None for found in pieces[EXACT]["pieces"])
+    texts = len(pieces[EXACT]["pieces"]) - tables
+    return (
+        f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tables} tables, "
+        f"{arguments['prefix']} tokens of prefix, {arguments['continuation']} of continuation, blocks of "
+        f"{report['block_size']}"
+    )
+
+
+def _table(report: dict[str, Any], engine: str) -> Table:
+    found = rows(report, engine)
+    caption = f"± standard error over pieces; KL over {report['kl'][engine]}"
+    table = Table(title=f"What compression costs: {engine}", caption=caption, box=SIMPLE)
+    _columns(table, "perplexity", "NLL added", "KL", "same top 1, %", "recall, %")
+    if any(row.cosines for row in found):
+        _columns(table, "cos K", "cos V", first=False)
+    for row in found:
+        costs = (row.added.text(4), row.kl.text(4), row.top1.text(1, 100)) if row.name != EXACT else ("", "", "")
+        recall = f"{100 * row.recall.mean:.1f}" if row.recall else ""
+        table.add_row(
+            row.name, f"{row.perplexity:.3f}", *costs, recall, *(f"{cosine:.4f}" for cosine in row.cosines or ())
+        )
+    return table
+
+
+def _sizes(report: dict[str, Any]) -> Table:
+    tokens = report["arguments"]["prefix"]
+    table = Table(title=f"What a prefix of {tokens:,} tokens takes, headers and exact copies counted", box=SIMPLE)
+    _columns(table, "bits a number", "bytes a token", "times smaller than bf16")
+    for row in rows(report, next(iter(report["arms"]))):
+        size = row.storage
+        table.add_row(row.name, f"{size['bits']:.2f}", f"{size['bytes_per_token']:,.0f}", f"{size['ratio']:.2f}")
+    return table
+
+
+def _columns(table: Table, *headers: str, first: bool = True) -> None:
+    """first: a column for names before them."""
+    if first:
+        table.add_column("", no_wrap=True)
+    for header in headers:
+        table.add_column(header, justify="right", no_wrap=True)
+
+
+def _agreement(found: list[Difference]) -> Table:
+    table = Table(title="vLLM less Transformers, of the same pieces", box=SIMPLE)
+    _columns(table, "NLL added", "KL")
+    for row in found:
+        table.add_row(row.name, row.added.text(4), row.kl.text(4))
+    return table
+
+
+# -- the plot -------------------------------------------------------------------------------------------
+
+
+def draw(report: dict[str, Any]) -> Any:
+    """NLL added and KL over the bits of a number, with standard errors; a color for each setting."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 5.5), layout="constrained")
+    axes = figure.subplots(1, 2)
+    settings = [row.name for row in rows(report, next(iter(report["arms"]))) if row.name not in (EXACT, RECOMPUTED)]
+    colors = dict(zip(settings, _colors(len(settings)), strict=True))
+    for number, engine in enumerate(report["arms"]):
+        for row in rows(report, engine):
+            if row.name in colors:
+                look = {"marker": MARKERS[engine], "color": colors[row.name], "markerfacecolor": FILLS[engine]}
+                bits, label = row.storage["bits"], row.name if number == 0 else None
+                _point(axes[0], bits, row.added, label, look)
+                _point(axes[1], bits, row.kl, None, look)
+    axes[0].axhline(0, color="#9aa5b1", linewidth=0.8)
+    axes[0].set_yscale("symlog", linthresh=2e-3)
+    axes[1].set_yscale("log")
+    for panel, title in zip(axes, ("NLL added, nats a token", "KL from exact, nats a token"), strict=True):
+        panel.set_title(title, loc="left")
+        panel.set_xlabel("bits a number, all that is stored counted")
+        panel.grid(alpha=0.3)
+    figure.legend(loc="outside right upper", fontsize=8, title=", ".join(f"{SHAPES[on]} {on}" for on in report["arms"]))
+    figure.suptitle(f"{_measured_on(report)}\n{where(report)}", fontsize=9)
+    return figure
+
+
+def _colors(count: int) -> list[Any]:
+    import matplotlib
+
+    colors = matplotlib.colormaps["tab20" if count > 10 else "tab10"].colors
+    return [colors[number % len(colors)] for number in range(count)]
+
+
+def _point(axes: Any, bits: float, value: Mean, label: str | None, look: dict[str, Any]) -> None:
+    """look: marker and colors; no markerfacecolor for a full one."""
+    if look["markerfacecolor"] is None:
+        look = look | {"markerfacecolor": look["color"]}
+    axes.errorbar(bits, value.mean, yerr=value.error, label=label, linestyle="", capsize=3, markersize=6, **look)

@@ -1,0 +1,77 @@
+"""How far what a model says is from what it says after an exact prefix."""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+from numpy.typing import NDArray
+
+CHUNK = 64
+FLOOR = 1e-9
+"""Probability below which a float32 sum's rest means nothing."""
+
+Floats = NDArray[np.floating[Any]]
+
+
+class Figures(NamedTuple):
+    """Of one piece, means over its scored tokens.
+
+    nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the one
+    after the exact prefix, nats. top1: share of tokens at which both have the same likeliest one. recall: share of
+    the looked-up values' tokens that are the likeliest; None without a table.
+    """
+
+    nll: float
+    kl: float
+    top1: float
+    recall: float | None
+
+    @classmethod
+    def mean(
+        cls, nll: Floats, kl: Floats, same: NDArray[np.bool_], right: NDArray[np.bool_], values: Sequence[int]
+    ) -> Self:
+        """Of arrays [scored tokens]. values: token numbers, the first scored token being 1."""
+        recall = float(right[np.array(values) - 1].mean()) if values else None
+        return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall)
+
+
+class Top(NamedTuple):
+    """The likeliest tokens at each of n positions, as an engine tells them, likeliest first.
+
+    chosen: [n] log-probability of the token that stands there. rank: [n] its rank, 1 for the likeliest. ids, logs:
+    [n, k].
+    """
+
+    chosen: Floats
+    rank: NDArray[np.integer[Any]]
+    ids: NDArray[np.integer[Any]]
+    logs: Floats
+
+    def figures(self, exact: Self, vocabulary: int, values: Sequence[int]) -> Figures:
+        kl = [
+            kl_of_top(*(part[at : at + CHUNK] for part in (exact.ids, exact.logs, self.ids, self.logs)), vocabulary)
+            for at in range(0, len(self.chosen), CHUNK)
+        ]
+        same = self.ids[:, 0] == exact.ids[:, 0]
+        return Figures.mean(-self.chosen.astype(np.float64), np.concatenate(kl), same, self.rank == 1, values)
+
+
+def kl_of_top(
+    exact_ids: NDArray[Any], exact_logs: Floats, ids: NDArray[Any], logs: Floats, vocabulary: int
+) -> NDArray[np.float64]:
+    """KL [n] of `exact` from the other over the tokens that both name, with one bucket for all others.
+
+    Putting outcomes together never adds divergence (the data processing inequality), so this is a lower bound; with
+    k = vocabulary it is the divergence itself.
+    """
+    n = np.arange(len(ids))[:, None]
+    p, q = (np.full((len(ids), vocabulary), -np.inf) for _ in range(2))
+    p[n, exact_ids] = exact_logs
+    q[n, ids] = logs
+    both = np.isfinite(p) & np.isfinite(q)
+    p_both, q_both = np.exp(p, where=both, out=np.zeros_like(p)), np.exp(q, where=both, out=np.zeros_like(q))
+    kl: NDArray[np.float64] = np.where(both, p_both * np.subtract(p, q, where=both, out=np.zeros_like(p)), 0).sum(1)
+    if both.all():
+        return kl
+    p_rest, q_rest = (np.maximum(1 - part.sum(1), FLOOR) for part in (p_both, q_both))
+    return kl + p_rest * np.log(p_rest / q_rest)

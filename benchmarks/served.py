@@ -1,0 +1,109 @@
+"""Which model the benchmarks over HTTP serve, what they tell `vllm serve` about it, and what they ask it."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+from pathlib import Path
+from typing import Self
+
+import typer
+
+from manthan.benchmarks.engines import Shape, random_tokens, write_model
+from manthan.benchmarks.redis_store import DIGITS, MODEL, Table
+
+CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
+SAFE_VOCABULARY = 1000
+"""Token ids below it are sent to a server whose model's folder is not known."""
+WEIGHTS = ("*.safetensors", "*.bin", "*.gguf")
+
+
+@dataclass(frozen=True)
+class Session:
+    """What one session is asked first, and when it returns: token ids, and the right answers if there are any.
+
+    Both prompts begin with the same tokens; what differs is the question at the end.
+    """
+
+    first: list[int]
+    again: list[int]
+    answers: tuple[str, str] | None = None
+
+    def is_right(self, text: str, turn: int) -> bool | None:
+        return None if self.answers is None else text == self.answers[turn]
+
+    @property
+    def max_tokens(self) -> int:
+        return DIGITS if self.answers else 1
+
+    def full_tokens(self, block_size: int) -> int:
+        """Tokens of the blocks that the return can find: both prompts have them, and the last token is computed."""
+        pairs = zip(self.first, self.again, strict=False)
+        shared = next((index for index, (a, b) in enumerate(pairs) if a != b), min(len(self.first), len(self.again)))
+        return min(shared, len(self.again) - 1) // block_size * block_size
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model's folder. made_up: it has no weights, so that no answer means anything."""
+
+    folder: Path
+    block_size: int
+    made_up: bool
+    on_gpu: bool
+    shape: Shape
+
+    @classmethod
+    def choose(cls, model: Path | None, block_size: int, made_up_in: Path, on_gpu: bool) -> Self:
+        """The given model; else one of Qwen3-8B's shape on a GPU, and the tests' tiny one on a CPU.
+
+        Raises BadParameter if there is none.
+        """
+        if model is not None and not (model / "config.json").exists():
+            raise typer.BadParameter(f"--model {model} has no config.json: name the folder of a model")
+        if model is None and on_gpu:
+            model = write_model(made_up_in)
+        elif model is None and not MODEL.exists():
+            raise typer.BadParameter(f"there is no {MODEL} here: run this in Manthan's repository, or name a --model")
+        folder = model or MODEL
+        made_up = not any(found for pattern in WEIGHTS for found in folder.glob(pattern))
+        block_size = block_size or (GPU_BLOCK_TOKENS if on_gpu else CPU_BLOCK_TOKENS)
+        return cls(folder, block_size, made_up, on_gpu, Shape.of(folder))
+
+    @property
+    def name(self) -> str:
+        return f"{self.folder.name}{' (made-up weights)' if self.made_up else ''}"
+
+    @property
+    def block_nbytes(self) -> int:
+        return self.block_size * self.shape.token_nbytes
+
+    def flags(self, blocks: int, longest: int, *, eager: bool = True) -> list[str]:
+        """Of `vllm serve`: a pool of so many blocks, and prompts with answers of so many tokens at most.
+
+        eager: no CUDA graphs either, so that the server starts sooner; its decoding is slower.
+        """
+        made_up = ["--load-format", "dummy", "--skip-tokenizer-init"] if self.made_up else []
+        graphs = ["--compilation-config", '{"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}']
+        return [
+            *("--dtype", "bfloat16", "--block-size", str(self.block_size), "--num-gpu-blocks-override", str(blocks)),
+            *("--max-model-len", str(longest), "--enable-prompt-tokens-details", *made_up),
+            *(["--enforce-eager"] if eager or not self.on_gpu else graphs),
+        ]
+
+
+def make_session(served: Served, tokens: int, seed: int, index: int) -> Session:
+    """Of about so many tokens; it shares no full block with those of another index."""
+    if served.made_up or not (served.folder / "tokenizer.json").exists():
+        return random_session(seed, index, tokens, served.shape.vocabulary)
+    return _lookup(str(served.folder), tokens, f"{seed}-{index}")
+
+
+def random_session(seed: int, index: int, tokens: int, vocabulary: int) -> Session:
+    ids = random_tokens(seed, index, tokens, vocabulary)
+    return Session(ids, ids)
+
+
+@lru_cache(maxsize=4096)  # all arms ask the same
+def _lookup(model: str, tokens: int, seed: str) -> Session:
+    table = Table(model, tokens, seed)
+    (first, right_first), (again, right_again) = table.question(0), table.question(1)
+    return Session(first, again, (right_first, right_again))

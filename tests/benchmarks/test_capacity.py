@@ -1,0 +1,254 @@
+"""`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from bench_command import is_png, refusal, report, run
+
+from manthan.benchmarks.capacity_arms import make_arm, read_budgets, split
+from manthan.benchmarks.capacity_report import Found, found_in, gains, merged
+from manthan.benchmarks.redis_store import MODEL
+from manthan.benchmarks.served import Served, Session, make_session
+from manthan.benchmarks.server import VllmServer
+
+TOKENS = 528
+"""16 full blocks and a half: both questions of a session stand in the half."""
+BUDGET = 8 << 20
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """A run of both arms in one budget; `folder` is where it is."""
+    folder = tmp_path_factory.mktemp("capacity")
+    size = ("--tokens", TOKENS, "--budgets", "8MiB")
+    return report(folder, "capacity", "--arms", "plain,host", *size) | {"folder": folder}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Served:
+    return Served.choose(None, 0, tmp_path, on_gpu=False)
+
+
+def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[str, Any]) -> None:
+    plain, host = (next(one for one in found_in(found) if one.arm == arm) for arm in ("plain", "host k3v3"))
+    assert plain.budget == host.budget == BUDGET
+    assert plain.kept >= 3
+    assert host.kept >= 4 * plain.kept
+    assert gains([plain, host])[("host k3v3", BUDGET)] == host.kept / plain.kept
+    assert plain.nbytes == 16 * 128 * 1024
+    assert host.nbytes < plain.nbytes / 4.8
+
+
+def test_neither_arm_has_more_memory_than_the_budget(found: dict[str, Any]) -> None:
+    for one in found["runs"]:
+        assert one["pool_bytes"] + one["store_bytes"] <= BUDGET
+        assert max(level["cold_bytes"] for level in one["levels"]) <= one["store_bytes"]
+
+
+def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> None:
+    returns = [one for run in found["runs"] for level in run["levels"] for one in level["returns"]]
+    assert len(returns) >= 2 * (4 + 10)
+    assert all(one["was_right"] and one["is_right"] for one in returns)
+    assert all(level["failures"] == 0 for run in found["runs"] for level in run["levels"])
+
+
+def test_more_sessions_came_than_were_kept(found: dict[str, Any]) -> None:
+    for one in found["runs"]:
+        last = one["levels"][-1]
+        assert last["kept"] <= 0.8 * last["came"]
+        assert [level["came"] for level in one["levels"]] == sorted({level["came"] for level in one["levels"]})
+
+
+def test_what_was_kept_is_the_newest(found: dict[str, Any]) -> None:
+    """They return newest first, so that no return pushes out a session that is yet to be counted."""
+    for one in found["runs"]:
+        kept = [answer["kept"] for answer in one["levels"][-1]["returns"]]
+        assert kept == sorted(kept, reverse=True)
+
+
+def test_runs_are_merged_into_one_plot(found: dict[str, Any], tmp_path: Path) -> None:
+    """Two files with an arm each, as of two runs."""
+    files = []
+    for one in found["runs"]:
+        files.append(tmp_path / f"{one['arm']}.json")
+        files[-1].write_text(json.dumps(found | {"folder": "", "runs": [one]}))
+    result = run("capacity", "--plot-only", *files)
+    assert result.exit_code == 0, result.output
+    assert is_png(files[0].with_suffix(".png"))
+    table = {line.split()[1]: line for line in result.output.splitlines() if "MiB" in line and "8.0" in line}
+    assert table["plain"].split()[4] == "1.00"
+    assert float(table["host"].split()[5]) >= 4
+    assert is_png(found["folder"] / "capacity.png")
+
+
+def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any], tmp_path: Path) -> None:
+    first, later, other = (tmp_path / name for name in ("first.json", "later.json", "other.json"))
+    known = {key: value for key, value in found.items() if key != "folder"}
+    first.write_text(json.dumps(known))
+    later.write_text(json.dumps(known | {"runs": [known["runs"][0] | {"start_s": 99.0}]}))
+    assert sorted(one["start_s"] == 99.0 for one in merged([first, later])["runs"]) == [False, True]
+    other.write_text(json.dumps(known | {"tokens": 999}))
+    assert "its tokens is 999, not 528" in refusal("capacity", "--plot-only", first, other)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        (("--arms", "plain,hots"), "--arms hots is unknown: there are plain, offload, host, device, redis, tiered"),
+        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are k3v3,"),
+        (("--budgets", "64 apples"), "--budgets must be sizes with commas between, such as 64MiB,128MiB, not"),
+        (("--budgets", "4MiB"), "--budgets: 4.0MiB is too small for sessions of 2000 tokens of tiny-llama: name 20."),
+        (("--tokens", "100"), "--tokens must be 512 or more, not 100"),
+        (("--tokens", "9000"), "--tokens 9000 is too long for tiny-llama: it has 8192 positions"),
+        (("--model", "nowhere"), "--model nowhere has no config.json: name the folder of a model"),
+        (
+            ("--arms", "redis", "--redis-url", "redis://127.0.0.1:1/0"),
+            "--redis-url: Redis at redis://127.0.0.1:1/0 cannot be used",
+        ),
+        (
+            ("--arms", "redis", "--redis-url", "localhost"),
+            "--redis-url must be redis://HOST:PORT/DB, rediss:// for TLS",
+        ),
+        (("--plot-only",), "--plot-only needs one or more JSON files, and files need --plot-only"),
+        (("a.json",), "--plot-only needs one or more JSON files, and files need --plot-only"),
+        (("--plot-only", "nowhere.json"), "--plot-only nowhere.json cannot be read"),
+        (("--plot-only", "tests/data/tiny-llama/config.json"), "is not a report of the benchmark capacity"),
+    ],
+)
+def test_a_mistake_is_one_sentence(arguments: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    assert sentence in refusal("capacity", *arguments)
+
+
+def test_without_a_redis_server_it_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "300")
+    monkeypatch.setenv("PATH", "")
+    sentence = "redis-server is not installed: install it, or name a running server with --redis-url"
+    assert sentence in refusal("capacity", "--arms", "redis")
+
+
+def test_without_a_model_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("COLUMNS", "300")
+    assert f"there is no {MODEL} here: run this in Manthan's repository, or name a --model" in refusal("capacity")
+
+
+# -- a server that runs already -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
+    """Two servers' addresses: one reports cached tokens, the other does not. Pools of 64 blocks."""
+    folder = tmp_path_factory.mktemp("given")
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
+    details = {"telling": ["--enable-prompt-tokens-details"], "silent": []}
+    servers = {name: VllmServer(str(MODEL), [*flags, *more], folder / name) for name, more in details.items()}
+    try:
+        for server in servers.values():
+            server.start()
+        for server in servers.values():
+            server.wait_until_ready(300)
+        yield {name: server.url for name, server in servers.items()}
+    finally:
+        for server in servers.values():
+            server.stop()
+
+
+def test_a_given_server_is_measured_alone(given: dict[str, str], tmp_path: Path) -> None:
+    found = report(tmp_path, "capacity", "--base-url", f"{given['telling']}/v1", "--tokens", TOKENS)
+    (one,) = found["runs"]
+    assert max(level["kept"] for level in one["levels"]) == 3  # as plain vLLM in 8 MiB
+    assert one["levels"][0]["came"] == 1
+    assert all(answer["is_right"] for level in one["levels"] for answer in level["returns"])
+    assert is_png(tmp_path / "capacity.png")
+
+
+def test_a_server_that_does_not_report_cached_tokens_is_refused(given: dict[str, str], tmp_path: Path) -> None:
+    result = run("capacity", "--base-url", given["silent"], "--tokens", TOKENS, "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "start it with --enable-prompt-tokens-details" in " ".join(result.output.split())
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    result = run("capacity", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
+
+
+def test_prompts_too_long_for_a_given_server_are_refused(given: dict[str, str], tmp_path: Path) -> None:
+    sentence = refusal("capacity", "--base-url", given["telling"], "--tokens", 700, "--out", tmp_path)
+    assert "--tokens 700 is too long for that server" in sentence
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------
+
+
+def test_the_budget_is_split(served: Served) -> None:
+    block = 32 * 4096
+    assert split(64 << 20, served, 2000, small_pool=False).pool_blocks == 512
+    small = split(64 << 20, served, 2000, small_pool=True)
+    assert small.pool_blocks == 82  # 1.3 sessions, which is more than a tenth
+    assert small.pool_blocks * block + small.store_nbytes == 64 << 20
+    assert split(256 << 20, served, 2000, small_pool=True).pool_blocks == 205  # a tenth
+    assert read_budgets("128MiB, 64MiB") == [64 << 20, 128 << 20]
+
+
+def test_every_arm_has_the_same_budget(served: Served) -> None:
+    redis = {"url": "redis://there", "prefix": "bench:"}
+    arms = {
+        kind: make_arm(kind, "k4v3", 64 << 20, served, 2000, redis, ["--seed", "1"])
+        for kind in ("offload", "host", "device", "redis", "tiered")
+    }
+    pool = {arm.memory.pool_blocks for arm in arms.values()}
+    assert len(pool) == 1
+    for arm in arms.values():
+        store = (arm.manthan or {}).get("cold_store", {})
+        held = store.get("max_bytes", 0) + store.get("host_bytes", 0)
+        assert arm.memory.pool_nbytes + (held or arm.memory.store_nbytes) == 64 << 20
+        assert arm.manthan is None or arm.manthan["codec"] == "k4v3"
+        assert "--seed" in arm.flags
+    size = float(arms["offload"].flags[-1])
+    assert size == pytest.approx(arms["host"].memory.store_nbytes / 2**30, abs=1e-6)
+    assert arms["redis"].manthan["redis"]["prefix"] != arms["tiered"].manthan["redis"]["prefix"]
+
+
+def test_sessions_share_no_block_and_both_turns_share_all(served: Served) -> None:
+    one, other = (make_session(served, TOKENS, 0, index) for index in (0, 1))
+    assert one.full_tokens(32) == 512
+    assert one.first[:32] != other.first[:32]
+    assert one.first != one.again
+    assert Session([1] * 64, [1] * 64).full_tokens(32) == 32  # the last token is always computed
+    assert Session([1] * 64, [1] * 40 + [2] * 24).full_tokens(32) == 32
+
+
+def test_made_up_weights_give_no_right_answers(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text((MODEL / "config.json").read_text())
+    served = Served.choose(tmp_path, 0, tmp_path, on_gpu=False)
+    assert served.made_up
+    assert {"--load-format", "--skip-tokenizer-init"} <= {*served.flags(64, 600)}
+    session = make_session(served, 600, 0, 0)
+    assert (len(session.first), session.answers, session.is_right("4821", 0)) == (600, None, None)
+
+
+def test_a_row_is_of_the_level_that_kept_most() -> None:
+    def level(came: int, kept: int) -> dict[str, Any]:
+        answers = [
+            {
+                "ttft_s": 0.01,
+                "prompt_tokens": 600,
+                "cached_tokens": 576 if n < kept else 0,
+                "kept": n < kept,
+                "is_right": n > 0,
+            }
+            for n in range(came)
+        ]
+        return {"came": came, "kept": kept, "cold_bytes": 0.0, "failures": 0.0, "returns": answers}
+
+    memory = {"budget": 1000, "pool_blocks": 10, "pool_bytes": 1000, "block_size": 32}
+    one = Found.of({"arm": "plain", "levels": [level(2, 2), level(6, 5), level(9, 4)], **memory})
+    assert (one.came, one.kept, one.right, one.asked) == (6, 5, 14, 17)
+    assert (len(one.kept_ms), len(one.recomputed_ms)) == (11, 6)
+    assert one.nbytes == 1800

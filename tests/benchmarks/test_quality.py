@@ -1,0 +1,223 @@
+"""What compression costs the tiny model, with Transformers: what must hold of the figures, the report, and refusals."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from manthan.benchmarks.cli import evaluate
+from manthan.benchmarks.quality_pieces import Text
+from manthan.benchmarks.quality_scores import kl_of_top
+from manthan.benchmarks.quality_settings import Setting, Shape, Storage, parse_settings, stored_nbytes
+from manthan.codec import codec_names
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
+PREFIX = 512
+CODECS = ("lloyd3", "k4v3", "lloyd3-unrotated")
+
+
+def run(*arguments: object) -> Any:
+    return CliRunner().invoke(evaluate, ["quality", *map(str, arguments)])
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of a run with everything, the last blocks, and nothing left exact."""
+    out = tmp_path_factory.mktemp("quality")
+    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", 3, "--tables", 2)
+    exact = ("--exact", f"0+0,4+128,{PREFIX}+0")
+    result = run(MODEL, "--engine", "transformers", "--codec", ",".join(CODECS), *exact, *sizes, "--out", out)
+    assert result.exit_code == 0, result.output
+    return out
+
+
+@pytest.fixture(scope="module")
+def report(folder: Path) -> dict[str, Any]:
+    return json.loads((folder / "quality.json").read_text())
+
+
+@pytest.fixture(scope="module")
+def found(report: dict[str, Any]) -> dict[str, Any]:
+    return report["summary"]["transformers"]
+
+
+def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
+    arms = report["arms"]["transformers"]
+    names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 4+128", f" {PREFIX}+0")]
+    assert list(arms) == ["exact", "recomputed", *names]
+    for arm in arms.values():
+        assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * 2
+
+
+def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) -> None:
+    assert found["exact"]["nll"]["mean"] < 2.5
+    assert found["exact"]["perplexity"] == pytest.approx(np.exp(found["exact"]["nll"]["mean"]))
+    assert found["exact"]["recall"]["mean"] == 1
+
+
+def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
+    """Left exact through the same code, to the bit; computed in one go, but for the rounding of bf16."""
+    for codec in CODECS:
+        whole = found[f"{codec} {PREFIX}+0"]
+        assert whole["added"]["mean"] == 0
+        assert abs(whole["kl"]["mean"]) < 1e-6  # of float32
+        assert whole["top1"]["mean"] == 1
+        assert whole["cosines"] == pytest.approx([1, 1], abs=1e-5)
+    assert abs(found["recomputed"]["added"]["mean"]) < 0.002
+    assert found["recomputed"]["kl"]["mean"] < 0.0005
+
+
+def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
+    """tests/codec/test_quality.py has the bounds for longer pieces."""
+    rotated, unrotated, more_bits = found["lloyd3"], found["lloyd3-unrotated"], found["k4v3"]
+    assert 0.0005 < rotated["kl"]["mean"] < 0.03
+    assert unrotated["kl"]["mean"] > 5 * rotated["kl"]["mean"]
+    assert unrotated["added"]["mean"] > 0.1
+    assert unrotated["top1"]["mean"] < rotated["top1"]["mean"] < 1
+    assert unrotated["recall"]["mean"] < 0.97 < rotated["recall"]["mean"]
+    assert more_bits["kl"]["mean"] < 0.7 * rotated["kl"]["mean"]
+    assert more_bits["cosines"][0] > 0.99 > rotated["cosines"][0] > 0.98
+    assert more_bits["cosines"][1] == pytest.approx(rotated["cosines"][1], abs=1e-4)
+
+
+def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) -> None:
+    part, none = found["lloyd3 4+128"], found["lloyd3"]
+    assert part["kl"]["mean"] < none["kl"]["mean"]
+    assert part["cosines"][0] > none["cosines"][0]
+    assert part["bits"] > none["bits"]
+
+
+def test_the_report_is_shown_again(folder: Path) -> None:
+    plot = folder / "quality.png"
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    plot.unlink()
+    result = run("--plot-only", folder / "quality.json")
+    assert result.exit_code == 0, result.output
+    assert plot.read_bytes().startswith(b"\x89PNG")
+    assert "lloyd3-unrotated 4+128" in result.output
+    assert "512 tokens of prefix" in result.output
+
+
+# -- sizes and scores -----------------------------------------------------------------------------------
+
+
+def test_blocks_that_hold_an_exact_token_stay_exact() -> None:
+    assert Setting("lloyd3", 4, 128).exact_blocks(8, 32).tolist() == [True] + 3 * [False] + 4 * [True]
+    assert Setting("lloyd3", 33, 1).exact_blocks(4, 32).tolist() == [True, True, False, True]
+    assert Setting("lloyd3").exact_blocks(2, 32).tolist() == [False, False]
+    assert Setting("lloyd3", 0, 999).exact_blocks(2, 32).tolist() == [True, True]
+
+
+def test_bytes_are_those_of_encoded_blocks_and_of_exact_copies() -> None:
+    encoded, raw = 25_760, 32 * 4096
+    assert stored_nbytes(Setting("lloyd3"), SHAPE, 48, 32) == 48 * encoded
+    copy = 6 * encoded
+    assert copy - 6 * 160 >= raw > 5 * (encoded - 160)
+    assert stored_nbytes(Setting("lloyd3", 4, 128), SHAPE, 48, 32) == 48 * encoded + 5 * copy
+    assert Storage.of_prefix(None, SHAPE, 1536, 32) == Storage(4096, 16, 1)
+    size = Storage.of_prefix(Setting("lloyd3"), SHAPE, 1536, 32)
+    assert (size.bytes_per_token, size.bits) == (805, 805 * 8 / 2048)
+    assert size.ratio == pytest.approx(5.09, abs=0.005)
+
+
+def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
+    assert [setting.codec for setting in parse_settings("", "0+0", 128)] == codec_names()
+    assert parse_settings("k4v3, lloyd3", "0+0, 4+128", 128) == [
+        Setting("k4v3"), Setting("k4v3", 4, 128), Setting("lloyd3"), Setting("lloyd3", 4, 128)
+    ]  # fmt: skip
+
+
+def test_a_divergence_over_fewer_tokens_is_a_lower_bound() -> None:
+    rng = np.random.default_rng(0)
+    logits = 3 * rng.standard_normal((20, 100))
+    p, q = (
+        x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits + 0.2 * rng.standard_normal((20, 100)))
+    )
+    true = (np.exp(p) * (p - q)).sum(1)
+
+    def top(k: int) -> Any:
+        (a, b) = (np.argsort(-x, 1)[:, :k] for x in (p, q))
+        return kl_of_top(a, np.take_along_axis(p, a, 1), b, np.take_along_axis(q, b, 1), 100)
+
+    np.testing.assert_allclose(top(100), true, rtol=1e-9)
+    assert (top(10) <= top(50) + 1e-9).all()
+    assert (top(50) <= true + 1e-9).all()
+    assert true.mean() > top(50).mean() > 0.9 * true.mean() > top(2).mean()
+    np.testing.assert_allclose(kl_of_top(*2 * (np.argsort(-p, 1)[:, :7], np.sort(p, 1)[:, :-8:-1]), 100), 0, atol=1e-12)
+
+
+def test_a_text_of_ones_own_is_cut_into_pieces(tmp_path: Path) -> None:
+    file = tmp_path / "text.txt"
+    file.write_text("".join(f"x{number} = {number} * {number}\n" for number in range(1000)))
+    text = Text(str(MODEL), file)
+    pieces = text.pieces(64, 32, 5)
+    assert len(pieces) == 5
+    assert all(len(piece.prefix) == 64 and len(piece.rest) == 32 for piece in pieces)
+    assert {piece.prefix[0] for piece in pieces} == {0}  # <|bos|>
+    assert len({tuple(piece.tokens) for piece in pieces}) == 5
+    table = text.tables(256, 1, 0)[0]
+    assert len(table.prefix) == 256
+    assert len(table.values) % 4 == 0  # the tokenizer has a token for each digit
+    assert len({table.rest[at] for at in table.values}) <= 10
+    assert not text.tables(32, 1, 0)  # no room
+
+
+# -- refusals -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("arguments", "sentence"),
+    [
+        ((), "MODEL is missing: a folder or the name of a model on the Hugging Face Hub."),
+        (("nowhere",), "nowhere is no model that can be read: "),
+        (
+            (MODEL, "--prefix", 500),
+            "--prefix 500 is no multiple of the block size 32, and only full blocks go cold: use "
+            "480, or another --block-size.",
+        ),
+        ((MODEL, "--prefix", 8192), "takes 8,192 tokens, and the longest piece has 8,837 "),
+        ((MODEL, "--prefix", 64000), "held_tokens.u16 has 60,000 tokens, fewer than --prefix 64000 "),
+        ((MODEL, "--codec", "loyd3"), "--codec loyd3: codec 'loyd3' is unknown: did you mean 'lloyd3'?"),
+        ((MODEL, "--exact", "4"), "--exact 4: '4' is not SINK+WINDOW in tokens, such as 4+128 (0+0 for none)."),
+        ((MODEL, "--text", "nowhere.txt"), "--text nowhere.txt cannot be read: No such file or directory."),
+        ((MODEL, "--text", MODEL / "model.safetensors"), "is not UTF-8: give it as plain text."),
+        (("--plot-only", MODEL / "config.json"), "is not a report of this benchmark."),
+        (("--plot-only", MODEL / "README.md"), "README.md cannot be read: "),
+    ],
+)
+def test_what_cannot_be_measured_is_refused_in_one_sentence(arguments: tuple[object, ...], sentence: str) -> None:
+    result = run(*arguments)
+    assert result.exit_code == 1
+    assert result.stdout == ""
+    assert sentence in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({"model_type": "t5"}, "it is an encoder-decoder model."),
+        ({"model_type": "deepseek_v3"}, "its multi-head latent attention (MLA) caches no keys and values."),
+        ({"model_type": "mistral", "sliding_window": 256}, "it uses sliding window attention (window 256)."),
+        ({"model_type": "gemma3_text"}, "it has layers of sliding_attention."),
+        ({"model_type": "qwen3_next"}, "it has layers of linear_attention."),
+        ({"model_type": "mamba"}, "it has layers of linear_attention."),
+        ({"model_type": "rwkv"}, "it has no attention heads."),
+    ],
+)
+def test_a_model_that_manthan_does_not_serve_is_refused(config: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    result = run(tmp_path)
+    assert result.exit_code == 1
+    assert result.stderr == f"{tmp_path} cannot be measured, for Manthan serves full attention only: {why}\n"
+
+
+def test_a_model_without_a_text_asks_for_one(tmp_path: Path) -> None:
+    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
+        (tmp_path / name).write_bytes((MODEL / name).read_bytes())
+    result = run(tmp_path)
+    assert result.stderr == f"{tmp_path} brings no text to be measured on: name one, --text FILE (UTF-8).\n"

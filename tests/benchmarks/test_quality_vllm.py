@@ -1,0 +1,81 @@
+"""What compression costs the tiny model on a real engine, beside the same pieces with Transformers."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from manthan.benchmarks.cli import evaluate
+from manthan.benchmarks.engines import Answer, WrongPathError
+from manthan.benchmarks.quality_vllm import check_origin
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+PREFIX, PIECES, TABLES = 512, 2, 1
+SETTINGS = ("lloyd3", "lloyd3 4+128")
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    out = tmp_path_factory.mktemp("quality")
+    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
+    arguments = [
+        "quality",
+        str(MODEL),
+        "--codec",
+        "lloyd3",
+        "--exact",
+        "0+0,4+128",
+        "--out",
+        str(out),
+        *map(str, sizes),
+    ]
+    result = CliRunner().invoke(evaluate, arguments)
+    assert result.exit_code == 0, result.output
+    assert "vLLM less Transformers" in result.output
+    return json.loads((out / "quality.json").read_text())
+
+
+def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> None:
+    assert list(report["arms"]) == ["vllm", "transformers"]
+    for name in SETTINGS:
+        arm = report["arms"]["vllm"][name]
+        assert arm["prefix_tokens_not_computed"] == [PREFIX] * (PIECES + TABLES)
+        assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (PIECES + TABLES) * PREFIX / 32
+    assert "vllm:manthan_restored_blocks_total" not in report["arms"]["vllm"]["exact"]["manthan"]
+
+
+def test_an_exact_prefix_costs_no_more_than_rounding(report: dict[str, Any]) -> None:
+    found = report["summary"]["vllm"]
+    assert found["exact"]["kl"]["mean"] == 0
+    assert abs(found["recomputed"]["added"]["mean"]) < 0.002
+    assert found["recomputed"]["kl"]["mean"] < 0.0005
+
+
+def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
+    found = report["summary"]["vllm"]
+    assert found["exact"]["recall"]["mean"] == 1
+    assert found["lloyd3"]["recall"]["mean"] > 0.97
+    assert 0.0005 < found["lloyd3 4+128"]["kl"]["mean"] < found["lloyd3"]["kl"]["mean"] < 0.03
+
+
+def test_vllm_and_transformers_agree(report: dict[str, Any]) -> None:
+    """Both round to bf16, in other places: what that does to exact KV is their perplexities' difference."""
+    vllm, plain = report["summary"]["vllm"], report["summary"]["transformers"]
+    assert vllm["exact"]["nll"]["mean"] == pytest.approx(plain["exact"]["nll"]["mean"], abs=0.005)
+    for name in SETTINGS:
+        assert vllm[name]["added"]["mean"] == pytest.approx(plain[name]["added"]["mean"], abs=0.005)
+        assert vllm[name]["kl"]["mean"] == pytest.approx(plain[name]["kl"]["mean"], rel=0.2)
+
+
+@pytest.mark.parametrize(("cached", "external"), [(0, 0), (512, 0), (480, 480), (512, 480), (544, 512)])
+def test_a_prefix_that_was_not_restored_is_no_figure(cached: int, external: int) -> None:
+    with pytest.raises(WrongPathError, match=f"{cached} of 512 prefix tokens were not computed, {external} of these"):
+        check_origin(Answer(0.0, 768, cached, external), 512, ours=True, number=1)
+
+
+def test_a_hot_prefix_must_have_been_hot() -> None:
+    check_origin(Answer(0.0, 768, 512, 0), 512, ours=False, number=1)
+    with pytest.raises(WrongPathError):
+        check_origin(Answer(0.0, 768, 512, 512), 512, ours=False, number=1)

@@ -1,0 +1,161 @@
+"""The command lines in the documents: where they stand, and what a reader would type.
+
+A command is
+
+- every line between ```sh fences;
+- a line that begins with `$ ` between ```console fences, which show output too;
+- a line of an indented block, and code within a paragraph, that begins with a program's name and has an argument.
+
+It is marked as needing a GPU by a comment (`# needs a GPU`), by `(needs a GPU)` behind code within a paragraph, or by
+standing under a heading that ends with "on a GPU".
+"""
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+REPO = Path(__file__).parents[2]
+PROGRAMS = (
+    *("cd", "curl", "docker", "git", "head", "make", "manthan", "openssl", "pip", "printf", "pytest", "python"),
+    *("redis-cli", "redis-server", "ulimit", "vllm"),
+)
+ON_A_GPU = re.compile(r"\bon a gpu$", re.IGNORECASE)
+NEEDS_A_GPU = "needs a GPU"
+LISTINGS = ("sh", "console", "indented")
+
+
+class Command(NamedTuple):
+    """text: without prompt and comment, quoted lines joined. document: relative to the repository."""
+
+    document: str
+    line: int
+    text: str
+    needs_gpu: bool
+    inline: bool = False
+
+    @property
+    def words(self) -> list[str]:
+        return self.text.split()
+
+    def __str__(self) -> str:
+        return f"{self.document}:{self.line}: {self.text}"
+
+
+class Paragraph(NamedTuple):
+    """Lines of one kind that follow each other. kind: the fence's language, "indented", or "text"."""
+
+    kind: str
+    line: int
+    lines: list[str]
+    on_a_gpu: bool
+
+
+def documents() -> list[Path]:
+    """Every document that a reader may copy a command from."""
+    return [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
+
+
+def commands(path: Path) -> list[Command]:
+    """The commands of one document, in order; those within a paragraph too."""
+    found: list[Command] = []
+    name = path.relative_to(REPO).as_posix()
+    for paragraph in paragraphs(path.read_text(encoding="utf-8")):
+        if paragraph.kind == "text":
+            found.extend(_inline(name, paragraph))
+        elif paragraph.kind in LISTINGS:
+            found.extend(_listed(name, paragraph))
+    return found
+
+
+def paragraphs(text: str) -> Iterator[Paragraph]:
+    """A document in pieces; headings are left out."""
+    headings: dict[int, str] = {}
+    piece: Paragraph | None = None
+    fence = ""
+    for number, line in enumerate(text.splitlines(), 1):
+        opened = re.fullmatch(r" {0,3}```(\S*).*", line)
+        if opened or (not fence and not line.strip()) or (not fence and re.match(r"#+ ", line)):
+            if piece and piece.lines:
+                yield piece
+            piece = None
+            if opened:
+                fence = "" if fence else (opened[1] or "no language")
+            elif line.startswith("#"):
+                depth = len(line) - len(line.lstrip("#"))
+                headings = {d: title for d, title in headings.items() if d < depth} | {depth: line}
+            continue
+        if piece is None:
+            kind = fence or ("indented" if line.startswith("    ") else "text")
+            piece = Paragraph(kind, number, [], any(map(ON_A_GPU.search, headings.values())))
+        piece.lines.append(line)
+    if piece and piece.lines:
+        yield piece
+
+
+def _listed(name: str, paragraph: Paragraph) -> Iterator[Command]:
+    line, text = paragraph.line, ""
+    for number, one in enumerate(paragraph.lines, paragraph.line):
+        if not text:
+            line = number
+            if paragraph.kind != "sh" and not _is_command(one, paragraph.kind == "indented"):
+                continue
+        text = f"{text}\n{one}" if text else one.strip().removeprefix("$ ")
+        if _is_whole(text):
+            command, comment = _split_comment(text)
+            if command:
+                yield Command(name, line, command, paragraph.on_a_gpu or NEEDS_A_GPU in comment)
+            text = ""
+    if text:
+        raise AssertionError(f"{name}:{line}: a quote or a backslash without its end")
+
+
+def _inline(name: str, paragraph: Paragraph) -> Iterator[Command]:
+    text = "\n".join(paragraph.lines)
+    for code in re.finditer(r"`([^`]+)`(\s+\(needs a GPU\b)?", text):
+        command = " ".join(code[1].split())
+        if "…" not in command and _is_command(command, True) and len(_without_variables(command)) > 1:
+            line = paragraph.line + text.count("\n", 0, code.start())
+            yield Command(name, line, command, paragraph.on_a_gpu or bool(code[2]), inline=True)
+
+
+def _is_command(line: str, bare: bool) -> bool:
+    """Whether this line begins with a prompt, or, where that is not asked for, with a program."""
+    if line.strip().startswith("$ "):
+        return True
+    words = _without_variables(line)
+    return bare and bool(words) and program(words[0]) in PROGRAMS
+
+
+def _without_variables(line: str) -> list[str]:
+    words = line.split()
+    while words and re.match(r"[A-Z_]+=", words[0]):
+        words = words[1:]
+    return words
+
+
+def program(word: str) -> str:
+    """`manthan` for `.venv/bin/manthan`."""
+    return word.removeprefix(".venv/bin/")
+
+
+def _is_whole(text: str) -> bool:
+    command, _ = _split_comment(text)
+    return not command.endswith("\\") and not _quote_at_end(command)
+
+
+def _quote_at_end(text: str) -> str:
+    quote = ""
+    for character in text:
+        if not quote and character in "'\"":
+            quote = character
+        elif character == quote:
+            quote = ""
+    return quote
+
+
+def _split_comment(text: str) -> tuple[str, str]:
+    for found in re.finditer(r"(^|\s)#\s", text):
+        if not _quote_at_end(text[: found.start()]):
+            return text[: found.start()].strip(), text[found.end() :]
+    return text.strip(), ""

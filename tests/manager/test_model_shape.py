@@ -1,0 +1,147 @@
+"""What a model's KV takes: against the shapes that models have, and against what a server reserves."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from manthan.manager.cli import app
+from manthan.manager.config import load_config
+from manthan.manager.model_shape import ModelError, ModelShape, cold_blocks, encoded_nbytes, shape_of
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+QWEN3_8B = {
+    "num_hidden_layers": 36,
+    "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "head_dim": 128,
+    "hidden_size": 4096,
+    "sliding_window": None,
+}
+LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
+QWEN2_5_7B = {
+    **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584},
+    **{"sliding_window": 131072, "use_sliding_window": False},
+}
+ROWS = {
+    "KV of a token in bf16": "4096 bytes",
+    "the same as codes of k3v3": "805 bytes, headers included",
+    "ratio": "5.09x",
+    "the cold store holds": "83360 tokens",  # as tests/vllm_hooks/test_server.py has it from a server
+    "sessions of 40 tokens": "none is kept: min_tokens is 64",
+    "sessions of 64 tokens": "1302",
+    "sessions of 2000 tokens": "42",
+}
+
+
+@pytest.mark.parametrize(
+    ("config", "shape", "token_nbytes"),
+    [
+        (QWEN3_8B, ModelShape(36, 8, 128), 147456),
+        (LLAMA_2_7B, ModelShape(32, 32, 128), 524288),
+        (QWEN2_5_7B, ModelShape(28, 4, 128), 57344),
+        ({"n_layer": 12, "n_head": 12, "n_embd": 768}, ModelShape(12, 12, 64), 36864),
+        ({"text_config": QWEN3_8B, "hidden_size": 1}, ModelShape(36, 8, 128), 147456),
+    ],
+)
+def test_shapes(config: dict[str, Any], shape: ModelShape, token_nbytes: int) -> None:
+    found = shape_of(config, "a-model")
+    assert (found, found.token_nbytes) == (shape, token_nbytes)
+
+
+@pytest.mark.parametrize(
+    ("config", "why"),
+    [
+        ({**QWEN3_8B, "kv_lora_rank": 512}, "it uses multi-head latent attention (MLA), whose cache is no keys"),
+        ({**QWEN3_8B, "sliding_window": 4096}, "it uses sliding window attention (window 4096)"),
+        ({**QWEN3_8B, "layer_types": ["full_attention", "sliding_attention"]}, "there are sliding_attention"),
+        ({"text_config": {**QWEN3_8B, "attention_chunk_size": 8192}}, "it uses chunked attention"),
+        ({**QWEN3_8B, "linear_num_key_heads": 16}, "it has Mamba or linear attention layers (linear_num_key_heads)"),
+        ({"model_type": "mamba2"}, "it has Mamba or linear attention layers (mamba2)"),
+        ({**QWEN3_8B, "is_encoder_decoder": True}, "it is an encoder-decoder model"),
+        ({"num_attention_heads": 8, "head_dim": 64}, "its config.json has no num_hidden_layers"),
+        ({"num_hidden_layers": 8, "hidden_size": 64}, "its config.json has no num_attention_heads"),
+    ],
+)
+def test_what_is_not_served(config: dict[str, Any], why: str) -> None:
+    with pytest.raises(ModelError, match=r"^a-model: ") as error:
+        shape_of(config, "a-model")
+    assert why in str(error.value)
+
+
+def test_sizes_are_those_in_redis() -> None:
+    """Of docs/redis.md: a block of Qwen3-8B, and what ranks add, a header each."""
+    shape = ModelShape(36, 8, 128)
+
+    def nbytes(ranks: int) -> int:
+        return encoded_nbytes(shape.header("k3v3", 16, ranks))
+
+    assert nbytes(1) == 460960
+    assert nbytes(2) * 2 == 460960 + 160
+    assert nbytes(16) == nbytes(8)  # heads are repeated
+    with pytest.raises(ModelError, match="8 KV heads cannot be spread over 3 ranks"):
+        nbytes(3)
+    with pytest.raises(ModelError, match="head_dim 100 is not supported"):
+        encoded_nbytes(ModelShape(36, 8, 100).header("k3v3", 16))
+
+
+def test_each_tier_of_each_rank_holds_whole_blocks(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("cold_store: {kind: device, max_bytes: 1000, host_bytes: 500}")
+    assert cold_blocks(load_config(path, env={}), 400) == 2 + 1
+    assert cold_blocks(load_config(path, env={}), 200, 2) == 2 + 1
+    path.write_text("cold_store: {kind: tiered, max_bytes: 1000, host_bytes: 500}")
+    assert cold_blocks(load_config(path, env={}), 400) == 2  # what is in front of Redis is a copy
+
+
+def run(*args: str) -> Any:
+    return CliRunner().invoke(app, ["config", "check", *args])
+
+
+def test_config_check_says_what_a_file_means_for_a_model(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("{min_tokens: 64, cold_store: {max_bytes: 64MiB}}")
+    result = run(str(path), "--model", str(MODEL), "--block-size", "32", "--session-tokens", "40,64,2000")
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = dict(line.strip().split("  ", 1) for line in result.stdout.split("\n\n")[1].splitlines()[1:])
+    assert {name: value.strip() for name, value in said.items()} == {
+        "layers, KV heads, head size": "4, 2, 128",
+        "blocks of": "32 tokens, one rank",
+        **ROWS,
+    }
+
+
+def test_exact_copies_take_room(tmp_path: Path) -> None:
+    """6 times an encoded block's: a block of the sink (4 tokens), and four of the window (128)."""
+    path = tmp_path / "x.yaml"
+    path.write_text("{codec: {sink_tokens: 4, window_tokens: 128}, cold_store: {max_bytes: 64MiB}}")
+    result = run(str(path), "--model", str(MODEL), "--block-size", "32", "--session-tokens", "2000")
+    lines = result.stdout.splitlines()[-2:]
+    blocks, full = 83360 // 32, 2000 // 32
+    assert [int(line.split()[-1]) for line in lines] == [blocks // full, blocks // (full + 6 * 5)]
+
+
+@pytest.mark.parametrize(
+    ("args", "sentence"),
+    [
+        (["--session-tokens", "8k", "--model", "x"], "--session-tokens must be numbers of tokens, such as 2048,8192,"),
+        (["--model", "{folder}"], "{folder}/config.json: cannot be read: No such file or directory"),
+        (["--model", "{folder}/bad.json"], "{folder}/bad.json: is not valid JSON"),
+        (["--model", "{folder}/list.json"], "{folder}/list.json: must be an object, not a list"),
+    ],
+)
+def test_mistakes_are_one_sentence(args: list[str], sentence: str, tmp_path: Path) -> None:
+    for name, text in {"x.yaml": "", "bad.json": "{", "list.json": json.dumps([1])}.items():
+        (tmp_path / name).write_text(text)
+    result = run(str(tmp_path / "x.yaml"), *(arg.format(folder=tmp_path) for arg in args))
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith(sentence.format(folder=tmp_path))
+    assert result.stderr.count("\n") == 1
+
+
+def test_a_name_that_is_nowhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ModelError, match=r"^manthan/none: there is no such folder, and .*: name a folder that has"):
+        ModelShape.of("manthan/none")

@@ -1,0 +1,96 @@
+"""The example of docs/extending.md, built and installed as its reader would, down to a server that uses it."""
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from documents import REPO
+
+from manthan.benchmarks.server import VllmServer
+
+EXAMPLE = REPO / "docs" / "examples" / "manthan-codec-int8"
+TEXT = (REPO / "docs" / "extending.md").read_text(encoding="utf-8")
+MODEL = REPO / "tests" / "data" / "tiny-llama"
+MANTHAN = "from manthan.manager.cli import app; app(prog_name='manthan')"
+THERE_AND_BACK = """
+import numpy as np
+from manthan.codec import NonFiniteError, get_codec, wire
+
+codec = get_codec("int8", 64)
+x = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
+x[5] = 0
+block = wire.open_block(wire.BlockHeader("int8", b"key", bytes(16), 3, 2, 16, 64))
+codec.encode(x, "key", out=block.key_codes)
+codec.encode(2 * x, "value", out=block.value_codes)
+found = wire.parse(block.seal(), key=b"key")
+for kind, codes, right in (("key", found.key_codes, x), ("value", found.value_codes, 2 * x)):
+    error = np.abs(codec.decode(codes, 96, kind) - right)
+    assert (error <= 0.51 / 127 * np.abs(right).max(axis=1, keepdims=True) * 1.02).all(), error.max()
+bf16 = (x.view(np.uint32) >> 16).astype(np.uint16)
+assert (codec.decode(codec.encode(bf16), 96, dtype=np.uint16)[5] == 0).all()
+x[7, 3] = np.inf
+try:
+    codec.encode(x)
+except NonFiniteError as error:
+    print(error)
+"""
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder that the package is installed into."""
+    folder = tmp_path_factory.mktemp("example")
+    shutil.copytree(EXAMPLE, folder / "source")  # building leaves files there
+    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
+    command = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", folder / "site", folder / "source"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return folder / "site"
+
+
+def path_with(site: Path) -> str:
+    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
+
+
+def run(site: Path, code: str, *arguments: str) -> str:
+    env = os.environ | {"PYTHONPATH": path_with(site)}
+    done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    return done.stdout
+
+
+def test_the_document_shows_it() -> None:
+    (module,) = re.findall(r"^```python\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert module == (EXAMPLE / "manthan_codec_int8.py").read_text(encoding="utf-8")
+    (entry_point,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
+    assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
+
+
+def test_it_is_listed(site: Path) -> None:
+    (row,) = [line.split() for line in run(site, MANTHAN, "codecs").splitlines() if line.startswith(" int8")]
+    assert row[:7] == ["int8", "8", "/", "8", "130,", "130", "1.97x"]
+
+
+def test_blocks_go_there_and_back(site: Path) -> None:
+    assert run(site, THERE_AND_BACK) == "vector 7 holds a NaN or an infinity and cannot be encoded.\n"
+
+
+def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:
+    flags = ["--manthan-codec", "int8", "--manthan-idle-after", "0.5", "--block-size", "32", "--max-model-len", "2048"]
+    more = ["--num-gpu-blocks-override", "131", "--enforce-eager", "--enable-prompt-tokens-details"]
+    yaml = tmp_path / "x.yaml"
+    yaml.write_text("sweep_interval_s: 0.1\n")
+    env = {"PYTHONPATH": path_with(site)}
+    with VllmServer(str(MODEL), [*flags, *more, "--manthan-config", str(yaml)], tmp_path / "log", env) as server:
+        server.wait_until_ready(200)
+        messages = [{"role": "user", "content": "def f(x):\n    return x\n" * 40}]
+        first = server.chat(messages, max_tokens=8, temperature=0, session_id="alice")
+        server.wait_for(lambda: "session alice went cold" in server.log.read_text(), 30, "say that alice went cold")
+        again = server.chat(messages, max_tokens=8, temperature=0, session_id="alice")
+        assert (first.cached_tokens, again.text) == (0, first.text)
+        assert again.cached_tokens == (again.prompt_tokens - 1) // 32 * 32
+        assert "codec int8 (1.9" in server.log.read_text()

@@ -1,0 +1,296 @@
+"""Every command line in the documents is run, or it is said why not.
+
+helpers/documents.py says what counts as a command and how one is marked that needs a GPU; commands.yaml says how the
+others are run.
+"""
+
+import ast
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import httpx
+import pytest
+import yaml
+from documents import PROGRAMS, REPO, Command, commands, documents, paragraphs, program
+from reader import Reader
+from redis_server import RedisServer
+from typer.main import get_command
+
+from manthan.benchmarks.server import VllmServer
+from manthan.manager.cli import app
+
+TABLE: dict[str, Any] = yaml.safe_load(Path(__file__).with_name("commands.yaml").read_text(encoding="utf-8"))
+FOUND = [command for path in documents() for command in commands(path)]
+OURS = [command for command in FOUND if not command.needs_gpu]
+ALONE = ("manthan", "redis-server", "redis-cli", "openssl", "printf")
+"""Programs whose commands are run as they stand ..."""
+SLOW = ("bench", "eval")
+"""... but for these groups of `manthan`, which need a line in the table."""
+MOST_SERVERS = 6
+NAMESPACE = "tiny-llama-3d840ca2edb3"
+"""What the documents show of a Redis that engines have used."""
+HTTP = "http://127.0.0.1:8000"
+ANSWERED_S = 300.0
+
+
+def first(command: Command) -> str:
+    """The program, or "" for what only sets a variable."""
+    return program(next((word for word in command.words if not re.match(r"[A-Z_]+=", word)), ""))
+
+
+def runs_alone(command: Command) -> bool:
+    return first(command) in ALONE and not (first(command) == "manthan" and {*command.words[1:2]} & {*SLOW})
+
+
+def entry(table: str, command: Command) -> str | None:
+    """What a table of commands.yaml says about commands that begin as this one does."""
+    return next((said for begin, said in TABLE[table].items() if f"{command.text} ".startswith(f"{begin} ")), None)
+
+
+def smaller(command: Command) -> str | None:
+    """What is appended to it, or None for a command that the table does not run."""
+    return entry("run", command)
+
+
+def has_a_test_or_a_reason(command: Command) -> bool:
+    return entry("tested", command) is not None or entry("elsewhere", command) is not None
+
+
+def is_served(command: Command) -> bool:
+    """Whether it starts a server, or is run beside one."""
+    return "vllm serve " in command.text or first(command) == "curl" or is_about_sessions(command)
+
+
+def is_about_sessions(command: Command) -> bool:
+    return bool(re.search(rf"{NAMESPACE}|manthan:namespaces|--session alice|^[A-Z]=", command.text))
+
+
+def is_mention(command: Command) -> bool:
+    """`manthan inspect` within a paragraph, without what it must be given."""
+    if not command.inline or first(command) != "manthan":
+        return command.inline and command.text == "vllm serve"
+    found, words = get_command(app), command.words[1:]
+    while words and hasattr(found, "commands"):
+        assert words[0] in found.commands, f"{command}: `manthan` has no {words[0]}"
+        found, words = found.commands[words[0]], words[1:]
+    needed = [param for param in found.params if param.required]
+    return hasattr(found, "commands") or (not words and bool(needed))
+
+
+# -- what there is ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
+def test_fences_say_what_they_hold(path: Path) -> None:
+    for paragraph in paragraphs(path.read_text(encoding="utf-8")):
+        where = f"{path.name}:{paragraph.line}"
+        assert paragraph.kind != "no language", f"{where}: write ```sh, ```console or ```text instead of ```"
+    for command in commands(path):
+        word = first(command)
+        assert word in PROGRAMS or re.match(r"[A-Z_]+=", command.text), (
+            f"{command}: '{word}' is no program that documents use; if this is no command, write ```text"
+        )
+
+
+@pytest.mark.parametrize("command", OURS, ids=str)
+def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
+    known = has_a_test_or_a_reason(command) or smaller(command) is not None or is_served(command) or is_mention(command)
+    if first(command) == "pytest":
+        (REPO / command.words[1].split("::")[0]).resolve(strict=True)
+        known = True
+    assert known or runs_alone(command), (
+        f"{command}: nothing runs this. Add it to `run`, `tested` or `elsewhere` in tests/commands.yaml, or write "
+        "`# needs a GPU` behind it."
+    )
+
+
+@pytest.mark.parametrize("table", ["run", "tested", "elsewhere"])
+def test_the_table_has_no_command_that_no_document_has(table: str) -> None:
+    texts = [f"{command.text} " for command in FOUND]
+    assert [begin for begin in TABLE[table] if not any(text.startswith(f"{begin} ") for text in texts)] == []
+
+
+def of_manthan() -> list[Command]:
+    """Those for a GPU too."""
+    found = [one for one in FOUND if first(one) == "manthan" and "--install-completion" not in one.words]
+    return [one for one in found if not is_mention(one)]
+
+
+@pytest.mark.parametrize("command", of_manthan(), ids=str)
+def test_manthan_takes_these_arguments(command: Command) -> None:
+    """Also where nothing runs them: names and types of options and arguments."""
+    words = shlex.split(re.split(r" (?:\||>|&&|2>) ?", command.text)[0])
+    words = words[next(n for n, word in enumerate(words) if program(word) == "manthan") + 1 :]
+    found: Any = get_command(app)
+    while hasattr(found, "commands"):
+        assert words[:1], f"{command}: {found.name} needs a command"
+        assert words[0] in found.commands, f"{command}: there is no {words[0]}"
+        found, words = found.commands[words[0]], words[1:]
+    found.make_context("manthan", words)
+
+
+@pytest.mark.parametrize("command", TABLE["tested"])
+def test_the_test_that_runs_it_exists(command: str) -> None:
+    file, _, name = TABLE["tested"][command].partition("::")
+    tree = ast.parse((REPO / file).read_text(encoding="utf-8"))
+    assert name in {node.name for node in tree.body if isinstance(node, ast.FunctionDef)}
+
+
+# -- commands that run by themselves ----------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Reader]]:
+    """One for each document, made when it is asked for the first time."""
+
+    class Readers(dict[str, Reader]):
+        def __missing__(self, document: str) -> Reader:
+            self[document] = Reader(tmp_path_factory.mktemp("reader"), TABLE["replace"], TABLE["files"])
+            return self[document]
+
+    made = Readers()
+    yield made
+    for reader in made.values():
+        reader.leave()
+
+
+def by_themselves() -> list[Command]:
+    """In the order of the documents; what several have is run once."""
+    found: dict[str, Command] = {}
+    for command in OURS:
+        is_left = has_a_test_or_a_reason(command) or is_served(command) or is_mention(command)
+        if not is_left and (smaller(command) is not None or runs_alone(command)):
+            found.setdefault(command.text, command)
+    return list(found.values())
+
+
+@pytest.mark.parametrize("command", by_themselves(), ids=str)
+def test_it_succeeds(command: Command, readers: Mapping[str, Reader]) -> None:
+    readers[command.document].types(command.text, smaller(command) or "")
+
+
+def test_a_clone_is_all_that_the_demo_needs(tmp_path: Path) -> None:
+    """What `make demo` runs in a clone, but for the environment that it makes first: files that git has."""
+    if not (REPO / ".git").exists():
+        pytest.skip("this is not a clone")
+    subprocess.run(["git", "clone", "-q", "--no-hardlinks", REPO, tmp_path / "manthan"], check=True, timeout=60)
+    recipe = subprocess.run(
+        ["make", "-n", "demo"], cwd=tmp_path / "manthan", capture_output=True, text=True, timeout=60, check=True
+    ).stdout
+    assert re.search(r"\.ci/setup_venv\.sh", recipe)
+    assert recipe.strip().endswith("python benchmarks/demo.py")
+    for script in re.findall(r"(?:\.ci|benchmarks)/\w+\.\w+", recipe):
+        assert (tmp_path / "manthan" / script).exists()
+
+
+# -- servers ----------------------------------------------------------------------------------------------
+
+
+class Serve(NamedTuple):
+    """`vllm serve` as a document has it, with the table's flags. variables, flags: names and values."""
+
+    variables: frozenset[tuple[str, str]]
+    flags: frozenset[tuple[str, str]]
+
+    @property
+    def uses_redis(self) -> bool:
+        return "--manthan-redis-url" in dict(self.flags)
+
+    def covers(self, other: "Serve") -> bool:
+        return self.variables >= other.variables and self.flags >= other.flags
+
+
+def serve(command: Command) -> Serve:
+    words = command.words
+    at = words.index("serve")
+    variables = [tuple(word.split("=", 1)) for word in words[: at - 1]]
+    flags = dict(TABLE["server_flags"])
+    name = ""
+    for word in words[at + 2 :]:
+        if word.startswith("--"):
+            name = word
+            flags[name] = ""
+        else:
+            flags[name] = f"{flags[name]} {word}".strip()
+    flags |= {name: value for name, value in TABLE["server_values"].items() if name in flags}
+    if "redis" not in command.text and "tiered" not in command.text:
+        del flags["--manthan-redis-url"]
+    return Serve(frozenset(variables), frozenset(flags.items()))
+
+
+def servers() -> list[Serve]:
+    """The fewest that have all flags of the documents: one with more flags does for one with fewer."""
+    asked = {serve(c) for c in OURS if "vllm serve " in c.text and not has_a_test_or_a_reason(c)}
+    largest = [one for one in asked if not any(other.covers(one) for other in asked - {one})]
+    return sorted(largest, key=lambda one: sorted(one.flags))
+
+
+def name_of(one: Serve) -> str:
+    added = set(TABLE["server_flags"].items())
+    return (
+        " ".join(f"{name} {value}".strip() for name, value in sorted([*one.variables, *one.flags - added])) or "plain"
+    )
+
+
+@pytest.fixture
+def redis_server(tmp_path: Path) -> Iterator[RedisServer]:
+    with RedisServer(tmp_path) as server:
+        yield server
+
+
+def test_there_are_few_servers() -> None:
+    assert 0 < len(servers()) <= MOST_SERVERS, "give a command in the documents the flags that another has"
+
+
+@pytest.mark.parametrize("one", servers(), ids=name_of)
+def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    reader = Reader(tmp_path / "reader", TABLE["replace"], TABLE["files"])
+    if one.uses_redis:
+        reader.use_redis(request.getfixturevalue("redis_server"))
+    flags = [reader.typed(f"{name} {value}").split() for name, value in sorted(one.flags)]
+    is_manthan = any("--manthan" in name for name, _ in one.flags)
+    model = str(REPO / TABLE["replace"]["MODEL"])
+    with VllmServer(model, [word for flag in flags for word in flag], tmp_path / "log", dict(one.variables)) as server:
+        server.wait_until_ready(ANSWERED_S)
+        for name in ("alice", "bob"):
+            body = {"model": model, "prompt": f"def {name}():\n" * 80, "max_tokens": 4, "session_id": name}
+            answer = httpx.post(f"{server.url}/v1/completions", json=body, timeout=60).raise_for_status().json()
+            assert answer["usage"]["completion_tokens"] == 4
+        assert ("Manthan is on: " in server.log.read_text()) == is_manthan
+        if one.uses_redis and "--manthan-idle-after" in dict(one.flags):
+            wait_until_cold(server)
+            look_into_redis(reader)
+        elif one == speaks_http():
+            for command in OURS:
+                if first(command) == "curl":
+                    answer = reader.types(command.text, more={"MODEL": model, HTTP: server.url})
+                    assert not answer.startswith('{"error"'), answer
+
+
+def speaks_http() -> Serve:
+    """The server that `curl` commands ask."""
+    return next(one for one in servers() if any("--manthan" in name for name, _ in one.flags) and not one.uses_redis)
+
+
+def wait_until_cold(server: VllmServer) -> None:
+    def is_cold() -> bool:
+        return re.search(r'manthan_sessions\{.*state="cold"\} 2', httpx.get(f"{server.url}/metrics").text) is not None
+
+    server.wait_for(is_cold, 60, "show two cold sessions")
+    time.sleep(0.5)  # the books in Redis follow
+
+
+def look_into_redis(reader: Reader) -> None:
+    """What the documents show of a Redis that holds sessions, with this one's names and keys."""
+    (namespace,) = reader.types("redis-cli SMEMBERS manthan:namespaces").split()
+    key = reader.types(f'redis-cli LINDEX "manthan:{{{namespace}}}:chain:alice" 0').strip()
+    for command in OURS:
+        if is_about_sessions(command):
+            text = re.sub(r"^([A-Z])=\w+$", rf"\1={key}", command.text.replace(NAMESPACE, namespace))
+            answer = reader.types(text)
+            assert answer.strip() or "=" in text, text

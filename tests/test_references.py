@@ -1,0 +1,100 @@
+"""docs/configuration.md and docs/metrics.md: current, complete, and about nothing that there is not."""
+
+import importlib.util
+import re
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+import yaml
+
+from manthan.manager.config import ENV_PREFIX, FLAG_KEYS, resolve_config
+from manthan.manager.config_model import FIELDS
+from manthan.manager.hints import Hints
+from manthan.manager.session import DropCause, SessionState
+from manthan.policies.registry import BUILTIN
+from manthan.vllm_hooks.stats import METRICS
+
+DOCS = Path(__file__).parents[1] / "docs"
+CONFIGURATION = (DOCS / "configuration.md").read_text(encoding="utf-8")
+METRICS_MD = (DOCS / "metrics.md").read_text(encoding="utf-8")
+SERIES = {
+    f"vllm:manthan_{name}{suffix}"
+    for name, metric in METRICS.items()
+    for suffix in {"Gauge": [""], "Counter": ["_total"], "Histogram": ["", "_bucket", "_sum", "_count"]}[
+        metric.kind.__name__
+    ]
+}
+
+
+@pytest.fixture(scope="module")
+def generator() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["configuration.md", "metrics.md"])
+def test_what_is_generated_is_current(name: str, generator: ModuleType) -> None:
+    text = (DOCS / name).read_text(encoding="utf-8")
+    assert text == generator.with_generated(text, generator.DOCUMENTS[name]()), f"docs/{name} is old: run `make docs`"
+
+
+def test_every_key_is_there_with_an_explanation(generator: ModuleType) -> None:
+    texts = generator.explanations()
+    for key in FIELDS:
+        group = key.partition(".")[0]
+        assert texts.get(key) or texts.get(group), f"configs/default.yaml says nothing about {key}"
+        assert f"\n### {key}\n" in CONFIGURATION
+    assert set(re.findall(r"`(--manthan-[a-z-]+)`", CONFIGURATION)) == {*FLAG_KEYS, "--manthan-config"}
+
+
+def test_every_environment_variable_is_taken() -> None:
+    """Each is set to its default in turn, and the configuration says that this is where it is from."""
+    variables = dict(re.findall(r"\n### (\S+)\n.*?environment `(\w+)`", CONFIGURATION, re.DOTALL))
+    assert set(variables) == set(FIELDS)
+    for key, variable in variables.items():
+        default = FIELDS[key].get_default(call_default_factory=True)
+        value = str(default) if not isinstance(default, dict) else "{}"
+        assert resolve_config(env={variable: value}).sources[key] == variable
+        assert variable.startswith(ENV_PREFIX)
+
+
+def test_every_option_of_every_policy_is_there() -> None:
+    options = re.findall(r"^\| `policy\.(\w+)` \| `(\w+)` \|", CONFIGURATION, re.MULTILINE)
+    assert options == [(name, policy.name) for policy in BUILTIN.values() for name in policy.Options.model_fields]
+
+
+def test_queries_name_metrics_that_there_are() -> None:
+    expressions = re.findall(r"^```promql\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
+    rules = [rule for group in alerts()["groups"] for rule in group["rules"]]
+    named = set(re.findall(r"vllm:manthan_\w+", "\n".join([*expressions, *(rule["expr"] for rule in rules)])))
+    assert len(expressions) > 5
+    assert named
+    assert named <= SERIES
+    assert all(rule["annotations"]["summary"] for rule in rules)
+
+
+def alerts() -> dict[str, list[dict[str, list[dict[str, dict[str, str]]]]]]:
+    (text,) = re.findall(r"^```yaml\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
+    found: dict[str, list[dict[str, list[dict[str, dict[str, str]]]]]] = yaml.safe_load(text)
+    return found
+
+
+def test_labels_in_queries_are_those_of_the_metrics() -> None:
+    for name, label in re.findall(r"vllm:manthan_(\w+?)(?:_total)?\{(\w+)=", METRICS_MD):
+        assert METRICS[name].label == label
+
+
+def test_values_of_labels_are_those_of_the_code() -> None:
+    lines = dict(
+        re.findall(r"^- `(\w+)`(?: of dropped blocks)?: (.*?)(?=\n- |\n\n)", METRICS_MD, re.MULTILINE | re.DOTALL)
+    )
+    assert set(re.findall(r"`(\w+)` ?(?:\(|,|\.)", lines["state"])) == set(SessionState)
+    causes = set(re.findall(r"`(\w+)`", lines["cause"])) - set(Hints.model_fields)
+    assert causes == set(DropCause) - set(Hints.model_fields)
+    dropped = set(re.findall(r'dropped_blocks_total\{cause="(\w+)"', METRICS_MD))
+    assert dropped <= set(DropCause)
