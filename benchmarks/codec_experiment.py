@@ -157,7 +157,9 @@ def mean(samples: list[float]) -> tuple[float, float]:
 def table(report: dict[str, Any]) -> Table:
     found = report["arms"]
     exact, pieces = mean(found["exact"]["added"]), len(found["exact"]["added"])
-    caption = f"exact: {exact[0]:.4f} nats a token over {pieces} pieces; ± is a standard error; bytes: of a key and a value"
+    caption = (
+        f"exact: {exact[0]:.4f} nats a token over {pieces} pieces; ± is a standard error; bytes: of a key and a value"
+    )
     made = Table(title="What a coded prefix costs", caption=caption, box=SIMPLE, padding=(0, 1))
     made.add_column("arm")
     for name in ("bytes", "nats added", f"below {BASELINE}", "divergence", "recall", "slope K, V"):
