@@ -326,7 +326,7 @@ NAMES: dict[str, Any] = {
     ("flag", "value", "expected"),
     [
         ("--manthan-policy", "lur", "--manthan-policy: unknown policy 'lur' (did you mean 'lru'?)"),
-        ("--manthan-codec", "loyd3", "--manthan-codec: unknown codec 'loyd3' (did you mean 'lloyd3'?)"),
+        ("--manthan-codec", "k3v", "--manthan-codec: unknown codec 'k3v' (did you mean 'k3v3'?)"),
         ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
         ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: host)"),
         ("policy", {"half_life": 1}, "argument: unknown lru option 'half_life' (there are none)"),
