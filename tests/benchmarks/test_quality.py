@@ -17,7 +17,7 @@ from manthan.codec import codec_names
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
 PREFIX = 512
-CODECS = ("lloyd3", "k4v3", "lloyd3-unrotated")
+CODECS = ("lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated")
 
 
 def run(*arguments: object) -> Any:
@@ -79,7 +79,8 @@ def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     assert unrotated["added"]["mean"] > 0.1
     assert unrotated["top1"]["mean"] < rotated["top1"]["mean"] < 1
     assert unrotated["recall"]["mean"] < 0.97 < rotated["recall"]["mean"]
-    assert more_bits["kl"]["mean"] < 0.7 * rotated["kl"]["mean"]
+    assert found["lloyd4"]["kl"]["mean"] < 0.9 * more_bits["kl"]["mean"]  # a bit more for values
+    assert more_bits["kl"]["mean"] < 0.7 * rotated["kl"]["mean"]  # a bit more for keys
     assert more_bits["cosines"][0] > 0.99 > rotated["cosines"][0] > 0.98
     assert more_bits["cosines"][1] == pytest.approx(rotated["cosines"][1], abs=1e-4)
 
