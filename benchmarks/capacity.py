@@ -5,7 +5,7 @@ session is kept if at least 95% of its full blocks are not computed again. The b
 values may take: plain vLLM's whole KV pool; for the others a pool of a tenth, and codes or offload in the rest. Each
 arm is `vllm serve`, one after another; or one server that runs already.
 
-    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs lloyd3,k4v3] [--out FOLDER]
+    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs k3v3,k4v2] [--out FOLDER]
     manthan bench capacity --base-url http://HOST:PORT --tokens 4000
     manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
 
@@ -18,6 +18,8 @@ from typing import Annotated
 
 import typer
 
+from manthan.codec import DEFAULT
+
 
 def capacity(
     context: typer.Context,
@@ -25,7 +27,7 @@ def capacity(
         str, typer.Option(help="Of plain, offload, host, device, redis, tiered; default: plain, host, on a GPU all 4.")
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
-    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = "lloyd3",
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
     tokens: Annotated[int, typer.Option(help="Of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")

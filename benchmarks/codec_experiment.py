@@ -157,10 +157,12 @@ def mean(samples: list[float]) -> tuple[float, float]:
 def table(report: dict[str, Any]) -> Table:
     found = report["arms"]
     exact, pieces = mean(found["exact"]["added"]), len(found["exact"]["added"])
-    caption = f"exact: {exact[0]:.4f} nats a token over {pieces} pieces; ± is a standard error; slope: <x, x^> / <x, x>"
+    caption = (
+        f"exact: {exact[0]:.4f} nats a token over {pieces} pieces; ± is a standard error; bytes: of a key and a value"
+    )
     made = Table(title="What a coded prefix costs", caption=caption, box=SIMPLE, padding=(0, 1))
-    made.add_column("arm", no_wrap=True)
-    for name in ("bytes, K+V", "nats added", f"below {BASELINE}", "divergence", "recall", "slope K, V"):
+    made.add_column("arm")
+    for name in ("bytes", "nats added", f"below {BASELINE}", "divergence", "recall", "slope K, V"):
         made.add_column(name, justify="right", no_wrap=True)
     baseline = np.array(found.get(BASELINE, found["exact"])["added"])
     for name, of in found.items():

@@ -23,7 +23,7 @@ from manthan.codec.numpy_backend import NumpyCodec
 from manthan.codec.registry import SPECS
 
 VECTORS, HEAD_DIM = 2048, 128
-NAMES = ("lloyd3", "k4v2", "k4v3", "lloyd4")
+NAMES = ("lloyd3", "k3v3", "k4v2", "k4v3", "lloyd4")
 
 
 def calls() -> dict[tuple[str, Kind, str], Callable[[], object]]:

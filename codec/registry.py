@@ -14,11 +14,11 @@ DEFAULT = "k3v3"
 SPECS = {
     spec.name: spec
     for spec in (
-        CodecSpec("lloyd3", 3, 3),
         CodecSpec("k3v3", 3, 3, unbiased=True),
-        CodecSpec("lloyd4", 4, 4),
-        CodecSpec("k4v3", 4, 3),
         CodecSpec("k4v2", 4, 2, unbiased=True),
+        CodecSpec("lloyd3", 3, 3),
+        CodecSpec("k4v3", 4, 3),
+        CodecSpec("lloyd4", 4, 4),
         CodecSpec("lloyd3-unrotated", 3, 3, rotated=False),
     )
 }

@@ -9,10 +9,11 @@ from manthan.manager.console import make_console
 HEAD_DIM = 128
 """The head size of most models."""
 PURPOSE = {
-    "lloyd3": "the default: five times less than bf16",
+    "k3v3": "the default: five times less than bf16",
+    "k4v2": "the same size, more exact for keys; encoding takes longer",
+    "lloyd3": "k3v3 with the least-squares scale: loses more",
     "lloyd4": "more exact, four times less",
     "k4v3": "more exact keys: most of what lloyd4 gains, for less",
-    "k4v2": "lloyd3's size, with bits moved from values to keys",
     "lloyd3-unrotated": "only to compare with: loses much more at the same size",
 }
 

@@ -27,7 +27,7 @@ HELP = {
     ),
     CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
-    "--manthan-codec": ("NAME", "How KV is encoded, such as lloyd3."),
+    "--manthan-codec": ("NAME", "How KV is encoded, such as k3v3."),
     "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),

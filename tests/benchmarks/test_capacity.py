@@ -33,11 +33,11 @@ def served(tmp_path: Path) -> Served:
 
 
 def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[str, Any]) -> None:
-    plain, host = (next(one for one in found_in(found) if one.arm == arm) for arm in ("plain", "host lloyd3"))
+    plain, host = (next(one for one in found_in(found) if one.arm == arm) for arm in ("plain", "host k3v3"))
     assert plain.budget == host.budget == BUDGET
     assert plain.kept >= 3
     assert host.kept >= 4 * plain.kept
-    assert gains([plain, host])[("host lloyd3", BUDGET)] == host.kept / plain.kept
+    assert gains([plain, host])[("host k3v3", BUDGET)] == host.kept / plain.kept
     assert plain.nbytes == 16 * 128 * 1024
     assert host.nbytes < plain.nbytes / 4.8
 
@@ -98,7 +98,7 @@ def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any
     ("arguments", "sentence"),
     [
         (("--arms", "plain,hots"), "--arms hots is unknown: there are plain, offload, host, device, redis, tiered"),
-        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are lloyd3,"),
+        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are k3v3,"),
         (("--budgets", "64 apples"), "--budgets must be sizes with commas between, such as 64MiB,128MiB, not"),
         (("--budgets", "4MiB"), "--budgets: 4.0MiB is too small for sessions of 2000 tokens of tiny-llama: name 20."),
         (("--tokens", "100"), "--tokens must be 512 or more, not 100"),

@@ -6,7 +6,7 @@ import pytest
 from manthan.codec import NonFiniteError, get_codec
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
-NAMES = ["lloyd3", "lloyd4", "k4v3", "k4v2", "lloyd3-unrotated"]
+NAMES = ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated"]
 LARGEST = float.fromhex("0x1.fep127")
 
 
@@ -41,7 +41,13 @@ def test_four_and_two_bits_take_as_much_as_three_and_three():
 @pytest.mark.parametrize("head_dim", HEAD_DIMS)
 @pytest.mark.parametrize(
     ("name", "kind", "gaussian"),
-    [("lloyd3", "key", 0.03455), ("lloyd4", "key", 0.009497), ("k4v2", "key", 0.009497), ("k4v2", "value", 0.1175)],
+    [
+        ("lloyd3", "key", 0.03455),
+        ("k3v3", "value", 0.03455),
+        ("lloyd4", "key", 0.009497),
+        ("k4v2", "key", 0.009497),
+        ("k4v2", "value", 0.1175),
+    ],
 )
 def test_structured_vectors_fare_as_gaussian_ones_would(name, kind, gaussian, head_dim, make, vectors):
     """The cosine that the quantizer's error on N(0, 1) gives, within 0.001 at 3 and 4 bits for few large outliers."""
@@ -77,6 +83,7 @@ def test_unbiased_inner_products_are_right_on_average(make):
     x = rng.standard_normal((20_000, 128)).astype(np.float32)
     like = x + 0.5 * rng.standard_normal(x.shape)
     share = {name: (like * roundtrip(make(name, 128), x, "value")).sum() / (like * x).sum() for name in NAMES}
+    assert share["k3v3"] == pytest.approx(1, abs=1e-3)
     assert share["k4v2"] == pytest.approx(1, abs=1e-3)
     assert share["lloyd3"] == pytest.approx(1 - 0.03455, abs=3e-3)
 

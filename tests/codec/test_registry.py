@@ -28,14 +28,14 @@ def installed(monkeypatch):
 
 @pytest.mark.usefixtures("installed")
 def test_entry_points_add_codecs():
-    assert codec_names() == ["lloyd3", "lloyd4", "k4v3", "k4v2", "lloyd3-unrotated", "two-thirds"]
+    assert codec_names() == ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated", "two-thirds"]
     codec = get_codec("two-thirds", 64)
     assert (codec.bits("key"), codec.bits("value")) == (3, 4)
 
 
 def test_ours_alone():
-    assert codec_names() == ["lloyd3", "lloyd4", "k4v3", "k4v2", "lloyd3-unrotated"]
-    assert get_codec(registry.DEFAULT, 64).name == "lloyd3"
+    assert codec_names() == ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated"]
+    assert get_codec(registry.DEFAULT, 64).name == "k3v3"
 
 
 def test_importing_the_package_does_not_import_torch():

@@ -28,7 +28,7 @@ def resealed(data, offset, replacement):
     return bytes(data)
 
 
-@pytest.mark.parametrize("codec", ["lloyd3", "lloyd4", "k4v3", "k4v2", "lloyd3-unrotated"])
+@pytest.mark.parametrize("codec", ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated"])
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 32, b"\xff" * 64])
 def test_what_goes_in_comes_out(codec, key):
     header = replace(HEADER, codec=codec, key=key, head_dim=80, tokens=5)

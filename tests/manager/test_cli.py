@@ -35,7 +35,7 @@ def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
     assert ["idle_after_s", "60.0", str(path)] in rows
     assert ["cold_store.max_bytes", "1.0GiB", str(path)] in rows
     assert ["min_tokens", "7", "MANTHAN_MIN_TOKENS"] in rows
-    assert ["codec.name", "lloyd3", "default"] in rows
+    assert ["codec.name", "k3v3", "default"] in rows
 
 
 def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "idle_after_s": 300,
         "sweep_interval_s": 10,
         "min_tokens": 256,
-        "codec": {"name": "lloyd3", "sink_tokens": 0, "window_tokens": 0},
+        "codec": {"name": "k3v3", "sink_tokens": 0, "window_tokens": 0},
         "backend": "auto",
         "encode_threads": 1,
         "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0},
@@ -147,7 +147,7 @@ def test_bad_sizes_are_refused_in_one_sentence(write: WriteYaml, size: object) -
 
 
 def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
-    expected = "codec.name must be the name of a codec, such as lloyd3, not 3"
+    expected = "codec.name must be the name of a codec, such as k3v3, not 3"
     assert refusal(write("codec: 3")) == f"x.yaml: {expected}"
     assert refusal(flags={"--manthan-codec": 3}) == f"--manthan-codec: {expected}"
     assert refusal(flags={"codec": 3}) == f"argument: {expected}"
@@ -317,7 +317,7 @@ def test_a_configuration_is_frozen() -> None:
 
 NAMES: dict[str, Any] = {
     "policies": {"lru": (), "decay": ("half_life_s",)},
-    "codecs": ["lloyd3"],
+    "codecs": ["k3v3"],
     "stores": ["host"],
 }
 
@@ -326,7 +326,7 @@ NAMES: dict[str, Any] = {
     ("flag", "value", "expected"),
     [
         ("--manthan-policy", "lur", "--manthan-policy: unknown policy 'lur' (did you mean 'lru'?)"),
-        ("--manthan-codec", "loyd3", "--manthan-codec: unknown codec 'loyd3' (did you mean 'lloyd3'?)"),
+        ("--manthan-codec", "k3v", "--manthan-codec: unknown codec 'k3v' (did you mean 'k3v3'?)"),
         ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
         ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: host)"),
         ("policy", {"half_life": 1}, "argument: unknown lru option 'half_life' (there are none)"),

@@ -27,7 +27,7 @@ QWEN2_5_7B = {
 }
 ROWS = {
     "KV of a token in bf16": "4096 bytes",
-    "the same as codes of lloyd3": "805 bytes, headers included",
+    "the same as codes of k3v3": "805 bytes, headers included",
     "ratio": "5.09x",
     "the cold store holds": "83360 tokens",  # as tests/vllm_hooks/test_server.py has it from a server
     "sessions of 40 tokens": "none is kept: min_tokens is 64",
@@ -76,7 +76,7 @@ def test_sizes_are_those_in_redis() -> None:
     shape = ModelShape(36, 8, 128)
 
     def nbytes(ranks: int) -> int:
-        return encoded_nbytes(shape.header("lloyd3", 16, ranks))
+        return encoded_nbytes(shape.header("k3v3", 16, ranks))
 
     assert nbytes(1) == 460960
     assert nbytes(2) * 2 == 460960 + 160
@@ -84,7 +84,7 @@ def test_sizes_are_those_in_redis() -> None:
     with pytest.raises(ModelError, match="8 KV heads cannot be spread over 3 ranks"):
         nbytes(3)
     with pytest.raises(ModelError, match="head_dim 100 is not supported"):
-        encoded_nbytes(ModelShape(36, 8, 100).header("lloyd3", 16))
+        encoded_nbytes(ModelShape(36, 8, 100).header("k3v3", 16))
 
 
 def test_each_tier_of_each_rank_holds_whole_blocks(tmp_path: Path) -> None:

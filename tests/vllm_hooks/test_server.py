@@ -60,7 +60,7 @@ def test_sessions_go_cold_and_return(server, table) -> None:
         assert ask(server, prompt, f"guest-{n}").text == right
     wait_until_cold(server)
     lines = server.new_log_lines()
-    assert len([line for line in lines if "Manthan is on: policy lru, codec lloyd3 (5.09x" in line]) == 1
+    assert len([line for line in lines if "Manthan is on: policy lru, codec k3v3 (5.09x" in line]) == 1
     assert len([line for line in lines if "idle after 0.5 s" in line and "64.0MiB for 83360 tokens" in line]) == 1
     restored = []
     for n, t in enumerate(tables):
