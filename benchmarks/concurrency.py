@@ -1,9 +1,8 @@
 """Tokens a second with 1 to 25 users at a time, with Manthan and without.
 
 Each user sends some requests one after the other, each a conversation of its own, so that with Manthan earlier ones go
-cold while later ones are answered. Two servers run side by side and are asked in turn, never both at once: level by
-level, the order reversed at each repeat, for machines whose pace changes. Before the other one's turn Manthan is given
-the time to encode what is left, so that it disturbs nobody; what it encodes during its own turn counts.
+cold while later ones are answered; what it encodes meanwhile counts. One server after the other is started and runs all
+levels, never two at a time; each repeat starts both again, in the reversed order, for machines whose pace changes.
 
     manthan bench concurrency [--users 1,2,4,8] [--tokens 128] [--repeats 3] [--out FOLDER]
     manthan bench concurrency --base-url http://HOST:PORT
@@ -27,7 +26,7 @@ def concurrency(
     tokens: Annotated[int, typer.Option(min=2, help="Generated for each request.")] = 128,
     prompt: Annotated[int, typer.Option(min=1, help="Tokens of each prompt.")] = 512,
     requests: Annotated[int, typer.Option(min=1, help="Of each user, one after the other.")] = 2,
-    repeats: Annotated[int, typer.Option(min=1, help="Of each level.")] = 3,
+    repeats: Annotated[int, typer.Option(min=1, help="Starts of both servers, with all levels each.")] = 3,
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")

@@ -42,9 +42,9 @@ def wall(turn: dict[str, Any]) -> float:
 
 
 def ratio(level: dict[str, Any]) -> float | None:
-    """Manthan's tokens a second over plain vLLM's, median of the pairs of turns."""
+    """Manthan's tokens a second over plain vLLM's, median of the pairs of turns; None without a pair."""
     plain, ours = (level["turns"].get(name, []) for name in ("plain", "Manthan"))
-    pairs = [all_rate(b) / all_rate(a) for a, b in zip(plain, ours, strict=False)]
+    pairs = [all_rate(b) / all_rate(a) for a, b in zip(plain, ours, strict=False) if all_rate(a)]
     return statistics.median(pairs) if pairs else None
 
 

@@ -1,14 +1,14 @@
-"""The concurrency benchmark's run: two servers in turn, users at a time, a report."""
+"""The concurrency benchmark's run: one server after the other, users at a time, a report."""
 
-import itertools
+import contextlib
 import math
 import tempfile
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ POOL_SPARE = 1.25
 """The pool holds all users' requests at a time, and some of what has just finished."""
 STORE_SHARE = 0.5
 """Bytes of the cold store over those of the pool."""
-HALF_OF_A_GPU = ("--gpu-memory-utilization", "0.45")
 
 
 @dataclass(frozen=True)
@@ -65,7 +64,6 @@ class User:
 class Asker:
     """One server, and the prompts that it is sent. is_ours: Manthan is on."""
 
-    name: str
     endpoint: Endpoint
     options: ConcurrencyOptions
     vocabulary: int
@@ -83,7 +81,7 @@ class Asker:
             wall_s = time.perf_counter() - began
         evictions = self._evictions() - before
         if self.is_ours:
-            until_settled(self.endpoint, all_cold=True)
+            until_settled(self.endpoint, all_cold=False)
         return {
             "wall_s": wall_s,
             "tokens": sum(user.tokens for user in found),
@@ -113,16 +111,22 @@ class Asker:
         return self.endpoint.metrics().get("vllm:manthan_evictions_total", 0.0) if self.is_ours else 0.0
 
 
-def measure(askers: Sequence[Asker], options: ConcurrencyOptions, progress: Bar) -> list[dict[str, Any]]:
-    """Level by level, all repeats of one before the next; a first turn of each server warms up and does not count."""
-    levels = [{"users": users, "turns": {asker.name: [] for asker in askers}} for users in options.users]
-    progress.begin("users at a time", len(levels) * options.repeats * len(askers))
-    for asker in askers:
-        asker.turn(min(2, max(options.users)), -1)
-    for level, repeat in itertools.product(levels, range(options.repeats)):
-        for asker in askers if repeat % 2 == 0 else reversed(askers):
-            level["turns"][asker.name].append(asker.turn(level["users"], repeat))
-            progress.step()
+Arm = Callable[[], contextlib.AbstractContextManager[Asker]]
+"""Starts a server, and ends it when it is left."""
+
+
+def measure(arms: Mapping[str, Arm], options: ConcurrencyOptions, progress: Bar) -> list[dict[str, Any]]:
+    """All levels on one server, then on the next; a first turn of each warms up and does not count."""
+    levels = [{"users": users, "turns": {name: [] for name in arms}} for users in options.users]
+    for repeat in range(options.repeats):
+        for name in list(arms) if repeat % 2 == 0 else reversed(list(arms)):
+            progress.begin("the server starts" if not options.base_url else "warm-up")
+            with arms[name]() as asker:
+                asker.turn(min(2, max(options.users)), -1)
+                progress.begin(f"repeat {repeat + 1}, {name}", len(levels))
+                for level in levels:
+                    level["turns"][name].append(asker.turn(level["users"], repeat))
+                    progress.step()
     return levels
 
 
@@ -149,39 +153,34 @@ def run(options: ConcurrencyOptions, plot_only: Path | None, arguments: dict[str
 
 
 def run_levels(options: ConcurrencyOptions, console: Console) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack, Bar(console, "concurrency") as progress:
+    with tempfile.TemporaryDirectory() as folder, Bar(console, "concurrency") as progress:
         if options.base_url:
-            endpoint = Endpoint(options.base_url)
-            stack.callback(endpoint.close)
-            askers, model = [Asker(endpoint.url, endpoint, options, SAFE_VOCABULARY)], endpoint.model
-        else:
-            on_gpu = bool(machine()["gpu"])
-            served = Served.choose(options.model, options.block_size, Path(folder, "qwen3-8b-shape"), on_gpu)
-            progress.begin("two servers start")
-            askers, model = start(served, options, stack), served.name
-        return {"model": model}, measure(askers, options, progress)
+            with contextlib.closing(Endpoint(options.base_url)) as endpoint:
+                asker = Asker(endpoint, options, SAFE_VOCABULARY)
+                arms: dict[str, Arm] = {endpoint.url: partial(contextlib.nullcontext, asker)}
+                return {"model": endpoint.model}, measure(arms, options, progress)
+        served = Served.choose(
+            options.model, options.block_size, Path(folder, "qwen3-8b-shape"), bool(machine()["gpu"])
+        )
+        arms = {name: partial(start, served, options, name) for name in ("plain", "Manthan")}
+        return {"model": served.name}, measure(arms, options, progress)
 
 
-def start(served: Served, options: ConcurrencyOptions, stack: ExitStack) -> list[Asker]:
-    """Plain vLLM and Manthan, with the same pool; the stack ends them."""
+@contextlib.contextmanager
+def start(served: Served, options: ConcurrencyOptions, name: str) -> Iterator[Asker]:
+    """Plain vLLM or Manthan; both have the same pool."""
     longest = options.prompt + options.tokens + SPARE_TOKENS
     users = max(options.users)
     blocks = math.ceil(POOL_SPARE * users) * math.ceil(longest / served.block_size)
     flags = [*served.flags(blocks, longest, eager=False), "--max-num-seqs", str(users), *options.flags]
-    flags += HALF_OF_A_GPU if served.on_gpu else ()
-    config = options.out / "concurrency.yaml"
-    config.write_text(yaml.safe_dump(manthan(options, math.ceil(STORE_SHARE * blocks * served.block_nbytes))))
-    askers, servers = [], []
-    for name, more in {"plain": [], "Manthan": ["--manthan-config", str(config)]}.items():
-        server = VllmServer(str(served.folder), [*flags, *more], options.out / f"concurrency-{name.lower()}.log")
-        stack.enter_context(server)
-        if served.on_gpu:  # each measures the GPU's free memory when it starts
-            server.wait_until_ready(options.start_timeout)
-        askers.append(Asker(name, server, options, served.shape.vocabulary, is_ours=bool(more)))
-        servers.append(server)
-    for server in servers:
+    is_ours = name == "Manthan"
+    if is_ours:
+        config = options.out / "concurrency.yaml"
+        config.write_text(yaml.safe_dump(manthan(options, math.ceil(STORE_SHARE * blocks * served.block_nbytes))))
+        flags += ["--manthan-config", str(config)]
+    with VllmServer(str(served.folder), flags, options.out / f"concurrency-{name.lower()}.log") as server:
         server.wait_until_ready(options.start_timeout)
-    return askers
+        yield Asker(server, options, served.shape.vocabulary, is_ours)
 
 
 def manthan(options: ConcurrencyOptions, store_nbytes: int) -> dict[str, Any]:

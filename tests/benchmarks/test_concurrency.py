@@ -1,5 +1,6 @@
 """`manthan bench concurrency` on two real servers, at a small size."""
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,6 +9,8 @@ from bench_command import is_png, refusal, report, run
 
 from manthan.benchmarks.concurrency import USERS, read_users
 from manthan.benchmarks.concurrency_report import all_rate, ratio, user_rate
+from manthan.benchmarks.redis_store import MODEL
+from manthan.benchmarks.server import VllmServer
 
 TOKENS, REQUESTS, REPEATS = 12, 2, 2
 
@@ -55,11 +58,44 @@ def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
     assert len([line for line in result.output.splitlines() if line.split()[1:2] == ["Manthan"]]) == 2
 
 
+# -- a server that runs already -------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A server's address; it takes 640 tokens."""
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
+    with VllmServer(str(MODEL), flags, tmp_path_factory.mktemp("given") / "log") as server:
+        server.wait_until_ready(300)
+        yield server.url
+
+
+@pytest.mark.parametrize(("prompt", "tokens", "errors"), [(300, 2 * 4, 0), (700, 0, 2)])
+def test_a_given_server_is_measured_alone(given: str, tmp_path: Path, prompt: int, tokens: int, errors: int) -> None:
+    size = ("--users", 2, "--tokens", 4, "--prompt", prompt, "--requests", 1, "--repeats", 1)
+    (level,) = report(tmp_path, "concurrency", "--base-url", f"{given}/v1", *size)["levels"]
+    ((turn,),) = level["turns"].values()
+    assert level["turns"].keys() == {given}
+    assert (turn["tokens"], turn["errors"]) == (tokens, errors)
+    assert is_png(tmp_path / "concurrency.png")
+
+
+def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
+    result = run("concurrency", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
+    assert result.exit_code == 1
+    assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
+
+
+# -- arithmetic -----------------------------------------------------------------------------------------
+
+
 def test_the_ratio_is_that_of_pairs() -> None:
     def turns(*walls: float) -> list[dict[str, float]]:
         return [{"tokens": 100, "wall_s": wall} for wall in walls]
 
     assert ratio({"turns": {"plain": turns(1, 10, 4), "Manthan": turns(2, 10, 5)}}) == 0.8
+    failed = [{"tokens": 0, "wall_s": 1.0}]
+    assert ratio({"turns": {"plain": failed, "Manthan": turns(1)}}) is None
     assert ratio({"turns": {"http://there": turns(1)}}) is None
 
 
@@ -72,9 +108,3 @@ def test_users_must_be_numbers(text: str, monkeypatch: pytest.MonkeyPatch) -> No
 
 def test_the_default_is_one_to_25_users() -> None:
     assert read_users(USERS) == [1, 2, 4, 6, 8, 10, 15, 20, 25]
-
-
-def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    result = run("concurrency", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
