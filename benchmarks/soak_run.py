@@ -1,6 +1,7 @@
 """The soak's run: one server, rounds of requests, a look at what is left, a report."""
 
 import math
+import os
 import random
 import time
 from collections import Counter
@@ -44,6 +45,10 @@ CODE_SHARE = 0.2
 SPARE_TOKENS = 128
 MANTHAN = {"policy": "lru", "idle_after_s": 1, "sweep_interval_s": 0.2, "min_tokens": 256}
 ERRORS_KEPT = 20
+STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(128 * 1024), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+"""For vLLM's CPU build, unless the caller's environment says otherwise. It makes a oneDNN primitive for each new number
+of tokens and keeps 1,024 of them, in between large buffers that glibc then cannot give back: memory grows for hours,
+also without Manthan, and a leak could not be told from it. See docs/troubleshooting.md."""
 
 
 @dataclass(frozen=True)
@@ -182,7 +187,8 @@ def run_server(served: Served, options: SoakOptions, console: Console) -> dict[s
         config = options.out / "soak.yaml"
         config.write_text(yaml.safe_dump(MANTHAN | {"cold_store": {"kind": "host", "max_bytes": store}}))
         flags += ["--manthan-config", str(config)]
-    server = VllmServer(str(served.folder), flags, options.out / "soak.log")
+    steady = {name: value for name, value in STEADY_MEMORY.items() if name not in os.environ}
+    server = VllmServer(str(served.folder), flags, options.out / "soak.log", steady)
     with server, Bar(console, "soak") as progress:
         progress.begin("the server starts")
         server.wait_until_ready(options.start_timeout)
