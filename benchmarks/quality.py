@@ -32,6 +32,7 @@ from manthan.benchmarks.quality_settings import (
     Storage,
     parse_settings,
 )
+from manthan.manager.completion import complete_codecs
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 
@@ -157,7 +158,10 @@ def main(
     context: typer.Context,
     model: Annotated[str, typer.Argument(help="A folder, or a name on the Hugging Face Hub.")] = "",
     text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
-    codec: Annotated[str, typer.Option(help="Codecs, by comma; all that are registered if not given.")] = "",
+    codec: Annotated[
+        str,
+        typer.Option(help="Codecs, by comma; all that are registered if not given.", autocompletion=complete_codecs),
+    ] = "",
     exact: Annotated[str, typer.Option(help="SINK+WINDOW tokens that are left exact, by comma.")] = "0+0",
     engine: Annotated[On | None, typer.Option(help="Where; both if both can run here.")] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
