@@ -195,8 +195,8 @@ _SECONDS_PER = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
-    if key in GROUPS:  # the group's own validator, which compares several values
-        sources = dict.fromkeys(source for name, (_, source) in given.items() if name.startswith(f"{key}."))
+    if not key or key in GROUPS:  # a validator that compares several values, of all groups or of one
+        sources = dict.fromkeys(source for name, (_, source) in given.items() if not key or name.startswith(f"{key}."))
         return f"{', '.join(sources)}: {first['ctx']['error']}"
     while key not in given:  # inside of a value that is a mapping
         key = key.rpartition(".")[0]

@@ -249,6 +249,15 @@ class ManthanConfig(_Model):
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
 
+    @model_validator(mode="after")
+    def _check_exact_copies(self) -> Self:
+        if self.codec.keeps_exact and self.cold_store.is_shared:
+            raise ValueError(
+                f"cold_store.kind {self.cold_store.kind} holds codes only: set codec.sink_tokens and "
+                "codec.window_tokens to 0, or use cold_store.kind host or device"
+            )
+        return self
+
 
 GROUPS: dict[str, type[_Group]] = {
     name: field.annotation

@@ -65,11 +65,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"{store}, whose codes outlive the engine, but --enable-lora is on, and adapters are told apart by name "
             "and path only; use cold store host or device",
         ),
-        (
-            shared and config.codec.keeps_exact,
-            f"{store}, which holds codes only: set codec.sink_tokens and codec.window_tokens to 0, or use cold store "
-            "host or device",
-        ),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,

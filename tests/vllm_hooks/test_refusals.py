@@ -110,16 +110,6 @@ def test_what_needs_a_gpu(manthan: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, kv_transfer_config=kv_transfer_config(**manthan)).endswith(f": {why}.")
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiered"])
-@pytest.mark.parametrize("key", ["sink_tokens", "window_tokens"])
-def test_exact_copies_in_a_store_that_engines_share(kind: str, key: str) -> None:
-    manthan = kv_transfer_config(cold_store=kind, codec={key: 4}, redis={"required": False})
-    assert refusal(MODEL, kv_transfer_config=manthan).endswith(
-        f": cold_store.kind is {kind}, which holds codes only: set codec.sink_tokens and codec.window_tokens to 0, or "
-        "use cold store host or device."
-    )
-
-
 def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("VLLM_USE_RUST_FRONTEND", "1")
     manthan = kv_transfer_config(quotas={"header": "X-Tenant-ID"})
