@@ -1,21 +1,17 @@
 """The example of docs/extending.md, built and installed as its reader would, down to a server that uses it."""
 
-import os
 import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 from documents import REPO
+from example_package import EXAMPLES, MANTHAN, install, path_with, run
 
 from manthan.benchmarks.server import VllmServer
 
-EXAMPLE = REPO / "docs" / "examples" / "manthan-codec-int8"
+EXAMPLE = EXAMPLES / "manthan-codec-int8"
 TEXT = (REPO / "docs" / "extending.md").read_text(encoding="utf-8")
 MODEL = REPO / "tests" / "data" / "tiny-llama"
-MANTHAN = "from manthan.manager.cli import app; app(prog_name='manthan')"
 THERE_AND_BACK = """
 import numpy as np
 from manthan.codec import NonFiniteError, get_codec, wire
@@ -42,25 +38,7 @@ except NonFiniteError as error:
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the package is installed into."""
-    folder = tmp_path_factory.mktemp("example")
-    shutil.copytree(EXAMPLE, folder / "source")  # building leaves files there
-    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", folder / "site", folder / "source"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder / "site"
-
-
-def path_with(site: Path) -> str:
-    return os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-
-
-def run(site: Path, code: str, *arguments: str) -> str:
-    env = os.environ | {"PYTHONPATH": path_with(site)}
-    done = subprocess.run([sys.executable, "-c", code, *arguments], env=env, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 0, done.stderr
-    return done.stdout
+    return install(EXAMPLE, tmp_path_factory.mktemp("example"))
 
 
 def test_the_document_shows_it() -> None:
@@ -70,13 +48,15 @@ def test_the_document_shows_it() -> None:
     assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
 
 
-def test_it_is_listed(site: Path) -> None:
-    (row,) = [line.split() for line in run(site, MANTHAN, "codecs").splitlines() if line.startswith(" int8")]
+def test_it_is_listed(site: Path, tmp_path: Path) -> None:
+    listed = run(site, tmp_path, MANTHAN, "codecs").stdout.splitlines()
+    (row,) = [line.split() for line in listed if line.startswith(" int8")]
     assert row[:7] == ["int8", "8", "/", "8", "130,", "130", "1.97x"]
 
 
-def test_blocks_go_there_and_back(site: Path) -> None:
-    assert run(site, THERE_AND_BACK) == "vector 7 holds a NaN or an infinity and cannot be encoded.\n"
+def test_blocks_go_there_and_back(site: Path, tmp_path: Path) -> None:
+    done = run(site, tmp_path, THERE_AND_BACK)
+    assert done.stdout == "vector 7 holds a NaN or an infinity and cannot be encoded.\n", done.stderr
 
 
 def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:

@@ -6,16 +6,9 @@ from concurrent.futures import Future
 from typing import Any
 
 import pytest
+from gpu_ways import WAYS
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, running
-
-BLOCK = 25_760  # bytes of an encoded block of 32 tokens of the test model
-WAYS: dict[str, dict[str, Any]] = {
-    "host, eager": {"eager": True, "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
-    "device, graphs": {"eager": False, "cold_store": {"kind": "device", "max_bytes": "64MiB"}},
-    "device and host": {"cold_store": {"kind": "device", "max_bytes": 60 * BLOCK, "host_bytes": "64MiB"}},
-    "numpy": {"backend": "numpy", "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
-}
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+from gpu_ways import BLOCK, WAYS
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, running
 
@@ -14,13 +15,7 @@ from manthan.codec.paged import GOOD, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.vllm_hooks.exact_rows import ExactRows
 
-BLOCK, PARTS = 25_760, 6  # bytes of an encoded block of 32 tokens of the test model, and parts of its copy
-WAYS: dict[str, dict[str, Any]] = {
-    "host, eager": {"eager": True, "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
-    "device, graphs": {"eager": False, "cold_store": {"kind": "device", "max_bytes": "64MiB"}},
-    "device and host": {"cold_store": {"kind": "device", "max_bytes": 60 * BLOCK, "host_bytes": "64MiB"}},
-    "numpy": {"backend": "numpy", "cold_store": {"kind": "host", "max_bytes": "64MiB"}},
-}
+PARTS = 6  # of the copy of a block
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)

@@ -1,15 +1,10 @@
 """The example of docs/policies.md, built and installed as its reader would."""
 
-import os
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
+from example_package import EXAMPLES, MANTHAN, install, run
 
-EXAMPLE = Path(__file__).parents[2] / "docs" / "examples" / "manthan-policy-largest"
-MANTHAN = "from manthan.manager.cli import app; app(prog_name='manthan')"
 ORDER = """
 from manthan.manager.config import load_config
 from manthan.manager.registries import choose_policy
@@ -25,20 +20,7 @@ print(*largest.victims())
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder that the package is installed into."""
-    folder = tmp_path_factory.mktemp("example")
-    shutil.copytree(EXAMPLE, folder / "source")  # building leaves files there
-    offline = ("--no-deps", "--no-build-isolation", "--no-index", "--disable-pip-version-check")
-    command = [sys.executable, "-m", "pip", "install", "-q", *offline, "--target", folder / "site", folder / "source"]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr
-    return folder / "site"
-
-
-def run(site: Path, folder: Path, code: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    path = os.pathsep.join(filter(None, (str(site), os.environ.get("PYTHONPATH"))))
-    command = [sys.executable, "-c", code, *arguments]
-    return subprocess.run(command, cwd=folder, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
+    return install(EXAMPLES / "manthan-policy-largest", tmp_path_factory.mktemp("example"))
 
 
 def test_it_is_used_by_its_name(site: Path, tmp_path: Path) -> None:
