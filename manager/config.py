@@ -195,9 +195,10 @@ _SECONDS_PER = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
     first = error.errors()[0]
     key = ".".join(map(str, first["loc"]))
-    if not key or key in GROUPS:  # a validator that compares several values, of all groups or of one
-        sources = dict.fromkeys(source for name, (_, source) in given.items() if not key or name.startswith(f"{key}."))
-        return f"{', '.join(sources)}: {first['ctx']['error']}"
+    if not key or key in GROUPS:  # a validator that compares several values: of groups that it names, or of one
+        said = str(first["ctx"]["error"])
+        about = [name for name in given if (name.startswith(f"{key}.") if key else name in said)]
+        return f"{', '.join(dict.fromkeys(given[name].source for name in about))}: {said}"
     while key not in given:  # inside of a value that is a mapping
         key = key.rpartition(".")[0]
     value, source = given[key]

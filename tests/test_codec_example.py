@@ -49,14 +49,16 @@ def test_the_document_shows_it() -> None:
 
 
 def test_it_is_listed(site: Path, tmp_path: Path) -> None:
-    listed = run(site, tmp_path, MANTHAN, "codecs").stdout.splitlines()
-    (row,) = [line.split() for line in listed if line.startswith(" int8")]
+    done = run(site, tmp_path, MANTHAN, "codecs")
+    assert done.returncode == 0, done.stderr
+    (row,) = [line.split() for line in done.stdout.splitlines() if line.startswith(" int8")]
     assert row[:7] == ["int8", "8", "/", "8", "130,", "130", "1.97x"]
 
 
 def test_blocks_go_there_and_back(site: Path, tmp_path: Path) -> None:
     done = run(site, tmp_path, THERE_AND_BACK)
-    assert done.stdout == "vector 7 holds a NaN or an infinity and cannot be encoded.\n", done.stderr
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "vector 7 holds a NaN or an infinity and cannot be encoded.\n"
 
 
 def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:
