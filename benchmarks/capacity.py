@@ -19,7 +19,7 @@ from typing import Annotated
 import typer
 
 from manthan.codec import DEFAULT
-from manthan.manager.completion import complete_codecs, completes
+from manthan.manager.commands.completion import complete_codecs, completes
 
 
 def _arms() -> tuple[str, ...]:

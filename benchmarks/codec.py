@@ -24,7 +24,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.codec.numpy_backend import NumpyCodec
+from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.registry import DEFAULT, SPECS
 
 

@@ -13,8 +13,8 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from manthan.codec import wire
-from manthan.codec.paged import PagedLayout
-from manthan.codec.paged_cuda import CudaPagedCodec
+from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+from manthan.codec.gpu.paged import PagedLayout
 from manthan.codec.registry import SPECS
 
 LAYERS, HEADS, TOKENS = 36, 8, 16

@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import typer
 from pydantic import ValidationError
 
-from manthan.manager.config_model import FIELDS, ConfigError, RedisConfig
-from manthan.manager.redis_client import RedisUnreachableError, check, connect
+from manthan.manager.config.model import FIELDS, ConfigError, RedisConfig
+from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
 
 START_S = 20.0
 

@@ -32,7 +32,7 @@ from manthan.benchmarks.quality_settings import (
     Storage,
     parse_settings,
 )
-from manthan.manager.completion import complete_codecs
+from manthan.manager.commands.completion import complete_codecs
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 

@@ -146,7 +146,7 @@ def main(job_file: Path) -> None:
 
 def check_settings(settings: list[Setting]) -> None:
     """Refuse what Manthan's configuration does not take. Raises QualityError."""
-    from manthan.manager.config import ConfigError, resolve_config
+    from manthan.manager.config.resolve import ConfigError, resolve_config
 
     for setting in settings:
         try:

@@ -15,12 +15,12 @@ from typing import Any
 import numpy as np
 
 from manthan.benchmarks.redis_report import OURS, RAW
-from manthan.manager.cold_store import Buffer
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import Circuit, Client, check, connect
-from manthan.manager.redis_index import batches
-from manthan.manager.redis_schema import Namespace
-from manthan.manager.redis_store import RedisStore
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.stores.cold_store import Buffer
+from manthan.manager.stores.redis.client import Circuit, Client, check, connect
+from manthan.manager.stores.redis.index import batches
+from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.redis.store import RedisStore
 
 TTL_S = 3600.0
 

@@ -30,8 +30,8 @@ from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.redis_report import LATENCY, RECOMPUTE, show
 from manthan.benchmarks.redis_speed import Sizes, measure_speed
 from manthan.benchmarks.restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import connect
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.stores.redis.client import connect
 
 MODEL = Path("tests", "data", "tiny-llama")
 """Of this repository: scripts are run from its root."""

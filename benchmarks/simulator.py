@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
-from manthan.manager.replay import Setup
-from manthan.manager.simulator import replay
-from manthan.manager.traces import Trace, read_trace
+from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.traces import Trace, read_trace
 from manthan.policies import get_policy
 
 SHARES = ((0.0, 0.02), (0.0, 0.1), (0.0, 0.2), (0.02, 0.08), (0.05, 0.15))

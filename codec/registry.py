@@ -6,8 +6,8 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from manthan.codec.base import Codec, CodecSpec
+from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.errors import UnknownBackendError, UnknownCodecError
-from manthan.codec.numpy_backend import NumpyCodec
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -30,30 +30,19 @@ def codec_names() -> list[str]:
 
 
 def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
-    """The codec of this name for vectors of head_dim numbers, a multiple of 8 from 32 to 512.
+    """The codec of this name for vectors of head_dim numbers, a multiple of 8 from 32 to 512, in the CPU's memory.
 
-    backend: "numpy"; "cuda", which needs PyTorch and a GPU; or "auto", which is numpy: arrays lie in the CPU's memory,
-    and copying them to a GPU and back takes longer. Raises UnknownCodecError, UnknownBackendError, HeadDimError.
+    backend: "numpy", or "auto", which is the same today. Raises UnknownCodecError, UnknownBackendError, HeadDimError.
     """
-    if backend not in ("auto", "numpy", "cuda"):
-        raise UnknownBackendError(f'backend {backend!r} is unknown: use "auto", "numpy" or "cuda".')
+    if backend not in ("auto", "numpy"):
+        raise UnknownBackendError(f'backend {backend!r} is unknown: use "auto" or "numpy".')
     if name in SPECS:
-        return _cuda_codec(SPECS[name], head_dim) if backend == "cuda" else NumpyCodec(SPECS[name], head_dim)
+        return NumpyCodec(SPECS[name], head_dim)
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
-
-
-def _cuda_codec(spec: CodecSpec, head_dim: int) -> Codec:
-    try:
-        from manthan.codec.cuda_backend import CudaCodec
-    except ImportError:
-        raise UnknownBackendError(
-            'backend "cuda" cannot run here, PyTorch is not installed: use "numpy" or "auto".'
-        ) from None
-    return CudaCodec(spec, head_dim)
 
 
 @lru_cache

@@ -11,10 +11,10 @@ from pathlib import Path
 from pydantic import ByteSize
 from pydantic.fields import FieldInfo
 
-from manthan.manager.config import ENV_PREFIX, FLAG_KEYS
-from manthan.manager.config_model import FIELDS, GROUPS
+from manthan.manager.config.model import FIELDS, GROUPS
+from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.stats import METRICS
+from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parent
 DEFAULTS = DOCS.parent / "configs" / "default.yaml"

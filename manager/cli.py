@@ -7,12 +7,12 @@ from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 
-from manthan.manager.codecs_command import codecs
-from manthan.manager.config_command import check
-from manthan.manager.console import make_console
-from manthan.manager.inspect import inspect
-from manthan.manager.simulate import simulate
-from manthan.manager.workload import workload
+from manthan.manager.commands.codecs import codecs
+from manthan.manager.commands.config import check
+from manthan.manager.commands.console import make_console
+from manthan.manager.commands.inspect import inspect
+from manthan.manager.commands.simulate import simulate
+from manthan.manager.simulator.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")

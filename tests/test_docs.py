@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 from documents import REPO, documents
 
-from manthan.manager.config import load_config
-from manthan.manager.config_model import GROUPS, RedisConfig
-from manthan.manager.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
-from manthan.manager.session import DropCause
+from manthan.manager.config.model import GROUPS, RedisConfig
+from manthan.manager.config.resolve import load_config
+from manthan.manager.sessions.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
+from manthan.manager.sessions.session import DropCause
 
 PACKAGES = ("codec", "manager", "vllm_hooks")
 REDIS = (REPO / "docs" / "redis.md").read_text(encoding="utf-8")
@@ -71,7 +71,7 @@ def test_all_keys_under_redis_are_named_and_no_others() -> None:
 
 @DOCUMENTS
 def test_metrics_are_those_of_the_code(text: str) -> None:
-    metrics = assigned("vllm_hooks/stats.py")["METRICS"]
+    metrics = assigned("vllm_hooks/telemetry/metrics.py")["METRICS"]
     assert isinstance(metrics, ast.Dict)
     names = {ast.literal_eval(name) for name in metrics.keys if name is not None}
     named = {name.removesuffix("_total") for name in re.findall(r"vllm:manthan_(\w+)", text)}

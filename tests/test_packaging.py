@@ -18,8 +18,8 @@ MAY_IMPORT = {
     "benchmarks": {"benchmarks", "vllm_hooks", "manager", "codec", "policies"},
 }
 OURS = [*MAY_IMPORT, "tests", ".ci"]
+NOT_INSTALLED = "experiments/"
 KNOW_VLLM = {"vllm_hooks", "benchmarks"}
-MAX_LINES = 400
 
 each_package = pytest.mark.parametrize("package", MAY_IMPORT)
 
@@ -50,7 +50,8 @@ def test_every_source_file_is_installed_as_it_is(package: str) -> None:
     def contents(folder: Path) -> dict[str, str]:
         return {str(path.relative_to(folder)): path.read_text() for path in python_files(folder)}
 
-    assert contents(installed(package)) == contents(REPO / package)
+    ours = {path: text for path, text in contents(REPO / package).items() if not path.startswith(NOT_INSTALLED)}
+    assert contents(installed(package)) == ours
     assert "__init__.py" in contents(installed(package))
     assert (installed(package) / "py.typed").exists()
 
@@ -80,9 +81,3 @@ def test_our_packages_are_imported_by_their_full_name(folder: str) -> None:
     for path in python_files(REPO / folder):
         roots = {name.split(".")[0] for name in imported_modules(path, folder)}
         assert not roots & MAY_IMPORT.keys(), f"{folder}/{path.name} imports {roots & MAY_IMPORT.keys()}"
-
-
-@pytest.mark.parametrize("folder", OURS)
-def test_files_are_short_enough_to_read(folder: str) -> None:
-    lines = {path: len(path.read_text().splitlines()) for path in python_files(REPO / folder)}
-    assert {path: count for path, count in lines.items() if count > MAX_LINES} == {}

@@ -8,12 +8,12 @@ from types import ModuleType
 import pytest
 import yaml
 
-from manthan.manager.config import ENV_PREFIX, FLAG_KEYS, resolve_config
-from manthan.manager.config_model import FIELDS
-from manthan.manager.hints import Hints
-from manthan.manager.session import DropCause, SessionState
+from manthan.manager.config.model import FIELDS
+from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS, resolve_config
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.session import DropCause, SessionState
 from manthan.policies.registry import BUILTIN
-from manthan.vllm_hooks.stats import METRICS
+from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 DOCS = Path(__file__).parents[1] / "docs"
 CONFIGURATION = (DOCS / "configuration.md").read_text(encoding="utf-8")

@@ -7,9 +7,9 @@ import pytest
 from typer.main import get_command
 
 from manthan.manager.cli import app
-from manthan.manager.cost_model import CostModel
-from manthan.manager.traces import read_trace
-from manthan.manager.workload import AGENT, CHAT, SINGLE
+from manthan.manager.simulator.cost_model import CostModel
+from manthan.manager.simulator.traces import read_trace
+from manthan.manager.simulator.workload import AGENT, CHAT, SINGLE
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "simulate.md").read_text(encoding="utf-8")

@@ -12,9 +12,9 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
-from manthan.vllm_hooks.stats import ManthanPromMetrics, ManthanStats
 from manthan.vllm_hooks.support import check_supported
-from manthan.vllm_hooks.worker_half import WorkerHalf
+from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
+from manthan.vllm_hooks.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
     import torch

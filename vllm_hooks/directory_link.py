@@ -6,11 +6,11 @@ from typing import NamedTuple
 
 from vllm.logger import init_logger
 
-from manthan.manager.directory import Answers, Directory
-from manthan.manager.redis_schema import SessionRecord, StoredBlock
-from manthan.manager.session import CodeState, Drop, Session
-from manthan.manager.shared_session_manager import SharedSessionManager
-from manthan.vllm_hooks.stats import StatsRecorder
+from manthan.manager.sessions.session import CodeState, Drop, Session
+from manthan.manager.sessions.shared import SharedSessionManager
+from manthan.manager.stores.directory import Answers, Directory
+from manthan.manager.stores.redis.schema import SessionRecord, StoredBlock
+from manthan.vllm_hooks.telemetry.metrics import StatsRecorder
 
 logger = init_logger("vllm.manthan")
 

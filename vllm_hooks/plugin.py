@@ -12,12 +12,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
-from manthan.manager.config import FLAG_KEYS, ConfigError, resolve_config
-from manthan.vllm_hooks.capacity import set_gpu_memory_aside
-from manthan.vllm_hooks.request_hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
+from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
+from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 CONFIG_FLAG = "--manthan-config"
 HELP = {

@@ -12,14 +12,14 @@ from vllm.v1.core.kv_cache_utils import (
     maybe_convert_block_hash,
 )
 
-from manthan.manager.pressure import Runway
-from manthan.manager.redis_client import StoreDownError
-from manthan.manager.session import SessionState
-from manthan.manager.session_manager import SessionMemoryManager
-from manthan.vllm_hooks.announce import tell_restore
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.pressure import Runway
+from manthan.manager.sessions.session import SessionState
+from manthan.manager.stores.redis.client import StoreDownError
 from manthan.vllm_hooks.messages import Load, LoadResult
 from manthan.vllm_hooks.pool_queue import PoolQueue
-from manthan.vllm_hooks.stats import StatsRecorder
+from manthan.vllm_hooks.telemetry.log import tell_restore
+from manthan.vllm_hooks.telemetry.metrics import StatsRecorder
 
 if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool

@@ -7,24 +7,16 @@ from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
 
-from manthan.manager.cold_side import Shares
-from manthan.manager.pressure import Pressure
-from manthan.manager.redis_client import StoreDownError
-from manthan.manager.registries import choose_policy
-from manthan.manager.session_table import MemoryShape
-from manthan.manager.shared_session_manager import SharedSessionManager
+from manthan.manager.config.registered import choose_policy
+from manthan.manager.sessions.cold_side import Shares
+from manthan.manager.sessions.pressure import Pressure
+from manthan.manager.sessions.shared import SharedSessionManager
+from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.stores.redis.client import StoreDownError
 from manthan.manager.sweeper import Sweeper
-from manthan.vllm_hooks.announce import (
-    Complaints,
-    announce,
-    check_capacity,
-    encoded_block_nbytes,
-    parts_of_copy,
-    tell_eviction,
-    tell_restore,
-)
-from manthan.vllm_hooks.capacity import TierBytes, fast_tier
+from manthan.vllm_hooks.compat import engine_waker
 from manthan.vllm_hooks.directory_link import DirectoryLink
+from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
@@ -35,12 +27,20 @@ from manthan.vllm_hooks.messages import (
 )
 from manthan.vllm_hooks.pool_queue import PoolQueue
 from manthan.vllm_hooks.prefetcher import Prefetcher
-from manthan.vllm_hooks.request_hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.stats import StatsRecorder
 from manthan.vllm_hooks.support import full_attention_spec
+from manthan.vllm_hooks.telemetry.log import (
+    Complaints,
+    announce,
+    check_capacity,
+    encoded_block_nbytes,
+    parts_of_copy,
+    tell_eviction,
+    tell_restore,
+)
+from manthan.vllm_hooks.telemetry.metrics import StatsRecorder
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.waker import engine_waker
+from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

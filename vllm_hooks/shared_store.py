@@ -9,14 +9,14 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from manthan.codec import wire
-from manthan.manager.cold_store import ColdStore
-from manthan.manager.config import ManthanConfig
-from manthan.manager.directory import Directory, LocalDirectory
-from manthan.manager.redis_client import Circuit, RedisUnreachableError, check, connect
-from manthan.manager.redis_directory import RedisDirectory
-from manthan.manager.redis_index import RedisIndex
-from manthan.manager.redis_schema import FORMAT, Namespace
-from manthan.manager.redis_store import RedisStore, TieredStore
+from manthan.manager.config.resolve import ManthanConfig
+from manthan.manager.stores.cold_store import ColdStore
+from manthan.manager.stores.directory import Directory, LocalDirectory
+from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
+from manthan.manager.stores.redis.directory import RedisDirectory
+from manthan.manager.stores.redis.index import RedisIndex
+from manthan.manager.stores.redis.schema import FORMAT, Namespace
+from manthan.manager.stores.redis.store import RedisStore, TieredStore
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from manthan.manager.session_table import MemoryShape
+    from manthan.manager.sessions.table import MemoryShape
 
 logger = init_logger("vllm.manthan")
 

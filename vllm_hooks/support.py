@@ -3,7 +3,7 @@
 import os
 from typing import TYPE_CHECKING
 
-from manthan.manager.config import ConfigError
+from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:

@@ -2,8 +2,8 @@
 
 from typing import TYPE_CHECKING, Any
 
-from manthan.manager.config import ManthanConfig, Resolved, resolve_config
-from manthan.manager.registries import check_registered
+from manthan.manager.config.registered import check_registered
+from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_config
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from manthan.codec.numpy_backend import NumpyCodec
+from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.registry import SPECS
 
 IMPLEMENTATIONS = [

@@ -92,8 +92,8 @@ def test_unbiased_inner_products_are_right_on_average(make):
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_decoding_follows_the_format(name, head_dim, make):
     """Against a decoder written from the format's description alone, in float64."""
-    from manthan.codec.lloyd_max import lloyd_max
-    from manthan.codec.rotation import block_sizes, sign
+    from manthan.codec.tables.lloyd_max import lloyd_max
+    from manthan.codec.tables.rotation import block_sizes, sign
 
     codec = make(name, head_dim)
     x = np.random.default_rng(0).standard_normal((21, head_dim)).astype(np.float32)

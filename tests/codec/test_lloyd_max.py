@@ -6,7 +6,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from manthan.codec.lloyd_max import lloyd_max
+from manthan.codec.tables.lloyd_max import lloyd_max
 
 
 def mean_squared_error(bits):

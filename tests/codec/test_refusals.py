@@ -83,11 +83,3 @@ def test_refused_with_a_clear_sentence(what):
     assert isinstance(refusal.value, CodecError)
     assert "\n" not in str(refusal.value)
     assert str(refusal.value).endswith((".", "?"))
-
-
-def test_cuda_without_a_gpu():
-    torch = pytest.importorskip("torch")
-    if torch.cuda.is_available():
-        pytest.skip("there is a GPU")
-    with pytest.raises(UnknownBackendError, match=r'"cuda" cannot run here.*: use "numpy" or "auto"'):
-        get_codec("lloyd3", 64, "cuda")

@@ -7,7 +7,7 @@ from importlib.metadata import EntryPoint
 import pytest
 
 from manthan.codec import CodecSpec, codec_names, get_codec, registry
-from manthan.codec.numpy_backend import NumpyCodec
+from manthan.codec.cpu.numpy_codec import NumpyCodec
 
 
 def two_thirds(head_dim, backend):
@@ -39,5 +39,7 @@ def test_ours_alone():
 
 
 def test_importing_the_package_does_not_import_torch():
-    code = "import sys, manthan.codec, manthan.codec.paged, manthan.codec.xxh3; sys.exit('torch' in sys.modules)"
+    code = (
+        "import sys, manthan.codec, manthan.codec.gpu.paged, manthan.codec.gpu.xxh3; sys.exit('torch' in sys.modules)"
+    )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

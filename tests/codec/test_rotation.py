@@ -5,7 +5,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 
-from manthan.codec.rotation import block_sizes, hadamard_, sign, weights
+from manthan.codec.tables.rotation import block_sizes, hadamard_, sign, weights
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 504, 512]
 

@@ -4,7 +4,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from manthan.codec.numpy_backend import NumpyCodec
+from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.registry import SPECS
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]

@@ -28,7 +28,7 @@ def test_small_calls_and_one_thread_stay_with_the_caller(make, monkeypatch):
     def no_pool():
         raise AssertionError("a thread was asked for")
 
-    monkeypatch.setattr("manthan.codec.numpy_backend._pool", no_pool)
+    monkeypatch.setattr("manthan.codec.cpu.numpy_codec._pool", no_pool)
     codec = make("lloyd3", 64)
     codec.threads = 8
     codec.encode(np.ones((256, 64), np.float32))
@@ -76,7 +76,7 @@ def test_a_forked_child_has_threads_again(make):
 
 
 def test_warm_up_leaves_nothing_to_compile():
-    numba_backend = pytest.importorskip("manthan.codec.numba_backend")
+    numba_backend = pytest.importorskip("manthan.codec.cpu.numba_kernels")
     codec = get_codec("lloyd3", 64)
     codec.warm_up()
     kernels = (numba_backend.encode, numba_backend.decode)
@@ -96,7 +96,7 @@ def test_importing_the_codec_imports_nothing_heavy():
 
 
 def test_without_numba_the_codec_is_plain(monkeypatch):
-    monkeypatch.setattr("manthan.codec.numpy_backend._numba_backend", lambda: None)
+    monkeypatch.setattr("manthan.codec.cpu.numpy_codec._numba_kernels", lambda: None)
     codec = get_codec("lloyd3", 64)
     codec.warm_up()
     assert not codec.fused

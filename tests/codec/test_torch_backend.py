@@ -8,12 +8,13 @@ import xxhash
 
 torch = pytest.importorskip("torch")
 
-from manthan.codec import torch_backend, wire  # noqa: E402
+from manthan.codec import wire  # noqa: E402
+from manthan.codec.cpu.numpy_codec import NumpyCodec  # noqa: E402
 from manthan.codec.errors import ShapeError  # noqa: E402
-from manthan.codec.numpy_backend import NumpyCodec  # noqa: E402
-from manthan.codec.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedLayout, status_cause  # noqa: E402
+from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedLayout, status_cause  # noqa: E402
 from manthan.codec.registry import SPECS  # noqa: E402
-from manthan.codec.tables import tables  # noqa: E402
+from manthan.codec.tables.constants import tables  # noqa: E402
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
 NAMES = list(SPECS)

@@ -6,7 +6,7 @@ import xxhash
 
 torch = pytest.importorskip("torch")
 
-from manthan.codec import torch_backend  # noqa: E402
+from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
 
 SIZES = [
     *range(272, 1024, 16),

@@ -11,9 +11,9 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, running
 
 from manthan.codec import exact, wire
-from manthan.codec.paged import GOOD, PagedLayout
+from manthan.codec.gpu.paged import GOOD, PagedLayout
 from manthan.codec.registry import SPECS
-from manthan.vllm_hooks.exact_rows import ExactRows
+from manthan.vllm_hooks.worker.exact_rows import ExactRows
 
 PARTS = 6  # of the copy of a block
 
@@ -149,10 +149,10 @@ def test_sessions_that_come_and_go_are_right_and_leave_nothing_behind(engine: En
 @pytest.fixture(params=["kernels", "torch"])
 def paged(request: pytest.FixtureRequest) -> Any:
     if request.param == "torch":
-        from manthan.codec.torch_backend import TorchPagedCodec
+        from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
         return TorchPagedCodec
-    from manthan.codec.paged_cuda import CudaPagedCodec
+    from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 
     return CudaPagedCodec
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 
 from manthan.codec import NonFiniteError, get_codec, wire
-from manthan.codec.numpy_backend import NumpyCodec
-from manthan.codec.paged import GOOD, PagedCodec, PagedLayout, status_cause
+from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.gpu.paged import GOOD, PagedCodec, PagedLayout, status_cause
 from manthan.codec.registry import SPECS
 
 LAYERS, HEADS, TOKENS, BLOCKS = 2, 3, 16, 24
@@ -61,10 +61,10 @@ def as_numpy(x: torch.Tensor) -> np.ndarray:
 @pytest.fixture(params=["kernels", "torch"])
 def paged(request: pytest.FixtureRequest) -> Any:
     if request.param == "torch":
-        from manthan.codec.torch_backend import TorchPagedCodec
+        from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
         return TorchPagedCodec
-    from manthan.codec.paged_cuda import CudaPagedCodec
+    from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 
     return CudaPagedCodec
 

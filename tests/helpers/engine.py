@@ -6,10 +6,10 @@ A block is written as a word: "sys a b" is a chain of three blocks, and forks sh
 from collections.abc import Iterable
 from typing import Any
 
-from manthan.manager.hints import parse_hints
-from manthan.manager.session import CodeState, Outcome, Session
-from manthan.manager.session_manager import SessionMemoryManager
-from manthan.manager.session_table import MemoryShape
+from manthan.manager.sessions.hints import parse_hints
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import CodeState, Outcome, Session
+from manthan.manager.sessions.table import MemoryShape
 from manthan.policies import get_policy
 
 IDLE_AFTER_S = 10.0

@@ -14,7 +14,7 @@ import vllm_engine
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from manthan.manager.session import SessionState
+from manthan.manager.sessions.session import SessionState
 
 Blocks = dict[bytes, bytes]
 """The numbers of paged blocks, by block key."""

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from world import EXACT_PARTS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World, part_keys
 
-from manthan.manager.session import Block, CodeState, Session, SessionState
+from manthan.manager.sessions.session import Block, CodeState, Session, SessionState
 
 POOL_BLOCKS = 12
 COLD_BLOCKS = 6

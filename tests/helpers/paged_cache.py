@@ -9,8 +9,8 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.codec import get_codec, wire
-from manthan.vllm_hooks.block_codec import HostBlocks
-from manthan.vllm_hooks.paged_layout import probe_layers
+from manthan.vllm_hooks.worker.block_codec import HostBlocks
+from manthan.vllm_hooks.worker.layout import probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
 PRINT = b"f" * 16

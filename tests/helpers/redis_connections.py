@@ -7,9 +7,9 @@ import pytest
 import redis
 from redis_server import RedisServer
 
-from manthan.manager.config import ConfigError
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import check, connect
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.redis.client import check, connect
 
 PASSWORD = "not-for-the-log"
 

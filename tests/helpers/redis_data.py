@@ -7,12 +7,12 @@ from hashlib import sha256
 
 import numpy as np
 
-from manthan.manager.config import load_config
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import Circuit, Client, connect
-from manthan.manager.redis_index import Grant, RedisIndex
-from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
-from manthan.manager.redis_store import RedisStore
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.config.resolve import load_config
+from manthan.manager.stores.redis.client import Circuit, Client, connect
+from manthan.manager.stores.redis.index import Grant, RedisIndex
+from manthan.manager.stores.redis.schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.store import RedisStore
 
 BLOCK_TOKENS, SHARD_BYTES = 16, 1000
 TTL_S = 88_200

@@ -6,8 +6,8 @@ from functools import cache
 from itertools import combinations
 from pathlib import Path
 
-from manthan.manager.replay import Action
-from manthan.manager.traces import TracedRequest
+from manthan.manager.simulator.replay import Action
+from manthan.manager.simulator.traces import TracedRequest
 
 EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_conversation_1000.jsonl"
 BLOCK = 4

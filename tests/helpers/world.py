@@ -8,12 +8,12 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from manthan.manager.cold_side import Fast, Shares
-from manthan.manager.cold_store import Buffer, HostStore
-from manthan.manager.hints import parse_hints
-from manthan.manager.session import CodeState, DropCause
-from manthan.manager.session_table import MemoryShape
-from manthan.manager.shared_session_manager import SharedSessionManager
+from manthan.manager.sessions.cold_side import Fast, Shares
+from manthan.manager.sessions.hints import parse_hints
+from manthan.manager.sessions.session import CodeState, DropCause
+from manthan.manager.sessions.shared import SharedSessionManager
+from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.policies import get_policy
 
 CODE_NBYTES = 32

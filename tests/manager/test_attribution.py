@@ -2,8 +2,8 @@
 
 from engine import Engine, chain
 
-from manthan.manager.remembered import Remembered
-from manthan.manager.session import Block, Session
+from manthan.manager.sessions.remembered import Remembered
+from manthan.manager.sessions.session import Block, Session
 from manthan.policies import SessionView
 
 

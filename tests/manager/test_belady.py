@@ -4,8 +4,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, best_of_all, block_lru, request
 
-from manthan.manager.belady import belady
-from manthan.manager.traces import read_trace
+from manthan.manager.simulator.belady import belady
+from manthan.manager.simulator.traces import read_trace
 
 texts = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=7)
 

@@ -3,7 +3,7 @@
 import pytest
 from engine import SHAPE, Engine
 
-from manthan.manager.session import SessionState
+from manthan.manager.sessions.session import SessionState
 
 
 @pytest.fixture

@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from manthan.codec import registry
 from manthan.codec.registry import SPECS
 from manthan.manager.cli import app
-from manthan.manager.codecs_command import PURPOSE
+from manthan.manager.commands.codecs import PURPOSE
 
 
 def test_version() -> None:

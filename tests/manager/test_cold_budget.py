@@ -3,7 +3,7 @@
 import pytest
 from engine import Engine, chain
 
-from manthan.manager.session import Drop, DropCause
+from manthan.manager.sessions.session import Drop, DropCause
 
 
 def dropped(engine: Engine, cause: DropCause = DropCause.BUDGET) -> list[str]:

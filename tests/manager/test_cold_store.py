@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from manthan.manager.cold_store import Buffer, ColdStoreError, ColdStoreFullError, HostStore
+from manthan.manager.stores.cold_store import Buffer, ColdStoreError, ColdStoreFullError, HostStore
 
 
 def buffer(nbytes: int, value: int = 0) -> Buffer:

@@ -8,7 +8,8 @@ import pytest
 import yaml
 from pydantic import ValidationError
 
-from manthan.manager.config import (
+from manthan.manager.config.model import FIELDS
+from manthan.manager.config.resolve import (
     FLAG_KEYS,
     ConfigError,
     ManthanConfig,
@@ -16,7 +17,6 @@ from manthan.manager.config import (
     load_config,
     resolve_config,
 )
-from manthan.manager.config_model import FIELDS
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 

@@ -6,9 +6,9 @@ import engine as engines
 import pytest
 from engine import Engine, chain
 
-from manthan.manager.cold_side import Fast, Shares
-from manthan.manager.session import DropCause
-from manthan.manager.session_table import MemoryShape
+from manthan.manager.sessions.cold_side import Fast, Shares
+from manthan.manager.sessions.session import DropCause
+from manthan.manager.sessions.table import MemoryShape
 
 PARTS = 3
 

@@ -3,8 +3,8 @@
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
-from manthan.manager.cold_side import Shares
-from manthan.manager.session import DropCause
+from manthan.manager.sessions.cold_side import Shares
+from manthan.manager.sessions.session import DropCause
 
 
 def dropped(engine: Engine) -> list[tuple[str, str]]:

@@ -5,7 +5,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from manthan.manager.hints import (
+from manthan.manager.sessions.hints import (
     HIGHEST_PRIORITY,
     LONGEST_NAME,
     MOST_PREFETCHES,

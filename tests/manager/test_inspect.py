@@ -9,8 +9,8 @@ from inspect_command import parsed, refusal, run, session_ids, shown
 from redis_data import TTL_S, Engine, keys_of, redis_config
 from redis_server import RedisServer, running
 
-from manthan.manager import redis_reader
-from manthan.manager.redis_schema import iso
+from manthan.manager.stores.redis import reader as redis_reader
+from manthan.manager.stores.redis.schema import iso
 
 NOW = time.time()
 

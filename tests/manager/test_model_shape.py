@@ -8,8 +8,8 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-from manthan.manager.config import load_config
-from manthan.manager.model_shape import ModelError, ModelShape, cold_blocks, encoded_nbytes, shape_of
+from manthan.manager.config.model_shape import ModelError, ModelShape, cold_blocks, encoded_nbytes, shape_of
+from manthan.manager.config.resolve import load_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 QWEN3_8B = {

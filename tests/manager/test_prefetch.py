@@ -3,9 +3,9 @@
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
-from manthan.manager.hints import Hints
-from manthan.manager.session import DropCause
-from manthan.manager.session_manager import SessionMemoryManager
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import DropCause
 from manthan.policies import get_policy
 
 LEAD_S = 2.0

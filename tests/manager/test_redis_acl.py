@@ -14,12 +14,12 @@ from redis_server import RedisServer, running
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-from manthan.manager.cold_store import ColdStoreError
-from manthan.manager.config import ConfigError
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import check, connect
-from manthan.manager.redis_index import RedisIndex
-from manthan.manager.redis_schema import Namespace
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.cold_store import ColdStoreError
+from manthan.manager.stores.redis.client import check, connect
+from manthan.manager.stores.redis.index import RedisIndex
+from manthan.manager.stores.redis.schema import Namespace
 
 PASSWORD = "not-for-the-log"
 ENGINE_ACL = (

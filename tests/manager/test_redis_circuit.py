@@ -13,8 +13,8 @@ from redis.exceptions import (
     TimeoutError,
 )
 
-from manthan.manager import redis_client
-from manthan.manager.redis_client import BREAK_FIRST_S, BREAK_MOST_S, Circuit, StoreDownError, StoreOomError
+from manthan.manager.stores.redis import client as redis_client
+from manthan.manager.stores.redis.client import BREAK_FIRST_S, BREAK_MOST_S, Circuit, StoreDownError, StoreOomError
 
 
 class World:

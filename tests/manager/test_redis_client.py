@@ -12,8 +12,8 @@ from redis_connections import PASSWORD, assert_threads_get_through, reaches, ref
 from redis_data import Engine, blocks_of, keys_of, record, redis_config
 from redis_server import RedisServer, free_port, running
 
-from manthan.manager.config import ConfigError
-from manthan.manager.redis_client import (
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.redis.client import (
     RedisUnreachableError,
     StoreDownError,
     StoreOomError,

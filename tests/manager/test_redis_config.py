@@ -2,8 +2,8 @@
 
 import pytest
 
-from manthan.manager.config import ConfigError, ManthanConfig, load_config
-from manthan.manager.config_model import FIELDS, REDIS_SCHEMES
+from manthan.manager.config.model import FIELDS, REDIS_SCHEMES
+from manthan.manager.config.resolve import ConfigError, ManthanConfig, load_config
 
 SECRET = "s3cret"
 

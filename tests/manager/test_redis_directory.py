@@ -10,14 +10,14 @@ import pytest
 import redis
 from redis_server import RedisServer, running
 
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.directory import Answers
-from manthan.manager.redis_client import Circuit, connect
-from manthan.manager.redis_directory import RedisDirectory
-from manthan.manager.redis_index import RedisIndex
-from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
-from manthan.manager.redis_store import RedisStore
-from manthan.manager.session import Drop, DropCause
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.stores.directory import Answers
+from manthan.manager.stores.redis.client import Circuit, connect
+from manthan.manager.stores.redis.directory import RedisDirectory
+from manthan.manager.stores.redis.index import RedisIndex
+from manthan.manager.stores.redis.schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.store import RedisStore
 
 FACTS = {"model": "tiny", "codec": "lloyd3", "block_tokens": 32, "block_bytes": 4}
 CAPACITY = 8

@@ -8,9 +8,9 @@ import pytest
 import redis
 from redis_server import RedisServer, running
 
-from manthan.manager.redis_client import Circuit, StoreOomError
-from manthan.manager.redis_index import Grant, RedisIndex
-from manthan.manager.redis_schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.client import Circuit, StoreOomError
+from manthan.manager.stores.redis.index import Grant, RedisIndex
+from manthan.manager.stores.redis.schema import Namespace, SessionRecord, StoredBlock
 
 NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "lloyd3"})
 FACTS = {"codec": "lloyd3", "block_tokens": 32, "block_bytes": 200}

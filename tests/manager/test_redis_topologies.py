@@ -11,8 +11,8 @@ from redis_data import Engine, blocks_of, keys_of, record, redis_config
 from redis_sentinel import Sentinel
 from redis_server import RedisServer, running
 
-from manthan.manager.redis_client import StoreDownError, check, connect
-from manthan.manager.redis_index import Collected, Grant
+from manthan.manager.stores.redis.client import StoreDownError, check, connect
+from manthan.manager.stores.redis.index import Collected, Grant
 
 
 def until_up(what: Callable[[], int]) -> int:

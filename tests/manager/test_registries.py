@@ -8,9 +8,9 @@ from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-from manthan.manager.config import ConfigError, resolve_config
-from manthan.manager.config_model import PolicyConfig
-from manthan.manager.registries import check_registered, choose_policy
+from manthan.manager.config.model import PolicyConfig
+from manthan.manager.config.registered import check_registered, choose_policy
+from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.policies import PolicyOptions, policy_names
 from manthan.policies.lfu import LFU, LFUOptions
 

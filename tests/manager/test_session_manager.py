@@ -5,7 +5,7 @@ from collections.abc import Callable
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
-from manthan.manager.session import Drop, DropCause
+from manthan.manager.sessions.session import Drop, DropCause
 
 
 @pytest.fixture

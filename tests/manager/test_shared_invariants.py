@@ -5,7 +5,7 @@ from hypothesis.stateful import precondition, rule
 from machine import INDEX, PROFILE, Sessions
 from world import CODE_NBYTES, encoded
 
-from manthan.manager.session import CodeState, Stranger
+from manthan.manager.sessions.session import CodeState, Stranger
 
 
 class SharedSessions(Sessions):

@@ -3,8 +3,8 @@
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
-from manthan.manager.session import Drop, DropCause, Session, Stranger
-from manthan.manager.shared_session_manager import SharedSessionManager
+from manthan.manager.sessions.session import Drop, DropCause, Session, Stranger
+from manthan.manager.sessions.shared import SharedSessionManager
 from manthan.policies import get_policy
 
 

@@ -11,7 +11,7 @@ from traces import EXCERPT
 from typer.testing import CliRunner, Result
 
 from manthan.manager.cli import app
-from manthan.manager.traces import read_trace
+from manthan.manager.simulator.traces import read_trace
 from manthan.policies import policy_names
 
 PNG = b"\x89PNG\r\n"

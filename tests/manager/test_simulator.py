@@ -7,11 +7,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, block_lru, check_journal, request
 
-from manthan.manager.belady import belady
-from manthan.manager.cost_model import CostModel
-from manthan.manager.replay import Setup, Tally
-from manthan.manager.simulator import replay
-from manthan.manager.traces import TracedRequest, read_trace
+from manthan.manager.simulator.belady import belady
+from manthan.manager.simulator.cost_model import CostModel
+from manthan.manager.simulator.replay import Setup, Tally
+from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.traces import TracedRequest, read_trace
 from manthan.policies import get_policy, policy_names
 
 LRU = Setup(get_policy("lru"), block_tokens=BLOCK, min_tokens=0)

@@ -3,7 +3,7 @@
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from manthan.manager.slots import SlotTable
+from manthan.manager.stores.slots import SlotTable
 
 SLOTS = 5
 KEYS = st.sampled_from([b"a", b"b", b"c", b"d", b"e", b"f"])

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from traces import EXCERPT
 
-from manthan.manager.traces import Trace, TracedRequest, TraceError, read_trace
+from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
 
 HEAD = "time_s,session_id,input_tokens,output_tokens"
 LINE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}

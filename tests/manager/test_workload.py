@@ -5,7 +5,7 @@ from statistics import mean, median
 
 import pytest
 
-from manthan.manager.workload import AGENT, CHAT, CONTEXT_TOKENS, SINGLE, Kind, make_workload
+from manthan.manager.simulator.workload import AGENT, CHAT, CONTEXT_TOKENS, SINGLE, Kind, make_workload
 
 ONLY = {"chat": 0.0, "agent": 0.0, "single": 0.0}
 

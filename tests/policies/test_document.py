@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import yaml
 
-from manthan.manager.config import load_config, resolve_config
-from manthan.manager.registries import check_registered
+from manthan.manager.config.registered import check_registered
+from manthan.manager.config.resolve import load_config, resolve_config
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.registry import BUILTIN
 

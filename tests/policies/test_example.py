@@ -6,8 +6,8 @@ import pytest
 from example_package import EXAMPLES, MANTHAN, install, run
 
 ORDER = """
-from manthan.manager.config import load_config
-from manthan.manager.registries import choose_policy
+from manthan.manager.config.resolve import load_config
+from manthan.manager.config.registered import choose_policy
 from manthan.policies import SessionView
 
 policy, options = choose_policy(load_config("x.yaml").policy)

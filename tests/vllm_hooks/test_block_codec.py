@@ -9,10 +9,10 @@ from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, pag
 
 from manthan.codec import get_codec, wire
 from manthan.codec.exact import exact_parts, part_keys
-from manthan.manager.cold_store import HostStore
-from manthan.vllm_hooks.exact_blocks import ExactBlocks
-from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+from manthan.manager.stores.cold_store import HostStore
 from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.worker.exact_blocks import ExactBlocks
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 KEY = b"k" * 32
 ISAS = ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]

@@ -6,11 +6,11 @@ import torch
 from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, gpu_like, shape_of, write
 
 from manthan.codec import exact, wire
-from manthan.codec.paged import BAD_CHECKSUM, BAD_HEADER, PagedCodec
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, PagedCodec
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.registry import SPECS
-from manthan.codec.torch_backend import TorchPagedCodec
-from manthan.vllm_hooks.exact_rows import ExactRows
-from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+from manthan.vllm_hooks.worker.exact_rows import ExactRows
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 KEYS = [bytes([i]) * 32 for i in range(3)]
 IDS = [3, 1, 6]

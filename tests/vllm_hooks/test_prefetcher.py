@@ -19,17 +19,17 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm_engine import MODEL
 
-from manthan.manager.hints import Hints
-from manthan.manager.pressure import Runway
-from manthan.manager.session_manager import SessionMemoryManager
-from manthan.manager.session_table import MemoryShape
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.pressure import Runway
+from manthan.manager.sessions.table import MemoryShape
 from manthan.policies import get_policy
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.messages import Load, LoadResult
 from manthan.vllm_hooks.pool_queue import PoolQueue
 from manthan.vllm_hooks.prefetcher import RETRY_S, Prefetcher
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
-from manthan.vllm_hooks.stats import StatsRecorder
+from manthan.vllm_hooks.telemetry.metrics import StatsRecorder
 
 TOKENS = 16
 BLOCKS = 20

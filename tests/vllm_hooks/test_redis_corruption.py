@@ -11,17 +11,17 @@ from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, pag
 from redis_server import RedisServer, running
 
 from manthan.codec import wire
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.registry import SPECS
-from manthan.codec.torch_backend import TorchPagedCodec
-from manthan.manager.config_model import RedisConfig
-from manthan.manager.redis_client import Circuit, connect
-from manthan.manager.redis_schema import Namespace
-from manthan.manager.redis_store import RedisStore
-from manthan.vllm_hooks.block_codec import Blocks
-from manthan.vllm_hooks.host_path import HostPath
+from manthan.manager.config.model import RedisConfig
+from manthan.manager.stores.redis.client import Circuit, connect
+from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.redis.store import RedisStore
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock
-from manthan.vllm_hooks.paged_blocks import PagedBlocks
-from manthan.vllm_hooks.paged_layout import paged_layout, probe_layers
+from manthan.vllm_hooks.worker.block_codec import Blocks
+from manthan.vllm_hooks.worker.host_path import HostPath
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
+from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 
 pytestmark = pytest.mark.usefixtures("engine_config")
 

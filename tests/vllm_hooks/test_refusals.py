@@ -11,11 +11,11 @@ from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
-from manthan.manager.config import ConfigError, load_config
-from manthan.manager.session_table import MemoryShape
+from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.sessions.table import MemoryShape
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.announce import check_capacity
 from manthan.vllm_hooks.support import check_supported, full_attention_spec
+from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {

@@ -9,11 +9,10 @@ from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
 from vllm.v1.request import Request
 
-from manthan.manager.hints import NO_HINTS, Hints
-from manthan.manager.session import Outcome
+from manthan.manager.sessions.hints import NO_HINTS, Hints
+from manthan.manager.sessions.session import Outcome
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.plugin import keep_headers
-from manthan.vllm_hooks.request_hints import (
+from manthan.vllm_hooks.http.hints import (
     MIDDLEWARE,
     HeaderKeeper,
     RequestHintError,
@@ -22,6 +21,7 @@ from manthan.vllm_hooks.request_hints import (
     hints_of,
     tenant_of,
 )
+from manthan.vllm_hooks.plugin import keep_headers
 
 HEADER = "X-Tenant-ID"
 

@@ -11,7 +11,7 @@ import pytest
 
 from manthan.benchmarks.server import Reply, VllmServer
 from manthan.vllm_hooks.plugin import HELP
-from manthan.vllm_hooks.stats import METRICS
+from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 FLAGS = [

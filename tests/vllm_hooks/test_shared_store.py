@@ -11,8 +11,8 @@ from redis_server import RedisServer, running
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from manthan.manager.config import ConfigError, load_config
-from manthan.manager.config_model import CodecConfig
+from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import engine_name, namespace_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config

@@ -9,7 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
-from manthan.manager.simulated_pool import SimulatedPool
+from manthan.manager.simulator.pool import SimulatedPool
 
 BLOCKS = 12
 GROUP = [0]

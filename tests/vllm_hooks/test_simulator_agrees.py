@@ -14,10 +14,10 @@ from typing import Any
 import pytest
 from vllm_engine import BLOCK
 
-from manthan.manager.cost_model import CostModel
-from manthan.manager.replay import Setup
-from manthan.manager.simulator import replay
-from manthan.manager.traces import TracedRequest
+from manthan.manager.simulator.cost_model import CostModel
+from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "stepped_engine.py"

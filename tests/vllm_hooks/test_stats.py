@@ -1,7 +1,7 @@
 """What happens between two looks at the statistics is added up."""
 
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.stats import ManthanStats
+from manthan.vllm_hooks.telemetry.metrics import ManthanStats
 
 
 def test_counters_add_up_observations_queue_up_and_the_last_gauge_counts() -> None:

@@ -7,12 +7,12 @@ import pytest
 import torch
 from vllm.platforms import current_platform
 
-from manthan.manager.config import ConfigError, load_config
+from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.tiers import Demotion, Tier, Tiers
-from manthan.vllm_hooks.worker_half import codec_backend
+from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
+from manthan.vllm_hooks.worker.half import codec_backend
+from manthan.vllm_hooks.worker.tiers import Demotion, Tier, Tiers
 
 GIB = 1 << 30
 

@@ -1,0 +1,1 @@
+"""Codecs on a GPU, over paged memory; the kernels' sources."""

@@ -1,0 +1,376 @@
+"""The paged codec in plain PyTorch, for GPUs on which the CUDA kernels cannot be compiled; it runs on any device.
+
+The formulas of `manthan.codec.base` in their order, one elementwise operation of torch for each, so that no step is
+fused with another. Vectors lie transposed, [head_dim, n]: each step runs over contiguous memory. Nothing here makes the
+host wait for the device.
+"""
+
+from collections.abc import Iterator, Sequence
+from functools import lru_cache
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from manthan.codec.base import CodecSpec, Kind, align16
+from manthan.codec.gpu import xxh3
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedCodec, PagedLayout
+from manthan.codec.tables.constants import Tables
+from manthan.codec.tables.constants import tables as tables_of
+from manthan.codec.wire import CHECKSUM, HEADER, BlockHeader
+
+NUMBERS_AT_ONCE = 2**22
+"""Of keys or values: each temporary of encoding and decoding is about four times as many bytes."""
+BYTES_AT_ONCE = 2**25
+"""Of encoded blocks: the checksums' temporaries are about five times as large."""
+EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
+FLOAT16_MAX = 65504.0
+
+
+def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Encode float32 [n, head_dim]: scales uint8 [n, 2], bf16; planes uint8 [n, bits * head_dim / 8]; finite bool [n].
+
+    A vector that is not finite gets scale and planes that mean nothing.
+    """
+    n = len(x)
+    y = x.t().contiguous()
+    top = (y.view(torch.int32) & MAGNITUDE).amax(0)
+    field = (254 - (top >> 23)).clamp(min=8)
+    inverse = torch.where(field < 254, (254 - field) << 23, 1 << 22)  # 2**-127 is denormal
+    y = y * (field << 23).view(torch.float32)
+    y = _hadamard(y * _weights(tables, x.device), tables.blocks.tolist())
+    square = _fold(y * y)
+    rms = _sqrt(square) * float(tables.root)
+    code = (y < 0).to(torch.uint8) << (bits - 1)
+    y = y.abs()
+    q = torch.full_like(y, float(tables.levels[0]))
+    for threshold, level in zip(tables.thresholds.tolist(), tables.levels[1:].tolist(), strict=True):
+        above = y > rms * threshold
+        code += above
+        q.masked_fill_(above, level)
+    dot = _fold(y * q)
+    ratio = square / dot.clamp(min=2.0**-126) if tables.unbiased else dot / _fold(q * q)
+    scale = ratio * inverse.view(torch.float32)
+    scales = _round(scale.view(torch.int32)).clamp(max=0x7F7F).to(torch.int16)
+    return scales.view(torch.uint8).view(n, 2), _pack(code, bits), top < EXPONENT
+
+
+def decode_vectors(scales: Tensor, planes: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor]:
+    """Decode uint8 scales [n, 2] and planes [n, bits * head_dim / 8]: float32 [n, head_dim]; finite bool [n].
+
+    A vector whose scale is not finite gets numbers that mean nothing.
+    """
+    dim, n = len(tables.weights), len(scales)
+    words = _scale_words(scales)
+    code = _unpack(planes, dim, bits)
+    x = _signed_levels(tables, scales.device).index_select(0, code.view(-1).to(torch.int32)).view(dim, n)
+    x = _hadamard(x, tables.blocks.tolist()) * _weights(tables, scales.device) * words.view(torch.float32)
+    largest = float(tables.largest)
+    x = x.clamp(-largest, largest) + 0.0  # no negative zeros
+    return x.t().contiguous(), _finite(words)
+
+
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Decoded float32 numbers in the cache's dtype: ties to even, float16 within its range."""
+    if dtype == torch.bfloat16:  # by its bits, for the sake of denormal numbers: some devices' casts flush them
+        return _round(x.view(torch.int32)).to(torch.int16).view(torch.bfloat16)
+    if dtype == torch.float16:
+        return x.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
+    return x.to(dtype)
+
+
+def checksums(blocks: Tensor) -> Tensor:
+    """The xxh3-64 of each block but its checksum field, as the bits of int64 [n].
+
+    blocks: uint8 [n, nbytes], nbytes a multiple of 16 and more than 256.
+    """
+    n, nbytes = blocks.shape
+    assert nbytes % 16 == 0, nbytes
+    assert nbytes > 256, nbytes
+    device, length = blocks.device, nbytes - (CHECKSUM.stop - CHECKSUM.start)
+    words = torch.cat((blocks[:, : CHECKSUM.start], blocks[:, CHECKSUM.stop :]), 1).view(torch.int64)
+    secret = _int64(tuple(xxh3.SECRET[s + i] for s in range(16) for i in range(8)), device).view(16, 8)
+    scramble = _int64(xxh3.SECRET[16:], device)
+    kibibytes, stripes = (length - 1) // 1024, (length - 1) % 1024 // 64
+    whole, rest = words[:, : 128 * kibibytes], words[:, 128 * kibibytes :][:, : 8 * stripes]
+    sums = _int64(xxh3.START, device).expand(n, 8)
+    for added in _stripes(whole.view(n, kibibytes, 16, 8), secret).transpose(0, 1).contiguous():
+        sums = sums + added
+        sums = (sums ^ _shift(sums, 47) ^ scramble) * xxh3.PRIME_32_1
+    sums = sums + _stripes(rest.view(n, stripes, 8), secret[:stripes])
+    sums = sums + _stripes(words[:, None, -8:], _int64(xxh3.LAST, device))
+    keyed = (sums ^ _int64(xxh3.MERGE, device)).view(n, 4, 2)
+    merged = _folded_product(keyed[..., 0], keyed[..., 1]).sum(1) + _signed(length * xxh3.PRIME_64_1)
+    merged = (merged ^ _shift(merged, 37)) * _signed(xxh3.PRIME_MX1)
+    return merged ^ _shift(merged, 32)
+
+
+class _Half(NamedTuple):
+    """Keys or values. views: [blocks, heads, tokens, head_dim] of each layer's cache. scales, planes: the offsets of
+    the codes' parts within an encoded block."""
+
+    views: tuple[Tensor, ...]
+    tables: Tables
+    bits: int
+    scales: int
+    planes: int
+
+
+class _Part(NamedTuple):
+    """Layers `first` to `last` (not included) of one half: few enough to be worked on at once."""
+
+    half: _Half
+    first: int
+    last: int
+
+
+class TorchPagedCodec(PagedCodec):
+    """A paged codec out of torch's own operations, on the device of the caches."""
+
+    def __init__(self, spec: CodecSpec, layout: PagedLayout, header: BlockHeader) -> None:
+        super().__init__(spec, layout, header)
+        self._per_layer = layout.heads * layout.tokens
+        vectors, start = header.vectors, HEADER.size
+        halves = []
+        kinds: tuple[tuple[Kind, int], ...] = (("key", layout.key_at), ("value", layout.value_at))
+        for kind, at in kinds:
+            bits = spec.bits(kind)
+            planes = start + align16(2 * vectors)
+            tables = tables_of(layout.head_dim, bits, spec.rotated, spec.unbiased)
+            halves.append(_Half(_views(layout, at), tables, bits, start, planes))
+            start = planes + align16(vectors * bits * layout.head_dim // 8)
+        self._halves = tuple(halves)
+
+    def encode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
+        """As `PagedCodec.encode` says."""
+        with torch.inference_mode():  # in which caches made in it may be written to as well
+            for some in self._batches(len(block_ids)):
+                rows, status[some] = self._encode(block_ids[some], headers[some])
+                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
+
+    def seal(self, codes: Tensor, slots: Tensor, headers: Tensor) -> None:
+        """As `PagedCodec.seal` says."""
+        with torch.inference_mode():
+            for some in self._batches(len(slots)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                rows[:, : HEADER.size] = headers[some]
+                rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
+                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
+
+    def verify(self, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
+        """As `PagedCodec.verify` says; scales that are not finite are found here already."""
+        with torch.inference_mode():
+            for some in self._batches(len(slots)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                status[some] = self._check(rows, headers[some])
+
+    def decode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, status: Tensor) -> None:
+        """As `PagedCodec.decode` says."""
+        with torch.inference_mode():
+            for some in self._batches(len(block_ids)):
+                rows = codes[:, : self.nbytes].index_select(0, slots[some])
+                self._restore(rows, block_ids[some], status[some] == GOOD)
+
+    def _batches(self, n: int) -> Iterator[slice]:
+        """The n blocks in runs of as many as are worked on at once."""
+        numbers = self._per_layer * self.layout.head_dim
+        step = max(1, min(NUMBERS_AT_ONCE // numbers, BYTES_AT_ONCE // self.nbytes))
+        return (slice(first, min(first + step, n)) for first in range(0, n, step))
+
+    def _parts(self, n: int) -> Iterator[_Part]:
+        """All layers' keys and values, in parts fit for n blocks."""
+        layers = len(self.layout.caches)
+        step = max(1, NUMBERS_AT_ONCE // (n * self._per_layer * self.layout.head_dim))
+        for half in self._halves:
+            for first in range(0, layers, step):
+                yield _Part(half, first, min(first + step, layers))
+
+    def _codes(self, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+        """The scales and the planes of a part, as views [n, bytes] of encoded blocks [n, nbytes]."""
+        width = part.half.bits * self.layout.head_dim // 8
+        places = (part.half.scales, 2), (part.half.planes, width)
+        first, last = part.first * self._per_layer, part.last * self._per_layer
+        scales, planes = (rows[:, at + first * size : at + last * size] for at, size in places)
+        return scales, planes
+
+    def _encode(self, block_ids: Tensor, headers: Tensor) -> tuple[Tensor, Tensor]:
+        """Encoded blocks uint8 [n, nbytes], and their status."""
+        n, device = len(block_ids), block_ids.device
+        rows = torch.zeros((n, self.nbytes), dtype=torch.uint8, device=device)
+        status = torch.full((n,), GOOD, dtype=torch.int32, device=device)
+        rows[:, : HEADER.size] = headers
+        for part in self._parts(n):
+            views = part.half.views[part.first : part.last]
+            x = torch.stack([view.index_select(0, block_ids) for view in views], 1).to(torch.float32)
+            made = encode_vectors(x.view(-1, self.layout.head_dim), part.half.tables, part.half.bits)
+            for place, codes in zip(self._codes(rows, part), made, strict=False):
+                place.copy_(codes.view(n, -1))
+            bad = _first_bad(made[2].view(n, -1), part.first * self._per_layer)
+            status = torch.minimum(status, bad)
+        rows[:, CHECKSUM] = checksums(rows).view(n, 1).view(torch.uint8)
+        return rows, status
+
+    def _check(self, rows: Tensor, headers: Tensor) -> Tensor:
+        """The status of encoded blocks uint8 [n, nbytes]."""
+        offsets = torch.arange(HEADER.size, dtype=torch.int32, device=rows.device)
+        differs = rows[:, : HEADER.size] != headers
+        differs[:, CHECKSUM].fill_(False)
+        first = torch.where(differs, offsets, HEADER.size).amin(1)
+        status = torch.where(first < HEADER.size, BAD_HEADER - first, GOOD)
+        right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
+        status = torch.where(right, status, BAD_CHECKSUM)
+        for half in self._halves:
+            scales, _ = self._codes(rows, _Part(half, 0, len(half.views)))
+            finite = _finite(_scale_words(scales.reshape(-1, 2))).view(len(rows), -1)
+            status = torch.minimum(status, _first_bad(finite, 0))
+        return status
+
+    def _restore(self, rows: Tensor, block_ids: Tensor, good: Tensor) -> None:
+        """Decode encoded blocks into the paged ones where good, bool [n], says so."""
+        n, layout = len(block_ids), self.layout
+        for part in self._parts(n):
+            scales, planes = self._codes(rows, part)
+            width = part.half.bits * layout.head_dim // 8
+            x, _ = decode_vectors(scales.reshape(-1, 2), planes.reshape(-1, width), part.half.tables, part.half.bits)
+            x = cast(x, layout.caches[0].dtype)
+            blocks = x.view(n, part.last - part.first, layout.heads, layout.tokens, layout.head_dim)
+            for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
+                old = view.index_select(0, block_ids)
+                view.index_copy_(0, block_ids, torch.where(good[:, None, None, None], new, old))
+
+
+def _views(layout: PagedLayout, at: int) -> tuple[Tensor, ...]:
+    """[blocks, heads, tokens, head_dim] of each layer's cache, the first vector `at` elements from its first."""
+    inside = (layout.heads, layout.tokens, layout.head_dim)
+    strides = (layout.head_stride, layout.token_stride, 1)
+    block = sum((size - 1) * stride for size, stride in zip(inside, strides, strict=True))
+    views = []
+    for cache in layout.caches:
+        extent = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
+        blocks = 1 + (extent - max(layout.key_at, layout.value_at) - block) // layout.block_stride
+        view = cache.as_strided((blocks, *inside), (layout.block_stride, *strides), cache.storage_offset() + at)
+        views.append(view)
+    return tuple(views)
+
+
+def _first_bad(finite: Tensor, first: int) -> Tensor:
+    """int32 [n]: `first` plus the index of the first False of each row of bool [n, m]; GOOD if there is none."""
+    indices = torch.arange(first, first + finite.shape[1], dtype=torch.int32, device=finite.device)
+    return torch.where(finite, GOOD, indices).amin(1)
+
+
+def _hadamard(x: Tensor, blocks: Sequence[int]) -> Tensor:
+    """Transform float32 [head_dim, n] as `rotation.hadamard_` does, block by block, not normalized."""
+    n, start, done = x.shape[1], 0, []
+    for size in blocks:
+        part, start = x[start : start + size], start + size
+        for stride in (1 << k for k in range(size.bit_length() - 1)):
+            pairs = part.reshape(size // (2 * stride), 2, stride, n)
+            part = torch.empty_like(pairs)
+            torch.add(pairs[:, 0], pairs[:, 1], out=part[:, 0])
+            torch.sub(pairs[:, 0], pairs[:, 1], out=part[:, 1])
+        done.append(part.view(size, n))
+    return torch.cat(done) if done else x
+
+
+def _sqrt(x: Tensor) -> Tensor:
+    """The nearest float32: by way of float64, because torch's own may be off in the last bit (MKL's on CPUs is)."""
+    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
+
+
+def _fold(rows: Tensor) -> Tensor:
+    """Fold each run of 8 rows of float32 [rows, n], then the runs: [n]."""
+    dim, n = rows.shape
+    sums = rows.view(dim // 8, 8, n)
+    for half in (4, 2, 1):
+        sums = sums[:, :half] + sums[:, half : 2 * half]
+    sums = sums[:, 0]
+    while len(sums) > 1:
+        half = (len(sums) + 1) // 2
+        upper = sums[half:]
+        sums = torch.cat((sums[: len(upper)] + upper, sums[len(upper) : half]))
+    return sums[0]
+
+
+def _pack(code: Tensor, bits: int) -> Tensor:
+    """Codes uint8 [head_dim, n], the sign highest, to planes uint8 [n, bits * head_dim / 8]."""
+    dim, n = code.shape
+    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)[:, None]
+    eights = code.view(dim // 8, 8, n)
+    planes = [((eights >> (bits - 1 - p) & 1) << shifts).sum(1, dtype=torch.uint8) for p in range(bits)]
+    return torch.cat(planes).t().contiguous()
+
+
+def _unpack(planes: Tensor, dim: int, bits: int) -> Tensor:
+    """Planes uint8 [n, bits * dim / 8] to codes uint8 [dim, n]."""
+    n = len(planes)
+    shifts = torch.arange(8, dtype=torch.uint8, device=planes.device)[:, None]
+    code = torch.zeros((dim // 8, 8, n), dtype=torch.uint8, device=planes.device)
+    for plane in planes.t().contiguous().view(bits, dim // 8, 1, n):
+        code = code + code + (plane >> shifts & 1)
+    return code.view(dim, n)
+
+
+def _round(words: Tensor) -> Tensor:
+    """The bf16 bits nearest to float32 bits, ties to even; int32 both."""
+    return (words + 0x7FFF + (words >> 16 & 1)) >> 16
+
+
+def _scale_words(scales: Tensor) -> Tensor:
+    """Scales uint8 [n, 2] as the bits of float32, int32 [n]."""
+    low, high = scales.to(torch.int32).unbind(1)
+    return low << 16 | high << 24
+
+
+def _finite(words: Tensor) -> Tensor:
+    return (words & EXPONENT) != EXPONENT
+
+
+def _stripes(words: Tensor, secret: Tensor) -> Tensor:
+    """What stripes add to the sums: int64 [..., stripes, 8] with [stripes, 8] to [..., 8]."""
+    keyed = words ^ secret
+    plain = words.sum(-2)
+    swapped = plain.view(*plain.shape[:-1], 4, 2).flip(-1).view(plain.shape)
+    return ((keyed & 0xFFFFFFFF) * _shift(keyed, 32)).sum(-2) + swapped
+
+
+def _folded_product(x: Tensor, y: Tensor) -> Tensor:
+    """The lower half of the 128-bit product xor the upper, by 32 bits at a time."""
+    x0, x1, y0, y1 = x & 0xFFFFFFFF, _shift(x, 32), y & 0xFFFFFFFF, _shift(y, 32)
+    first = x1 * y0 + _shift(x0 * y0, 32)
+    second = x0 * y1 + (first & 0xFFFFFFFF)
+    return x * y ^ (x1 * y1 + _shift(first, 32) + _shift(second, 32))
+
+
+def _shift(x: Tensor, k: int) -> Tensor:
+    """int64 shifted right by k as if unsigned."""
+    return x >> k & (1 << (64 - k)) - 1
+
+
+def _signed(word: int) -> int:
+    """The int64 of the same lower 64 bits."""
+    return (word + 2**63) % 2**64 - 2**63
+
+
+# Constants are copied to a device once: such a copy makes the host wait.
+
+
+@lru_cache(maxsize=64)
+def _int64(words: tuple[int, ...], device: torch.device) -> Tensor:
+    return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device=device)
+
+
+@lru_cache(maxsize=64)
+def _float32(data: bytes, device: torch.device) -> Tensor:
+    return torch.tensor(np.frombuffer(data, np.float32).tolist(), dtype=torch.float32, device=device)
+
+
+def _weights(tables: Tables, device: torch.device) -> Tensor:
+    """[head_dim, 1]"""
+    return _float32(tables.weights.tobytes(), device)[:, None]
+
+
+def _signed_levels(tables: Tables, device: torch.device) -> Tensor:
+    """By code: the sign is its highest bit."""
+    return _float32(np.concatenate([tables.levels, -tables.levels]).tobytes(), device)

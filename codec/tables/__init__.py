@@ -1,0 +1,1 @@
+"""The constants of codecs: quantizers, rotations."""

@@ -1,0 +1,1 @@
+"""The `manthan` command's parts."""

@@ -1,0 +1,49 @@
+"""`manthan codecs`: which codecs there are, what they keep of a number and what that takes."""
+
+from rich.table import Table
+from rich.text import Text
+
+from manthan.codec import Codec, codec_names, get_codec
+from manthan.manager.commands.console import make_console
+
+HEAD_DIM = 128
+"""The head size of most models."""
+PURPOSE = {
+    "k3v3": "the default: five times less than bf16",
+    "k4v2": "the same size, more exact for keys; encoding takes longer",
+    "lloyd3": "k3v3 with the least-squares scale: loses more",
+    "lloyd4": "more exact, four times less",
+    "k4v3": "more exact keys: most of what lloyd4 gains, for less",
+    "lloyd3-unrotated": "only to compare with: loses much more at the same size",
+}
+
+
+def codecs() -> None:
+    """List the codecs there are, with their bits, and their sizes for vectors of 128 numbers."""
+    table = Table(box=None)
+    for heading in ("codec", "bits, keys / values", "bytes of a key, a value", "ratio to bf16", "for"):
+        table.add_column(heading)
+    for name in codec_names():
+        try:
+            row = _row(name, get_codec(name, HEAD_DIM, "numpy"))
+        except Exception as error:  # whatever another package's module does
+            said = " ".join(str(error).split())
+            table.add_row(Text(name), "", "", "", Text(f"cannot be used: {type(error).__name__}: {said}", style="red"))
+            continue
+        table.add_row(*map(Text, row))
+    make_console().print(table)
+
+
+def _row(name: str, codec: Codec) -> tuple[str, ...]:
+    if not isinstance(codec, Codec):
+        raise TypeError(f"it must give a manthan.codec.Codec, not {codec!r}")
+    key, value = (_vector_nbytes(codec, kind) for kind in ("key", "value"))
+    lines = (type(codec).__doc__ or "").strip().splitlines() or [""]
+    bits = f"{codec.bits('key')} / {codec.bits('value')}"
+    return name, bits, f"{key:g}, {value:g}", f"{codec.ratio:.2f}x", PURPOSE.get(name, lines[0])
+
+
+def _vector_nbytes(codec: Codec, kind: str) -> float:
+    """Bytes of one vector among many."""
+    many = 1 << 12
+    return codec.encoded_nbytes(many, kind) / many  # type: ignore[arg-type]

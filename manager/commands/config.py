@@ -1,0 +1,107 @@
+"""`manthan config check`: what a configuration amounts to, alone and for a model."""
+
+from typing import Annotated
+
+import typer
+from pydantic import ByteSize
+from rich.table import Table
+from rich.text import Text
+
+from manthan.codec.exact import exact_parts
+from manthan.manager.commands.console import make_console
+from manthan.manager.config.model import FIELDS, CodecConfig
+from manthan.manager.config.model_shape import BF16, ModelShape, cold_blocks, encoded_nbytes
+from manthan.manager.config.registered import check_registered, choose_policy
+from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
+
+SESSION_TOKENS = "2048,8192,32768"
+
+
+def check(
+    file: Annotated[str, typer.Argument(metavar="FILE", help="A YAML file, see configs/.")],
+    model: Annotated[str, typer.Option(help="Say also what it means for this model: a folder, or a name.")] = "",
+    block_size: Annotated[int, typer.Option(min=1, help="As vLLM's --block-size, for --model.")] = 16,
+    ranks: Annotated[
+        int, typer.Option("--tensor-parallel-size", min=1, help="As vLLM's --tensor-parallel-size, for --model.")
+    ] = 1,
+    session_tokens: Annotated[str, typer.Option(help="Lengths of sessions, by comma, for --model.")] = SESSION_TOKENS,
+) -> None:
+    """Print what FILE and the environment amount to, or what is wrong with them."""
+    try:
+        resolved = resolve_config(file)
+        check_registered(resolved)
+        lengths = _lengths(session_tokens)
+        of_model = _model_table(resolved.config, model, block_size, ranks, lengths) if model else None
+    except ConfigError as error:
+        typer.echo(error, err=True)
+        raise typer.Exit(1) from None
+    console = make_console()
+    console.print(_table(resolved))
+    if of_model:
+        console.print()
+        console.print(of_model)
+
+
+def _lengths(text: str) -> list[int]:
+    try:
+        lengths = [int(one) for one in text.split(",")]
+        if min(lengths) < 1:
+            raise ValueError
+    except ValueError:
+        raise ConfigError(
+            f"--session-tokens must be numbers of tokens, such as {SESSION_TOKENS}, not {text!r}"
+        ) from None
+    return lengths
+
+
+def _table(resolved: Resolved) -> Table:
+    table = Table("key", "value", "source", box=None)
+    for key in FIELDS:
+        table.add_row(key, Text(_value(resolved.config, key)), Text(resolved.sources[key]))
+        if key == "policy.name":
+            for option, value in choose_policy(resolved.config.policy).options:
+                source = resolved.sources.get(f"policy.{option}", DEFAULT)
+                table.add_row(f"policy.{option}", Text(str(value)), Text(source))
+    return table
+
+
+def _value(config: ManthanConfig, key: str) -> str:
+    value: object = config
+    for name in key.split(".", 1):
+        value = getattr(value, name)
+    return value.human_readable() if isinstance(value, ByteSize) else str(value)
+
+
+def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
+    """What the configuration means for a model. Raises ModelError."""
+    shape = ModelShape.of(model)
+    codec, header = config.codec, shape.header(config.codec.name, block_tokens, ranks)
+    nbytes = encoded_nbytes(header)
+    hot, cold = shape.token_nbytes * block_tokens, nbytes * ranks
+    blocks = cold_blocks(config, nbytes, ranks)
+    table = Table("for the model", model, box=None)
+    table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
+    table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
+    table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
+    table.add_row(f"the same as codes of {codec.name}", f"{cold / block_tokens:.0f} bytes, headers included")
+    table.add_row("ratio", f"{hot / cold:.2f}x")
+    table.add_row("the cold store holds", f"{blocks * block_tokens} tokens")
+    for tokens in lengths:
+        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, blocks, block_tokens))
+        if codec.keeps_exact:
+            parts = exact_parts(header, BF16) * _copies(codec, tokens // block_tokens, block_tokens)
+            table.add_row("… with their exact copies", _sessions(config, tokens, blocks, block_tokens, parts))
+    return table
+
+
+def _copies(codec: CodecConfig, blocks: int, block_tokens: int) -> int:
+    """How many of a session's blocks have an exact copy."""
+    return min(blocks, sum(-(-tokens // block_tokens) for tokens in (codec.sink_tokens, codec.window_tokens)))
+
+
+def _sessions(config: ManthanConfig, tokens: int, blocks: int, block_tokens: int, parts: int = 0) -> str:
+    """How many sessions so many blocks hold; parts: the room that a session's copies take, in encoded blocks."""
+    if tokens < config.min_tokens:
+        return f"none is kept: min_tokens is {config.min_tokens}"
+    full = tokens // block_tokens
+    return f"{blocks // (full + parts)}" if full else f"none is kept: a block has {block_tokens} tokens"

@@ -1,0 +1,1 @@
+"""What can be configured, where a value may come from, and what is registered."""

@@ -1,0 +1,134 @@
+"""What the KV of a model takes, in bf16 and as codes: told from its config.json, without vLLM or torch."""
+
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from manthan.codec import CodecError, wire
+from manthan.manager.config.model import ManthanConfig
+from manthan.manager.config.resolve import ConfigError
+
+BF16 = 2
+FULL = "full_attention"
+LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
+HEADS = ("num_attention_heads", "n_head")
+HIDDEN = ("hidden_size", "n_embd")
+RECURRENT = ("ssm_cfg", "mamba_d_state", "mamba_d_conv", "linear_num_key_heads", "layers_block_type", "rwkv_version")
+"""Keys that models with Mamba or linear attention layers have."""
+
+
+class ModelError(ConfigError):
+    """A model whose KV cannot be told, or that Manthan does not serve, in one sentence."""
+
+
+@dataclass(frozen=True)
+class ModelShape:
+    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head."""
+
+    layers: int
+    heads: int
+    head_dim: int
+
+    @property
+    def token_nbytes(self) -> int:
+        """Bytes of one token's keys and values in bf16."""
+        return 2 * BF16 * self.layers * self.heads * self.head_dim
+
+    def header(self, codec: str, block_tokens: int, ranks: int = 1) -> wire.BlockHeader:
+        """Of one rank's encoded blocks. Raises ModelError."""
+        if self.heads % ranks and ranks % self.heads:
+            raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
+        heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
+        fingerprint = bytes(wire.FINGERPRINT_LEN)
+        return wire.BlockHeader(codec, b"", fingerprint, self.layers, heads, block_tokens, self.head_dim)
+
+    @classmethod
+    def of(cls, model: str) -> "ModelShape":
+        """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. Raises ModelError."""
+        return shape_of(read_model_config(model), model)
+
+
+def encoded_nbytes(header: wire.BlockHeader) -> int:
+    """Bytes of an encoded block, header included. Raises ModelError for what its codec does not take."""
+    try:
+        return wire.block_nbytes(header)
+    except CodecError as error:
+        raise ModelError(str(error).rstrip(".")) from None
+    except Exception as error:  # whatever another package's codec does when it is imported
+        raise ModelError(f"codec {header.codec} cannot be used: {type(error).__name__}: {error}") from error
+
+
+def cold_blocks(config: ManthanConfig, nbytes: int, ranks: int = 1) -> int:
+    """How many blocks the cold store holds whose shards take so many bytes on each rank; tiers hold whole ones."""
+    store = config.cold_store
+    tiers = (store.max_bytes, store.host_bytes if store.kind == "device" else 0)
+    return sum(tier // ranks // nbytes for tier in tiers)
+
+
+def read_model_config(model: str) -> Mapping[str, Any]:
+    """What config.json says, from disk or from the Hub. Raises ModelError."""
+    path = Path(model)
+    if path.is_dir():
+        path = path / "config.json"
+    elif not path.exists():
+        path = _from_hub(model)
+    try:
+        config = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}") from None
+    except ValueError:
+        raise ModelError(f"{path}: is not valid JSON") from None
+    if not isinstance(config, dict):
+        raise ModelError(f"{path}: must be an object, not a {type(config).__name__}")
+    return config
+
+
+def _from_hub(model: str) -> Path:
+    try:
+        from huggingface_hub import hf_hub_download
+    except ImportError:
+        why = "huggingface_hub, which would fetch it, is not installed"
+    else:
+        try:
+            return Path(hf_hub_download(model, "config.json"))
+        except Exception as error:  # whatever the Hub and the network come up with
+            why = f"the Hub did not give it ({type(error).__name__})"
+    raise ModelError(f"{model}: there is no such folder, and {why}: name a folder that has the model's config.json")
+
+
+def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
+    """The shape of the KV that a config.json speaks of. Raises ModelError."""
+    text: Mapping[str, Any] = config.get("text_config") or config
+    unsupported = _unsupported({**config, **text})
+    if unsupported:
+        raise ModelError(f"{model}: {unsupported}; Manthan does not serve it")
+    heads = _number(text, HEADS, model)
+    head_dim = text.get("head_dim") or _number(text, HIDDEN, model) // heads
+    return ModelShape(_number(text, LAYERS, model), text.get("num_key_value_heads") or heads, head_dim)
+
+
+def _unsupported(config: Mapping[str, Any]) -> str:
+    """Why Manthan does not serve such a model, or nothing. vLLM knows more: a server says so at its start."""
+    kinds = sorted({str(kind) for kind in config.get("layer_types") or () if kind != FULL})
+    window = config.get("sliding_window")
+    recurrent = [key for key in RECURRENT if config.get(key)]
+    if config.get("kv_lora_rank"):
+        return "it uses multi-head latent attention (MLA), whose cache is no keys and values"
+    if recurrent or "mamba" in str(config.get("model_type")):
+        return f"it has Mamba or linear attention layers ({', '.join(recurrent) or config['model_type']})"
+    if kinds:
+        return f"not all of its layers have full attention: there are {', '.join(kinds)}"
+    if window and config.get("use_sliding_window", True):
+        return f"it uses sliding window attention (window {window})"
+    if config.get("attention_chunk_size"):
+        return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
+    return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+
+
+def _number(config: Mapping[str, Any], names: Sequence[str], model: str) -> int:
+    for name in names:
+        if isinstance(config.get(name), int) and config[name] > 0:
+            return int(config[name])
+    raise ModelError(f"{model}: its config.json has no {names[0]}, so that its KV cannot be told")

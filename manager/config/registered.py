@@ -1,0 +1,76 @@
+"""Names and options in a configuration against what is registered."""
+
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+from pydantic import ValidationError
+
+from manthan.codec import codec_names
+from manthan.manager.config.model import ConfigError, PolicyConfig
+from manthan.manager.config.resolve import Resolved, check_names, must_be
+from manthan.manager.stores.cold_store import COLD_STORES
+from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_policy, policy_names
+
+
+class ChosenPolicy(NamedTuple):
+    """A policy, and the options that it is to be made with."""
+
+    policy: type[EvictionPolicy]
+    options: PolicyOptions
+
+
+def check_registered(resolved: Resolved) -> None:
+    """Raise ConfigError for a policy, a policy's option, a codec or a cold store that nobody registered.
+
+    Also for an option's value that the policy does not take, and for a policy that cannot be loaded.
+    """
+    chosen = resolved.config.policy
+    options: dict[str, Collection[str]] = dict.fromkeys(policy_names(), ())
+    if chosen.name in options:
+        options[chosen.name] = list(_load(chosen, resolved.sources).Options.model_fields)
+    check_names(
+        resolved.config,
+        policies=options,
+        codecs=codec_names(),
+        stores=COLD_STORES,
+        sources=resolved.sources,
+    )
+    choose_policy(chosen, resolved.sources)
+
+
+def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None) -> ChosenPolicy:
+    """The policy of this name with these options.
+
+    `sources` (from `resolve_config`) lets the ConfigError say where a value was written. Raises UnknownPolicyError.
+    """
+    policy = _load(config, sources)
+    try:
+        return ChosenPolicy(policy, policy.Options.model_validate(config.options))
+    except ValidationError as error:
+        raise ConfigError(_sentence(error, config, policy, sources or {})) from None
+
+
+def _load(config: PolicyConfig, sources: Mapping[str, str] | None) -> type[EvictionPolicy]:
+    try:
+        return get_policy(config.name)
+    except BadPolicyError as error:
+        raise ConfigError(f"{_source(sources or {}, 'policy.name')}{error}") from error
+
+
+def _sentence(
+    error: ValidationError, config: PolicyConfig, policy: type[EvictionPolicy], sources: Mapping[str, str]
+) -> str:
+    first = error.errors()[0]
+    if not first["loc"]:  # a validator that compares several
+        written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
+        return f"{f'{written}: ' if written else ''}policy {config.name}: {first['msg'].removeprefix('Value error, ')}"
+    option = str(first["loc"][0])
+    field = policy.Options.model_fields.get(option)
+    right = field.description if field and field.description else f"what {config.name} takes ({first['msg']})"
+    if first["type"] == "missing":
+        return f"{_source(sources, 'policy.name')}policy {config.name} needs policy.{option}: {right}"
+    return _source(sources, f"policy.{option}") + must_be(f"policy.{option}", right, config.options[option])
+
+
+def _source(sources: Mapping[str, str], key: str) -> str:
+    return f"{sources[key]}: " if key in sources else ""

@@ -1,0 +1,68 @@
+"""Which session a new request belongs to, and what is known of it from earlier ones."""
+
+from collections.abc import Sequence
+
+from manthan.manager.sessions.session import Session
+from manthan.manager.sessions.table import SessionTable
+
+
+def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, now: float) -> Session:
+    """The session that these prompt keys extend, one remembered whose KV is gone, or a new one.
+
+    A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
+    """
+    found = find(table, keys, asked_id)
+    known = len(found.chain) if found is not None else 0
+    remembered = table.remembered.find(keys[known:], asked_id)
+    if remembered is not None and not _has_users(table, remembered.tip):
+        if table.by_id.get(remembered.session_id) is not remembered:
+            table.revive(remembered)
+        return remembered
+    if found is not None:
+        return found
+    session = table.create(asked_id, now)
+    _inherit(table, session, keys)
+    return session
+
+
+def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None) -> Session | None:
+    """The session with KV that these keys extend."""
+    found = table.chains.find(keys, asked_id)
+    return None if found is None or _is_common_start(found, keys, asked_id) else found
+
+
+def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -> None:
+    """Write down what a request that begins says of its session; policies learn from it.
+
+    known_tokens: of the prompt, which some session's KV covered already.
+    """
+    if session.uses and not session.requests:
+        session.gap = max(0.0, now - session.last_used)
+    before = session.tokens if session.tokens and not session.left_tokens else known_tokens
+    session.added_tokens = max(0, prompt_tokens - before)
+    session.tokens = prompt_tokens
+    session.uses += 1
+    session.expected = None
+
+
+def _is_common_start(session: Session, keys: Sequence[bytes], asked_id: str | None) -> bool:
+    """Whether others go on from where this session ends, as from a system prompt: then a new request is another."""
+    chain = session.chain
+    return asked_id is session.asked_id is None and len(keys) > len(chain) > 0 and chain[-1].users > 1
+
+
+def _has_users(table: SessionTable, key: bytes) -> bool:
+    """Whether sessions have the KV of this end of a conversation; then one that had lost it need not be meant."""
+    block = table.blocks.get(key)
+    return block is not None and block.users > 0
+
+
+def _inherit(table: SessionTable, session: Session, keys: Sequence[bytes]) -> None:
+    known = table.blocks.known(keys)
+    block = table.blocks.get(keys[known - 1]) if known else None
+    origin = block.first if block is not None and block.users == 1 else None
+    if origin is None or len(origin.chain) <= known or origin.requests:
+        return
+    session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
+    session.left_tokens = (len(origin.chain) - known) * table.shape.block_tokens
+    table.superseded(origin)

@@ -1,0 +1,53 @@
+"""Which codes leave a fast tier for the slower one behind it: GPU memory for RAM, RAM for Redis."""
+
+from collections.abc import Callable, Iterable, Mapping
+
+from manthan.manager.sessions.blocks import BlockTable
+from manthan.manager.sessions.place import Place
+from manthan.manager.sessions.session import Block, CodeState, Session
+from manthan.policies import EvictionPolicy
+
+
+class FastTier(Place):
+    """Sessions with codes in the fast tier, in the policy's order.
+
+    The workers keep the tier; here it is only said which blocks are to go first when they need room in it, with their
+    exact copies if they have any.
+    capacity: in blocks. fills_on_read: whether codes that are read from the slower tier come back to this one.
+    """
+
+    def __init__(
+        self, make_policy: Callable[[], EvictionPolicy], blocks: BlockTable, capacity: int, fills_on_read: bool
+    ) -> None:
+        super().__init__(make_policy)
+        self._blocks, self._capacity, self._fills_on_read = blocks, capacity, fills_on_read
+
+    def choose(self, sessions: Mapping[str, Session]) -> list[bytes]:
+        """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is."""
+        blocks = self._blocks
+        short = blocks.stored - blocks.moved - self._capacity
+        chosen: list[bytes] = []
+        if short > 0:
+            for session_id in self.victims():
+                short = self._choose_of(sessions[session_id], short, chosen)
+                if short <= 0:
+                    break
+                self.evicted(session_id)
+        return chosen
+
+    def _choose_of(self, session: Session, short: int, chosen: list[bytes]) -> int:
+        for block in reversed(session.chain):
+            if short <= 0:
+                break
+            if block.code is CodeState.COLD and not block.moved:
+                self._blocks.mark_moved(block, True)
+                chosen.append(block.key)
+                short -= self._blocks.room(block)
+        return short
+
+    def read(self, blocks: Iterable[Block]) -> None:
+        """These codes were read."""
+        if self._fills_on_read:
+            for block in blocks:
+                if block.moved:
+                    self._blocks.mark_moved(block, False)

@@ -1,0 +1,100 @@
+"""Memory pressure: how far a KV pool is from overwriting KV that exists nowhere else, and what is done about it."""
+
+from collections.abc import Iterator
+from typing import Protocol
+
+from manthan.manager.sessions.blocks import BlockTable
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import CodeState
+
+IN_FLIGHT_SHARE = 4
+"""A block under encoding is out of the pool's reach: at most one in so many blocks of the pool at a time."""
+ADMISSION_WAIT_S = 3.0
+"""How long a new request may wait for room, while sessions it would overwrite are being encoded."""
+
+
+class FreeQueue(Protocol):
+    """The free blocks of a KV pool, which are overwritten from the head on."""
+
+    def __len__(self) -> int: ...
+
+    def keys(self) -> Iterator[bytes | None]:
+        """What each block holds, from the head on; None for nothing."""
+
+
+class Runway:
+    """The free blocks that are taken before one that is worth keeping.
+
+    Blocks are taken from the head of the queue, so what counts is not how many of them are worthless but how many stand
+    before the first that is not. Walking the queue is linear; it is walked `ahead` blocks far, and again only when as
+    many may have been taken that fewer are left than are asked for.
+    """
+
+    def __init__(self, queue: FreeQueue, blocks: BlockTable, ahead: int) -> None:
+        self._queue, self._blocks, self._ahead = queue, blocks, ahead
+        self._left = 0
+
+    def taken(self, at_most: int) -> None:
+        """So many blocks may have been taken out of the queue."""
+        self._left -= at_most
+
+    def forget(self) -> None:
+        """Blocks in the queue may be worth keeping now that were not before."""
+        self._left = 0
+
+    def length(self, wanted: int) -> int:
+        """Blocks before the first one worth keeping; only exact below `wanted`."""
+        if not (self._blocks.exposed or self._blocks.queued):
+            return len(self._queue)
+        if self._left < wanted:
+            self._left = self._walk(max(wanted, self._ahead))
+        return self._left
+
+    def _walk(self, limit: int) -> int:
+        find = self._blocks.get
+        for count, key in enumerate(self._queue.keys()):
+            if count == limit:
+                return count
+            block = None if key is None else find(key)
+            if block is not None and (block.exposed or block.code is CodeState.QUEUED):
+                return count
+        return len(self._queue)
+
+
+class Pressure:
+    """Has sessions evicted before a pool of `blocks` blocks overwrites them.
+
+    low, high: shares of the pool, see `hot_pool` in the configuration.
+    """
+
+    def __init__(self, manager: SessionMemoryManager, queue: FreeQueue, blocks: int, low: float, high: float) -> None:
+        self._manager = manager
+        self.low, self._high = int(low * blocks), int(high * blocks)
+        self.max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
+        self.runway = Runway(queue, manager.blocks, ahead=self._high)
+        self._waiting_since: dict[str, float] = {}
+
+    def relieve(self, now: float) -> None:
+        """Below the low watermark, evict sessions until the high one is reached."""
+        if self.runway.length(self.low) < self.low:
+            self._manager.relieve(self._high - self.runway.length(self._high) - self._on_their_way, now)
+
+    def must_wait(self, request_id: str, needed: int, now: float) -> bool:
+        """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.
+
+        needed: blocks that it is about to take out of the queue.
+        """
+        short = needed - self.runway.length(needed)
+        if short <= 0:
+            return False
+        self._manager.relieve(short - self._on_their_way, now)
+        waited = now - self._waiting_since.setdefault(request_id, now)
+        return self._on_their_way > 0 and waited < ADMISSION_WAIT_S
+
+    def admitted(self, request_id: str) -> None:
+        """A request waits no longer, for whatever reason."""
+        self._waiting_since.pop(request_id, None)
+
+    @property
+    def _on_their_way(self) -> int:
+        return self._manager.blocks.queued + self._manager.blocks.spilling

@@ -1,0 +1,201 @@
+"""Sessions and their blocks, kept consistent: every change of a chain or a state goes through here."""
+
+from collections import Counter, OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+
+from manthan.manager.sessions.blocks import BlockTable
+from manthan.manager.sessions.chains import ChainIndex
+from manthan.manager.sessions.fast_tier import FastTier
+from manthan.manager.sessions.place import Place
+from manthan.manager.sessions.remembered import Remembered
+from manthan.manager.sessions.session import Block, Session, SessionState
+from manthan.policies import EvictionPolicy, SessionView
+
+_HOT_STATES = (SessionState.HOT, SessionState.IDLE)
+REMEMBERED = 1024
+"""How many sessions without KV are remembered at least; as many as there are with KV otherwise."""
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryShape:
+    """What a block is worth: its tokens, its bytes as bf16 and as codes (all ranks together).
+
+    exact_parts: an exact copy of it takes the room of so many encoded blocks; 0 where none are kept.
+    """
+
+    block_tokens: int
+    hot_nbytes: int
+    cold_nbytes: int
+    exact_parts: int = 0
+
+
+class SessionTable:
+    """All sessions: by id, by chain, by state, and in the order of the policies."""
+
+    def __init__(self, make_policy: Callable[[], EvictionPolicy], shape: MemoryShape, label: str = "") -> None:
+        self.shape = shape
+        self.changed: dict[str, None] | None = None
+        """Ids of sessions that are not what they were, where somebody asks for them."""
+        self.blocks = BlockTable(shape.exact_parts)
+        self.by_id: dict[str, Session] = {}
+        self.states: Counter[SessionState] = Counter()
+        self.idle: OrderedDict[str, Session] = OrderedDict()
+        """IDLE sessions in the order in which they became so."""
+        self.chains = ChainIndex(label)
+        self.remembered = Remembered()
+        self.hot = Place(make_policy)
+        """HOT and IDLE sessions."""
+        self.cold = Place(make_policy)
+        """Sessions that may have codes, but for those that are pinned, or had nothing to give in their turn."""
+        self.cold_of: dict[str, Place] = {}
+        """The same for each tenant that has a quota."""
+        self.front: FastTier | None = None
+        """Sessions that have codes in the fast tier, where there is one in front of a slower one."""
+
+    # -- sessions -------------------------------------------------------------------------------------
+
+    def create(self, asked_id: str | None, now: float) -> Session:
+        """A new session with an empty chain, HOT: a request of it runs or has just ended."""
+        session = Session(self.chains.new_id(asked_id, self.by_id), asked_id, created=now, last_used=now)
+        self.by_id[session.session_id] = session
+        self.states[session.state] += 1
+        return session
+
+    def revive(self, session: Session) -> None:
+        """A remembered session whose KV is gone has a request again: it is as a new one, but for its history."""
+        if session.session_id in self.by_id:
+            session.session_id = self.chains.new_id(session.asked_id, self.by_id)
+        session.state, session.pending, session.retry_after = SessionState.HOT, 0, 0.0
+        self.by_id[session.session_id] = session
+        self.states[session.state] += 1
+
+    def touch(self, session: Session) -> None:
+        """The session, or what is stored of it, is not what it was."""
+        if self.changed is not None:
+            self.changed[session.session_id] = None
+
+    def set_state(self, session: Session, state: SessionState, now: float) -> None:
+        """Move a session to another state: its blocks' counts, the idle order and the places follow."""
+        self.touch(session)
+        old = session.state
+        hot = (state in _HOT_STATES) - (old in _HOT_STATES)
+        running = (state is SessionState.HOT) - (old is SessionState.HOT)
+        if hot or running:
+            self.blocks.move(session.chain, hot=hot, running=running)
+        self.states[old] -= 1
+        self.states[state] += 1
+        session.state = state
+        self.idle.pop(session.session_id, None)
+        if hot < 0:
+            self.hot.forget(session.session_id)
+        if state is SessionState.IDLE:
+            session.idle_since = now
+            self.idle[session.session_id] = session
+            if session.session_id not in self.hot:
+                self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
+        elif state in (SessionState.EVICTING, SessionState.COLD) and session.session_id not in self.cold:
+            self.enter_cold(session)
+        if state is SessionState.COLD and self.front is not None:
+            self.front.used(self.view(session, self.shape.cold_nbytes), session.priority)
+
+    def used(self, session: Session, now: float) -> None:
+        """A request of the session, which is HOT, began or ended."""
+        self.touch(session)
+        session.last_used = now
+        self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
+        self.enter_cold(session)
+
+    # -- chains ---------------------------------------------------------------------------------------
+
+    def extend(self, session: Session, keys: Sequence[bytes]) -> None:
+        """Grow the chain of a HOT session."""
+        self.touch(session)
+        self.chains.remove(session)
+        for key in keys:
+            block = self.blocks.obtain(key, len(session.chain), session)
+            self.blocks.change(block, users=+1, hot=+1, running=+1)
+            session.chain.append(block)
+        self.chains.add(session)
+
+    def truncate(self, session: Session, length: int) -> None:
+        """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""
+        self.touch(session)
+        self.chains.remove(session)
+        cut = session.chain[length:]
+        del session.chain[length:]
+        hot, running = session.state in _HOT_STATES, session.state is SessionState.HOT
+        for block in cut:
+            self.blocks.change(block, users=-1, hot=-hot, running=-running)
+        self.chains.add(session)
+        if not session.chain and not session.requests:
+            self._forget(session)
+
+    def remember(self, session: Session) -> None:
+        """A request of the session ended: by this chain it will be known again."""
+        self.remembered.add(session, REMEMBERED + 2 * len(self.by_id))
+
+    def holders(self, block: Block) -> list[Session]:
+        """The sessions whose chain holds a block; a scan, for what is rare."""
+        depth = block.depth
+        return [s for s in self.by_id.values() if depth < len(s.chain) and s.chain[depth] is block]
+
+    # -- who goes first -------------------------------------------------------------------------------
+
+    def hot_victims(self) -> Iterator[Session]:
+        """IDLE sessions, the one to be evicted first first; sessions may leave while one iterates."""
+        sessions = map(self.by_id.__getitem__, self.hot.victims())
+        return (session for session in sessions if session.state is SessionState.IDLE)
+
+    def cold_victims(self, tenant: str | None = None) -> Iterator[Session]:
+        """Sessions, of one tenant or of all, the one whose codes are to be dropped first first; likewise."""
+        place = self.cold if tenant is None else self.cold_of[tenant]
+        return map(self.by_id.__getitem__, place.victims())
+
+    def enter_cold(self, session: Session) -> None:
+        """The session may have codes to give from now on."""
+        if session.pinned:
+            return
+        view = self.view(session, self.shape.cold_nbytes)
+        for place in self._cold_places(session):
+            place.used(view, session.priority)
+
+    def leave_cold(self, session: Session, *, evicted: bool = False) -> None:
+        """The session has nothing to give; `evicted`: no more, because it was its turn."""
+        for place in self._cold_places(session):
+            (place.evicted if evicted else place.forget)(session.session_id)
+
+    def superseded(self, session: Session) -> None:
+        """Another session went on from the middle of this one's chain."""
+        for place in (self.hot, *self._cold_places(session)):
+            place.superseded(session.session_id)
+
+    def view(self, session: Session, nbytes: int) -> SessionView:
+        """What a policy is told of this session, whose blocks take so many bytes each in its place."""
+        return SessionView(
+            session_id=session.session_id,
+            tokens=len(session.chain) * self.shape.block_tokens,
+            nbytes=len(session.chain) * nbytes,
+            created=session.created,
+            last_used=session.last_used,
+            uses=session.uses,
+            gap=session.gap,
+            added_tokens=session.added_tokens,
+            answer_tokens=session.answer_tokens,
+            left_tokens=session.left_tokens,
+            expected=session.expected,
+        )
+
+    def _cold_places(self, session: Session) -> Iterator[Place]:
+        yield self.cold
+        if (place := self.cold_of.get(session.tenant)) is not None:
+            yield place
+
+    def _forget(self, session: Session) -> None:
+        self.by_id.pop(session.session_id)
+        self.idle.pop(session.session_id, None)
+        self.states[session.state] -= 1
+        self.hot.forget(session.session_id)
+        self.leave_cold(session)
+        if self.front is not None:
+            self.front.forget(session.session_id)

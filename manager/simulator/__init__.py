@@ -1,0 +1,1 @@
+"""Request traces replayed through the manager."""

@@ -1,0 +1,262 @@
+"""A replay on a KV pool and a cold store: what vLLM and the scheduler half do, event by event."""
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import count
+from typing import Any
+
+from manthan.manager.sessions.pressure import ADMISSION_WAIT_S, Pressure
+from manthan.manager.simulator.pool import SimulatedPool
+from manthan.manager.simulator.replay import PROGRESS_EVERY, Replay, Served, Setup
+from manthan.manager.simulator.traces import TracedRequest
+
+A_MOMENT_S = 0.001
+
+
+def total_blocks(request: TracedRequest, block_tokens: int) -> int:
+    """Blocks that a request has in the end; the KV of its last token is never computed."""
+    return -(-(request.input_tokens + max(0, request.output_tokens - 1)) // block_tokens)
+
+
+@dataclass(slots=True, eq=False)
+class _Request:
+    """A request that has come, and its blocks of the pool.
+
+    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. waited: for
+    others to be saved. began: when its first token was there.
+    """
+
+    number: int
+    traced: TracedRequest
+    blocks: list[int] = field(default_factory=list)
+    hot: int = 0
+    restored: int = 0
+    keyed: int = 0
+    waited: bool = False
+    began: float = 0.0
+
+    @property
+    def name(self) -> str:
+        return str(self.number)
+
+
+class EngineReplay(Replay):
+    """Requests arrive, wait, are restored, computed and answered; between any two of these events there is a step.
+
+    A request is let in when its prompt and its answer fit, and takes its blocks as they are needed.
+    """
+
+    def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
+        super().__init__(requests, setup, journal)
+        largest = max(map(self._size, requests), default=0)
+        if largest > setup.hot_blocks:
+            raise ValueError(f"hot_blocks must be {largest} or more, as the largest request, not {setup.hot_blocks}")
+        self.now = 0.0
+        self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
+        self._order = count()
+        self._pool = SimulatedPool(setup.hot_blocks)
+        self._pressure = Pressure(
+            self.manager, self._pool, setup.hot_blocks, low=setup.low_watermark, high=setup.high_watermark
+        )
+        self._waiting: deque[_Request] = deque()
+        self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
+        self._prefilling = 0
+        self._promised = 0  # blocks that those let in will yet take
+        self._held: dict[bytes, int] = {}  # being encoded
+        self._encoded_until = 0.0
+
+    def _size(self, request: TracedRequest) -> int:
+        return total_blocks(request, self.setup.block_tokens)
+
+    def run(self, progress: Callable[[int], None]) -> None:
+        if self.requests:
+            self._at(self.requests[0].at, self._arrive, 0)
+        while self._events:
+            due = self.manager.next_deadline
+            if due is not None and due < self._events[0][0]:
+                self.now = max(self.now, due)
+            else:
+                self.now, _, happen, what = heapq.heappop(self._events)
+                happen(what)
+                if happen == self._arrive and what % PROGRESS_EVERY == 0:
+                    progress(what)
+            self._feed()
+            self._admit()
+            self._step()
+
+    def _at(self, time: float, happen: Callable[[Any], None], what: object) -> None:
+        heapq.heappush(self._events, (max(time, self.now), next(self._order), happen, what))
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def _arrive(self, number: int) -> None:
+        if number + 1 < len(self.requests):
+            self._at(self.requests[number + 1].at, self._arrive, number + 1)
+        self.arrived(number)
+        request = _Request(number, self.requests[number])
+        self.begin(request.name, request.traced, self.now)
+        self._waiting.append(request)
+
+    def _admit(self) -> None:
+        """Let in whoever fits, in order; who only waits for others to be saved is passed by, as in vLLM."""
+        passed = []
+        while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
+            request = self._waiting[0]
+            usable = self.usable(request.traced)
+            hits = self._pool.hit(request.traced.keys[:usable])
+            needed = self.asked(request.traced) - len(hits)
+            if self._pressure.must_wait(request.name, needed, self.now):
+                passed.append(self._waiting.popleft())
+                if not request.waited:
+                    request.waited = True
+                    self._at(self.now + ADMISSION_WAIT_S + A_MOMENT_S, self._look_again, None)
+            elif self._fits(request, hits, needed):
+                self._waiting.popleft()
+                self._start(request, hits, usable)
+            else:
+                break
+        self._waiting.extendleft(reversed(passed))
+
+    def _fits(self, request: _Request, hits: Sequence[int], needed: int) -> bool:
+        """Whether there is room for its prompt now, and for its answer when that is computed."""
+        free, users = len(self._pool), self._pool.users
+        in_the_end = self._size(request.traced) + self._promised
+        if in_the_end <= free:  # even if nobody else uses what it has found
+            return True
+        if needed + sum(not users(block) for block in hits) > free:
+            return False
+        held = set(self._held.values())
+        revived = sum(users(block) == (block in held) for block in hits)
+        later = sum(users(block) == 1 for block in held)
+        return in_the_end - len(hits) + revived <= free + later
+
+    def _start(self, request: _Request, hits: list[int], usable: int) -> None:
+        hot, keys = len(hits), request.traced.keys
+        cold = keys[hot : hot + self.manager.match(keys[hot:usable])]
+        self._pool.touch(hits)
+        self._pressure.runway.taken(hot)
+        self._pressure.admitted(request.name)
+        request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
+        self._promised += self._size(request.traced) - hot
+        self._prefilling += 1
+        self.tally.order.append(request.number)
+        if cold:
+            self._grow(request, hot + len(cold))
+            self.restoring(request.name, cold)
+            seconds = self.cost.restore_s_per_token * len(cold) * self.setup.block_tokens
+            self._at(self.now + seconds, self._restored, request)
+        else:
+            self._compute(request)
+
+    def _restored(self, request: _Request) -> None:
+        self.manager.restore_finished(request.name)
+        self._key(request, len(request.blocks))
+        self._compute(request)
+
+    def _compute(self, request: _Request) -> None:
+        """The rest of the prompt; what it takes can be found by others at once, as in vLLM."""
+        traced, cached = request.traced, request.hot + request.restored
+        if not self._grow(request, self.asked(traced)):
+            self._starved.append((self._compute, request))
+            return
+        self._key(request, traced.prompt_blocks)
+        seconds = self.cost.first_token_s + self.cost.prefill_s(cached * self.setup.block_tokens, traced.input_tokens)
+        self._at(self.now + seconds, self._answer, request)
+
+    def _answer(self, request: _Request) -> None:
+        traced, request.began = request.traced, self.now
+        self._prefilling -= 1
+        self.tally.served[request.number] = Served(
+            self.asked(traced), request.hot, request.restored, self.now - traced.at
+        )
+        self._go_on(request)
+
+    def _go_on(self, request: _Request) -> None:
+        """The answer until the next block is needed, or to its end."""
+        traced, block_tokens = request.traced, self.setup.block_tokens
+        more = len(request.blocks) < self._size(traced)
+        tokens = len(request.blocks) * block_tokens - traced.input_tokens if more else traced.output_tokens - 1
+        end = request.began + max(0, tokens) * self.cost.decode_s_per_token
+        self._at(end, self._next_block if more else self._finish, request)
+
+    def _next_block(self, request: _Request) -> None:
+        full = len(request.blocks)
+        if not self._grow(request, full + 1):
+            self._starved.append((self._next_block, request))
+            return
+        self._key(request, full)
+        self._go_on(request)
+
+    def _finish(self, request: _Request) -> None:
+        self._key(request, len(request.blocks))
+        self.end(request.name, request.traced, self.now)
+        self._pool.give_back(reversed(request.blocks))
+
+    # -- blocks ---------------------------------------------------------------------------------------
+
+    def _grow(self, request: _Request, length: int) -> bool:
+        """Take blocks until the request has `length`; False where too many are held for being encoded."""
+        more = length - len(request.blocks)
+        if more > len(self._pool):
+            return False
+        request.blocks += self._pool.take(more)
+        self._promised -= more
+        self._pressure.runway.taken(more)
+        return True
+
+    def _key(self, request: _Request, length: int) -> None:
+        """The first `length` blocks are full; those whose key is known can be found from now on."""
+        keys = request.traced.keys[request.keyed : length]
+        self._pool.cache(request.blocks[request.keyed : request.keyed + len(keys)], keys)
+        request.keyed += len(keys)
+
+    def _feed(self) -> None:
+        starved, self._starved = self._starved, []
+        for go_on, request in starved:
+            go_on(request)
+
+    def _look_again(self, _: None) -> None:
+        """Nothing happens, but for the step that follows."""
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def _step(self) -> None:
+        """What the scheduler half does, in its order."""
+        self.manager.sweep(self.now)
+        self._pressure.relieve(self.now)
+        if self.take_drops():
+            self._pressure.runway.forget()  # what was dropped may be hot
+        self._release()
+        self._hold_for_spills()
+        self.take_evictions()
+        self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
+
+    def _hold_for_spills(self) -> None:
+        held = []
+        for key in self.manager.take_spills(self._pressure.max_in_flight - len(self._held)):
+            block = self._pool.get(key)
+            if block is None:
+                self.manager.lost(key, self.now)
+                self._at(self.now, self._look_again, None)
+                continue
+            self._pool.touch([block])
+            self._held[key] = block
+            held.append(key)
+        if held:
+            self.tally.note("spill", "", held)
+            seconds = self.cost.spill_s_per_token * len(held) * self.setup.block_tokens
+            self._encoded_until = max(self.now, self._encoded_until) + seconds
+            self._at(self._encoded_until, self._encoded, held)
+
+    def _encoded(self, keys: Sequence[bytes]) -> None:
+        for key in keys:
+            self._pool.give_back([self._held.pop(key)])
+        self.spilled(keys, self.now)
+        self._release()
+        self.take_evictions()
+
+    def _release(self) -> None:
+        for key in self.manager.take_releases():
+            self._pool.release(key)

@@ -1,0 +1,219 @@
+"""`manthan workload`: made-up requests of chats, agents and single questions, as a trace that `simulate` reads."""
+
+import json
+import math
+import random
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, NamedTuple
+
+import typer
+
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS
+
+CONTEXT_TOKENS = 120_000
+"""A session whose next prompt would be longer ends."""
+FIRST_TOKEN_S = 0.3
+ANSWER_S_PER_TOKEN = 0.02
+"""An answer takes so long; only then one thinks, or a tool runs."""
+SHARED_DOCUMENTS = 200
+
+
+class Spread(NamedTuple):
+    """A lognormal distribution: half are below `median`, a sixth above median * e**sigma."""
+
+    median: float
+    sigma: float
+
+    def draw(self, rng: random.Random) -> float:
+        return rng.lognormvariate(math.log(self.median), self.sigma)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Sessions of one kind. Lengths in tokens, times in seconds.
+
+    turns: mean number of requests, geometrically distributed. pause: between an answer and the next request;
+    away_share of the pauses are `away` instead. system: of the shared system prompts, of which there are `systems`, the
+    n-th being chosen 1/n as often as the first. document_share of the sessions begin with a document, half of them with
+    one of 200 that others have too, chosen likewise. said: what a request adds. answer: what is generated. edit_share
+    of the requests replace the last one and its answer.
+    """
+
+    turns: float
+    pause: Spread
+    away: Spread
+    away_share: float
+    systems: int
+    system: Spread
+    document_share: float
+    document: Spread
+    said: Spread
+    answer: Spread
+    edit_share: float
+
+
+CHAT = Kind(
+    turns=4,
+    pause=Spread(40, 1.1),
+    away=Spread(1200, 1.0),
+    away_share=0.1,
+    systems=4,
+    system=Spread(600, 0.5),
+    document_share=0.2,
+    document=Spread(6000, 0.9),
+    said=Spread(80, 1.2),
+    answer=Spread(250, 0.9),
+    edit_share=0.05,
+)
+"""People who read, think and write, and at times come back after a while."""
+AGENT = Kind(
+    turns=12,
+    pause=Spread(4, 1.3),
+    away=Spread(150, 1.2),
+    away_share=0.1,
+    systems=6,
+    system=Spread(3500, 0.5),
+    document_share=0.3,
+    document=Spread(4000, 1.0),
+    said=Spread(700, 1.3),
+    answer=Spread(130, 0.8),
+    edit_share=0.0,
+)
+"""Programs that call tools, which take a few seconds, and now and then wait for a person."""
+SINGLE = Kind(
+    turns=1,
+    pause=Spread(1, 1.0),
+    away=Spread(1, 1.0),
+    away_share=0.0,
+    systems=12,
+    system=Spread(400, 0.6),
+    document_share=0.5,
+    document=Spread(3000, 1.1),
+    said=Spread(150, 1.0),
+    answer=Spread(300, 1.0),
+    edit_share=0.0,
+)
+"""One request that nobody goes on from: classification, extraction, summaries."""
+
+
+class WorkloadLine(NamedTuple):
+    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens."""
+
+    timestamp: int
+    input_length: int
+    output_length: int
+    hash_ids: list[int]
+
+
+class _Part(NamedTuple):
+    """A piece of text that is said in one go; the same name is the same text."""
+
+    name: str
+    tokens: int
+
+
+def make_workload(
+    sessions: int, seed: int, hours: float = 1.0, chat: float = 55, agent: float = 15, single: float = 30
+) -> list[WorkloadLine]:
+    """Requests of so many sessions, in the order of their arrival.
+
+    Sessions begin at random times within `hours`; chat, agent, single: their shares. The same arguments give the same
+    workload, and the sessions of a smaller one are among those of a larger one, though with other block ids.
+    """
+    requests: list[tuple[float, list[_Part], int]] = []
+    for number in range(sessions):
+        rng = random.Random(f"{seed} {number}")
+        begin = rng.uniform(0, hours * 3600)
+        name, kind = rng.choices((("chat", CHAT), ("agent", AGENT), ("single", SINGLE)), weights=(chat, agent, single))[
+            0
+        ]
+        requests += _session(kind, name, f"{seed} {number}", begin, rng)
+    requests.sort(key=lambda request: request[0])
+    blocks = _Blocks()
+    return [
+        WorkloadLine(round(1000 * at), sum(part.tokens for part in parts), answer, blocks.ids(parts))
+        for at, parts, answer in requests
+    ]
+
+
+def _session(
+    kind: Kind, kind_name: str, name: str, begin: float, rng: random.Random
+) -> Iterator[tuple[float, list[_Part], int]]:
+    """When each request of a session comes, what its prompt is made of, and how long the answer is."""
+    parts = [_shared(f"{kind_name} system", kind.systems, kind.system, rng)]
+    if rng.random() < kind.document_share:
+        shared = rng.random() < 0.5
+        own = _Part(f"document of {name}", _tokens(kind.document, rng))
+        parts.append(_shared("document", SHARED_DOCUMENTS, kind.document, rng) if shared else own)
+    before = len(parts)
+    now = begin
+    for turn in range(_geometric(kind.turns, rng)):
+        if turn and rng.random() < kind.edit_share:
+            del parts[before:]
+        before = len(parts)
+        parts.append(_Part(f"request {turn} of {name}", _tokens(kind.said, rng)))
+        if sum(part.tokens for part in parts) > CONTEXT_TOKENS:
+            return
+        answer = _tokens(kind.answer, rng)
+        yield now, list(parts), answer
+        parts.append(_Part(f"answer {turn} of {name}", answer))
+        pause = kind.away if rng.random() < kind.away_share else kind.pause
+        now += FIRST_TOKEN_S + ANSWER_S_PER_TOKEN * answer + pause.draw(rng)
+
+
+def _shared(what: str, count: int, tokens: Spread, rng: random.Random) -> _Part:
+    """One of `count` texts that many sessions have; its length is the same for all of them."""
+    number = rng.choices(range(count), weights=[1 / (rank + 1) for rank in range(count)])[0]
+    return _Part(f"{what} {number}", _tokens(tokens, random.Random(f"{what} {number}")))
+
+
+def _tokens(spread: Spread, rng: random.Random) -> int:
+    return min(CONTEXT_TOKENS, max(1, round(spread.draw(rng))))
+
+
+def _geometric(mean: float, rng: random.Random) -> int:
+    return 1 if mean <= 1 else 1 + int(math.log(1 - rng.random()) / math.log(1 - 1 / mean))
+
+
+class _Blocks:
+    """Ids of blocks; the same id means the same text up to and including that block."""
+
+    def __init__(self) -> None:
+        self._ids: dict[tuple[int, tuple[tuple[str, int, int], ...]], int] = {}
+
+    def ids(self, parts: list[_Part]) -> list[int]:
+        ids: list[int] = []
+        block: list[tuple[str, int, int]] = []  # what it is made of: part, from, to
+        room = MOONCAKE_BLOCK_TOKENS
+        for name, tokens in parts:
+            done = 0
+            while done < tokens:
+                size = min(room, tokens - done)
+                block.append((name, done, done + size))
+                done, room = done + size, room - size
+                if not room:
+                    ids.append(self._id(ids, block))
+                    block, room = [], MOONCAKE_BLOCK_TOKENS
+        if block:
+            ids.append(self._id(ids, block))
+        return ids
+
+    def _id(self, before: list[int], block: list[tuple[str, int, int]]) -> int:
+        return self._ids.setdefault((before[-1] if before else -1, tuple(block)), len(self._ids))
+
+
+def workload(
+    sessions: Annotated[int, typer.Option(min=1, help="How many sessions begin.")] = 1000,
+    seed: Annotated[int, typer.Option(help="Another one, another workload.")] = 0,
+    hours: Annotated[float, typer.Option(min=0.01, help="They begin within so many hours.")] = 1.0,
+    chat: Annotated[float, typer.Option(min=0, help="Share of chats.")] = 55,
+    agent: Annotated[float, typer.Option(min=0, help="Share of agents.")] = 15,
+    single: Annotated[float, typer.Option(min=0, help="Share of single requests.")] = 30,
+) -> None:
+    """Print a made-up request trace for `simulate`, one JSON object a line."""
+    if not chat + agent + single:
+        typer.echo("--chat, --agent and --single must not all be 0", err=True)
+        raise typer.Exit(1)
+    for line in make_workload(sessions, seed, hours, chat, agent, single):
+        typer.echo(json.dumps(line._asdict()))

@@ -1,0 +1,1 @@
+"""Where codes lie, and who keeps the books of it."""

@@ -1,0 +1,1 @@
+"""What Manthan does at vLLM's own server."""

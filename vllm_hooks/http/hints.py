@@ -1,0 +1,178 @@
+"""Hints on their way through vLLM: looked at where a request comes in, and read where it is scheduled.
+
+A request carries them as `kv_transfer_params: {"manthan": {…}}`. vLLM has no hook for who wants to refuse a request, so
+two of its methods are wrapped in the process that takes requests, once an engine with Manthan is made there: the one
+that every request passes on its way to the engine, and the one with which the server looks at a request before it
+answers, for a streamed answer has begun with status 200 when the former is called.
+"""
+
+import difflib
+import functools
+import hashlib
+import reprlib
+import secrets
+from collections.abc import Awaitable, Callable, Iterable, Mapping
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from vllm.exceptions import VLLMClientError
+
+from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, parse_hints
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.v1.request import Request
+
+    from manthan.manager.sessions.session import Outcome
+
+PARAMS = "kv_transfer_params"
+MIDDLEWARE = f"{__name__}.HeaderKeeper"
+
+_headers: ContextVar[Iterable[tuple[bytes, bytes]]] = ContextVar("manthan_headers", default=())
+_salt_key = secrets.token_bytes(16)
+
+
+class RequestHintError(VLLMClientError, ValueError):
+    """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
+
+
+class HeaderKeeper:
+    """ASGI middleware that keeps a request's headers at hand, where `quotas.header` names one of them."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+
+    async def __call__(self, scope: dict[str, Any], *channels: Any) -> None:
+        _headers.set(scope.get("headers", ()))
+        await self._app(scope, *channels)
+
+
+# -- where requests come in ---------------------------------------------------------------------------
+
+
+@functools.cache
+def check_requests() -> None:
+    """From now on no request with hints that cannot be used enters an engine with Manthan in this process."""
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    process_inputs = InputProcessor.process_inputs
+
+    @functools.wraps(process_inputs)
+    def with_hints(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        params = request.sampling_params
+        if params is not None and is_on(self.vllm_config):
+            extra = params.extra_args or {}
+            own = extra.get(PARAMS)
+            checked = checked_params(own, tenant_header(self.vllm_config))
+            if checked is not own:
+                params.extra_args = {**extra, PARAMS: checked}  # these params are the request's own, but `extra` is not
+        return request
+
+    InputProcessor.process_inputs = with_hints
+
+
+@functools.cache
+def check_server_requests() -> None:
+    """The same before the server begins to answer, so that a streamed answer has the right status too."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    check_model = BaseServing._check_model
+
+    @functools.wraps(check_model)
+    async def with_hints(self: BaseServing, request: Any) -> Any:
+        error = await check_model(self, request)
+        processor = getattr(self, "input_processor", None)
+        if error is None and processor is not None and is_on(processor.vllm_config):
+            checked_params(getattr(request, PARAMS, None), tenant_header(processor.vllm_config))
+        return error
+
+    BaseServing._check_model = with_hints
+
+
+def tenant_header(vllm_config: "VllmConfig") -> str:
+    """`quotas.header` of an engine with Manthan."""
+    return from_vllm_config(vllm_config).quotas.header
+
+
+def checked_params(params: object, header: str) -> object:
+    """A request's kv_transfer_params, with the tenant that the header names, where one is configured.
+
+    Raises RequestHintError.
+    """
+    try:
+        hints = _hints_in(params)
+        if not header:
+            return params
+        tenant = _tenant_in(header)
+        if hints.tenant not in ("", tenant):
+            raise HintError(
+                f"{WHERE}.tenant is {hints.tenant!r}, but here the header {header} alone says who the tenant is: "
+                "leave the hint out"
+            )
+    except HintError as error:
+        raise RequestHintError(str(error)) from None
+    others = params if isinstance(params, Mapping) else {}
+    return {**others, EXTRA_KEY: {**(others.get(EXTRA_KEY) or {}), "tenant": tenant}}
+
+
+def _hints_in(params: object) -> Hints:
+    if params is None:
+        return NO_HINTS
+    if not isinstance(params, Mapping):
+        raise HintError(f"{PARAMS} must be a mapping, not {reprlib.repr(params)}")
+    for name in params:
+        if name in Hints.model_fields:
+            raise HintError(f"{PARAMS}.{name} is in the wrong place: write {WHERE}.{name}")
+        if name != EXTRA_KEY and difflib.get_close_matches(str(name).lower(), [EXTRA_KEY], cutoff=0.8):
+            raise HintError(f"{PARAMS}: unknown key {reprlib.repr(name)} (did you mean '{EXTRA_KEY}'?)")
+    return parse_hints(params.get(EXTRA_KEY))
+
+
+def _tenant_in(header: str) -> str:
+    """What the header of the request at hand says; empty where it has none."""
+    values = {value for name, value in _headers.get() if name.lower() == header.lower().encode()}
+    if len(values) > 1:  # a gateway that adds its own to the client's: which is which?
+        raise HintError(f"the header {header} must be given once, not with {len(values)} different values")
+    value = values.pop().decode("utf-8", "surrogateescape") if values else ""
+    try:
+        return Hints(tenant=value).tenant
+    except ValidationError:
+        right = Hints.model_fields["tenant"].description
+        raise HintError(f"the header {header} must be {right}, not {reprlib.repr(value)}") from None
+
+
+# -- where requests are scheduled ---------------------------------------------------------------------
+
+
+def hints_of(request: "Request") -> Hints:
+    """A request's hints. What cannot be used was refused before; if it is here all the same, it says nothing."""
+    try:
+        return _hints_in(request.kv_transfer_params)
+    except HintError:
+        return NO_HINTS
+
+
+def tenant_of(request: "Request") -> str:
+    """Who pays for a request: whom its hints name, else whoever shares its cache salt; empty for nobody.
+
+    A cache salt is a secret: a name is made of it that tells nothing, and that only this process knows to make.
+    """
+    params = request.kv_transfer_params
+    own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
+    if isinstance(own, Mapping) and own.get("tenant") is not None:  # "" is what a header says that is not there
+        return hints_of(request).tenant
+    if not request.cache_salt:
+        return ""
+    salt = request.cache_salt.encode("utf-8", "surrogatepass")
+    return "salt-" + hashlib.blake2b(salt, digest_size=8, key=_salt_key).hexdigest()
+
+
+def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
+    """The kv_transfer_params of the response, which tell a client what came of its hints; None if it gave none."""
+    if outcome is None or not set(hints.given) - {"tenant"}:
+        return None
+    refused = outcome.refused or None
+    return {EXTRA_KEY: {"session_id": outcome.session_id, "pinned": outcome.pinned, "refused": refused}}

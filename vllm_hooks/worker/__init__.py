@@ -1,0 +1,1 @@
+"""The worker half: a rank's blocks to codes and back."""

@@ -1,0 +1,79 @@
+"""How many bytes and blocks the cold store holds, and the GPU memory that is set aside for it."""
+
+import math
+from typing import TYPE_CHECKING, NamedTuple
+
+from vllm.logger import init_logger
+
+from manthan.manager.config.model import ColdStoreConfig
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.sessions.cold_side import Fast
+from manthan.vllm_hooks.telemetry.log import human_bytes
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.manthan")
+
+STAGING_BYTES = 32 << 20
+STAGINGS = 4
+"""Buffers on the GPU for codes on their way: one for evictions, one for prefetches, and two for restores, so that one
+is decoded while the next is copied."""
+
+
+class TierBytes(NamedTuple):
+    """The budget of each tier; 0 for one that there is not."""
+
+    device: int
+    host: int
+
+    @classmethod
+    def of_a_rank(cls, store: ColdStoreConfig, ranks: int) -> "TierBytes":
+        """What one of so many ranks may use."""
+        if store.kind == "device":
+            return cls(store.max_bytes // ranks, store.host_bytes // ranks)
+        return cls(0, store.max_bytes // ranks)
+
+    def blocks(self, nbytes: int) -> int:
+        """How many encoded blocks of that size fit; each tier holds whole ones."""
+        return self.device // nbytes + self.host // nbytes
+
+
+def fast_tier(store: ColdStoreConfig) -> Fast | None:
+    """The tier that new codes go to, on all ranks together, where another is behind it."""
+    if store.kind == "device" and store.host_bytes:
+        return Fast(store.max_bytes, fills_on_read=False)
+    return Fast(store.front_bytes, fills_on_read=True) if store.front_bytes else None
+
+
+def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
+    """Take what the tier on the device and the staging buffers need out of what vLLM would give its KV pool.
+
+    Raises ConfigError if the GPU has not so much.
+    """
+    from vllm.platforms import current_platform
+
+    config = from_vllm_config(vllm_config)
+    if not current_platform.is_cuda() or config.backend == "numpy":
+        return
+    cache, store = vllm_config.cache_config, config.cold_store
+    stagings = STAGINGS + config.codec.keeps_exact  # copies have no buffer of their own, but what is made on the way
+    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + stagings * STAGING_BYTES
+    total = current_platform.get_device_total_memory()
+    given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
+    if ours >= given:
+        what = "--kv-cache-memory-bytes" if cache.kv_cache_memory_bytes else "--gpu-memory-utilization"
+        raise ConfigError(
+            f"cold_store.max_bytes is {human_bytes(store.max_bytes)} of GPU memory: {what} leaves vLLM only "
+            f"{human_bytes(int(given))} of each GPU's {human_bytes(total)}; lower the one or raise the other."
+        )
+    if cache.kv_cache_memory_bytes:
+        cache.kv_cache_memory_bytes -= ours
+    else:
+        cache.gpu_memory_utilization = math.floor((given - ours) / total * 1e6) / 1e6
+    logger.info(
+        "Manthan: %s of each GPU's memory are set aside for codes, out of what the KV pool would get%s",
+        human_bytes(ours),
+        "" if cache.kv_cache_memory_bytes else f": --gpu-memory-utilization is now {cache.gpu_memory_utilization:g}",
+    )
