@@ -23,7 +23,7 @@ class Lookup(NamedTuple):
 
 
 class Heard(NamedTuple):
-    """What became of blocks that wait for room: to be encoded; stored by others, with their bytes; or refused, and why."""
+    """What became of blocks that wait for room: to be encoded; stored by others, in so many bytes; refused, and why."""
 
     granted: Sequence[bytes] = ()
     stored: Sequence[tuple[bytes, int]] = ()

@@ -1,4 +1,4 @@
-"""The serving loop: requests and answers in, orders out. It drives the manager over a KV pool, vLLM's or a simulated one.
+"""The serving loop: requests and answers in, orders out. It drives the manager over a KV pool, real or simulated.
 
     request comes      started -> wanted (how much can be restored?) -> admitted -> restoring -> ... -> finished
     each step          step: sweep, relieve, drop, release, hold blocks to be encoded, prefetch
@@ -14,12 +14,12 @@ from typing import Generic, NamedTuple
 from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
-from manthan.manager.prefetcher import STORE_DOWN, Prefetcher
+from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome
-from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
 
 
 @dataclass
@@ -110,7 +110,7 @@ class Driver(Generic[B]):
     def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
         """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
 
-        keys: of those that may come from elsewhere. hot: how many of them are in the pool. blocks: what it needs in all.
+        keys: of those that may come from elsewhere. hot: how many are in the pool. blocks: what it needs in all.
         """
         self.hear(now)
         self.prefetcher.waits(request_id, blocks)
@@ -272,7 +272,7 @@ class Driver(Generic[B]):
     # -- the rest -------------------------------------------------------------------------------------
 
     def reset(self, now: float) -> str:
-        """The KV is void, hot and cold. Returns where codes are kept from now on, as the ranks' stores understand it."""
+        """The KV is void, hot and cold. Returns where codes are kept from now on, as stores understand it."""
         self.manager.reset()
         self.prefetcher.reset()
         place = "" if self._directory is None else self._directory.reset()
@@ -286,6 +286,12 @@ class Driver(Generic[B]):
         """Whether a step is of use although no request asks for one."""
         waits = self.prefetcher.is_busy or (self._directory is not None and self._directory.has_answers)
         return self.manager.has_work or bool(self._granted) or waits
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether another step would have something to order at once."""
+        may_encode = self.manager.blocks.queued > 0 and len(self._held) < self.pressure.max_in_flight
+        return may_encode or self.manager.has_orders
 
     @property
     def holds_blocks(self) -> bool:

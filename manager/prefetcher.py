@@ -9,12 +9,10 @@ from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
-from manthan.manager.work import GroupBlocks, Load, LoadResult
+from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult
 
 RETRY_S = 0.1
 """How soon room is looked for again where there was none: every look walks the free queue."""
-STORE_DOWN = "store_down"
-"""The cause of a failure that says nothing about the codes."""
 
 
 @dataclass

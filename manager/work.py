@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+STORE_DOWN = "store_down"
+"""The cause of a failure that says nothing about the codes."""
+
 
 class GroupKeys(NamedTuple):
     """Blocks of one KV cache group, by key."""

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from manthan.manager.sessions.session import Block, CodeState, Encoding, Session
+from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
 
 class BlockTable:
@@ -121,7 +121,7 @@ class BlockTable:
 
     def forget(self, block: Block) -> None:
         """The block has no codes any more."""
-        self._set(block, CodeState.NONE, Encoding(), None)
+        self._set(block, CodeState.NONE, NO_CODES, None)
 
     def mark_moved(self, block: Block, moved: bool) -> None:
         """The codes left the fast tier, or are in it (again)."""

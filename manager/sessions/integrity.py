@@ -6,12 +6,9 @@ For tests after each event, and for `manthan simulate --check`; it takes time li
 from collections import Counter
 from collections.abc import Iterator
 
+from manthan.manager.integrity import IntegrityError
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
-
-
-class IntegrityError(AssertionError):
-    """The books contradict each other; the sentence says where."""
 
 
 def check_integrity(manager: SessionMemoryManager) -> None:

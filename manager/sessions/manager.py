@@ -38,7 +38,7 @@ from manthan.policies import EvictionPolicy, PolicyOptions
 
 
 class SpillOrder(NamedTuple):
-    """Encode the block of this key, whose first token has this place in its chain; `exact` of its tokens are kept so."""
+    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact."""
 
     key: bytes
     first_token: int
@@ -301,6 +301,11 @@ class SessionMemoryManager:
         return self._orders.take_evictions()
 
     @property
+    def has_orders(self) -> bool:
+        """Whether there are drops or releases to be taken."""
+        return bool(self._orders.drops or self._orders.releases)
+
+    @property
     def has_work(self) -> bool:
         """Whether something is to be taken, or told, or an answer to a taken spill is outstanding."""
         return bool(self._orders) or bool(self.elsewhere)
@@ -336,6 +341,11 @@ class SessionMemoryManager:
     def on_their_way(self) -> int:
         """Blocks that are queued or being encoded."""
         return self.blocks.queued + self.blocks.spilling
+
+    @property
+    def cold_blocks(self) -> int:
+        """Blocks that have codes, or will have."""
+        return self.blocks.queued + self.blocks.spilling + self.blocks.cold
 
     @property
     def usage(self) -> Usage:

@@ -56,6 +56,9 @@ class Encoding(NamedTuple):
     exact: int = 0
 
 
+NO_CODES = Encoding()
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """One block key and who needs it. A key covers its prefix, so it has the same place in every chain."""
@@ -63,7 +66,7 @@ class Block:
     key: bytes
     depth: int
     code: CodeState = CodeState.NONE
-    encoding: Encoding = Encoding()
+    encoding: Encoding = NO_CODES
     """Of the codes that it has, or that it is about to get."""
     old: Encoding | None = None
     """Of codes that stay in the store until those that are being made replace them."""
@@ -155,7 +158,7 @@ class Session:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, which take cold_nbytes.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, of cold_nbytes.
     """
 
     session_id: str

@@ -47,7 +47,7 @@ METRICS: dict[str, _Metric] = {
     "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
-    "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of the cold blocks in the pool over their encoded bytes."),
+    "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
     "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
     "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
     "prefetches": _Metric(prometheus_client.Counter, "Sessions restored before their request came."),
