@@ -1,6 +1,6 @@
 """What is remembered of a session whose KV is gone, whose conversation was changed, or that only looks like another."""
 
-from engine import Engine, chain
+from engine import SHAPE, Engine, chain
 
 from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import Block, Session
@@ -15,7 +15,7 @@ def lose_everything(engine: Engine) -> None:
     """All codes of what is cold make room for one that is larger than the store."""
     engine.evict()
     engine.now += 1
-    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.capacity_blocks)), "large")
+    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.budget.nbytes // SHAPE.cold_nbytes)), "large")
     engine.evict()
 
 
