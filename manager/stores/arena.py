@@ -1,0 +1,137 @@
+"""Room for blocks of different sizes in one range of addresses: best fit, and in pieces rather than not at all.
+
+A block gets one extent wherever some hole is large enough for it: the smallest that is, of equal ones the lowest. Only
+where none is, it gets several, the largest holes first. So whatever is free can be used: what is lost is less than
+GRANULE a block. Blocks of one size leave holes of whole blocks, and are never in pieces.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import NamedTuple
+
+GRANULE = 256
+"""All extents begin and end at multiples of this, in bytes."""
+
+
+class IntegrityError(AssertionError):
+    """Books that do not agree with themselves; says in one sentence what does not."""
+
+
+class Extent(NamedTuple):
+    """A run of addresses. start, nbytes: multiples of GRANULE."""
+
+    start: int
+    nbytes: int
+
+
+def room(nbytes: int) -> int:
+    """What a block of so many bytes takes: rounded up to a multiple of GRANULE."""
+    return -(-nbytes // GRANULE) * GRANULE
+
+
+class Arena:
+    """The addresses [0, nbytes), of which some are taken. It has no memory of its own, and is not thread-safe.
+
+    nbytes: rounded down to a multiple of GRANULE.
+    """
+
+    def __init__(self, nbytes: int) -> None:
+        self.nbytes = nbytes - nbytes % GRANULE
+        self.available = 0
+        """Bytes that are free, wherever."""
+        # Holes never touch each other. By where they begin and end, and by their size: starts in order, sizes in order.
+        self._size_at: dict[int, int] = {}
+        self._start_before: dict[int, int] = {}
+        self._starts: dict[int, list[int]] = {}
+        self._sizes: list[int] = []
+        self.free([Extent(0, self.nbytes)])
+
+    @property
+    def used(self) -> int:
+        """Bytes that are taken."""
+        return self.nbytes - self.available
+
+    def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
+        """Room for a block, room(nbytes) bytes in all; None if fewer are free."""
+        left = room(nbytes)
+        if left > self.available:
+            return None
+        taken = []
+        while left:
+            at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
+            taken.append(self._take(self._sizes[at], left))
+            left -= taken[-1].nbytes
+        return tuple(taken)
+
+    def shrink(self, extents: Iterable[Extent], nbytes: int) -> tuple[Extent, ...]:
+        """Free all of a block's extents but the first room(nbytes) bytes; returns what it keeps."""
+        left, kept = room(nbytes), []
+        for start, size in extents:
+            keep = min(size, left)
+            left -= keep
+            if keep:
+                kept.append(Extent(start, keep))
+            self.free([Extent(start + keep, size - keep)])
+        return tuple(kept)
+
+    def free(self, extents: Iterable[Extent]) -> None:
+        """Extents that were allocated, or parts of such, are holes again."""
+        for start, size in extents:
+            if not size:
+                continue
+            self.available += size
+            end = start + size
+            if (before := self._start_before.get(start)) is not None:
+                self._remove(before)
+                start = before
+            if (after := self._size_at.get(end)) is not None:
+                self._remove(end)
+                end += after
+            self._add(start, end - start)
+
+    def check(self) -> None:
+        """Raise IntegrityError if the holes overlap, touch, or are not what the counts say."""
+        holes = sorted(self._size_at.items())
+        for (start, size), (following, _) in pairwise(holes):
+            if start + size >= following:
+                raise IntegrityError(f"the hole of {size} bytes at {start} reaches the one at {following}.")
+        if holes and sum(holes[-1]) > self.nbytes:
+            raise IntegrityError(f"the hole at {holes[-1][0]} ends behind the arena's {self.nbytes} bytes.")
+        if any(size <= 0 or size % GRANULE or start % GRANULE for start, size in holes):
+            raise IntegrityError(f"a hole does not begin or end at a multiple of {GRANULE}.")
+        if sum(size for _, size in holes) != self.available:
+            raise IntegrityError(f"{self.available} bytes count as free, but the holes differ.")
+        by_size = sorted((start, size) for size, starts in self._starts.items() for start in starts)
+        by_end = sorted((start, end - start) for end, start in self._start_before.items())
+        if not (by_size == by_end == holes and self._sizes == sorted(self._starts)):
+            raise IntegrityError("the holes by size, by start and by end are not the same.")
+        if any(not starts or starts != sorted(starts) for starts in self._starts.values()):
+            raise IntegrityError("the holes of one size are not in order.")
+
+    def _take(self, size: int, most: int) -> Extent:
+        """The beginning of the lowest hole of this size, at most so many bytes."""
+        start = self._starts[size][0]
+        self._remove(start)
+        taken = Extent(start, min(size, most))
+        if taken.nbytes < size:
+            self._add(start + taken.nbytes, size - taken.nbytes)
+        self.available -= taken.nbytes
+        return taken
+
+    def _add(self, start: int, size: int) -> None:
+        self._size_at[start] = size
+        self._start_before[start + size] = start
+        if size not in self._starts:
+            self._starts[size] = []
+            insort(self._sizes, size)
+        insort(self._starts[size], start)
+
+    def _remove(self, start: int) -> None:
+        size = self._size_at.pop(start)
+        del self._start_before[start + size]
+        starts = self._starts[size]
+        del starts[bisect_left(starts, start)]
+        if not starts:
+            del self._starts[size]
+            del self._sizes[bisect_left(self._sizes, size)]
