@@ -1,6 +1,5 @@
 """What the two halves of the connector tell each other, once a step."""
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -8,64 +7,80 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadat
 
 
 class SpillBlock(NamedTuple):
-    """Encode this block of the paged cache and keep it under its key; exact: and an exact copy of it beside that."""
+    """Encode this block of the paged cache and keep it under its key.
+
+    group: the KV cache group. first_token: the place of its first token in the chain. exact: how many of its first
+    tokens are kept as they are.
+    """
 
     key: bytes
+    group: int
     block_id: int
-    exact: bool = False
+    first_token: int
+    exact: int = 0
+
+
+class GroupBlocks(NamedTuple):
+    """Encoded blocks of a KV cache group, and the blocks of the paged cache that they go to."""
+
+    group: int
+    keys: list[bytes]
+    block_ids: list[int]
 
 
 class Load(NamedTuple):
-    """Decode these codes into these blocks of the paged cache, for a request that waits for them.
+    """Decode codes into blocks of the paged cache, for a request that waits for them.
 
-    is_prefetch: no request waits; vLLM knows nothing of it, and the id is our own. exact: those of the keys that have
-    an exact copy, which is to be used instead.
+    is_prefetch: no request waits; vLLM knows nothing of it, and the id is our own.
     """
 
     request_id: str
-    keys: list[bytes]
-    block_ids: list[int]
+    parts: tuple[GroupBlocks, ...]
     is_prefetch: bool = False
-    exact: frozenset[bytes] = frozenset()
+
+
+class GroupKeys(NamedTuple):
+    """Blocks of a KV cache group."""
+
+    group: int
+    keys: list[bytes]
 
 
 @dataclass
 class ManthanMetadata(KVConnectorMetadata):
-    """Scheduler to worker, carried out in this order."""
+    """Scheduler to worker, carried out in this order; spills only once the model's step was begun: a block may be named
+    in the very step that computes it."""
 
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
-    drops: list[bytes] = field(default_factory=list)
-    copy_drops: list[bytes] = field(default_factory=list)
-    """Blocks whose exact copy goes, and whose codes stay."""
-    go_first: list[bytes] = field(default_factory=list)
+    drops: list[GroupKeys] = field(default_factory=list)
+    go_first: list[GroupKeys] = field(default_factory=list)
     """The next blocks to leave a fast tier for the one behind it."""
-    spills: list[SpillBlock] = field(default_factory=list)
     loads: list[Load] = field(default_factory=list)
+    spills: list[SpillBlock] = field(default_factory=list)
     model_rests: bool = False
     """Nothing is computed in this step."""
 
 
 class SpillResult(NamedTuple):
-    """`cause` is None if the codes are in the rank's tier, and a metric label otherwise; `copy_cause` the same of the
-    exact copy, if there should be one."""
+    """`cause` is None if the codes are in the rank's tier, and a metric label otherwise; `nbytes`: what they take
+    there."""
 
     key: bytes
+    group: int
     cause: str | None
     seconds: float
-    copy_cause: str | None = None
+    nbytes: int = 0
 
 
 class LoadResult(NamedTuple):
-    """`failed` are the keys that could not be loaded, each with its cause; `spoiled` those whose exact copy could not
-    be, and that were decoded instead."""
+    """`failed`: what could not be loaded, as group, key and cause. `nbytes`: of the codes of what could."""
 
     request_id: str
-    failed: list[tuple[bytes, str]]
+    failed: list[tuple[int, bytes, str]]
     nbytes: int
     seconds: float
     is_prefetch: bool = False
-    spoiled: Sequence[tuple[bytes, str]] = ()
 
 
 @dataclass
