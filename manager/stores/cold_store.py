@@ -3,12 +3,19 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from manthan.manager.stores.arena import Arena, Extent, room
+
 Buffer = NDArray[np.uint8]
+
+CHUNK = 64 << 20
+"""Memory is taken in pieces of so many bytes, as it is needed."""
+STORE_FULL = "store_full"
+"""The cause of a refusal: the bytes do not fit in what is left of the budget."""
 
 
 class ColdStoreError(Exception):
@@ -17,139 +24,181 @@ class ColdStoreError(Exception):
     cause: ClassVar[str] = "store"
 
 
-class ColdStoreFullError(ColdStoreError):
-    """The bytes asked for do not fit in what is left of the budget."""
-
-    cause: ClassVar[str] = "store_full"
-
-
 class ColdStore(ABC):
-    """Encoded blocks by key, within a byte budget.
+    """Encoded blocks by KV cache group and block key.
 
-    Bytes are reserved before a block is encoded and become used when it is put: used and reserved bytes
-    together never exceed the budget.
+    Who keeps the books of it reserves bytes before a block is encoded, in the heart or in Redis. The store counts what it
+    has, and refuses what does not fit.
     """
 
-    kind: ClassVar[str]
-
     @abstractmethod
-    def reserve(self, nbytes: int) -> None:
-        """Set bytes aside; raises ColdStoreFullError."""
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        """Keep blocks; keys that are there already are replaced.
 
-    @abstractmethod
-    def unreserve(self, nbytes: int) -> None:
-        """Give back what was reserved and will not be put."""
-
-    @abstractmethod
-    def put_all(self, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        """Keep blocks whose bytes are reserved; keys that are there already are replaced.
-
-        Returns those that were not kept, each with the cause, a metric label; they stay reserved.
+        Returns those that were not kept, each with the cause, a metric label.
         """
 
     @abstractmethod
-    def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """The blocks, in order; None for each that is not there. Raises ColdStoreError where it cannot tell."""
+    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """The blocks, in order; None for each that is not there. Raises ColdStoreError where it cannot tell.
+
+        Each is the reader's own, or never changes: it stays as it is when the block is dropped.
+        """
 
     @abstractmethod
-    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         """Those of these blocks that are not there. Raises ColdStoreError where it cannot tell."""
 
     @abstractmethod
-    def drop(self, keys: Iterable[bytes]) -> None:
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
-    def go_first(self, keys: Sequence[bytes]) -> None:  # noqa: B027 most stores have one tier
+    def go_first(self, group: int, keys: Sequence[bytes]) -> None:  # noqa: B027 most stores have one tier
         """A store with a tier in front of another moves these blocks out of it before all others, in this order."""
 
     @abstractmethod
     def cleared(self, place: str) -> "ColdStore":
         """An empty store to use instead of this one from now on, which may be this one; `place` is the directory's
-        name for it. What is being put keeps its reservations."""
+        name for it."""
 
     @abstractmethod
     def close(self) -> None:
-        """Let go of connections and threads."""
+        """Let go of memory, connections and threads."""
+
+    @abstractmethod
+    def room(self, nbytes: int) -> int:
+        """What a block of so many bytes takes of the budget."""
+
+
+class _Kept(NamedTuple):
+    """A block in memory: where, and how many bytes it has."""
+
+    extents: tuple[Extent, ...]
+    nbytes: int
+
+
+class _Memory:
+    """Bytes by address; the system gives them when they are first written."""
+
+    def __init__(self, nbytes: int) -> None:
+        self._nbytes = nbytes
+        self._chunks: dict[int, Buffer] = {}
+
+    def write(self, kept: _Kept, buf: Buffer) -> None:
+        at = 0
+        for piece in self._pieces(kept):
+            piece[:] = buf[at : at + piece.nbytes]
+            at += piece.nbytes
+
+    def read(self, kept: _Kept) -> Buffer:
+        """A copy."""
+        return np.concatenate(list(self._pieces(kept)))
+
+    def _pieces(self, kept: _Kept) -> Iterator[Buffer]:
+        """A block's bytes as views, in order: one for each extent and each chunk that it lies in."""
+        left = kept.nbytes
+        for start, size in kept.extents:
+            end = start + min(size, left)
+            left -= end - start
+            while start < end:
+                number, at = divmod(start, CHUNK)
+                piece = self._chunk(number)[at : at + end - start]
+                yield piece
+                start += piece.nbytes
+
+    def _chunk(self, number: int) -> Buffer:
+        if number not in self._chunks:
+            self._chunks.setdefault(number, np.empty(min(CHUNK, self._nbytes - number * CHUNK), np.uint8))
+        return self._chunks[number]
 
 
 class HostStore(ColdStore):
-    """Codes in this process's memory."""
+    """Codes in this process's memory, within a budget that holds at every moment.
 
-    kind: ClassVar[str] = "host"
+    max_bytes: the budget. Bytes are copied on the way in and out; a block that is being written is not there yet.
+    """
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
-        """The most bytes ever used and reserved together."""
+        """The most bytes ever used."""
         self._lock = threading.Lock()
-        self._blocks: dict[bytes, Buffer] = {}
-        self._used = 0
-        self._reserved = 0
+        self._arena = Arena(max_bytes)
+        self._memory = _Memory(self._arena.nbytes)
+        self._blocks: dict[tuple[int, bytes], _Kept] = {}
 
-    def reserve(self, nbytes: int) -> None:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        return {key: STORE_FULL for key, buf in blocks.items() if not self._put((group, key), buf)}
+
+    def _put(self, block: tuple[int, bytes], buf: Buffer) -> bool:
         with self._lock:
-            free = self.max_bytes - self._used - self._reserved
-            if nbytes > free:
-                raise ColdStoreFullError(f"{nbytes} bytes do not fit: {free} of {self.max_bytes} are free")
-            self._reserved += nbytes
-            self.peak = max(self.peak, self._used + self._reserved)
-
-    def unreserve(self, nbytes: int) -> None:
+            self._remove(block)
+            extents = self._arena.allocate(buf.nbytes)
+            self.peak = max(self.peak, self._arena.used)
+        if extents is None:
+            return False
+        kept = _Kept(extents, buf.nbytes)
+        self._memory.write(kept, buf)
         with self._lock:
-            self._reserved -= nbytes
+            self._remove(block)  # somebody else may have put it meanwhile
+            self._blocks[block] = kept
+        return True
 
-    def put(self, key: bytes, buf: Buffer) -> None:
-        """`put_all` of one."""
+    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        return (self._read((group, key)) for key in keys)
+
+    def _read(self, block: tuple[int, bytes]) -> Buffer | None:
+        kept = self._blocks.get(block)
+        if kept is None:
+            return None
+        buf = self._memory.read(kept)
+        with self._lock:  # if it was dropped meanwhile, others' bytes may be among these
+            return buf if self._blocks.get(block) is kept else None
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         with self._lock:
-            self._reserved -= buf.nbytes
-            self._used += buf.nbytes - self._pop(key)
-            self._blocks[key] = buf
+            return [key for key in keys if (group, key) not in self._blocks]
 
-    def put_all(self, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        for key, buf in blocks.items():
-            self.put(key, buf)
-        return {}
-
-    def get(self, keys: Sequence[bytes]) -> list[Buffer | None]:
-        """`read` as a list."""
-        with self._lock:
-            return [self._blocks.get(key) for key in keys]
-
-    def read(self, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        return iter(self.get(keys))
-
-    def absent(self, keys: Sequence[bytes]) -> list[bytes]:
-        with self._lock:
-            return [key for key in keys if key not in self._blocks]
-
-    def drop(self, keys: Iterable[bytes]) -> None:
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
         with self._lock:
             for key in keys:
-                self._used -= self._pop(key)
-
-    def clear(self) -> None:
-        """Remove all blocks; reservations stay."""
-        with self._lock:
-            self._blocks.clear()
-            self._used = 0
+                self._remove((group, key))
 
     def cleared(self, place: str) -> "HostStore":
-        self.clear()
+        """This one; what is being put is kept when it is whole."""
+        with self._lock:
+            for block in list(self._blocks):
+                self._remove(block)
         return self
 
     def close(self) -> None:
-        self.clear()
+        self.cleared("")
+
+    def room(self, nbytes: int) -> int:
+        return room(nbytes)
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks in the store."""
+        """Bytes that blocks take, those that are being written too."""
         with self._lock:
-            return self._used
+            return self._arena.used
 
-    def _pop(self, key: bytes) -> int:
-        old = self._blocks.pop(key, None)
-        return 0 if old is None else old.nbytes
+    @property
+    def available(self) -> int:
+        """Bytes that blocks can still take."""
+        with self._lock:
+            return self._arena.available
+
+    def check(self) -> None:
+        """Raise IntegrityError if the books of its memory do not agree with themselves."""
+        with self._lock:
+            self._arena.check()
+
+    def _remove(self, block: tuple[int, bytes]) -> None:
+        kept = self._blocks.pop(block, None)
+        if kept is not None:
+            self._arena.free(kept.extents)
 
 
-COLD_STORES = (HostStore.kind, "device", "redis", "tiered")
+COLD_STORES = ("host", "device", "redis", "tiered")
 """What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

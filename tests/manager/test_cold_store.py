@@ -7,97 +7,170 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from manthan.manager.stores.cold_store import Buffer, ColdStoreError, ColdStoreFullError, HostStore
+from manthan.manager.stores import cold_store
+from manthan.manager.stores.arena import GRANULE, room
+from manthan.manager.stores.cold_store import Buffer, HostStore
+
+BUDGET = 100 * GRANULE
 
 
 def buffer(nbytes: int, value: int = 0) -> Buffer:
     return np.full(nbytes, value, np.uint8)
 
 
-def keep(store: HostStore, key: bytes, nbytes: int, value: int = 0) -> None:
-    store.reserve(nbytes)
-    store.put(key, buffer(nbytes, value))
+def keep(store: HostStore, key: bytes, nbytes: int, value: int = 0, group: int = 0) -> bool:
+    """Whether it was kept."""
+    refused = store.put_all(group, {key: buffer(nbytes, value)})
+    assert refused in ({}, {key: "store_full"})
+    return not refused
 
 
-def held(store: HostStore, key: bytes) -> int | None:
+def held(store: HostStore, key: bytes, group: int = 0) -> int | None:
     """The value that fills a kept block."""
-    (buf,) = store.get([key])
-    return None if buf is None else int(buf[0])
+    (buf,) = store.read(group, [key])
+    if buf is None:
+        return None
+    assert np.unique(buf).size == 1
+    return int(buf[0])
 
 
-def test_what_is_put_can_be_got_in_the_order_asked() -> None:
-    store = HostStore(100)
-    keep(store, b"a", 40, 1)
-    keep(store, b"b", 60, 2)
-    b, missing, a = store.get([b"b", b"x", b"a"])
+def test_what_is_put_can_be_read_in_the_order_asked() -> None:
+    store = HostStore(BUDGET)
+    assert keep(store, b"a", 40 * GRANULE, 1)
+    assert keep(store, b"b", 60 * GRANULE, 2)
+    b, missing, a = store.read(0, [b"b", b"x", b"a"])
     assert b is not None
     assert a is not None
     assert missing is None
-    assert (b.nbytes, b[0], a.nbytes, a[0]) == (60, 2, 40, 1)
-    assert store.used == 100
+    assert (b.nbytes, b[0], a.nbytes, a[0]) == (60 * GRANULE, 2, 40 * GRANULE, 1)
+    assert (store.used, store.available, store.peak) == (BUDGET, 0, BUDGET)
 
 
-def test_reserved_bytes_count_and_the_refusal_says_what_is_free() -> None:
-    store = HostStore(100)
-    keep(store, b"a", 30)
-    store.reserve(50)
-    with pytest.raises(ColdStoreFullError, match=r"^21 bytes do not fit: 20 of 100 are free$") as error:
-        store.reserve(21)
-    assert isinstance(error.value, ColdStoreError)
-    assert error.value.cause == "store_full"
-    store.reserve(20)
-    assert (store.used, store.peak) == (30, 100)
+def test_a_block_has_its_own_length_and_takes_whole_granules() -> None:
+    store = HostStore(BUDGET)
+    keep(store, b"a", 1001, 7)
+    [buf] = store.read(0, [b"a"])
+    assert buf is not None
+    assert (buf.nbytes, set(buf.tolist())) == (1001, {7})
+    assert store.used == store.room(1001) == room(1001) == 1024
 
 
-def test_a_refused_reservation_takes_nothing() -> None:
-    store = HostStore(100)
-    for _ in range(3):
-        with pytest.raises(ColdStoreFullError):
-            store.reserve(101)
-    store.reserve(100)
+def test_groups_are_kept_apart() -> None:
+    store = HostStore(BUDGET)
+    keep(store, b"a", 100, 1, group=0)
+    keep(store, b"a", 200, 2, group=3)
+    assert (held(store, b"a"), held(store, b"a", 3), held(store, b"a", 1)) == (1, 2, None)
+    assert store.absent(1, [b"a"]) == [b"a"]
+    store.drop(0, [b"a"])
+    assert (held(store, b"a"), held(store, b"a", 3)) == (None, 2)
+    assert store.absent(0, [b"a", b"b"]) == [b"a", b"b"]
+    assert store.absent(3, [b"a", b"b"]) == [b"b"]
 
 
-def test_unreserved_and_dropped_bytes_are_free_again() -> None:
-    store = HostStore(100)
-    store.reserve(100)
-    store.unreserve(100)
-    keep(store, b"a", 100)
-    store.drop([b"a", b"unknown", b"a"])
+def test_what_does_not_fit_is_refused_and_takes_nothing() -> None:
+    store = HostStore(BUDGET)
+    keep(store, b"a", 90 * GRANULE)
+    blocks = {b"b": buffer(8 * GRANULE), b"c": buffer(3 * GRANULE), b"d": buffer(2 * GRANULE)}
+    assert store.put_all(0, blocks) == {b"c": "store_full"}
+    assert store.used == store.peak == BUDGET
+    assert store.absent(0, list(blocks)) == [b"c"]
+
+
+def test_a_budget_that_is_no_multiple_is_not_exceeded() -> None:
+    store = HostStore(BUDGET + GRANULE - 1)
+    assert not keep(store, b"a", BUDGET + 1)
+    assert keep(store, b"a", BUDGET)
+    assert store.peak <= store.max_bytes
+
+
+def test_dropped_bytes_are_free_again() -> None:
+    store = HostStore(BUDGET)
+    keep(store, b"a", BUDGET)
+    store.drop(0, [b"a", b"unknown", b"a"])
     assert store.used == 0
     assert held(store, b"a") is None
-    keep(store, b"b", 100)
+    assert keep(store, b"b", BUDGET)
 
 
 def test_putting_a_key_again_replaces_it_and_counts_it_once() -> None:
-    store = HostStore(100)
-    keep(store, b"a", 40, 1)
-    keep(store, b"a", 30, 2)
-    assert (store.used, held(store, b"a")) == (30, 2)
-    store.reserve(70)
+    store = HostStore(BUDGET)
+    keep(store, b"a", 40 * GRANULE, 1)
+    keep(store, b"a", 30 * GRANULE, 2)
+    assert (store.used, held(store, b"a")) == (30 * GRANULE, 2)
+    assert keep(store, b"a", BUDGET, 3)
+    assert held(store, b"a") == 3
 
 
-def test_clearing_keeps_reservations() -> None:
-    store = HostStore(100)
-    keep(store, b"a", 40)
-    store.reserve(60)
-    store.clear()
+@pytest.mark.parametrize("bound", [1000, GRANULE, 5 * GRANULE + 1])
+def test_blocks_that_are_smaller_than_expected_leave_their_room_to_others(bound: int) -> None:
+    """A store accounts for what a block has and not for what it might have had: nothing leaks."""
+    store, rng = HostStore(BUDGET), random.Random(bound)
+    for _ in range(50):
+        sizes = {bytes([at]): rng.randrange(1, bound + 1) for at in range(BUDGET // room(bound))}
+        assert store.put_all(0, {key: buffer(size) for key, size in sizes.items()}) == {}
+        assert store.used == sum(map(store.room, sizes.values()))
+        store.drop(0, sizes)
+        assert store.available == BUDGET
+    assert keep(store, b"a", BUDGET)
+    store.check()
+
+
+def test_a_cleared_store_is_empty() -> None:
+    store = HostStore(BUDGET)
+    keep(store, b"a", 40 * GRANULE, 1)
+    assert store.cleared("elsewhere") is store
     assert (store.used, held(store, b"a")) == (0, None)
-    store.reserve(40)
-    with pytest.raises(ColdStoreFullError):
-        store.reserve(1)
+    assert keep(store, b"b", BUDGET)
 
 
 def test_a_block_that_is_read_outlives_its_drop() -> None:
-    store = HostStore(100)
+    store = HostStore(GRANULE)
     keep(store, b"a", 4, 7)
-    (buf,) = store.get([b"a"])
-    store.drop([b"a"])
+    (buf,) = store.read(0, [b"a"])
+    store.drop(0, [b"a"])
+    keep(store, b"b", 4, 9)
     assert buf is not None
     assert buf.tolist() == [7, 7, 7, 7]
 
 
+def test_a_block_that_is_dropped_while_it_is_read_is_a_miss(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its bytes may be another's already."""
+    store = HostStore(GRANULE)
+    keep(store, b"a", 4, 7)
+    whole = store._memory.read
+
+    def read(kept: object) -> Buffer:
+        store.drop(0, [b"a"])
+        keep(store, b"a", 4, 9)
+        return whole(kept)
+
+    monkeypatch.setattr(store._memory, "read", read)
+    assert list(store.read(0, [b"a"])) == [None]
+
+
+def test_blocks_may_lie_in_several_chunks_and_extents(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cold_store, "CHUNK", 3 * GRANULE)
+    store, rng = HostStore(40 * GRANULE), np.random.default_rng(1)
+    blocks = {bytes([at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate([1, 700, 2000, 300, 4000])}
+    assert store.put_all(0, blocks) == {}
+    store.drop(0, [b"\0", b"\3"])
+    last = {b"last": rng.integers(0, 256, store.available - 10, np.uint8)}
+    assert store.put_all(0, last) == {}
+    assert len(store._blocks[0, b"last"].extents) > 1
+    kept = {key: buf for key, buf in (blocks | last).items() if key not in (b"\0", b"\3")}
+    for buf, found in zip(kept.values(), store.read(0, list(kept)), strict=True):
+        np.testing.assert_array_equal(buf, found)
+
+
+def test_memory_is_taken_as_it_is_needed() -> None:
+    store = HostStore(1 << 50)
+    keep(store, b"a", 1 << 20, 1)
+    assert len(store._memory._chunks) == 1
+    assert store.available == (1 << 50) - (1 << 20)
+
+
 def test_many_threads_never_exceed_the_budget_or_mix_blocks_up() -> None:
-    budget, threads, rounds = 1_000, 8, 2_000
+    budget, threads, rounds = 20 * GRANULE, 8, 2_000
     store = HostStore(budget)
     start = threading.Barrier(threads)
 
@@ -106,17 +179,11 @@ def test_many_threads_never_exceed_the_budget_or_mix_blocks_up() -> None:
         refused = 0
         start.wait()
         for _ in range(rounds):
-            key, nbytes = rng.randrange(20), rng.randrange(1, 200)
-            try:
-                store.reserve(nbytes)
-            except ColdStoreFullError:
+            key, nbytes = rng.randrange(20), rng.randrange(1, 4 * GRANULE)
+            if not keep(store, bytes([key]), nbytes, key):
                 refused += 1
-                store.drop([bytes([rng.randrange(20)])])
-                continue
-            if rng.random() < 0.2:
-                store.unreserve(nbytes)
-            else:
-                store.put(bytes([key]), buffer(nbytes, key))
+                store.drop(0, [bytes([rng.randrange(20)])])
+            assert store.used <= budget
             assert held(store, bytes([key])) in (None, key)
         return refused
 
@@ -124,7 +191,8 @@ def test_many_threads_never_exceed_the_budget_or_mix_blocks_up() -> None:
         refused = sum(pool.map(hammer, range(threads)))
     assert refused  # the budget was reached
     assert store.peak <= budget
-    left = [buf for buf in store.get([bytes([key]) for key in range(20)]) if buf is not None]
-    assert store.used == sum(buf.nbytes for buf in left)
-    store.clear()
-    store.reserve(budget)  # no reservation leaked
+    left = [buf for buf in store.read(0, [bytes([key]) for key in range(20)]) if buf is not None]
+    assert store.used == sum(room(buf.nbytes) for buf in left)
+    store.check()
+    store.close()
+    assert keep(store, b"all", budget)  # nothing leaked
