@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
-from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.block import BlockFormat
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.messages import SpillBlock
@@ -65,9 +65,10 @@ class PagedMemory(ABC):
 class HostMemory(PagedMemory):
     """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
 
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+    def __init__(self, layers: Sequence[Layer], shape: tuple[int, int, int]) -> None:
+        """shape: heads, tokens, head_dim of a block."""
         self._layers = [layer._replace(rows=_as_numpy(layer.rows)) for layer in layers]
-        self._shape = shape.numbers
+        self._shape = (len(layers), *shape)
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
         first = self._layers[0]

@@ -51,7 +51,7 @@ class WorkerHalf:
             namespace = namespace_of(self._vllm_config, config, spec, len(layers))
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         mark = fingerprint(self._vllm_config, spec, config.codec.name, name)
-        block_format = BlockFormat(config.codec.name, block_shape(layers, shape), mark)
+        block_format = BlockFormat(config.codec.name, block_shape(len(layers), shape, layers[0].rows.dtype), mark)
         self.path = self._path(layers, shape, block_format, tier_bytes, store)
 
     def _path(
@@ -81,7 +81,7 @@ class WorkerHalf:
             blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), block_format))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         elif device.type == "cpu":
-            blocks = CpuBlocks(HostMemory(layers, block_format.shape), block_format)
+            blocks = CpuBlocks(HostMemory(layers, shape), block_format)
         else:
             blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), block_format)
         by_group = {block_format.group: blocks}

@@ -12,15 +12,12 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import PagedLayout
+from manthan.codec.gpu.paged import DTYPES, PagedLayout
 from manthan.vllm_hooks.support import UnsupportedError
 
 Index = NDArray[np.int64]
 
-DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
-"""What the cache's numbers may be."""
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 
 
@@ -56,9 +53,9 @@ def probe_layers(
     return layers
 
 
-def block_shape(layers: list[Layer], shape: tuple[int, int, int]) -> BlockShape:
-    """What a block of these layers holds. shape: heads, tokens, head_dim."""
-    return BlockShape(len(layers), *shape, DTYPES[layers[0].rows.dtype])
+def block_shape(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> BlockShape:
+    """What a block of so many layers holds. shape: heads, tokens, head_dim. dtype: the cache's."""
+    return BlockShape(layers, *shape, DTYPES[dtype])
 
 
 def paged_layout(layers: list[Layer], shape: tuple[int, int, int]) -> PagedLayout:
