@@ -44,7 +44,7 @@ def probe_layers(
     caches: each layer's paged cache by layer name, blocks first. modules: the attention modules by the same names, with
     `impl`. shape: heads, tokens, head_dim of a block. Raises UnsupportedError.
     """
-    distinct = {cache.data_ptr(): name for name, cache in reversed(caches.items())}
+    distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
     layers = []
     for name in names:
