@@ -162,8 +162,9 @@ class DropCause(StrEnum):
 
 
 class Drop(NamedTuple):
-    """Codes to take out of the cold store."""
+    """Codes to take out of the cold store, of blocks of one KV cache group."""
 
+    group: int
     keys: Sequence[bytes]
     cause: DropCause
 
@@ -171,11 +172,11 @@ class Drop(NamedTuple):
 class Stranger(NamedTuple):
     """A session of another engine in a store that engines share.
 
-    expires: when, on the store's clock, as of the last look. blocks: how many it would free, at most.
+    expires: when, on the store's clock, as of the last look. nbytes: what it would free, at most.
     last_used: seconds on the manager's clock.
     """
 
     session_id: str
     expires: float
-    blocks: int
+    nbytes: int
     last_used: float
