@@ -27,8 +27,8 @@ class ColdStoreError(Exception):
 class ColdStore(ABC):
     """Encoded blocks by KV cache group and block key.
 
-    Who keeps the books of it reserves bytes before a block is encoded, in the heart or in Redis. The store counts what it
-    has, and refuses what does not fit.
+    Who keeps the books of it reserves bytes before a block is encoded, in the heart or in Redis. The store counts
+    what it has, and refuses what does not fit.
     """
 
     @abstractmethod
