@@ -1,86 +1,46 @@
 """What the two halves of the connector tell each other, once a step."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
+from manthan.manager.work import (
+    FailedBlock,
+    GroupBlocks,
+    GroupKeys,
+    Load,
+    LoadResult,
+    SpillBlock,
+    SpillResult,
+)
 
-class SpillBlock(NamedTuple):
-    """Encode this block of the paged cache and keep it under its key.
-
-    group: the KV cache group. first_token: the place of its first token in the chain. exact: how many of its first
-    tokens are kept as they are.
-    """
-
-    key: bytes
-    group: int
-    block_id: int
-    first_token: int
-    exact: int = 0
-
-
-class GroupBlocks(NamedTuple):
-    """Encoded blocks of a KV cache group, and the blocks of the paged cache that they go to."""
-
-    group: int
-    keys: list[bytes]
-    block_ids: list[int]
-
-
-class Load(NamedTuple):
-    """Decode codes into blocks of the paged cache, for a request that waits for them.
-
-    is_prefetch: no request waits; vLLM knows nothing of it, and the id is our own.
-    """
-
-    request_id: str
-    parts: tuple[GroupBlocks, ...]
-    is_prefetch: bool = False
-
-
-class GroupKeys(NamedTuple):
-    """Blocks of a KV cache group."""
-
-    group: int
-    keys: list[bytes]
+__all__ = [
+    "FailedBlock",
+    "GroupBlocks",
+    "GroupKeys",
+    "Load",
+    "LoadResult",
+    "ManthanMetadata",
+    "ManthanWorkerMetadata",
+    "SpillBlock",
+    "SpillResult",
+]
 
 
 @dataclass
 class ManthanMetadata(KVConnectorMetadata):
-    """Scheduler to worker, carried out in this order; spills only once the model's step was begun: a block may be named
-    in the very step that computes it."""
+    """Scheduler to worker. Loads may begin at once, after place and drops; spills when the step's KV is computed."""
 
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
-    drops: list[GroupKeys] = field(default_factory=list)
-    go_first: list[GroupKeys] = field(default_factory=list)
+    drops: Sequence[GroupKeys] = ()
+    go_first: Sequence[GroupKeys] = ()
     """The next blocks to leave a fast tier for the one behind it."""
-    loads: list[Load] = field(default_factory=list)
-    spills: list[SpillBlock] = field(default_factory=list)
+    spills: Sequence[SpillBlock] = ()
+    loads: Sequence[Load] = ()
     model_rests: bool = False
     """Nothing is computed in this step."""
-
-
-class SpillResult(NamedTuple):
-    """`cause` is None if the codes are in the rank's tier, and a metric label otherwise; `nbytes`: what they take
-    there."""
-
-    key: bytes
-    group: int
-    cause: str | None
-    seconds: float
-    nbytes: int = 0
-
-
-class LoadResult(NamedTuple):
-    """`failed`: what could not be loaded, as group, key and cause. `nbytes`: of the codes of what could."""
-
-    request_id: str
-    failed: list[tuple[int, bytes, str]]
-    nbytes: int
-    seconds: float
-    is_prefetch: bool = False
 
 
 @dataclass

@@ -86,7 +86,8 @@ class CudaPagedCodec(PagedCodec):
             kernels = module(
                 self.spec, layout.head_dim, layout.caches[0].dtype, self.device, _is_aligned(layout), whole
             )
-            heads, jobs = 2 * len(layout.caches) * layout.heads, {}
+            heads = 2 * len(layout.caches) * layout.heads
+            jobs: dict[str, tuple[Job, int]] = {}
             if exact:
                 jobs |= dict.fromkeys(
                     ("encode_exact", "decode_exact", "seal", "verify"), (self._exact_job(exact), heads)

@@ -171,19 +171,15 @@ class TorchPagedCodec(PagedCodec):
 
     def _plan(self, exact: int) -> _Plan:
         if exact not in self._plans:
-            layout, form = self.layout, self.form(exact)
-            ats, kinds = (layout.key_at, layout.value_at), ("key", "value")
-            coded = layout.tokens - exact
-            exact_views = [view for at in ats for view in _views(layout, at, 0, exact)] if exact else []
-            halves = (
-                [
-                    self._half(kind, _views(layout, at, exact, coded), start)
-                    for kind, at, start in zip(kinds, ats, form.starts[-2:], strict=True)
-                ]
+            layout, form, coded = self.layout, self.form(exact), self.layout.tokens - exact
+            kinds: tuple[tuple[Kind, int], ...] = (("key", layout.key_at), ("value", layout.value_at))
+            kept = [view for _, at in kinds for view in _views(layout, at, 0, exact)] if exact else []
+            halves = [
+                self._half(kind, _views(layout, at, exact, coded), start)
+                for (kind, at), start in zip(kinds, form.starts[-2:], strict=False)
                 if coded
-                else []
-            )
-            self._plans[exact] = _Plan(form, tuple(exact_views), form.starts[0], tuple(halves), coded)
+            ]
+            self._plans[exact] = _Plan(form, tuple(kept), form.starts[0], tuple(halves), coded)
         return self._plans[exact]
 
     def _half(self, kind: Kind, views: tuple[Tensor, ...], start: int) -> _Half:

@@ -1,6 +1,6 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -70,7 +70,11 @@ class WorkerHalf:
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
-            return _gpu_path(paged_codec(paged_layout(layers, shape), block_format), tier_bytes, self._fails_whole)
+            codec, forms = (
+                paged_codec(paged_layout(layers, shape), block_format),
+                self._forms(block_format.shape.tokens),
+            )
+            return _gpu_path(codec, tier_bytes, self._fails_whole, forms)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -86,6 +90,11 @@ class WorkerHalf:
             blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), block_format)
         by_group = {block_format.group: blocks}
         return HostPath(by_group, store or HostStore(tier_bytes.host), threads, device, self._fails_whole)
+
+    def _forms(self, tokens: int) -> list[int]:
+        """How many first tokens of a block may be to be kept exact: none, the rest of the sink, or all."""
+        codec = self._config.codec
+        return sorted({0, codec.sink_tokens % tokens, tokens}) if codec.keeps_exact else [0]
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
@@ -145,11 +154,11 @@ def paged_codec(layout: PagedLayout, block_format: BlockFormat) -> PagedCodec:
         return TorchPagedCodec(layout, block_format)
 
 
-def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool) -> WorkerPath:
+def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool, forms: Sequence[int]) -> WorkerPath:
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
     device = codec.layout.caches[0].device
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
-    return GpuPath(codec, Tiers(on_device, on_host), fails_whole)
+    return GpuPath(codec, Tiers(on_device, on_host), fails_whole, forms)
