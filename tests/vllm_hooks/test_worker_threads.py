@@ -18,8 +18,8 @@ import multiprocessing, os, sys
 
 def work(bound):
     os.sched_setaffinity(0, bound)  # as vLLM binds a CPU worker
-    from manthan.vllm_hooks.worker.threads import Threads
-    threads, found = Threads(1, "test"), []
+    from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
+    threads, found = Threads(1, "test", allowed_cpus()), []
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(0))))
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(os.getpid()))))
     while len(found) < 2:
@@ -69,7 +69,7 @@ def test_an_affinity_that_cannot_be_set_costs_nothing_else(call: str, monkeypatc
         raise PermissionError("no")
 
     monkeypatch.setattr(os, call, refused)
-    threads, done = Threads(2, "test"), threading.Event()
+    threads, done = Threads(2, "test", allowed_cpus() or {0}), threading.Event()
     threads.submit(done.set)
     assert done.wait(10)
     threads.shutdown()

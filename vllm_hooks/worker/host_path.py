@@ -20,7 +20,7 @@ from manthan.vllm_hooks.messages import (
 )
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
 from manthan.vllm_hooks.worker.path import WorkerPath
-from manthan.vllm_hooks.worker.threads import Threads
+from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -45,9 +45,10 @@ class HostPath(WorkerPath):
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
         self._device = device
-        self._encoders = Threads(encode_threads, "manthan-encode")
-        self._loaders = Threads(1, "manthan-restore")
-        self._prefetchers = Threads(1, "manthan-prefetch")
+        cpus = allowed_cpus() if device.type == "cpu" else set()
+        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
+        self._loaders = Threads(1, "manthan-restore", cpus)
+        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
