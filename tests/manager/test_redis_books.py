@@ -222,6 +222,27 @@ def test_books_that_the_server_has_evicted_are_made_up_again(
     assert used(raw) == left + 1
 
 
+def test_a_count_that_is_lost_is_not_begun_in_the_middle(server: RedisServer, raw: redis.Redis) -> None:
+    one = index(server)
+    one.reserve([room("a", 100)])
+    one.save(record("alice", {"a": 90}), FACTS)
+    raw.delete(NAMESPACE.key("info"))
+    one.forget("alice")
+    assert not raw.exists(NAMESPACE.key("info"))
+    assert one.collect().used == used(raw) == 0
+
+
+def test_what_somebody_is_writing_stays_when_a_session_goes(server: RedisServer, raw: redis.Redis) -> None:
+    one, two = index(server), index(server, "two")
+    one.reserve([room("s", 100), room("sa", 100)])
+    one.save(record("alice", {"s": 0, "sa": 100}), FACTS)
+    write(raw, [block("s")])
+    two.forget("alice", owned=False)
+    assert raw.exists(NAMESPACE.block(block("s"), 0))
+    assert one.save(record("bob", {"s": 80}), FACTS).lost == []
+    assert used(raw) == 80
+
+
 # -- by chance ----------------------------------------------------------------------------------------
 
 
