@@ -1,5 +1,6 @@
 """`manthan inspect` on a real redis-server, filled as engines fill it."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -206,6 +207,31 @@ def test_many_are_asked_for_in_batches(engine: Engine, server: RedisServer, monk
     assert max(sizes) == 8
 
 
+# -- counted again -----------------------------------------------------------------------------------
+
+
+def test_books_that_agree(engine: Engine, server: RedisServer) -> None:
+    assert shown(server.url, "--check") == [[f"{engine.name}: the books agree: 25.9KiB in use."]]
+    assert parsed(server.url, "--check") == {"checks": [{"namespace": engine.name, "disagreement": None}]}
+
+
+def test_books_that_do_not_agree_are_told_in_a_sentence(engine: Engine, server: RedisServer) -> None:
+    other = Engine(redis_config(server.url), model="other")
+    other.attach()
+    info = engine.index.namespace.key("info")
+    server.client.hincrby(info, "used_bytes", 7)
+    result = run(server.url, "--check")
+    sentence = f"{info} counts 26507 bytes in use, but the sizes add up to 26500."
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        1,
+        [f"{other.name}: the books agree: 0B in use.", f"{engine.name}: {sentence}"],
+    )
+    result = run(server.url, "--check", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["checks"][1]["disagreement"]) == (1, sentence)
+    assert run(server.url, "--check", "--namespace", other.name).exit_code == 0
+    assert "has no namespace 'x'" in refusal(server.url, "--check", "--namespace", "x")
+
+
 # -- what is not there, or goes -----------------------------------------------------------------------
 
 
@@ -287,6 +313,6 @@ def test_nothing_is_changed(engine: Engine, server: RedisServer) -> None:
             }
 
     before = everything()
-    for args in ([], ["--session", "alice"], ["--namespace", engine.name]):
+    for args in ([], ["--session", "alice"], ["--namespace", engine.name], ["--check"]):
         assert run(server.url, *args).exit_code == 0
     assert everything() == before

@@ -94,6 +94,8 @@ class RedisIndex:
         self.namespace, self.owner, self.budget = namespace, owner, budget
         self._ranks, self._ttl, self._pending = ranks, round(ttl_s), pending_s
         self._saved: dict[str, _Known] = {}
+        self._granted: set[BlockId] = set()
+        """Blocks that this engine reserved, and whose real sizes it has not said yet."""
 
     def attach(self, facts: Mapping[str, object], incarnation: str) -> str:
         """Enter the namespace, and say what it is of. Returns its incarnation: another one than before means that all
@@ -135,6 +137,8 @@ class RedisIndex:
             asked = [word for room in some for word in (member((room.group, room.key)), room.nbytes)]
             used, *said = self._run("reserve", self.budget, self._pending, *asked)
             answers += [Reserved(Grant(grant), nbytes) for grant, nbytes in zip(said[::2], said[1::2], strict=True)]
+        grants = zip(rooms, answers, strict=True)
+        self._granted.update((room.group, room.key) for room, answer in grants if answer.grant is Grant.GRANTED)
         return answers, used
 
     def _not_there(self, rooms: Sequence[Room]) -> list[Room]:
@@ -149,9 +153,10 @@ class RedisIndex:
         """
         chain, session_id = record.chain, record.session_id
         fields = _fields(record, self.owner, facts)
-        known, signature = self._saved.get(session_id), _signature(chain)
+        known, signature, blocks = self._saved.get(session_id), _signature(chain), [block.id for block in chain]
         late = known is None or time.monotonic() - known.renewed > self._ttl / 4
-        if known is not None and not late and known.signature == signature:
+        is_same = known is not None and known.signature == signature and self._granted.isdisjoint(blocks)
+        if is_same and not late:
             times = (self._ttl, self._slack)
             if self._run("touch", self.owner, *times, len(chain), *fields, session=session_id):
                 return Saved("saved", [], [])
@@ -171,7 +176,8 @@ class RedisIndex:
             first = 0 if known is None or late else known.blocks
             self._renew([block.id for block in chain[first:] if block.stored], expires)
             renewed = time.monotonic() if known is None or late else known.renewed
-            self._saved[session_id] = _Known(signature, len(chain), renewed)
+            self._saved[session_id] = _Known(b"" if lost else signature, len(chain), renewed)
+            self._granted.difference_update(blocks)
         return Saved(verdict.decode(), _blocks(lost), [name.decode() for name in absorbed if name])
 
     def _renew(self, blocks: Sequence[BlockId], expires: int) -> None:
@@ -189,6 +195,7 @@ class RedisIndex:
 
     def release(self, blocks: Sequence[BlockId], *, force: bool = False) -> None:
         """Delete blocks that no session holds; with `force`, because nobody can read them, also those that one does."""
+        self._granted.difference_update(blocks)
         for some in batches(blocks, BATCH):
             self._delete(_blocks(self._run("release", int(force), *map(member, some))))
 

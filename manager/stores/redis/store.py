@@ -195,10 +195,13 @@ class TieredStore(ColdStore):
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, key: bytes, buf: Buffer) -> None:
+        need = self.ram.room(buf.nbytes)
         with self._lock:
             self._order.pop((group, key), None)
             self.ram.drop(group, [key])
-            while self._order and self.ram.available < self.ram.room(buf.nbytes):
+            if need > self.ram.max_bytes:
+                return
+            while self._order and self.ram.available < need:
                 (of, oldest), _ = self._order.popitem(last=False)
                 self.ram.drop(of, [oldest])
             if not self.ram.put_all(group, {key: buf}):

@@ -11,7 +11,8 @@ end
 -- Whether nothing is missing of the books that the count depends on. Servers evict whole keys.
 local function complete()
     local sizes, total = redis.call('HLEN', SIZES), used() or 0
-    return redis.call('ZCARD', BLOCKS) + redis.call('ZCARD', PENDING) == sizes and (sizes > 0) == (total > 0)
+    local is_counted = sizes > 0 and total > 0 or sizes == 0 and total == 0
+    return is_counted and redis.call('ZCARD', BLOCKS) + redis.call('ZCARD', PENDING) == sizes
 end
 
 -- Book so many bytes for a block from now on; 0 for none.
