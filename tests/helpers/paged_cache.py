@@ -9,8 +9,10 @@ from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.codec.block import BlockFormat
+from manthan.vllm_hooks import memory
+from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
-from manthan.vllm_hooks.worker.layout import block_shape, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
 PRINT = b"f" * 16
@@ -45,8 +47,7 @@ def shape_of(spec: FullAttentionSpec) -> tuple[int, int, int]:
 
 
 def block_format(caches: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, group: int = 0) -> BlockFormat:
-    layers = {cache.data_ptr() for cache in caches.values()}
-    return BlockFormat(CODEC, block_shape(len(layers), shape_of(spec), spec.dtype), fingerprint, group)
+    return memory.block_format(CODEC, Group(group, spec, len(caches)), fingerprint)
 
 
 def cpu_blocks(

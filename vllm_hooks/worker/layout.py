@@ -12,8 +12,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import DTYPES, PagedLayout
+from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.support import UnsupportedError
 
 Index = NDArray[np.int64]
@@ -51,11 +50,6 @@ def probe_layers(
         rows = _block_rows(caches[name], num_blocks, name)
         layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
     return layers
-
-
-def block_shape(layers: int, shape: tuple[int, int, int], dtype: torch.dtype) -> BlockShape:
-    """What a block of so many layers holds. shape: heads, tokens, head_dim. dtype: the cache's."""
-    return BlockShape(layers, *shape, DTYPES[dtype])
 
 
 def paged_layout(layers: list[Layer], shape: tuple[int, int, int]) -> PagedLayout:
