@@ -81,6 +81,23 @@ class EncodedBlock(NamedTuple):
     payloads: tuple[Codes, ...]
 
 
+class Front(NamedTuple):
+    """The fields of a header, in order."""
+
+    magic: bytes
+    version: int
+    head_nbytes: int
+    checksum: int
+    fingerprint: bytes
+    nbytes: int
+    first_token: int
+    group: int
+    sections: int
+    tokens: int
+    key_len: int
+    key: bytes
+
+
 def block_nbytes(header: BlockHeader, sizes: Sequence[int]) -> int:
     """Size in bytes of a block whose sections have these sizes."""
     return header.nbytes + sum(map(align16, sizes))
@@ -169,6 +186,19 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     return EncodedBlock(header, tuple(payloads))
 
 
+def peek(data: Codes) -> Front:
+    """The header of a block that is whole and of this version, uint8; whether it is as it was sealed is not asked.
+
+    Raises MagicError, OldFormatError, VersionError, TruncatedError, TrailingBytesError.
+    """
+    _check_version(data)
+    front = Front(*HEADER.unpack_from(data.data))
+    if data.size != front.nbytes:
+        error = TruncatedError if data.size < front.nbytes else TrailingBytesError
+        raise error(f"the block has {data.size} bytes: its header says {front.nbytes}.")
+    return front
+
+
 def field_cause(offset: int) -> str:
     """The `WireError.cause` that fits a header whose byte at `offset` is not as expected."""
     return next(cause for cause, end in FIELD_ENDS if offset < end)
@@ -188,30 +218,9 @@ FIELD_ENDS = (
 """What the bytes of a header are about, as causes of refusal, each with the offset behind it."""
 
 
-class _Front(NamedTuple):
-    """The fields of a header, in order."""
-
-    magic: bytes
-    version: int
-    head_nbytes: int
-    checksum: int
-    fingerprint: bytes
-    nbytes: int
-    first_token: int
-    group: int
-    sections: int
-    tokens: int
-    key_len: int
-    key: bytes
-
-
-def _front(data: Codes) -> _Front:
+def _front(data: Codes) -> Front:
     """The header of a block that is whole, of this version, and as it was sealed."""
-    _check_version(data)
-    front = _Front(*HEADER.unpack_from(data.data))
-    if data.size != front.nbytes:
-        error = TruncatedError if data.size < front.nbytes else TrailingBytesError
-        raise error(f"the block has {data.size} bytes: its header says {front.nbytes}.")
+    front = peek(data)
     if front.checksum != int.from_bytes(_checksum(data), "little"):
         raise ChecksumError(f"the block's checksum is not the {front.checksum:#018x} that its header says.")
     fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size

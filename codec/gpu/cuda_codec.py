@@ -1,24 +1,26 @@
 """The CUDA kernels: their constants, their arguments, and the paged codec that runs them."""
 
 import ctypes
+from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from manthan.codec.base import CodecSpec
+from manthan.codec.base import CodecSpec, align16
+from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import xxh3
 from manthan.codec.gpu.nvrtc import THREADS, Module
-from manthan.codec.gpu.paged import GOOD, PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.tables.constants import tables
 from manthan.codec.tables.rotation import block_sizes, sign
-from manthan.codec.wire import HEADER, BlockHeader, payload_sizes
 
 DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 TENSOR_CORE_DIMS = (64, 128, 256)
 ALIGNMENT = 16
-"""Bytes that the tensor core kernels read at once: vectors must begin at multiples."""
+"""Bytes that kernels read at once where all vectors begin at multiples."""
 TILE = 8
 
 
@@ -26,100 +28,117 @@ class Job(ctypes.Structure):
     """`struct Job` of common.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "slots", "codes", "headers", "status")),
-        *((name, ctypes.c_int64) for name in ("slot_stride", "nbytes", "block_stride")),
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_int64) for name in ("nbytes", "head_nbytes", "block_stride")),
         ("at", ctypes.c_int64 * 2),
         ("payload", ctypes.c_int64 * 2),
+        ("ends", ctypes.c_int64 * 4),
         *((name, ctypes.c_int32) for name in ("head_stride", "token_stride", "n", "layers", "heads", "tokens")),
-        *((name, ctypes.c_int32) for name in ("kinds", "first_kind")),
     )
 
-    @property
-    def warps(self) -> int:
-        """How many warps the encode and decode kernels can put to work: one for each tile."""
-        return int(self.n * self.kinds * self.layers * self.heads * -(-self.tokens // TILE))
+
+class Plan(NamedTuple):
+    """How blocks of one form are worked on. jobs: by kernel, what it is to do and how many warps a block can put to
+    work; a form without exact or coded sections lacks some."""
+
+    kernels: Module
+    jobs: dict[str, tuple[Job, int]]
 
 
 class CudaPagedCodec(PagedCodec):
     """`PagedCodec` on one CUDA device of compute capability 8.0 or newer. Raises CompileError."""
 
-    def __init__(self, spec: CodecSpec, layout: PagedLayout, header: BlockHeader) -> None:
-        super().__init__(spec, layout, header)
-        cache = layout.caches[0]
-        strides = (layout.block_stride, layout.head_stride, layout.token_stride, layout.key_at, layout.value_at)
-        aligned = all(stride * cache.itemsize % ALIGNMENT == 0 for stride in strides) and all(
-            cache.data_ptr() % ALIGNMENT == 0 for cache in layout.caches
-        )
-        whole = layout.tokens % TILE == 0
-        self._module = module(spec, layout.head_dim, cache.dtype, cache.device, aligned, whole)
-        self._addresses = torch.tensor([cache.data_ptr() for cache in layout.caches], device=cache.device)
-        keys, _ = payload_sizes(header)
-        self._job = Job(
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        super().__init__(layout, format)
+        self._addresses = torch.tensor([layer.data_ptr() for layer in layout.caches], device=self.device)
+        self._plans: dict[int, Plan] = {}
+        self._plan(0)  # compiled now
+
+    def encode(self, batch: Batch, codes: torch.Tensor) -> None:
+        batch.status.fill_(GOOD)
+        for name in ("encode_exact", "encode", "seal"):
+            self.launch(name, batch, codes)
+
+    def verify(self, batch: Batch, codes: torch.Tensor) -> None:
+        self.launch("verify", batch, codes)
+
+    def decode(self, batch: Batch, codes: torch.Tensor) -> None:
+        for name in ("decode_exact", "decode"):
+            self.launch(name, batch, codes)
+
+    def launch(self, name: str, batch: Batch, codes: torch.Tensor) -> None:
+        """Run one kernel if it has something to do: encode, decode, the same with _exact, seal or verify."""
+        plan = self._plan(batch.exact)
+        if name not in plan.jobs:
+            return
+        template, warps = plan.jobs[name]
+        job = Job.from_buffer_copy(template)
+        job.block_ids, job.offsets = batch.block_ids.data_ptr(), batch.offsets.data_ptr()
+        job.headers, job.status = batch.headers.data_ptr(), batch.status.data_ptr()
+        job.codes, job.n = codes.data_ptr(), len(batch.block_ids)
+        plan.kernels.launch(name, job, job.n * warps)
+
+    def _plan(self, exact: int) -> Plan:
+        """Compiles, at the first form whose heads have whole tiles, and at the first other."""
+        if exact not in self._plans:
+            layout, coded = self.layout, self.layout.tokens - exact
+            whole = coded % TILE == 0
+            kernels = module(
+                self.spec, layout.head_dim, layout.caches[0].dtype, self.device, _is_aligned(layout), whole
+            )
+            heads = 2 * len(layout.caches) * layout.heads
+            jobs: dict[str, tuple[Job, int]] = {}
+            if exact:
+                jobs |= dict.fromkeys(
+                    ("encode_exact", "decode_exact", "seal", "verify"), (self._exact_job(exact), heads)
+                )
+            if coded:
+                tiles = heads * -(-coded // TILE)
+                jobs |= dict.fromkeys(("encode", "decode", "seal", "verify"), (self._coded_job(exact), tiles))
+            jobs |= {name: (jobs[name][0], 1) for name in ("seal", "verify")}
+            self._plans[exact] = Plan(kernels, jobs)
+        return self._plans[exact]
+
+    def _exact_job(self, exact: int) -> Job:
+        form = self.form(exact)
+        return self._job(form, 0, exact, (form.starts[0], form.starts[0] + form.sizes[0] // 2))
+
+    def _coded_job(self, exact: int) -> Job:
+        layout, form = self.layout, self.form(exact)
+        tokens = layout.tokens - exact
+        job = self._job(form, exact, tokens, form.starts[-2:])
+        vectors, ends = len(layout.caches) * layout.heads * tokens, []
+        for start, bits in zip(form.starts[-2:], (self.spec.key_bits, self.spec.value_bits), strict=True):
+            planes = start + align16(2 * vectors)
+            ends += [start + 2 * vectors, planes + vectors * bits * layout.head_dim // 8]
+        job.ends[:] = ends
+        return job
+
+    def _job(self, form: Form, first_token: int, tokens: int, payload: Sequence[int]) -> Job:
+        """Of sections that hold so many tokens of a block; payload: where keys and values begin in it."""
+        layout = self.layout
+        return Job(
             caches=self._addresses.data_ptr(),
-            nbytes=self.nbytes,
+            nbytes=form.nbytes,
+            head_nbytes=form.header.nbytes,
             block_stride=layout.block_stride,
             head_stride=layout.head_stride,
             token_stride=layout.token_stride,
-            at=(layout.key_at, layout.value_at),
-            payload=(HEADER.size, HEADER.size + keys),
+            at=tuple(at + first_token * layout.token_stride for at in (layout.key_at, layout.value_at)),
+            payload=tuple(payload),
             layers=len(layout.caches),
             heads=layout.heads,
-            tokens=layout.tokens,
-            kinds=2,
+            tokens=tokens,
         )
 
-    def encode(
-        self,
-        block_ids: torch.Tensor,
-        codes: torch.Tensor,
-        slots: torch.Tensor,
-        headers: torch.Tensor,
-        status: torch.Tensor,
-    ) -> None:
-        job = self._filled(block_ids, codes, slots, headers, status)
-        status.fill_(GOOD)
-        self._module.launch("encode", job, job.warps)
-        self._module.launch("seal", job, job.n)
 
-    def seal(self, codes: torch.Tensor, slots: torch.Tensor, headers: torch.Tensor) -> None:
-        job = self._filled(slots, codes, slots, headers, slots)  # neither blocks nor a status play a part
-        self._module.launch("seal", job, job.n)
-
-    def verify(self, codes: torch.Tensor, slots: torch.Tensor, headers: torch.Tensor, status: torch.Tensor) -> None:
-        job = self._filled(slots, codes, slots, headers, status)
-        self._module.launch("verify", job, job.n)
-
-    def decode(self, block_ids: torch.Tensor, codes: torch.Tensor, slots: torch.Tensor, status: torch.Tensor) -> None:
-        job = self._filled(block_ids, codes, slots, None, status)
-        self._module.launch("decode", job, job.warps)
-
-    def launch(
-        self,
-        name: str,
-        block_ids: torch.Tensor,
-        codes: torch.Tensor,
-        slots: torch.Tensor,
-        headers: torch.Tensor,
-        status: torch.Tensor,
-    ) -> None:
-        """Run one kernel alone: encode, seal, verify or decode. For measurements."""
-        job = self._filled(block_ids, codes, slots, headers, status)
-        self._module.launch(name, job, job.n if name in ("seal", "verify") else job.warps)
-
-    def _filled(
-        self,
-        block_ids: torch.Tensor,
-        codes: torch.Tensor,
-        slots: torch.Tensor,
-        headers: torch.Tensor | None,
-        status: torch.Tensor,
-    ) -> Job:
-        job = Job.from_buffer_copy(self._job)
-        job.block_ids, job.slots = block_ids.data_ptr(), slots.data_ptr()
-        job.headers = 0 if headers is None else headers.data_ptr()
-        job.codes, job.slot_stride, job.status = codes.data_ptr(), codes.stride(0), status.data_ptr()
-        job.n = len(block_ids)
-        return job
+def _is_aligned(layout: PagedLayout) -> bool:
+    """Whether all vectors begin at multiples of ALIGNMENT."""
+    strides = (layout.block_stride, layout.head_stride, layout.token_stride, layout.key_at, layout.value_at)
+    size = layout.caches[0].itemsize
+    return not any(stride * size % ALIGNMENT for stride in strides) and not any(
+        layer.data_ptr() % ALIGNMENT for layer in layout.caches
+    )
 
 
 @lru_cache
@@ -128,7 +147,7 @@ def module(
 ) -> Module:
     """The kernels for vectors of this size and dtype, compiled at the first call (a second or two).
 
-    aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's tokens in a block are a
+    aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's coded tokens in a block are a
     multiple of TILE. Raises CompileError.
     """
     folder = resources.files("manthan.codec.gpu").joinpath("kernels")
@@ -136,7 +155,7 @@ def module(
     return Module("\n".join(parts), device)
 
 
-SOURCES = ("common.cu", "vector.cu", "tile.cu", "blocks.cu", "seal.cu")
+SOURCES = ("common.cu", "vector.cu", "tile.cu", "blocks.cu", "exact.cu", "seal.cu")
 
 
 def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool, whole: bool) -> str:
@@ -149,6 +168,7 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
         "ROTATED": int(spec.rotated),
         "UNBIASED": int(spec.unbiased),
         "DTYPE": DTYPES[dtype],
+        "ALIGNED": int(aligned),
         "WHOLE": int(whole),
         "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype is not torch.float32),
     }

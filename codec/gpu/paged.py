@@ -1,25 +1,30 @@
 """Whole blocks between a paged KV cache and encoded blocks in the same device's memory.
 
-This is what a GPU backend offers beside `Codec`: it reads and writes the paged cache of all layers in place, and leaves
-encoded blocks as `manthan.codec.wire` describes them, header and checksum included.
+This is what a GPU backend offers: it reads and writes the paged cache of all layers in place, and leaves encoded blocks
+as `manthan.codec.wire` describes them, header and checksum included.
 """
 
 from abc import ABC, abstractmethod
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
-from manthan.codec.base import CodecSpec
+import numpy as np
+import torch
+
+from manthan.codec.base import Dtype
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
-from manthan.codec.wire import BlockHeader, block_nbytes, field_cause
-
-if TYPE_CHECKING:
-    import torch
+from manthan.codec.registry import SPECS
+from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
 """The status of a block with which nothing is wrong."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
 """Minus the offset of the first byte of the header that is not the expected one."""
+
+DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
 
 
 @dataclass(frozen=True)
@@ -31,7 +36,7 @@ class PagedLayout:
     from the tensor's first, with `at` key_at or value_at; its other numbers follow it.
     """
 
-    caches: "tuple[torch.Tensor, ...]"
+    caches: tuple[torch.Tensor, ...]
     heads: int
     tokens: int
     head_dim: int
@@ -41,55 +46,105 @@ class PagedLayout:
     key_at: int
     value_at: int
 
+    @property
+    def shape(self) -> BlockShape:
+        """Of its blocks."""
+        cache = self.caches[0]
+        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, DTYPES[cache.dtype])
+
+
+class Form(NamedTuple):
+    """What blocks that keep as many first tokens exact have in common: each number has its place in all of them.
+
+    header: with no key. sizes, starts: of their sections, in bytes. nbytes: of the block.
+    """
+
+    header: BlockHeader
+    sizes: tuple[int, ...]
+    starts: tuple[int, ...]
+    nbytes: int
+
+
+class Batch(NamedTuple):
+    """Blocks of one form, on the caches' device.
+
+    exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
+    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. status: int32
+    [n], written.
+    """
+
+    exact: int
+    block_ids: torch.Tensor
+    offsets: torch.Tensor
+    headers: torch.Tensor
+    status: torch.Tensor
+
 
 class PagedCodec(ABC):
     """Encodes and decodes blocks of one paged cache, on the current stream, without waiting for the device.
 
-    All tensors are on the caches' device. block_ids: int64 [n], blocks of the paged cache. codes: uint8
-    [slots, nbytes], rows a multiple of 16 bytes apart. slots: int64 [n], rows of `codes`. headers: uint8 [n, 160], from
-    `wire.header_rows`. status: int32 [n], written.
+    codes: uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. All blocks of a form are of one size.
+    Raises ShapeError.
     """
 
-    def __init__(self, spec: CodecSpec, layout: PagedLayout, header: BlockHeader) -> None:
-        shape = (len(layout.caches), layout.heads, layout.tokens, layout.head_dim)
-        if shape != (header.layers, header.heads, header.tokens, header.head_dim) or header.codec != spec.name:
-            raise ShapeError(f"the header is of {header}: the paged cache has {shape} and the codec is {spec.name}.")
-        self.spec = spec
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        if layout.shape != format.shape:
+            raise ShapeError(f"the format is of {format.shape}: the paged cache has {layout.shape}.")
+        self.spec = SPECS[format.codec]
         self.layout = layout
-        self.nbytes = block_nbytes(header)
+        self.format = format
+        self.device = layout.caches[0].device
+        self._forms: dict[int, Form] = {}
+
+    def form(self, exact: int) -> Form:
+        """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
+        if exact not in self._forms:
+            header, sizes = (
+                self.format.header(b"", 0, exact),
+                self.format.max_sizes(exact),
+            )  # codes have a fixed rate here
+            nbytes = block_nbytes(header, sizes)
+            self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), nbytes)
+        return self._forms[exact]
+
+    def batch(
+        self,
+        exact: int,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        first_tokens: Sequence[int],
+        offsets: Sequence[int],
+    ) -> Batch:
+        """Blocks with these keys, in one upload. Raises HeaderError for keys of different lengths."""
+        n, form = len(keys), self.form(exact)
+        numbers = np.array([block_ids, offsets], np.int64)
+        headers = heads(form.header, form.sizes, keys, first_tokens)
+        both = torch.from_numpy(np.concatenate([numbers.view(np.uint8).ravel(), headers.ravel()]))
+        if self.device.type == "cuda":
+            both = both.pin_memory()
+        there = both.to(self.device, non_blocking=True)
+        ids, places = there[: 16 * n].view(torch.int64).view(2, n)
+        status = torch.empty(n, dtype=torch.int32, device=self.device)
+        return Batch(exact, ids, places, there[16 * n :].view(n, form.header.nbytes), status)
 
     @abstractmethod
-    def encode(
-        self,
-        block_ids: "torch.Tensor",
-        codes: "torch.Tensor",
-        slots: "torch.Tensor",
-        headers: "torch.Tensor",
-        status: "torch.Tensor",
-    ) -> None:
-        """Encode block_ids[i] into codes[slots[i]].
+    def encode(self, batch: Batch, codes: torch.Tensor) -> None:
+        """Encode the paged blocks into `codes`.
 
-        status[i] becomes GOOD, or the index of a vector that is not finite; the encoded block is of no use then.
+        A status becomes GOOD, or the index of a vector that is not finite, among the keys or values that are not kept
+        exact; the encoded block is of no use then.
         """
 
     @abstractmethod
-    def seal(self, codes: "torch.Tensor", slots: "torch.Tensor", headers: "torch.Tensor") -> None:
-        """Give codes[slots[i]], whose payload was written otherwise, headers[i] and the checksum."""
-
-    @abstractmethod
-    def verify(
-        self, codes: "torch.Tensor", slots: "torch.Tensor", headers: "torch.Tensor", status: "torch.Tensor"
-    ) -> None:
-        """Check codes[slots[i]] against headers[i] and its checksum: status[i] becomes GOOD, or what `status_cause`
+    def verify(self, batch: Batch, codes: torch.Tensor) -> None:
+        """Check encoded blocks against their headers and checksums: a status becomes GOOD, or what `status_cause`
         explains."""
 
     @abstractmethod
-    def decode(
-        self, block_ids: "torch.Tensor", codes: "torch.Tensor", slots: "torch.Tensor", status: "torch.Tensor"
-    ) -> None:
-        """Decode codes[slots[i]] into block_ids[i] where `verify` found it good; other blocks are left as they were.
+    def decode(self, batch: Batch, codes: torch.Tensor) -> None:
+        """Decode into the paged blocks what `verify` found good; others are left as they were.
 
-        status[i] becomes the index of a vector whose scale is not finite, which a right checksum does not let happen.
+        A status becomes the index of a vector whose scale is not finite, which a right checksum does not let happen.
         """
 
 

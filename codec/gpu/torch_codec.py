@@ -13,12 +13,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from manthan.codec.base import CodecSpec, Kind, align16
+from manthan.codec.base import Kind, align16
+from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import xxh3
-from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.tables.constants import Tables
 from manthan.codec.tables.constants import tables as tables_of
-from manthan.codec.wire import CHECKSUM, HEADER, BlockHeader
+from manthan.codec.wire import CHECKSUM
 
 NUMBERS_AT_ONCE = 2**22
 """Of keys or values: each temporary of encoding and decoding is about four times as many bytes."""
@@ -107,8 +108,8 @@ def checksums(blocks: Tensor) -> Tensor:
 
 
 class _Half(NamedTuple):
-    """Keys or values. views: [blocks, heads, tokens, head_dim] of each layer's cache. scales, planes: the offsets of
-    the codes' parts within an encoded block."""
+    """Keys or values, those that are not kept exact. views: [blocks, heads, tokens, head_dim] of each layer's cache.
+    scales, planes: the offsets of the codes' parts within an encoded block."""
 
     views: tuple[Tensor, ...]
     tables: Tables
@@ -125,126 +126,183 @@ class _Part(NamedTuple):
     last: int
 
 
+class _Plan(NamedTuple):
+    """How blocks of one form are worked on. exact: views of all layers' keys, then values, [blocks, heads, exact
+    tokens, head_dim], and exact_at: the offset of their bytes within an encoded block. coded: the other tokens."""
+
+    form: Form
+    exact: tuple[Tensor, ...]
+    exact_at: int
+    halves: tuple[_Half, ...]
+    coded: int
+
+
 class TorchPagedCodec(PagedCodec):
     """A paged codec out of torch's own operations, on the device of the caches."""
 
-    def __init__(self, spec: CodecSpec, layout: PagedLayout, header: BlockHeader) -> None:
-        super().__init__(spec, layout, header)
-        self._per_layer = layout.heads * layout.tokens
-        vectors, start = header.vectors, HEADER.size
-        halves = []
-        kinds: tuple[tuple[Kind, int], ...] = (("key", layout.key_at), ("value", layout.value_at))
-        for kind, at in kinds:
-            bits = spec.bits(kind)
-            planes = start + align16(2 * vectors)
-            tables = tables_of(layout.head_dim, bits, spec.rotated, spec.unbiased)
-            halves.append(_Half(_views(layout, at), tables, bits, start, planes))
-            start = planes + align16(vectors * bits * layout.head_dim // 8)
-        self._halves = tuple(halves)
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        super().__init__(layout, format)
+        self._plans: dict[int, _Plan] = {}
 
-    def encode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
+    def encode(self, batch: Batch, codes: Tensor) -> None:
         """As `PagedCodec.encode` says."""
+        plan = self._plan(batch.exact)
         with torch.inference_mode():  # in which caches made in it may be written to as well
-            for some in self._batches(len(block_ids)):
-                rows, status[some] = self._encode(block_ids[some], headers[some])
-                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
+            for some in self._batches(plan, len(batch.block_ids)):
+                rows, batch.status[some] = self._encode(plan, batch.block_ids[some], batch.headers[some])
+                places = _places(batch.offsets[some], plan.form.nbytes)
+                _words(codes).index_copy_(0, places, rows.view(torch.int64).view(-1))
 
-    def seal(self, codes: Tensor, slots: Tensor, headers: Tensor) -> None:
-        """As `PagedCodec.seal` says."""
-        with torch.inference_mode():
-            for some in self._batches(len(slots)):
-                rows = codes[:, : self.nbytes].index_select(0, slots[some])
-                rows[:, : HEADER.size] = headers[some]
-                rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
-                codes[:, : self.nbytes].index_copy_(0, slots[some], rows)
-
-    def verify(self, codes: Tensor, slots: Tensor, headers: Tensor, status: Tensor) -> None:
+    def verify(self, batch: Batch, codes: Tensor) -> None:
         """As `PagedCodec.verify` says; scales that are not finite are found here already."""
+        plan = self._plan(batch.exact)
         with torch.inference_mode():
-            for some in self._batches(len(slots)):
-                rows = codes[:, : self.nbytes].index_select(0, slots[some])
-                status[some] = self._check(rows, headers[some])
+            for some in self._batches(plan, len(batch.block_ids)):
+                rows = _rows(codes, batch.offsets[some], plan.form.nbytes)
+                batch.status[some] = self._check(plan, rows, batch.headers[some])
 
-    def decode(self, block_ids: Tensor, codes: Tensor, slots: Tensor, status: Tensor) -> None:
+    def decode(self, batch: Batch, codes: Tensor) -> None:
         """As `PagedCodec.decode` says."""
+        plan = self._plan(batch.exact)
         with torch.inference_mode():
-            for some in self._batches(len(block_ids)):
-                rows = codes[:, : self.nbytes].index_select(0, slots[some])
-                self._restore(rows, block_ids[some], status[some] == GOOD)
+            for some in self._batches(plan, len(batch.block_ids)):
+                rows = _rows(codes, batch.offsets[some], plan.form.nbytes)
+                self._restore(plan, rows, batch.block_ids[some], batch.status[some] == GOOD)
 
-    def _batches(self, n: int) -> Iterator[slice]:
+    def _plan(self, exact: int) -> _Plan:
+        if exact not in self._plans:
+            layout, form, coded = self.layout, self.form(exact), self.layout.tokens - exact
+            kinds: tuple[tuple[Kind, int], ...] = (("key", layout.key_at), ("value", layout.value_at))
+            kept = [view for _, at in kinds for view in _views(layout, at, 0, exact)] if exact else []
+            halves = [
+                self._half(kind, _views(layout, at, exact, coded), start)
+                for (kind, at), start in zip(kinds, form.starts[-2:], strict=False)
+                if coded
+            ]
+            self._plans[exact] = _Plan(form, tuple(kept), form.starts[0], tuple(halves), coded)
+        return self._plans[exact]
+
+    def _half(self, kind: Kind, views: tuple[Tensor, ...], start: int) -> _Half:
+        """start: where the codes begin in an encoded block."""
+        bits, dim = self.spec.bits(kind), self.layout.head_dim
+        vectors = len(views) * views[0].shape[1] * views[0].shape[2]
+        tables = tables_of(dim, bits, self.spec.rotated, self.spec.unbiased)
+        return _Half(views, tables, bits, start, start + align16(2 * vectors))
+
+    def _batches(self, plan: _Plan, n: int) -> Iterator[slice]:
         """The n blocks in runs of as many as are worked on at once."""
-        numbers = self._per_layer * self.layout.head_dim
-        step = max(1, min(NUMBERS_AT_ONCE // numbers, BYTES_AT_ONCE // self.nbytes))
+        layout = self.layout
+        numbers = layout.heads * layout.tokens * layout.head_dim
+        step = max(1, min(NUMBERS_AT_ONCE // numbers, BYTES_AT_ONCE // plan.form.nbytes))
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
-    def _parts(self, n: int) -> Iterator[_Part]:
-        """All layers' keys and values, in parts fit for n blocks."""
+    def _parts(self, plan: _Plan, n: int) -> Iterator[_Part]:
+        """All layers' coded keys and values, in parts fit for n blocks."""
         layers = len(self.layout.caches)
-        step = max(1, NUMBERS_AT_ONCE // (n * self._per_layer * self.layout.head_dim))
-        for half in self._halves:
+        step = max(1, NUMBERS_AT_ONCE // max(1, n * self._per_layer(plan) * self.layout.head_dim))
+        for half in plan.halves:
             for first in range(0, layers, step):
                 yield _Part(half, first, min(first + step, layers))
 
-    def _codes(self, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
+    def _per_layer(self, plan: _Plan) -> int:
+        """Coded vectors of one layer's keys, or values."""
+        return self.layout.heads * plan.coded
+
+    def _codes(self, plan: _Plan, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
         """The scales and the planes of a part, as views [n, bytes] of encoded blocks [n, nbytes]."""
         width = part.half.bits * self.layout.head_dim // 8
         places = (part.half.scales, 2), (part.half.planes, width)
-        first, last = part.first * self._per_layer, part.last * self._per_layer
+        first, last = part.first * self._per_layer(plan), part.last * self._per_layer(plan)
         scales, planes = (rows[:, at + first * size : at + last * size] for at, size in places)
         return scales, planes
 
-    def _encode(self, block_ids: Tensor, headers: Tensor) -> tuple[Tensor, Tensor]:
+    def _exact(self, plan: _Plan, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each view of exact tokens, and its bytes as a view [n, bytes] of encoded blocks [n, nbytes]."""
+        at = plan.exact_at
+        for view in plan.exact:
+            end = at + view[0].nbytes
+            yield view, rows[:, at:end]
+            at = end
+
+    def _encode(self, plan: _Plan, block_ids: Tensor, headers: Tensor) -> tuple[Tensor, Tensor]:
         """Encoded blocks uint8 [n, nbytes], and their status."""
         n, device = len(block_ids), block_ids.device
-        rows = torch.zeros((n, self.nbytes), dtype=torch.uint8, device=device)
+        rows = torch.zeros((n, plan.form.nbytes), dtype=torch.uint8, device=device)
         status = torch.full((n,), GOOD, dtype=torch.int32, device=device)
-        rows[:, : HEADER.size] = headers
-        for part in self._parts(n):
+        rows[:, : headers.shape[1]] = headers
+        for view, place in self._exact(plan, rows):
+            place.copy_(view.index_select(0, block_ids).view(n, -1).view(torch.uint8))
+        for part in self._parts(plan, n):
             views = part.half.views[part.first : part.last]
             x = torch.stack([view.index_select(0, block_ids) for view in views], 1).to(torch.float32)
             made = encode_vectors(x.view(-1, self.layout.head_dim), part.half.tables, part.half.bits)
-            for place, codes in zip(self._codes(rows, part), made, strict=False):
+            for place, codes in zip(self._codes(plan, rows, part), made, strict=False):
                 place.copy_(codes.view(n, -1))
-            bad = _first_bad(made[2].view(n, -1), part.first * self._per_layer)
+            bad = _first_bad(made[2].view(n, -1), part.first * self._per_layer(plan))
             status = torch.minimum(status, bad)
         rows[:, CHECKSUM] = checksums(rows).view(n, 1).view(torch.uint8)
         return rows, status
 
-    def _check(self, rows: Tensor, headers: Tensor) -> Tensor:
+    def _check(self, plan: _Plan, rows: Tensor, headers: Tensor) -> Tensor:
         """The status of encoded blocks uint8 [n, nbytes]."""
-        offsets = torch.arange(HEADER.size, dtype=torch.int32, device=rows.device)
-        differs = rows[:, : HEADER.size] != headers
+        end = headers.shape[1]
+        offsets = torch.arange(end, dtype=torch.int32, device=rows.device)
+        differs = rows[:, :end] != headers
         differs[:, CHECKSUM].fill_(False)
-        first = torch.where(differs, offsets, HEADER.size).amin(1)
-        status = torch.where(first < HEADER.size, BAD_HEADER - first, GOOD)
+        first = torch.where(differs, offsets, end).amin(1)
+        status = torch.where(first < end, BAD_HEADER - first, GOOD)
         right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
         status = torch.where(right, status, BAD_CHECKSUM)
-        for half in self._halves:
-            scales, _ = self._codes(rows, _Part(half, 0, len(half.views)))
+        for half in plan.halves:
+            scales, _ = self._codes(plan, rows, _Part(half, 0, len(half.views)))
             finite = _finite(_scale_words(scales.reshape(-1, 2))).view(len(rows), -1)
             status = torch.minimum(status, _first_bad(finite, 0))
         return status
 
-    def _restore(self, rows: Tensor, block_ids: Tensor, good: Tensor) -> None:
+    def _restore(self, plan: _Plan, rows: Tensor, block_ids: Tensor, good: Tensor) -> None:
         """Decode encoded blocks into the paged ones where good, bool [n], says so."""
         n, layout = len(block_ids), self.layout
-        for part in self._parts(n):
-            scales, planes = self._codes(rows, part)
+        dtype = layout.caches[0].dtype
+        for view, place in self._exact(plan, rows):
+            _write(view, block_ids, place.contiguous().view(dtype).view(n, *view.shape[1:]), good)
+        for part in self._parts(plan, n):
+            scales, planes = self._codes(plan, rows, part)
             width = part.half.bits * layout.head_dim // 8
             x, _ = decode_vectors(scales.reshape(-1, 2), planes.reshape(-1, width), part.half.tables, part.half.bits)
-            x = cast(x, layout.caches[0].dtype)
-            blocks = x.view(n, part.last - part.first, layout.heads, layout.tokens, layout.head_dim)
+            blocks = cast(x, dtype).view(n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
             for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
-                old = view.index_select(0, block_ids)
-                view.index_copy_(0, block_ids, torch.where(good[:, None, None, None], new, old))
+                _write(view, block_ids, new, good)
 
 
-def _views(layout: PagedLayout, at: int) -> tuple[Tensor, ...]:
-    """[blocks, heads, tokens, head_dim] of each layer's cache, the first vector `at` elements from its first."""
-    inside = (layout.heads, layout.tokens, layout.head_dim)
+def _write(view: Tensor, block_ids: Tensor, new: Tensor, good: Tensor) -> None:
+    """Write into the blocks of [blocks, heads, tokens, head_dim] for which good, bool [n], says so."""
+    old = view.index_select(0, block_ids)
+    view.index_copy_(0, block_ids, torch.where(good[:, None, None, None], new, old))
+
+
+def _words(codes: Tensor) -> Tensor:
+    """A buffer as int64, without what is left over at its end."""
+    return codes[: len(codes) // 8 * 8].view(torch.int64)
+
+
+def _places(offsets: Tensor, nbytes: int) -> Tensor:
+    """The words of blocks that begin at these bytes, int64 [n * nbytes / 8]."""
+    return (offsets[:, None] // 8 + torch.arange(nbytes // 8, device=offsets.device)).view(-1)
+
+
+def _rows(codes: Tensor, offsets: Tensor, nbytes: int) -> Tensor:
+    """Encoded blocks, uint8 [n, nbytes]."""
+    return _words(codes).index_select(0, _places(offsets, nbytes)).view(torch.uint8).view(len(offsets), nbytes)
+
+
+def _views(layout: PagedLayout, at: int, first: int, tokens: int) -> tuple[Tensor, ...]:
+    """[blocks, heads, tokens, head_dim] of each layer's cache, from a block's token `first` on; `at`: the first key or
+    value."""
+    inside = (layout.heads, tokens, layout.head_dim)
+    at += first * layout.token_stride
     strides = (layout.head_stride, layout.token_stride, 1)
-    block = sum((size - 1) * stride for size, stride in zip(inside, strides, strict=True))
+    whole = zip((layout.heads, layout.tokens, layout.head_dim), strides, strict=True)
+    block = sum((size - 1) * stride for size, stride in whole)
     views = []
     for cache in layout.caches:
         extent = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))

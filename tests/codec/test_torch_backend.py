@@ -9,10 +9,11 @@ import xxhash
 torch = pytest.importorskip("torch")
 
 from manthan.codec import wire  # noqa: E402
+from manthan.codec.block import BlockFormat  # noqa: E402
 from manthan.codec.cpu.numpy_codec import NumpyCodec  # noqa: E402
 from manthan.codec.errors import ShapeError  # noqa: E402
 from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
-from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, PagedLayout, status_cause  # noqa: E402
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedLayout, status_cause  # noqa: E402
 from manthan.codec.registry import SPECS  # noqa: E402
 from manthan.codec.tables.constants import tables  # noqa: E402
 
@@ -133,6 +134,7 @@ def test_no_vectors():
 
 LAYERS, HEADS, TOKENS, BLOCKS = 3, 2, 5, 9
 IDS, SLOTS = [7, 0, 3, 8], [2, 5, 0, 1]
+FIRST_TOKENS = [5 * n for n in IDS]
 LAYOUTS = ["interleaved", "halves", "heads first", "heads outermost"]
 
 
@@ -172,34 +174,41 @@ def as_numpy(x):
 
 
 class World:
-    """A paged cache, its codec, and room for encoded blocks filled with 170."""
+    """A paged cache, its codec, and room for encoded blocks filled with 170. exact: of each block's first tokens."""
 
-    def __init__(self, name="k4v3", head_dim=64, layout="interleaved", dtype="bf16"):
-        self.layout = paged(layout, head_dim, DTYPES[dtype])
-        self.header = wire.BlockHeader(name, b"", FINGERPRINT, LAYERS, HEADS, TOKENS, head_dim)
+    def __init__(self, name="k4v3", head_dim=64, layout="interleaved", dtype="bf16", exact=0):
+        self.layout, self.exact = paged(layout, head_dim, DTYPES[dtype]), exact
+        self.format = BlockFormat(name, self.layout.shape, FINGERPRINT, group=3)
+        self.codec = torch_backend.TorchPagedCodec(self.layout, self.format)
+        self.nbytes = self.codec.form(exact).nbytes
+        self.places = [slot * (self.nbytes + 32) for slot in SLOTS]
+        self.codes = torch.full((7 * (self.nbytes + 32) + 5,), 170, dtype=torch.uint8)
         self.keys = [bytes([i]) * 32 for i in IDS]
-        self.codec = torch_backend.TorchPagedCodec(SPECS[name], self.layout, self.header)
-        stride = -(-self.codec.nbytes // 16) * 16 + 32
-        self.codes = torch.full((7, stride), 170, dtype=torch.uint8)
-        self.headers = torch.tensor(wire.header_rows(self.header, self.keys))
-        self.ids, self.slots = torch.tensor(IDS), torch.tensor(SLOTS)
+
+    def batch(self, ids=IDS, first_tokens=FIRST_TOKENS):
+        """These blocks, and the codes of IDS."""
+        return self.codec.batch(self.exact, self.keys, ids, first_tokens, self.places)
 
     def encode(self):
-        """All of IDS into SLOTS; returns the status."""
-        status = torch.full((len(IDS),), 12345, dtype=torch.int32)
-        self.codec.encode(self.ids, self.codes, self.slots, self.headers, status)
-        return status.tolist()
+        """All of IDS; returns the status."""
+        batch = self.batch()
+        self.codec.encode(batch, self.codes)
+        return batch.status.tolist()
 
-    def decode(self, ids):
-        """SLOTS into these blocks; returns the status."""
-        status = torch.full((len(IDS),), 12345, dtype=torch.int32)
-        self.codec.verify(self.codes, self.slots, self.headers, status)
-        self.codec.decode(torch.tensor(ids), self.codes, self.slots, status)
-        return status.tolist()
+    def decode(self, ids, batch=None):
+        """Into these blocks; returns the status."""
+        batch = batch or self.batch(ids)
+        self.codec.verify(batch, self.codes)
+        self.codec.decode(batch, self.codes)
+        return batch.status.tolist()
 
     def block(self, i):
         """The i-th encoded block's bytes, as a view."""
-        return self.codes[SLOTS[i], : self.codec.nbytes]
+        return self.codes[self.places[i] :][: self.nbytes]
+
+    def start(self, section):
+        """Where a section begins in an encoded block."""
+        return self.codec.form(self.exact).starts[section]
 
     def reseal(self, i):
         """Give the i-th encoded block the checksum that fits it."""
@@ -212,6 +221,18 @@ class World:
         storages = [cache.untyped_storage() for cache in self.layout.caches]
         return [torch.empty(0, dtype=torch.uint8).set_(storage).numpy().copy() for storage in storages]
 
+    def numbers(self, block):
+        """Keys and values of a paged block, [layers, heads, tokens, head_dim] as the numpy codec has them."""
+        shape = (LAYERS, HEADS, TOKENS, self.layout.head_dim)
+        return [as_numpy(vectors_of(self.layout, kind, block)).reshape(shape) for kind in KINDS]
+
+    def write(self, block, numbers):
+        """Make a paged block what `numbers` said."""
+        for kind, part in zip(KINDS, numbers, strict=True):
+            for place in np.ndindex(LAYERS, HEADS, TOKENS):
+                to = vector(self.layout, place[0], kind, block, *place[1:])
+                to.copy_(torch.tensor(part[place]).view(to.dtype))
+
 
 @pytest.fixture(params=[2**22, 2 * TOKENS * HEADS * 64, 1], ids=["all at once", "in parts", "one at a time"])
 def at_once(request, monkeypatch):
@@ -223,35 +244,57 @@ def at_once(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("name", "head_dim"), [("lloyd3", 64), ("k4v3", 80), ("k4v2", 128), ("lloyd4", 32), ("lloyd3-unrotated", 96)]
+    ("name", "head_dim", "exact"),
+    [
+        ("lloyd3", 64, 0),
+        ("k4v3", 80, 1),
+        ("k4v2", 128, 4),
+        ("lloyd4", 32, TOKENS),
+        ("lloyd3-unrotated", 96, 0),
+        ("k3v3", 256, 2),
+    ],
 )
-def test_blocks_go_out_and_come_back(name, head_dim, layout, dtype):
-    world = World(name, head_dim, layout, dtype)
+def test_blocks_are_numpys_byte_for_byte_and_come_back(name, head_dim, exact, layout, dtype):
+    world = World(name, head_dim, layout, dtype, exact)
     before = world.snapshot()
     assert world.encode() == [GOOD] * 4
     assert all(map(same_bits, before, world.snapshot()))
-    others = [slot for slot in range(7) if slot not in SLOTS]
-    assert (world.codes[others] == 170).all()
-    assert (world.codes[:, world.codec.nbytes :] == 170).all()
-    codec, blocks = plain(name, head_dim), []
+    written = torch.zeros(len(world.codes), dtype=torch.bool)
+    for place in world.places:
+        written[place : place + world.nbytes] = True
+    assert (world.codes[~written] == 170).all()
     for i, key in enumerate(world.keys):
-        found = wire.parse(world.block(i).numpy().tobytes(), key=key, fingerprint=FINGERPRINT)
-        for kind, codes in zip(KINDS, (found.key_codes, found.value_codes), strict=True):
-            x = vectors_of(world.layout, kind, IDS[i])
-            x = as_numpy(x.float() if dtype == "fp16" else x)
-            assert np.array_equal(codes, codec.encode(x, kind))
-        blocks.append((found.key_codes, found.value_codes))
+        told = {"key": key, "first_token": FIRST_TOKENS[i], "exact": exact}
+        assert same_bits(world.block(i).numpy(), world.format.encode(*world.numbers(IDS[i]), **told))
 
     ids = [1, 4, 6, 2]
-    expected = World(name, head_dim, layout, dtype)
-    for block, codes in zip(ids, blocks, strict=True):
-        for kind, some in zip(KINDS, codes, strict=True):
-            numbers = codec.decode(some, LAYERS * HEADS * TOKENS, kind, np.uint16 if dtype == "bf16" else np.float32)
-            for place, x in zip(np.ndindex(LAYERS, HEADS, TOKENS), numbers, strict=True):
-                to = vector(expected.layout, place[0], kind, block, *place[1:])
-                to.copy_(torch.tensor(x).view(torch.bfloat16) if dtype == "bf16" else torch.tensor(x).to(to.dtype))
+    expected = World(name, head_dim, layout, dtype, exact)
+    for i, block in enumerate(ids):
+        expected.write(block, world.format.decode(world.block(i).numpy(), key=world.keys[i]))
     assert world.decode(ids) == [GOOD] * 4
     assert all(map(same_bits, world.snapshot(), expected.snapshot()))
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("exact", [2, TOKENS])
+def test_exact_tokens_may_be_anything(dtype, exact):
+    """Not finite, minus zero, denormal: as they are, and nobody's fault."""
+    world = World(dtype=dtype, exact=exact)
+    shape = (LAYERS, HEADS, TOKENS, 64)
+    rng, kept = np.random.default_rng(1), []
+    for block in IDS:
+        numbers = world.numbers(block)
+        for part in numbers:
+            part[:, :, :exact] = rng.integers(0, 256, (*shape[:2], exact, 64 * part.itemsize), np.uint8).view(
+                part.dtype
+            )
+        world.write(block, numbers)
+        kept.append([part[:, :, :exact].copy() for part in numbers])
+    assert world.encode() == [GOOD] * 4
+    assert world.decode([1, 4, 6, 2]) == [GOOD] * 4
+    for block, parts in zip([1, 4, 6, 2], kept, strict=True):
+        for now, then in zip(world.numbers(block), parts, strict=True):
+            assert now[:, :, :exact].tobytes() == then.tobytes()
 
 
 def test_caches_made_in_inference_mode():
@@ -262,17 +305,18 @@ def test_caches_made_in_inference_mode():
 
 
 @pytest.mark.usefixtures("at_once")
-def test_the_host_never_waits_for_the_device():
+@pytest.mark.parametrize("exact", [0, 2, TOKENS])
+def test_the_host_never_waits_for_the_device(exact):
     """Meta tensors have no data: whatever asks for it, or for a size that depends on it, raises."""
-    world = World()
+    world = World(exact=exact)
     caches = tuple(cache.to("meta") for cache in world.layout.caches)
     layout = replace(world.layout, caches=caches)
-    codec = torch_backend.TorchPagedCodec(world.codec.spec, layout, world.header)
-    given = [x.to("meta") for x in (world.ids, world.codes, world.slots, world.headers)]
-    status = torch.empty(len(IDS), dtype=torch.int32, device="meta")
-    codec.encode(*given, status)
-    codec.verify(*given[1:], status)
-    codec.decode(*given[:3], status)
+    codec, codes = torch_backend.TorchPagedCodec(layout, world.format), world.codes.to("meta")
+    batch = world.batch()
+    batch = Batch(exact, *(part.to("meta") for part in batch[1:]))
+    codec.encode(batch, codes)
+    codec.verify(batch, codes)
+    codec.decode(batch, codes)
 
 
 def test_float16_stays_within_its_range():
@@ -284,13 +328,14 @@ def test_float16_stays_within_its_range():
     assert vectors_of(world.layout, "key", 1).abs().max() == 65504
 
 
-def test_no_blocks():
-    world = World()
-    none, before = torch.empty(0, dtype=torch.int64), world.snapshot()
-    headers, status = world.headers[:0], torch.empty(0, dtype=torch.int32)
-    world.codec.encode(none, world.codes, none, headers, status)
-    world.codec.verify(world.codes, none, headers, status)
-    world.codec.decode(none, world.codes, none, status)
+@pytest.mark.parametrize("exact", [0, 2, TOKENS])
+def test_no_blocks(exact):
+    world = World(exact=exact)
+    batch, before = world.batch(), world.snapshot()
+    batch = Batch(exact, *(part[:0] for part in batch[1:]))
+    world.codec.encode(batch, world.codes)
+    world.codec.verify(batch, world.codes)
+    world.codec.decode(batch, world.codes)
     assert (world.codes == 170).all()
     assert all(map(same_bits, before, world.snapshot()))
 
@@ -299,28 +344,35 @@ DAMAGE = {
     "magic": (0, "magic"),
     "version": (4, "version"),
     "header length": (6, "version"),
-    "codec": (16, "codec"),
-    "fingerprint": (40, "fingerprint"),
-    "end of the fingerprint": (55, "fingerprint"),
-    "layers": (56, "size"),
-    "head_dim": (68, "size"),
-    "length of the key": (70, "key"),
-    "dtype": (71, "version"),
-    "payloads": (72, "size"),
-    "key": (88, "key"),
-    "end of the key": (119, "key"),
-    "behind the key": (159, "key"),
+    "fingerprint": (16, "fingerprint"),
+    "end of the fingerprint": (31, "fingerprint"),
+    "length": (32, "size"),
+    "first token": (40, "key"),
+    "group": (48, "key"),
+    "sections": (50, "size"),
+    "tokens": (52, "size"),
+    "length of the key": (56, "key"),
+    "key": (64, "key"),
+    "end of the key": (95, "key"),
+    "behind the key": (127, "key"),
+    "kind": (128, "size"),
+    "dtype": (129, "size"),
+    "codec": (160, "size"),
+    "last entry's end": (-1, "size"),
 }
 
 
 @pytest.mark.usefixtures("at_once")
+@pytest.mark.parametrize("exact", [0, 2, TOKENS])
 @pytest.mark.parametrize("what", DAMAGE)
-def test_a_header_that_is_not_the_expected_one_is_refused(what):
+def test_a_header_that_is_not_the_expected_one_is_refused(what, exact):
     offset, cause = DAMAGE[what]
-    world = World()
+    world = World(exact=exact)
+    end = world.codec.form(exact).header.nbytes
+    offset %= end
     world.encode()
     world.block(2)[offset] ^= 1
-    world.block(2)[min(offset + 1, 159)] ^= 64  # the first is reported
+    world.block(2)[min(offset + 1, end - 1)] ^= 64  # the first is reported
     world.reseal(2)
     before = vectors_of(world.layout, "key", 6), vectors_of(world.layout, "value", 6)
     status = world.decode([1, 4, 6, 2])
@@ -331,15 +383,16 @@ def test_a_header_that_is_not_the_expected_one_is_refused(what):
 
 
 @pytest.mark.usefixtures("at_once")
-@pytest.mark.parametrize("offset", [0, 8, 15, 50, 90, 159, 160, 1000, -1])
-def test_a_block_with_a_wrong_checksum_is_refused(offset):
-    world = World()
+@pytest.mark.parametrize("exact", [0, 2, TOKENS])
+@pytest.mark.parametrize("offset", [0, 8, 15, 50, 90, 191, 256, 1000, -1])
+def test_a_block_with_a_wrong_checksum_is_refused(offset, exact):
+    world = World(exact=exact)
     world.encode()
     world.block(0)[offset] ^= 128
     before = world.snapshot()
     assert world.decode([1, 4, 6, 2]) == [BAD_CHECKSUM, GOOD, GOOD, GOOD]
     assert status_cause(BAD_CHECKSUM) == "checksum"
-    clean = World()
+    clean = World(exact=exact)
     for layer, storage in enumerate(before):  # block 1 as it was, the other three as in a run without damage
         assert same_bits(storage, clean.snapshot()[layer])
     clean.encode()
@@ -376,16 +429,22 @@ def test_the_first_vector_that_is_not_finite_is_reported(dtype, number):
     vector(world.layout, 0, "key", IDS[3], 0, 0)[0] = number
     assert world.encode() == [GOOD, 29, 18, 0]
     assert [status_cause(status) for status in (29, 18, 0)] == ["decode"] * 3
-    wire.parse(world.block(0).numpy().tobytes(), key=world.keys[0], fingerprint=FINGERPRINT)
+    wire.parse(world.block(0).numpy().tobytes(), key=world.keys[0], fingerprint=FINGERPRINT, group=3)
+
+
+def test_vectors_are_counted_among_those_that_are_not_exact():
+    world = World(exact=2)
+    vector(world.layout, 1, "key", IDS[1], 1, 3)[5] = float("nan")
+    assert world.encode() == [GOOD, (1 * HEADS + 1) * (TOKENS - 2) + 3 - 2, GOOD, GOOD]
 
 
 @pytest.mark.usefixtures("at_once")
 def test_the_first_scale_that_is_not_finite_is_reported():
     world = World()
     world.encode()
-    keys, vectors = plain("k4v3", 64).encoded_nbytes(30, "key"), {1: (0, 17), 3: (0, 29)}
-    for i, (half, index) in {**vectors, 2: (keys, 3)}.items():
-        world.block(i)[160 + half + 2 * index : 162 + half + 2 * index] = torch.tensor([0x80, 0x7F])
+    for i, (section, index) in {1: (0, 17), 2: (1, 3), 3: (0, 29)}.items():
+        at = world.start(section) + 2 * index
+        world.block(i)[at : at + 2] = torch.tensor([0x80, 0x7F])
         world.reseal(i)
     before = world.layout.caches[0].clone()
     assert world.decode([1, 4, 6, 2]) == [GOOD, 17, 3, 29]
@@ -396,4 +455,4 @@ def test_the_first_scale_that_is_not_finite_is_reported():
 def test_a_header_of_another_shape_is_refused():
     world = World()
     with pytest.raises(ShapeError):
-        torch_backend.TorchPagedCodec(SPECS["lloyd3"], world.layout, world.header)
+        torch_backend.TorchPagedCodec(replace(world.layout, heads=1), world.format)

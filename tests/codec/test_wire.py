@@ -1,125 +1,167 @@
 """The encoded block: what goes in comes out, and each refusal."""
 
+import struct
 from dataclasses import replace
 
 import numpy as np
 import pytest
+import xxhash
 
-from manthan.codec import CodecError, get_codec, wire
+from manthan.codec import errors, wire
+from manthan.codec.base import Dtype, Section, SectionKind
 
-HEADER = wire.BlockHeader("lloyd3", b"\1" * 32, bytes(range(16)), layers=4, heads=2, tokens=32, head_dim=128)
+KEYS = Section(SectionKind.KEYS, "lloyd3", 4, 28, 2, 128, first_token=4)
+SECTIONS = (
+    replace(KEYS, kind=SectionKind.BOTH, codec="exact", tokens=4, first_token=0),
+    KEYS,
+    replace(KEYS, kind=SectionKind.VALUES),
+)
+HEADER = wire.BlockHeader(b"\1" * 32, bytes(range(16)), 32, SECTIONS, first_token=64)
+SIZES = (40, 33, 16)
 
 
-def block(header=HEADER, seed=0):
-    """A valid block of random vectors."""
+def payloads(sizes=SIZES, seed=0):
     rng = np.random.default_rng(seed)
-    codec = get_codec(header.codec, header.head_dim)
-    keys, values = rng.standard_normal((2, header.vectors, header.head_dim), np.float32)
-    return wire.pack(header, codec.encode(keys, "key"), codec.encode(values, "value"))
+    return [rng.integers(0, 256, size, np.uint8) for size in sizes]
+
+
+def block(header=HEADER, sizes=SIZES, seed=0):
+    return wire.pack(header, payloads(sizes, seed))
 
 
 def resealed(data, offset, replacement):
     """The block with some bytes replaced and a checksum that fits."""
-    import xxhash
-
     data = bytearray(data)
     data[offset : offset + len(replacement)] = replacement
     data[8:16] = xxhash.xxh3_64_intdigest(bytes(data[:8] + data[16:])).to_bytes(8, "little")
     return bytes(data)
 
 
-@pytest.mark.parametrize("codec", ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated"])
 @pytest.mark.parametrize("key", [b"", b"\0", b"k" * 32, b"\xff" * 64])
-def test_what_goes_in_comes_out(codec, key):
-    header = replace(HEADER, codec=codec, key=key, head_dim=80, tokens=5)
+def test_what_goes_in_comes_out(key):
+    header = replace(HEADER, key=key)
     data = block(header)
     for buf in (data, data.tobytes(), bytearray(data), memoryview(data)):
         found = wire.parse(buf, key=key, fingerprint=header.fingerprint)
         assert found.header == header
-        keys, values = (get_codec(codec, 80).encoded_nbytes(40, kind) for kind in ("key", "value"))
-        assert np.array_equal(found.key_codes, data[160 : 160 + keys])
-        assert np.array_equal(found.value_codes, data[160 + keys :])
-        assert found.value_codes.size == values
+        assert all(np.array_equal(a, b) for a, b in zip(found.payloads, payloads(), strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [
+        ("kind", SectionKind.STATE),
+        ("kind", SectionKind.RAW),
+        ("codec", ""),
+        ("codec", "x" * 24),
+        ("dtype", Dtype.FLOAT16),
+        ("dtype", Dtype.UINT8),
+        ("layers", 2**16 - 1),
+        ("heads", 0),
+        ("head_dim", 2**16 - 1),
+        ("first_layer", 2**16 - 1),
+        ("tokens", 2**32 - 1),
+        ("first_token", 2**32 - 1),
+    ],
+)
+def test_every_field_of_a_section_comes_out(field, value):
+    header = replace(HEADER, sections=(KEYS, replace(KEYS, **{field: value}), KEYS))
+    assert wire.parse(block(header)).header == header
+
+
+@pytest.mark.parametrize(("field", "value"), [("tokens", 2**32 - 1), ("first_token", 2**62), ("group", 2**16 - 1)])
+def test_every_field_of_a_header_comes_out(field, value):
+    header = replace(HEADER, **{field: value})
+    assert wire.parse(block(header), group=header.group).header == header
+
+
+@pytest.mark.parametrize("sizes", [(), (0,), (0, 0, 1), tuple(range(256))])
+def test_any_number_of_sections_of_any_size(sizes):
+    header = replace(HEADER, sections=(KEYS,) * len(sizes))
+    data = block(header, sizes)
+    assert len(data) == wire.block_nbytes(header, sizes) == 128 + 64 * len(sizes) + sum(-(-n // 16) * 16 for n in sizes)
+    found = wire.parse(data)
+    assert [payload.size for payload in found.payloads] == list(sizes)
+    assert all(np.array_equal(a, b) for a, b in zip(found.payloads, payloads(sizes), strict=True))
+    for at, size, payload in zip(wire.starts(header, sizes), sizes, payloads(sizes), strict=True):
+        assert at % 16 == 0
+        assert np.array_equal(data[at : at + size], payload)
+        assert not data[at + size : at + -(-size // 16) * 16].any()
 
 
 def test_views_are_read_only_and_share_memory():
     data = block()
     found = wire.parse(data)
-    assert np.shares_memory(found.key_codes, data)
-    assert np.shares_memory(found.value_codes, data)
-    assert not found.key_codes.flags.writeable
-    assert not found.value_codes.flags.writeable
+    assert all(np.shares_memory(payload, data) and not payload.flags.writeable for payload in found.payloads)
     assert data.flags.writeable
-    assert get_codec("lloyd3", 128).decode(found.key_codes, 256).shape == (256, 128)
 
 
-def test_encoding_straight_into_the_block():
-    codec = get_codec("lloyd3", 128)
-    keys, values = np.random.default_rng(0).standard_normal((2, 256, 128), np.float32)
-    arena = np.full(2 * wire.block_nbytes(HEADER), 255, np.uint8)
-    opened = wire.open_block(HEADER, arena[: wire.block_nbytes(HEADER)])
-    codec.encode(keys, "key", out=opened.key_codes)
-    codec.encode(values, "value", out=opened.value_codes)
-    sealed = opened.seal()
-    assert np.shares_memory(sealed, arena)
-    assert np.array_equal(sealed, block())
-    assert (arena[wire.block_nbytes(HEADER) :] == 255).all()
+def test_headers_of_many_blocks():
+    keys, places = [bytes([n]) * 32 for n in range(5)], [0, 32, 64, 2**40, 1]
+    rows = wire.heads(HEADER, SIZES, keys, places)
+    for row, key, place in zip(rows, keys, places, strict=True):
+        assert np.array_equal(row, wire.head(replace(HEADER, key=key, first_token=place), SIZES))
+    assert wire.heads(HEADER, SIZES, [], []).shape == (0, HEADER.nbytes)
+    with pytest.raises(errors.HeaderError, match="different lengths"):
+        wire.heads(HEADER, SIZES, [b"a", b"bc"], [0, 1])
 
 
-def test_a_block_is_five_times_smaller_headers_included():
-    bf16 = 2 * HEADER.vectors * HEADER.head_dim * 2
-    assert len(block()) == wire.block_nbytes(HEADER)
-    assert bf16 / wire.block_nbytes(HEADER) >= 5.05
-
-
-def test_payloads_are_aligned():
-    for head_dim in (32, 40, 72, 128):
-        opened = wire.open_block(replace(HEADER, head_dim=head_dim, tokens=3))
-        start = opened.buffer.ctypes.data
-        assert (opened.key_codes.ctypes.data - start) % 16 == 0
-        assert (opened.value_codes.ctypes.data - start) % 16 == 0
-
-
-def test_the_header_has_not_changed():
+def test_the_format_has_not_changed():
     """Stores outlive processes."""
-    data = bytes(block(replace(HEADER, layers=1, heads=2, tokens=3)))
-    assert data[:8] == b"MNTH\x01\x00\xa0\x00"
-    assert data[16:40] == b"lloyd3".ljust(24, b"\0")
-    assert data[40:56] == bytes(range(16))
-    assert data[56:68] == b"\1\0\0\0\2\0\0\0\3\0\0\0"
-    assert data[68:72] == b"\x80\0\x20\x01"
-    assert data[72:88] == (16 + 6 * 48).to_bytes(8, "little") * 2
-    assert data[88:160] == b"\1" * 32 + bytes(40)
+    header = replace(HEADER, sections=(replace(KEYS, first_layer=1, dtype=Dtype.FLOAT16),), group=7)
+    data = bytes(block(header, (33,)))
+    assert data[:8] == b"MNTH\2\0\xc0\0"
+    assert data[8:16] == struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:8] + data[16:]))
+    assert data[16:32] == bytes(range(16))
+    assert data[32:64] == struct.pack("<QQHHIB7x", 128 + 64 + 48, 64, 7, 1, 32, 32)
+    assert data[64:128] == b"\1" * 32 + bytes(32)
+    entry = struct.pack("<BBHHHH2xII4xQ24s8x", 1, 2, 1, 4, 2, 128, 4, 28, 33, b"lloyd3")
+    assert data[128:192] == entry
+    assert data[225:] == bytes(15)
 
 
 DATA = bytes(block())
+FORMAT_1 = resealed(
+    struct.pack(
+        "<4sHHQ24s16sIIIHBBQQ64s8x",
+        *(b"MNTH", 1, 160, 0, b"lloyd3", bytes(range(16)), 1, 1, 4, 32, 32, 1, 64, 64, b"\1" * 32),
+    )
+    + bytes(128),
+    0,
+    b"",
+)
 
 REFUSED = {
-    "empty": (b"", wire.TruncatedError, "truncated", "0 bytes"),
-    "header cut": (DATA[:159], wire.TruncatedError, "truncated", "159 bytes are fewer than a header's 160"),
-    "payload cut": (DATA[:-1], wire.TruncatedError, "truncated", "25759 bytes: its header says 25760"),
-    "trailing": (DATA + b"\0", wire.TrailingBytesError, "trailing", "25761 bytes: its header says 25760"),
-    "magic": (b"X" + DATA[1:], wire.MagicError, "magic", "b'XNTH'"),
-    "pickle": (b"\x80\x05" + DATA[2:], wire.MagicError, "magic", "not b'MNTH'"),
-    "version": (resealed(DATA, 4, b"\2"), wire.VersionError, "version", "version 2 "),
-    "header length": (resealed(DATA, 6, b"\xb0"), wire.VersionError, "version", "header of 176"),
-    "dtype": (resealed(DATA, 71, b"\2"), wire.VersionError, "version", "dtype 2"),
-    "payload": (DATA[:-1] + bytes([DATA[-1] ^ 1]), wire.ChecksumError, "checksum", "checksum is not"),
-    "checksum": (DATA[:8] + b"\0" * 8 + DATA[16:], wire.ChecksumError, "checksum", "0x0000000000000000"),
-    "codec": (resealed(DATA, 16, b"lloyd9"), wire.UnknownBlockCodecError, "codec", "'lloyd9' is unknown"),
-    "codec bytes": (resealed(DATA, 16, b"\xff\0\n"), wire.UnknownBlockCodecError, "codec", r"xff"),
-    "other codec": (resealed(DATA, 16, b"lloyd4"), wire.SizeError, "size", "ask for 16896 and 16896"),
-    "layers": (resealed(DATA, 56, b"\5"), wire.SizeError, "size", "12800 and 12800"),
-    "huge shape": (resealed(DATA, 56, b"\xff" * 12), wire.SizeError, "size", "the shapes ask for"),
-    "huge payload": (resealed(DATA, 72, b"\xff" * 16), wire.TruncatedError, "truncated", "header says 36893"),
-    "payloads traded": (
-        resealed(DATA, 72, (12784).to_bytes(8, "little") + (12816).to_bytes(8, "little")),
-        wire.SizeError,
+    "empty": (b"", errors.TruncatedError, "truncated", "0 bytes are fewer than a header's 128"),
+    "magic alone": (DATA[:4], errors.TruncatedError, "truncated", "4 bytes"),
+    "header cut": (DATA[:127], errors.TruncatedError, "truncated", "127 bytes are fewer than a header's 128"),
+    "payload cut": (DATA[:-1], errors.TruncatedError, "truncated", "431 bytes: its header says 432"),
+    "trailing": (DATA + b"\0", errors.TrailingBytesError, "trailing", "433 bytes: its header says 432"),
+    "magic": (b"X" + DATA[1:], errors.MagicError, "magic", "b'XNTH'"),
+    "pickle": (b"\x80\x05" + DATA[2:], errors.MagicError, "magic", "not b'MNTH'"),
+    "format 1": (FORMAT_1, errors.OldFormatError, "old_format", "format 1, which an earlier Manthan wrote"),
+    "format 1 cut": (FORMAT_1[:6], errors.OldFormatError, "old_format", "it must be 2"),
+    "format 3": (resealed(DATA, 4, b"\3"), errors.VersionError, "version", "format 3 cannot be read"),
+    "payload": (DATA[:-20] + bytes([DATA[-20] ^ 1]) + DATA[-19:], errors.ChecksumError, "checksum", "checksum is not"),
+    "checksum": (DATA[:8] + b"\0" * 8 + DATA[16:], errors.ChecksumError, "checksum", "0x0000000000000000"),
+    "header length": (resealed(DATA, 6, b"\xb0"), errors.SizeError, "size", "a header of 432 bytes with 3 sections"),
+    "a section more": (resealed(DATA, 50, b"\4"), errors.SizeError, "size", "320 bytes with 4 sections"),
+    "sections without end": (
+        resealed(DATA, 6, b"\x80\xff" + DATA[8:50] + struct.pack("<H", 1022)),
+        errors.SizeError,
         "size",
-        "12784 and 12816",
+        "1022 sections",
     ),
-    "head_dim": (resealed(DATA, 68, b"\x81"), wire.SizeError, "size", "head_dim 129"),
-    "key length": (resealed(DATA, 70, b"\x41"), wire.SizeError, "size", "65 bytes"),
+    "key length": (resealed(DATA, 56, b"\x41"), errors.SizeError, "size", "a key of 65 bytes"),
+    "behind the key": (resealed(DATA, 127, b"\1"), errors.KeyMismatchError, "key", "a key that ends so"),
+    "padding of the header": (resealed(DATA, 57, b"\1"), errors.SizeError, "size", "bytes that no header has"),
+    "padding of a section": (resealed(DATA, 128 + 63, b"\1"), errors.SizeError, "size", "bytes that no header has"),
+    "place": (resealed(DATA, 40, b"\xff" * 8), errors.SizeError, "size", "cannot begin at token 18446744073709551615"),
+    "kind": (resealed(DATA, 128, b"\x09"), errors.SizeError, "size", "kind 9"),
+    "dtype": (resealed(DATA, 129, b"\0"), errors.SizeError, "size", "dtype 0"),
+    "codec": (resealed(DATA, 160, b"l\xf6yd3"), errors.SizeError, "size", "is unknown"),
+    "payload length": (resealed(DATA, 152, b"\x28\1"), errors.SizeError, "size", "do not make a block of 432"),
+    "endless payload": (resealed(DATA, 152, b"\xff" * 8), errors.SizeError, "size", "do not make a block of 432"),
 }
 
 
@@ -129,50 +171,56 @@ def test_anything_else_is_refused(what):
     with pytest.raises(error, match=text) as refusal:
         wire.parse(data)
     assert refusal.value.cause == cause
-    assert isinstance(refusal.value, wire.WireError)
+    assert isinstance(refusal.value, errors.WireError)
 
 
-def test_another_blocks_key_or_fingerprint_is_refused():
+def test_another_blocks_key_group_or_fingerprint_is_refused():
     assert wire.parse(DATA, key=HEADER.key, fingerprint=HEADER.fingerprint).header == HEADER
-    with pytest.raises(wire.KeyMismatchError, match=r"0101.*, not 0202") as refusal:
+    with pytest.raises(errors.KeyMismatchError, match=r"0101.*, not 0202") as refusal:
         wire.parse(DATA, key=b"\2" * 32)
     assert refusal.value.cause == "key"
-    with pytest.raises(wire.KeyMismatchError):
+    with pytest.raises(errors.KeyMismatchError):
         wire.parse(DATA, key=b"\1" * 31)
-    with pytest.raises(wire.FingerprintMismatchError, match=r"0001.*, not 7070") as mismatch:
+    with pytest.raises(errors.KeyMismatchError, match="KV cache group 0, not 1"):
+        wire.parse(DATA, key=HEADER.key, group=1)
+    with pytest.raises(errors.FingerprintMismatchError, match=r"0001.*, not 7070") as mismatch:
         wire.parse(DATA, fingerprint=b"p" * 16)
     assert mismatch.value.cause == "fingerprint"
 
 
 @pytest.mark.parametrize(
-    ("change", "error", "text"),
+    ("change", "text"),
     [
-        ({"key": b"k" * 65}, wire.HeaderError, "65 bytes: at most 64"),
-        ({"fingerprint": b"f" * 15}, wire.HeaderError, "15 bytes: it must be 16"),
-        ({"layers": -1}, wire.HeaderError, "-1"),
-        ({"tokens": 2**32}, wire.HeaderError, "4294967296"),
-        ({"head_dim": 100}, wire.HeaderError, "head_dim 100"),
-        ({"codec": "x" * 25}, wire.HeaderError, "at most 24"),
-        ({"codec": "löyd3"}, wire.HeaderError, "ASCII"),
-        ({"codec": "lloyd5"}, wire.UnknownBlockCodecError, "'lloyd5' is unknown"),
+        ({"key": b"k" * 65}, "65 bytes: at most 64"),
+        ({"fingerprint": b"f" * 15}, "15 bytes: it must be 16"),
+        ({"tokens": 2**32}, "4294967296"),
+        ({"first_token": -1}, "-1"),
+        ({"group": 2**16}, "65536"),
+        ({"sections": (replace(KEYS, layers=-1),) * 3}, "layers=-1"),
+        ({"sections": (replace(KEYS, codec="x" * 25),) * 3}, "at most 24"),
+        ({"sections": (replace(KEYS, codec="löyd3"),) * 3}, "ASCII"),
+        ({"sections": ()}, "0 sections with 3 sizes"),
     ],
 )
-def test_a_header_that_does_not_fit_is_refused(change, error, text):
-    with pytest.raises(error, match=text):
-        wire.block_nbytes(replace(HEADER, **change))
+def test_a_header_that_does_not_fit_is_refused(change, text):
+    with pytest.raises(errors.HeaderError, match=text):
+        wire.head(replace(HEADER, **change), SIZES)
 
 
-def test_codes_that_do_not_fit_are_refused():
-    codes = np.zeros(12800, np.uint8)
-    with pytest.raises(wire.HeaderError, match=r"value_codes is uint8 \(12799,\)"):
-        wire.pack(HEADER, codes, codes[:-1])
-    with pytest.raises(wire.HeaderError, match="buffer is uint8 of"):
-        wire.open_block(HEADER, codes)
+def test_more_sections_than_fit_are_refused():
+    with pytest.raises(errors.HeaderError, match="at most 256"):
+        wire.head(replace(HEADER, sections=(KEYS,) * 257), (0,) * 257)
+
+
+def test_where_a_header_differs_is_a_cause():
+    fields = {0: "magic", 4: "version", 8: "checksum", 16: "fingerprint", 32: "size", 40: "key", 48: "key", 50: "size"}
+    fields |= {52: "size", 56: "key", 64: "key", 127: "key", 128: "size", HEADER.nbytes - 1: "size"}
+    assert {offset: wire.field_cause(offset) for offset in fields} == fields
 
 
 def test_causes_are_distinct_labels():
-    kinds = wire.WireError.__subclasses__()
+    kinds = errors.WireError.__subclasses__()
     causes = {kind.cause for kind in kinds}
     assert len(causes) == len(kinds)
     assert all(cause.isidentifier() for cause in causes)
-    assert issubclass(wire.WireError, CodecError)
+    assert issubclass(errors.WireError, errors.CodecError)

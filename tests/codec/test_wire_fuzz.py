@@ -4,30 +4,49 @@ import random
 import tracemalloc
 
 import numpy as np
+import pytest
 import xxhash
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
-from manthan.codec import get_codec, wire
+from manthan.codec import CodecError, wire
+from manthan.codec.base import Dtype, Section, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.errors import WireError
 
 MUTATIONS = 100_000
 FORGERIES = 20_000
+SHAPES = [
+    ("lloyd3", BlockShape(1, 1, 4, 32), 0),
+    ("lloyd3", BlockShape(1, 1, 4, 32), 1),
+    ("lloyd3", BlockShape(2, 2, 8, 64), 8),
+    ("k4v3", BlockShape(1, 2, 3, 80), 0),
+    ("lloyd3-unrotated", BlockShape(1, 1, 2, 128), 1),
+]
+
+
+def key_of(seed):
+    return bytes([seed]) * 32
+
+
+def formats():
+    """The formats of `blocks`."""
+    return [BlockFormat(name, shape, bytes([seed % 3]) * 16) for seed, (name, shape, _) in enumerate(SHAPES)]
 
 
 def blocks():
-    """Valid blocks of several codecs and shapes, as bytes."""
-    shapes = [
-        ("lloyd3", 1, 1, 4, 32),
-        ("lloyd3", 1, 1, 4, 32),
-        ("lloyd3", 2, 2, 8, 64),
-        ("k4v3", 1, 2, 3, 80),
-    ]
+    """Valid blocks of several codecs, shapes and forms, as bytes."""
     made = []
-    for seed, (name, layers, heads, tokens, head_dim) in enumerate([*shapes, ("lloyd3-unrotated", 1, 1, 1, 128)]):
-        key, fingerprint = bytes([seed]) * 32, bytes([seed % 3]) * 16
-        header = wire.BlockHeader(name, key, fingerprint, layers, heads, tokens, head_dim)
-        codec, rng = get_codec(name, head_dim), np.random.default_rng(seed)
-        keys, values = rng.standard_normal((2, header.vectors, head_dim), np.float32)
-        made.append(bytes(wire.pack(header, codec.encode(keys, "key"), codec.encode(values, "value"))))
+    for seed, (form, (_, shape, exact)) in enumerate(zip(formats(), SHAPES, strict=True)):
+        both = np.random.default_rng(seed).integers(0x3F00, 0x4000, (2, *shape.numbers), np.uint16)
+        made.append(bytes(form.encode(both[0], both[1], key=key_of(seed), first_token=seed, exact=exact)))
     return made
+
+
+def sealed(data):
+    """With the checksum that it should have."""
+    data[8:16] = xxhash.xxh3_64_intdigest(bytes(data[:8] + data[16:])).to_bytes(8, "little")
+    return bytes(data)
 
 
 def flip_bits(rng, data, _):
@@ -47,7 +66,7 @@ def truncate(rng, data, _):
 
 
 def extend(rng, data, _):
-    return data + rng.randbytes(rng.choice([1, 1, 16, 160, 999]))
+    return data + rng.randbytes(rng.choice([1, 1, 16, 128, 999]))
 
 
 def splice(rng, data, other):
@@ -56,12 +75,12 @@ def splice(rng, data, other):
 
 
 def swap_halves(rng, data, _):
-    cut = rng.choice([len(data) // 2, 160, rng.randrange(1, len(data))])
+    cut = rng.choice([len(data) // 2, 128, rng.randrange(1, len(data))])
     return data[cut:] + data[:cut]
 
 
 def overwrite_header(rng, data, other):
-    at = rng.randrange(160)
+    at = rng.randrange(128 + 64)
     length = rng.choice([1, 2, 4, 8, 16])
     fill = rng.choice([b"\0" * 16, b"\xff" * 16, rng.randbytes(16), bytes(other[at : at + 16])])
     data[at : at + length] = fill[:length]
@@ -87,7 +106,7 @@ def test_no_mutation_is_accepted():
         data = bytes(mutate(rng, bytearray(rng.choice(valid)), rng.choice(valid)))
         try:
             wire.parse(data)
-        except wire.WireError as refusal:
+        except WireError as refusal:
             causes.add(refusal.cause)
         else:
             assert data in valid, f"seed {seed}, mutation {i} by {mutate.__name__} was accepted"
@@ -99,27 +118,89 @@ def test_no_mutation_is_accepted():
     assert peak < 2_000_000
 
 
-def test_forged_headers_are_consistent_or_refused():
-    """With the checksum made right again, only sizes that fit the payload get through."""
+def test_forged_headers_are_read_as_a_whole_block_or_refused():
+    """With the checksum made right again, only what covers the block asked for gets through."""
     seed = random.SystemRandom().getrandbits(32)
     print(f"seed {seed}")
     rng, valid = random.Random(seed), blocks()
+    of = formats()
     causes = set()
     tracemalloc.start()
     for i in range(FORGERIES):
-        data = overwrite_header(rng, bytearray(rng.choice(valid)), rng.choice(valid))
-        data[8:16] = xxhash.xxh3_64_intdigest(bytes(data[:8] + data[16:])).to_bytes(8, "little")
+        which = rng.randrange(len(valid))
+        data = sealed(overwrite_header(rng, bytearray(valid[which]), rng.choice(valid)))
         try:
-            found = wire.parse(data)
-        except wire.WireError as refusal:
+            keys, values = of[which].decode(data, key=key_of(which))
+        except WireError as refusal:
             causes.add(refusal.cause)
         else:
-            header, where = found.header, f"seed {seed}, forgery {i}"
-            codec = get_codec(header.codec, header.head_dim)
-            assert found.key_codes.size == codec.encoded_nbytes(header.vectors, "key"), where
-            assert found.value_codes.size == codec.encoded_nbytes(header.vectors, "value"), where
-            assert wire.block_nbytes(header) == len(data), where
+            where = f"seed {seed}, forgery {i}"
+            found = wire.parse(data).header
+            assert found == of[which].header(key_of(which), found.first_token, SHAPES[which][2]), where
+            assert keys.shape == values.shape == of[which].shape.numbers, where
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert causes >= {"size", "codec", "version", "truncated"}
+    assert causes >= {"size", "codec", "version", "truncated", "key", "fingerprint"}
     assert peak < 2_000_000
+
+
+@pytest.mark.parametrize("which", range(len(SHAPES)))
+def test_no_byte_can_be_another(which):
+    data = bytearray(blocks()[which])
+    for at in range(len(data)):
+        data[at] ^= 1 << at % 8
+        with pytest.raises(WireError):
+            wire.parse(data)
+        data[at] ^= 1 << at % 8
+    wire.parse(data)
+
+
+@pytest.mark.parametrize("which", range(len(SHAPES)))
+def test_no_byte_of_a_header_can_be_another_even_if_sealed(which):
+    """But for the place in the chain: the key stands for that."""
+    form, data = formats()[which], blocks()[which]
+    for at in [*range(8), *range(16, 40), *range(48, wire.parse(data).header.nbytes)]:
+        changed = bytearray(data)
+        changed[at] ^= 1 << at % 8
+        with pytest.raises(WireError):
+            form.decode(sealed(changed), key=key_of(which))
+
+
+SECTIONS = st.builds(
+    Section,
+    st.sampled_from(SectionKind),
+    st.text("abcdefghijklmnopqrstuvwxyz0123456789-", max_size=24),
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**32 - 1),
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**16 - 1),
+    st.sampled_from(Dtype),
+    st.integers(0, 2**16 - 1),
+    st.integers(0, 2**32 - 1),
+)
+
+
+@settings(deadline=None)
+@given(
+    sections=st.lists(st.tuples(SECTIONS, st.binary(max_size=70)), max_size=9),
+    key=st.binary(max_size=64),
+    fingerprint=st.binary(min_size=16, max_size=16),
+    tokens=st.integers(0, 2**32 - 1),
+    group=st.integers(0, 2**16 - 1),
+    first_token=st.integers(0, wire.PLACE_MAX),
+)
+def test_whatever_is_packed_is_parsed(sections, key, fingerprint, tokens, group, first_token):
+    header = wire.BlockHeader(key, fingerprint, tokens, tuple(s for s, _ in sections), group, first_token)
+    block = wire.pack(header, [np.frombuffer(payload, np.uint8) for _, payload in sections])
+    found = wire.parse(block.tobytes(), key=key, fingerprint=fingerprint, group=group)
+    assert found.header == header
+    assert [payload.tobytes() for payload in found.payloads] == [payload for _, payload in sections]
+
+
+@settings(deadline=None)
+@given(data=st.binary(max_size=300), version=st.sampled_from([0, 1, 2, 3]))
+def test_nothing_but_a_refusal_comes_of_noise(data, version):
+    form = formats()[0]
+    for noise in (data, b"MNTH" + version.to_bytes(2, "little") + data):
+        with pytest.raises(CodecError):
+            form.decode(noise, key=key_of(0))

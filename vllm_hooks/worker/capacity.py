@@ -1,4 +1,4 @@
-"""How many bytes and blocks the cold store holds, and the GPU memory that is set aside for it."""
+"""How many bytes the cold store holds, and the GPU memory that is set aside for it."""
 
 import math
 from typing import TYPE_CHECKING, NamedTuple
@@ -8,6 +8,7 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ColdStoreConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.sessions.cold_side import Fast
+from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -35,9 +36,11 @@ class TierBytes(NamedTuple):
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
 
-    def blocks(self, nbytes: int) -> int:
-        """How many encoded blocks of that size fit; each tier holds whole ones."""
-        return self.device // nbytes + self.host // nbytes
+    def usable(self, bound: int) -> int:
+        """How many bytes may be promised to blocks, none of which takes more than `bound`: a block lies in one tier, so
+        that the room left over in two may be too little for it in either."""
+        device, host = (tier - tier % GRANULE for tier in self)
+        return max(0, device + host - bound) if device and host else device + host
 
 
 def fast_tier(store: ColdStoreConfig) -> Fast | None:
@@ -58,8 +61,7 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     if not current_platform.is_cuda() or config.backend == "numpy":
         return
     cache, store = vllm_config.cache_config, config.cold_store
-    stagings = STAGINGS + config.codec.keeps_exact  # copies have no buffer of their own, but what is made on the way
-    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + stagings * STAGING_BYTES
+    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS * STAGING_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:

@@ -1,28 +1,30 @@
 """Encoding and decoding on the GPU, on streams beside the model's; codes, not bf16, cross PCIe.
 
 No thread, and no wait: work is queued on side streams behind what the model's stream was given before, each chunk of it
-ends in an event, and the events are polled once a step. The codes of a chunk fit a staging buffer on the device; a tier
-on the device needs no staging. Slots in the tiers are given and taken on the caller's thread, in
-the order in which the streams use them; where a slot changes hands between streams, one waits for the other.
+ends in an event, and the events are polled once a step. Blocks are worked on where they lie in the tier on the device;
+all others, by way of a staging buffer on the device. Room in the tiers is given and taken on the caller's thread, in
+the order in which the streams use it; where it changes hands between streams, one waits for the other.
 """
 
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
-from manthan.codec import wire
-from manthan.codec.gpu.paged import GOOD, PagedCodec, status_cause
-from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
+from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.worker.path import WorkerPath
-from manthan.vllm_hooks.worker.tiers import Demotion, Taken, Tier, Tiers
+from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
+from manthan.vllm_hooks.worker.tiers import Demotion, Run, Stored, Taken, Tier, Tiers
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -32,92 +34,113 @@ PAUSE_S = 1e-3
 """What vLLM's engine core sleeps after a step in which the model computes nothing."""
 
 
-class Staging:
-    """A stream and a buffer on the device; jobs on the same one follow each other."""
+class Lane:
+    """A stream and its staging buffer; jobs on the same one follow each other."""
 
     def __init__(self, nbytes: int, device: torch.device, priority: int = 0) -> None:
-        self.codes = torch.empty(max(1, STAGING_BYTES // nbytes), nbytes, dtype=torch.uint8, device=device)
+        self.staging = Staging(nbytes, device)
         self.stream = torch.cuda.Stream(device, priority=priority)
-        self.addresses = torch.arange(len(self.codes)) * nbytes + self.codes.data_ptr()
 
 
-class Batch(NamedTuple):
-    """Arguments of the paged codec on the device, for n blocks; see PagedCodec."""
+class Kept(NamedTuple):
+    """A block that is being encoded, and the room for its codes."""
 
-    block_ids: torch.Tensor
-    slots: torch.Tensor
-    headers: torch.Tensor
-    status: torch.Tensor
+    spill: SpillBlock
+    taken: Taken
 
 
 @dataclass
 class Chunk:
-    """A part of a job. status: int32 [n], pinned, valid once `checked` is reached. done: all work on it has ended."""
+    """A part of a job. status: int32 [n], pinned, valid once `checked` is reached. done: all work on it has ended.
+    nbytes: of each block's codes."""
 
     status: torch.Tensor
     checked: torch.cuda.Event
     done: torch.cuda.Event
+    nbytes: int
 
 
-@dataclass
-class Spill:
-    spills: list[SpillBlock]
-    tier: Tier
-    slots: list[int]
+class Spill(NamedTuple):
+    kept: Sequence[Kept]
     chunk: Chunk
     began: float
 
 
 @dataclass
 class Restore:
-    """answered: vLLM has been told, and the model's stream waits for the rest. Nobody is told of a prefetch so soon."""
+    """A load that is being carried out. answered: vLLM has been told, and the model's stream waits for the rest. Nobody
+    is told of a prefetch so soon. broken: the GPU or we have failed, and nothing of it is good."""
 
     load: Load
-    answered: bool = False
     chunks: list[Chunk] = field(default_factory=list)
+    answered: bool = False
+    broken: bool = False
     began: float = field(default_factory=time.monotonic)
 
 
 class GpuPath(WorkerPath):
     """One rank's blocks to codes and back by a paged codec on its GPU.
 
-    header: what all encoded blocks have in common.
+    forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared for them.
     """
 
-    def __init__(self, codec: PagedCodec, header: wire.BlockHeader, tiers: Tiers) -> None:
-        super().__init__()
+    def __init__(self, codec: PagedCodec, tiers: Tiers, fails_whole: bool = False, forms: Sequence[int] = (0,)) -> None:
+        super().__init__(fails_whole)
         self.codec, self.tiers = codec, tiers
-        self._header = header
-        self._device = codec.layout.caches[0].device
-        self._spill_staging = Staging(codec.nbytes, self._device)
-        self._prefetch_staging = Staging(codec.nbytes, self._device)
-        self._load_stagings = [Staging(codec.nbytes, self._device, priority=-1) for _ in range(STAGINGS - 2)]
-        self._stagings = (self._spill_staging, self._prefetch_staging, *self._load_stagings)
+        self._device = codec.device
+        nbytes = max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes)
+        self._spill_lane = Lane(nbytes, self._device)
+        self._prefetch_lane = Lane(nbytes, self._device)
+        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(STAGINGS - 2)]
+        self._lanes = (self._spill_lane, self._prefetch_lane, *self._load_lanes)
         self._spills: deque[Spill] = deque()
         self._restores: deque[Restore] = deque()
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
-        self._warm_up()
+        self._warm_up(forms)
 
-    def submit(self, metadata: ManthanMetadata) -> None:
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
         if metadata.place is not None:
             self.tiers.clear()
-        self.tiers.drop(metadata.drops)
-        self.tiers.go_first(metadata.go_first)
-        if not (metadata.spills or metadata.loads):
-            return
-        model = torch.cuda.current_stream(self._device).record_event()
+        for group, keys in metadata.drops:
+            self.tiers.drop(group, keys)
+        for group, keys in metadata.go_first:
+            self.tiers.go_first(group, keys)
         for load in metadata.loads:
-            self._guard_load(load, model)
-        for start in range(0, len(metadata.spills), len(self._spill_staging.codes)):
-            self._begin_spills(metadata.spills[start : start + len(self._spill_staging.codes)], model)
+            restore = Restore(load)  # from here on it is answered once, by those who poll
+            (self._prefetches if load.is_prefetch else self._restores).append(restore)
+            try:
+                self._begin_load(restore)
+            except Exception as error:  # vLLM must get an answer, whatever happened
+                self._break(restore, error)
+
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        """Find room for blocks, and encode those that got some."""
+        spills = metadata.spills
+        if not spills:
+            return
+        taken, demotions = self.tiers.take(self.codec.form(spill.exact).nbytes for spill in spills)
+        refused = [spill for spill, room in zip(spills, taken, strict=True) if room is None]
+        self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
+        kept = [Kept(spill, room) for spill, room in zip(spills, taken, strict=True) if room is not None]
+        try:
+            self._make_room(demotions)
+        except Exception as error:
+            for demotion in demotions:
+                self.tiers.drop(demotion.name[0], [demotion.name[1]])
+            self._fail(kept, error)
+            return
+        for run in self._runs_of(kept):
+            try:
+                self._encode(run)
+            except Exception as error:  # whatever it is costs these blocks, not the model's thread
+                self._fail(run, error)
 
     def take_finished_loads(self) -> set[str]:
         """Polls; vLLM asks for this first in every step."""
-        while self._spills and self._spills[0].chunk.done.query():
-            self._end_spill(self._spills.popleft())
+        self._end_spills()
         self._pause()
         for restore in self._restores:
             if not restore.answered and self._is_checked(restore):
@@ -129,119 +152,129 @@ class GpuPath(WorkerPath):
         return super().take_finished_loads()
 
     def shutdown(self) -> None:
-        for staging in self._stagings:
-            staging.stream.synchronize()
+        for lane in self._lanes:
+            lane.stream.synchronize()
         self.tiers.release()
 
     # -- evict ----------------------------------------------------------------------------------------
 
-    def _begin_spills(self, spills: list[SpillBlock], model: torch.cuda.Event) -> None:
-        """Find slots for a chunk of blocks, and encode those that got one."""
-        taken = [self.tiers.take() for _ in spills]
-        self._spilled([SpillResult(s.key, "store_full", 0.0) for s, t in zip(spills, taken, strict=True) if t is None])
-        for tier in (self.tiers.device, self.tiers.host):
-            kept = [(spill, t) for spill, t in zip(spills, taken, strict=True) if t is not None and t.tier is tier]
-            if tier is not None and kept:
-                self._guard_encode(tier, [spill for spill, _ in kept], [t for _, t in kept], model)
-
-    def _guard_encode(self, tier: Tier, kept: list[SpillBlock], taken: list[Taken], model: torch.cuda.Event) -> None:
-        slots = [t.slot for t in taken]
-        try:
-            self._encode(tier, kept, slots, [t.demotion for t in taken if t.demotion is not None], model)
-        except Exception as error:  # whatever it is costs these blocks, not the model's thread
-            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
-            for slot in slots:
-                tier.slots.give_back(slot)
-            self._spilled([SpillResult(spill.key, "internal", 0.0) for spill in kept])
-
-    def _encode(
-        self,
-        tier: Tier,
-        kept: list[SpillBlock],
-        slots: list[int],
-        demotions: list[Demotion],
-        model: torch.cuda.Event,
-    ) -> None:
-        """Encode into slots of a tier, by way of the staging buffer if that is the host."""
-        began, staging = time.monotonic(), self._spill_staging
-        on_host = tier is self.tiers.host
-        staging.stream.wait_event(model)
-        for reading in self._stagings:  # a slot that was dropped or demoted may still be read
-            staging.stream.wait_stream(reading.stream)
-        with torch.cuda.stream(staging.stream):
-            self._demote(demotions)
-            rows = range(len(kept)) if on_host else slots
-            batch = self._batch([spill.key for spill in kept], [spill.block_id for spill in kept], rows)
-            self.codec.encode(batch.block_ids, staging.codes if on_host else tier.codes, *batch[1:])
-            if on_host:
-                self._copy(staging.addresses[: len(kept)], tier.addresses(slots))
-            self._spills.append(Spill(kept, tier, slots, self._chunk(batch), began))
-
-    def _demote(self, demotions: Sequence[Demotion]) -> None:
+    def _make_room(self, demotions: Sequence[Demotion]) -> None:
+        """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
+        read."""
+        stream = self._spill_lane.stream
+        stream.wait_event(self._model())
+        for lane in self._lanes:
+            stream.wait_stream(lane.stream)
         device, host = self.tiers.device, self.tiers.host
-        if demotions and device is not None and host is not None:
-            self._copy(
-                device.addresses([move.device_slot for move in demotions]),
-                host.addresses([move.host_slot for move in demotions]),
-            )
-            self._demoted = torch.cuda.current_stream(self._device).record_event()
+        if not demotions or device is None or host is None:
+            return
+        with torch.cuda.stream(stream):
+            for nbytes, some in groupby(demotions, lambda demotion: demotion.nbytes):
+                moved = list(some)
+                sources, targets = [move.source for move in moved], [move.target for move in moved]
+                _copy(device.codes, sources, host.codes, targets, nbytes)
+            self._demoted = stream.record_event()
 
-    def _end_spill(self, ended: Spill) -> None:
-        seconds = (time.monotonic() - ended.began) / len(ended.spills)
-        results = []
-        for spill, slot, status in zip(ended.spills, ended.slots, ended.chunk.status.tolist(), strict=True):
-            good = status == GOOD
-            if good:
-                ended.tier.slots.put(spill.key, slot)
-            else:
-                ended.tier.slots.give_back(slot)
-            results.append(SpillResult(spill.key, None if good else "encode", seconds))
-        self._spilled(results)
+    def _runs_of(self, kept: Sequence[Kept]) -> Iterator[list[Kept]]:
+        """Blocks that are encoded together: into the same tier, in place or not, with as many exact tokens."""
+        by_kind: dict[tuple[Tier, bool, int], list[Kept]] = {}
+        for one in kept:
+            kind = one.taken.tier, self._is_in_place(one.taken), one.spill.exact
+            by_kind.setdefault(kind, []).append(one)
+        for (_, in_place, exact), blocks in by_kind.items():
+            step = len(blocks) if in_place else len(self._places(self._spill_lane, exact))
+            for start in range(0, len(blocks), step):
+                yield blocks[start : start + step]
+
+    def _encode(self, run: Sequence[Kept]) -> None:
+        began, lane, tier, exact = time.monotonic(), self._spill_lane, run[0].taken.tier, run[0].spill.exact
+        extents, in_place = [one.taken.extents for one in run], self._is_in_place(run[0].taken)
+        places = extents if in_place else self._places(lane, exact)[: len(run)]
+        codes = tier.codes if in_place else lane.staging.codes
+        keys, _, block_ids, first_tokens, _ = zip(*(one.spill for one in run), strict=True)
+        with torch.cuda.stream(lane.stream):
+            batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in places])
+            self.codec.encode(batch, codes)
+            if not in_place:
+                _copy(codes, places, tier.codes, extents, self.codec.form(exact).nbytes)
+            self._spills.append(Spill(run, self._chunk(batch, lane.stream), began))
+
+    def _is_in_place(self, taken: Taken) -> bool:
+        return taken.tier is self.tiers.device and len(taken.extents) == 1
+
+    def _end_spills(self) -> None:
+        """Report those whose codes are there."""
+        while self._spills:
+            kept, chunk, began = self._spills[0]
+            try:
+                if not chunk.done.query():
+                    return
+                statuses = chunk.status.tolist()
+            except Exception as error:
+                self._spills.popleft()
+                self._fail(kept, error)
+                continue
+            self._spills.popleft()
+            seconds = (time.monotonic() - began) / len(kept)
+            results = [self._put(*pair, chunk.nbytes, seconds) for pair in zip(kept, statuses, strict=True)]
+            self._spilled(results)
+
+    def _put(self, one: Kept, status: int, nbytes: int, seconds: float) -> SpillResult:
+        """Put a block into its tier if it was encoded."""
+        spill, (tier, extents) = one
+        if status != GOOD:
+            tier.arena.free(extents)
+            return SpillResult(spill.key, spill.group, "encode", seconds)
+        tier.put((spill.group, spill.key), Stored(extents, nbytes, spill.exact, spill.first_token))
+        return SpillResult(spill.key, spill.group, None, seconds, room(nbytes))
+
+    def _fail(self, kept: Sequence[Kept], error: Exception) -> None:
+        logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+        for one in kept:
+            one.taken.tier.arena.free(one.taken.extents)
+        self._spilled([SpillResult(one.spill.key, one.spill.group, "internal", 0.0) for one in kept])
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def _guard_load(self, load: Load, model: torch.cuda.Event) -> None:
-        try:
-            self._begin_load(load, model)
-        except Exception as error:  # vLLM must get an answer, whatever happened
-            logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
-            for staging in self._stagings:  # what was begun writes to the blocks before whoever has them next
-                torch.cuda.current_stream(self._device).wait_stream(staging.stream)
-            if not load.is_prefetch:
-                self._finished(load, 0)
-            self._loaded(LoadResult(load.request_id, [(load.keys[0], "internal")], 0, 0.0, load.is_prefetch))
-
-    def _begin_load(self, load: Load, model: torch.cuda.Event) -> None:
-        """Copy codes in, check and decode them, a chunk at a time, on two streams by turns; prefetches have their own.
+    def _begin_load(self, restore: Restore) -> None:
+        """Copy codes in, check and decode them, a chunk at a time, on two lanes by turns; prefetches have their own.
 
         Codes on the device are all checked before any is decoded: vLLM can be told sooner.
         """
-        stagings = [self._prefetch_staging] if load.is_prefetch else self._load_stagings
-        restore, later = Restore(load), []
-        done = 0
-        while done < len(load.keys) and (found := self.tiers.find(load.keys[done : done + LOAD_CHUNK])):
-            tier, slots = found
-            staging = stagings[len(restore.chunks) % len(stagings)]
-            on_host = tier is self.tiers.host
-            slots = slots[: len(staging.codes)] if on_host else slots
-            end = done + len(slots)
-            with torch.cuda.stream(staging.stream):
+        [part] = restore.load.parts
+        lanes = [self._prefetch_lane] if restore.load.is_prefetch else self._load_lanes
+        model, later, done = self._model(), [], 0
+        for run in self._runs(part, lanes[0]):
+            lane, (tier, in_place, blocks) = lanes[len(restore.chunks) % len(lanes)], run
+            some = slice(done, done := done + len(blocks))
+            exact, extents = blocks[0].exact, [stored.extents for stored in blocks]
+            places = extents if in_place else self._places(lane, exact)[: len(blocks)]
+            codes = tier.codes if in_place else lane.staging.codes
+            with torch.cuda.stream(lane.stream):
                 if self._demoted is not None:
-                    staging.stream.wait_event(self._demoted)
-                if on_host:
-                    self._copy(tier.addresses(slots), staging.addresses[: len(slots)])
-                codes, rows = (staging.codes, range(len(slots))) if on_host else (tier.codes, slots)
-                batch = self._batch(load.keys[done:end], load.block_ids[done:end], rows)
-                self.codec.verify(codes, *batch[1:])
-                chunk = self._chunk(batch)
-            restore.chunks.append(chunk)
-            later.append((staging.stream, chunk, batch, codes))
-            if on_host:  # the staging buffer is needed for the next but one
+                    lane.stream.wait_event(self._demoted)
+                if not in_place:
+                    _copy(tier.codes, extents, codes, places, blocks[0].nbytes)
+                first_tokens, offsets = [stored.first_token for stored in blocks], [place[0].start for place in places]
+                batch = self.codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets)
+                self.codec.verify(batch, codes)
+                restore.chunks.append(self._chunk(batch, lane.stream))
+            later.append((lane.stream, restore.chunks[-1], batch, codes))
+            if not in_place:  # the staging buffer is needed for the next but one
                 self._decode(*later.pop(), model)
-            done = end
         for one in later:
             self._decode(*one, model)
-        (self._prefetches if load.is_prefetch else self._restores).append(restore)
+
+    def _runs(self, part: GroupBlocks, lane: Lane) -> Iterator[Run]:
+        """The blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
+        group, keys, _ = part
+        done = 0
+        while done < len(keys) and (run := self.tiers.find(group, keys[done : done + LOAD_CHUNK])):
+            blocks = run.blocks
+            step = len(blocks) if run.in_place else len(self._places(lane, blocks[0].exact))
+            for start in range(0, len(blocks), step):
+                yield run._replace(blocks=blocks[start : start + step])
+            done += len(blocks)
 
     def _decode(
         self, stream: torch.cuda.Stream, chunk: Chunk, batch: Batch, codes: torch.Tensor, model: torch.cuda.Event
@@ -249,7 +282,7 @@ class GpuPath(WorkerPath):
         """Decode what is good of a chunk, once the model is done with the blocks."""
         stream.wait_event(model)
         with torch.cuda.stream(stream):
-            self.codec.decode(batch.block_ids, codes, batch.slots, batch.status)
+            self.codec.decode(batch, codes)
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
@@ -261,22 +294,40 @@ class GpuPath(WorkerPath):
                 time.sleep(PAUSE_S / 20)
 
     def _is_checked(self, restore: Restore) -> bool:
-        return all(chunk.checked.query() for chunk in restore.chunks)
+        return self._is_reached(restore, lambda chunk: chunk.checked)
 
     def _is_done(self, restore: Restore) -> bool:
-        return all(chunk.done.query() for chunk in restore.chunks)
+        return self._is_reached(restore, lambda chunk: chunk.done)
+
+    def _is_reached(self, restore: Restore, event: Callable[[Chunk], torch.cuda.Event]) -> bool:
+        if not restore.broken:
+            try:
+                return all(event(chunk).query() for chunk in restore.chunks)
+            except Exception as error:
+                self._break(restore, error)
+        return True
+
+    def _break(self, restore: Restore, error: Exception) -> None:
+        logger.warning("Manthan: a session is recomputed: %s: %s", type(error).__name__, error)
+        restore.broken = True
+        with suppress(Exception):  # a GPU that does not even wait computes nothing either
+            for lane in self._lanes:  # what was begun writes to the blocks before whoever has them next
+                torch.cuda.current_stream(self._device).wait_stream(lane.stream)
 
     def _answer(self, restore: Restore) -> None:
         """Tell vLLM that the load is finished; what the model computes from now on comes after its decoding."""
-        for chunk in restore.chunks:
-            torch.cuda.current_stream(self._device).wait_event(chunk.done)
+        try:
+            for chunk in restore.chunks:
+                torch.cuda.current_stream(self._device).wait_event(chunk.done)
+        except Exception as error:
+            self._break(restore, error)
         restore.answered = True
         self._finished(restore.load, self._good(restore))
 
     def _good(self, restore: Restore) -> int:
         """How many blocks are good before the first that is not."""
         good = 0
-        for chunk in restore.chunks:
+        for chunk in [] if restore.broken else restore.chunks:
             bad = (chunk.status != GOOD).nonzero()
             if len(bad):
                 return good + int(bad[0])
@@ -285,41 +336,51 @@ class GpuPath(WorkerPath):
 
     def _end_restore(self, ended: Restore) -> None:
         load, good = ended.load, self._good(ended)
-        failed = []
-        if good < len(load.keys):
-            status = torch.cat([chunk.status for chunk in ended.chunks]) if ended.chunks else torch.empty(0)
-            cause = status_cause(int(status[good])) if good < len(status) else "missing"
-            failed.append((load.keys[good], cause or "internal"))
+        blocks = [(part.group, key) for part in load.parts for key in part.keys]
+        failed = [(*blocks[good], self._cause(ended, good))] if good < len(blocks) else []
+        nbytes, left = 0, good
+        for chunk in ended.chunks:
+            nbytes += chunk.nbytes * min(left, len(chunk.status))
+            left -= min(left, len(chunk.status))
         seconds = time.monotonic() - ended.began
-        self._loaded(LoadResult(load.request_id, failed, good * self.codec.nbytes, seconds, load.is_prefetch))
+        self._loaded(LoadResult(load.request_id, failed, nbytes, seconds, load.is_prefetch))
+
+    def _cause(self, ended: Restore, at: int) -> str:
+        """Of the failure of a restore's block number `at`."""
+        if ended.broken:
+            return "internal"
+        statuses = [status for chunk in ended.chunks for status in chunk.status.tolist()]
+        return status_cause(statuses[at]) or "internal" if at < len(statuses) else "missing"
 
     # -- the rest -------------------------------------------------------------------------------------
 
-    def _batch(self, keys: Sequence[bytes], block_ids: Sequence[int], slots: Sequence[int]) -> Batch:
-        """One upload for all arguments: two rows of int64, then the headers."""
-        n = len(keys)
-        numbers = np.array([block_ids, slots], np.int64)
-        headers = wire.header_rows(self._header, keys)
-        both = torch.from_numpy(np.concatenate([numbers.view(np.uint8).ravel(), headers.ravel()])).pin_memory()
-        there = both.to(self._device, non_blocking=True)
-        ids, rows = there[: 16 * n].view(torch.int64).view(2, n)
-        return Batch(ids, rows, there[16 * n :].view(n, -1), torch.empty(n, dtype=torch.int32, device=self._device))
+    def _model(self) -> torch.cuda.Event:
+        """What the model's stream has been given up to now."""
+        return torch.cuda.current_stream(self._device).record_event()
 
-    def _chunk(self, batch: Batch) -> Chunk:
-        status = torch.empty(batch.status.shape, dtype=torch.int32, pin_memory=True)
+    def _places(self, lane: Lane, exact: int) -> Places:
+        """For as many blocks with so many exact tokens as fit into the staging buffer."""
+        return lane.staging.places(self.codec.form(exact).nbytes)
+
+    def _chunk(self, batch: Batch, stream: torch.cuda.Stream) -> Chunk:
+        status = torch.empty(batch.status.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
         status.copy_(batch.status, non_blocking=True)
-        reached = torch.cuda.current_stream(self._device).record_event()
-        return Chunk(status, reached, reached)
+        reached = stream.record_event()
+        return Chunk(status, reached, reached, self.codec.form(batch.exact).nbytes)
 
-    def _warm_up(self) -> None:
-        """Do now what the first job would otherwise pay for: load the kernels, allocate pinned memory."""
-        null_block = [0] * len(self._spill_staging.codes)
-        for staging in self._stagings:
-            with torch.cuda.stream(staging.stream):
-                batch = self._batch([b""] * len(null_block), null_block, range(len(null_block)))
-                self.codec.encode(batch.block_ids, staging.codes, *batch[1:])
-                self._chunk(batch).done.synchronize()
+    def _warm_up(self, forms: Sequence[int]) -> None:
+        """Do now what the first job would otherwise pay for: compile and load the kernels, allocate pinned memory."""
+        for lane in self._lanes:
+            with torch.cuda.stream(lane.stream):
+                for exact in forms:
+                    places = self._places(lane, exact)
+                    none = [0] * len(places)
+                    batch = self.codec.batch(exact, [b""] * len(none), none, none, [place[0].start for place in places])
+                    self.codec.encode(batch, lane.staging.codes)
+                    self._chunk(batch, lane.stream).done.synchronize()
 
-    def _copy(self, sources: torch.Tensor, targets: torch.Tensor) -> None:
-        """Copy encoded blocks between addresses, by the copy engines, on the current stream."""
-        ops.swap_blocks_batch(sources, targets, torch.full_like(sources, self.codec.nbytes))
+
+def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: int) -> None:
+    """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
+    starts, ends, sizes = pieces(froms, tos, nbytes)
+    ops.swap_blocks_batch(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

@@ -1,77 +1,125 @@
 """Blocks of a GPU's paged cache to codes in this process's memory and back, for stores that the GPU cannot reach."""
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
 
-import numpy as np
 import torch
 
 from manthan.codec import wire
+from manthan.codec.base import SectionKind
+from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import GOOD, PagedCodec, status_cause
-from manthan.vllm_hooks.worker.block_codec import Blocks, Buffer
+from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
+from manthan.vllm_hooks.worker.staging import Staging
+
+ENTRY_END = wire.HEADER.size + wire.ENTRY.size
+"""Of the first entry."""
 
 
-class Staging(threading.local):
-    """Two buffers for codes on their way, each thread's own. device, host: uint8 [rows, nbytes], the latter pinned."""
+class Buffers(threading.local):
+    """Two for codes on their way, each thread's own. staging: on the device. host: uint8 of its size, pinned."""
 
-    def __init__(self, rows: int, nbytes: int, device: torch.device) -> None:
-        self.device = torch.empty(rows, nbytes, dtype=torch.uint8, device=device)
-        self.host = torch.empty(rows, nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.staging = Staging(nbytes, device)
+        self.host = torch.empty(nbytes, dtype=torch.uint8, pin_memory=device.type == "cuda")
 
 
 class PagedBlocks(Blocks):
-    """Works on the caller's current stream, and waits for it: callers are threads beside the model's.
+    """Works on the caller's current stream, and waits for it: callers are threads beside the model's."""
 
-    header: what all encoded blocks have in common.
-    """
-
-    def __init__(self, codec: PagedCodec, header: wire.BlockHeader) -> None:
+    def __init__(self, codec: PagedCodec) -> None:
         self.codec = codec
-        self.nbytes = codec.nbytes
-        self._header = header
-        self._device = codec.layout.caches[0].device
-        self.batch = max(1, STAGING_BYTES // self.nbytes)
-        self._staging = Staging(self.batch, self.nbytes, self._device)
+        self.format = codec.format
+        self.batch = max(1, STAGING_BYTES // codec.form(0).nbytes)
+        self._buffers = Buffers(max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes), codec.device)
 
-    def encode_all(self, keys: Sequence[bytes], block_ids: Sequence[int]) -> list[Buffer | str]:
-        n, staging = len(keys), self._staging
-        ids, rows, headers, status = self._arguments(keys, block_ids)
-        self.codec.encode(ids, staging.device, rows, headers, status)
-        staging.host[:n].copy_(staging.device[:n], non_blocking=True)
-        causes = [status_cause(code) for code in status.tolist()]  # waits
-        codes = staging.host[:n].numpy()
-        return [codes[i].copy() if cause is None else "encode" for i, cause in enumerate(causes)]
+    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
+        encoded: list[Buffer | str] = ["encode"] * len(spills)
+        for exact, some in self._runs([spill.exact for spill in spills]):
+            keys, _, block_ids, first_tokens, _ = zip(*(spills[n] for n in some), strict=True)
+            for n, made in zip(some, self._encode(exact, keys, block_ids, first_tokens), strict=True):
+                encoded[n] = made
+        return encoded
 
     def decode_all(
         self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
     ) -> list[str | None]:
-        causes = [self._cause(buf) for buf in bufs]
-        n = next((i for i, cause in enumerate(causes) if cause is not None), len(causes))
-        if not n:
-            return causes
-        staging = self._staging
-        host = staging.host.numpy()
-        for row, buf in enumerate(bufs[:n]):
-            host[row] = buf
-        staging.device[:n].copy_(staging.host[:n], non_blocking=True)
-        ids, rows, headers, status = self._arguments(keys[:n], block_ids[:n])
-        self.codec.verify(staging.device, rows, headers, status)
-        self.codec.decode(ids, staging.device, rows, status)
-        return [*map(status_cause, status.tolist()), *causes[n:]]  # waits
+        causes: list[str | None] = [None] * len(bufs)
+        fronts: list[tuple[int, int]] = []
+        for buf in bufs:
+            front = self._front(buf)
+            if isinstance(front, str):
+                causes[len(fronts)] = front
+                break
+            fronts.append(front)
+        for exact, some in self._runs([exact for exact, _ in fronts]):
+            part = slice(some.start, some.stop)
+            first_tokens = [first_token for _, first_token in fronts[part]]
+            causes[part] = self._decode(exact, keys[part], block_ids[part], first_tokens, bufs[part])
+            if any(causes[part]):
+                break
+        return causes
 
-    def _cause(self, buf: Buffer | None) -> str | None:
+    def _encode(
+        self, exact: int, keys: Sequence[bytes], block_ids: Sequence[int], first_tokens: Sequence[int]
+    ) -> Iterator[Buffer | str]:
+        """Encode blocks of one form, as many as fit into the staging buffer."""
+        codes, host = self._buffers.staging.codes, self._buffers.host
+        places = self._places(exact, len(keys))
+        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
+        self.codec.encode(batch, codes)
+        host[: places[-1].stop].copy_(codes[: places[-1].stop], non_blocking=True)
+        for place, status in zip(places, batch.status.tolist(), strict=True):  # waits
+            yield host.numpy()[place].copy() if status == GOOD else "encode"
+
+    def _decode(
+        self,
+        exact: int,
+        keys: Sequence[bytes],
+        block_ids: Sequence[int],
+        first_tokens: Sequence[int],
+        bufs: Sequence[Buffer | None],
+    ) -> list[str | None]:
+        """Check and decode blocks of one form, as many as fit into the staging buffer; the causes of those that are
+        bad."""
+        codes, host = self._buffers.staging.codes, self._buffers.host
+        places = self._places(exact, len(keys))
+        for place, buf in zip(places, bufs, strict=True):
+            host.numpy()[place] = buf
+        codes[: places[-1].stop].copy_(host[: places[-1].stop], non_blocking=True)
+        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
+        self.codec.verify(batch, codes)
+        self.codec.decode(batch, codes)
+        return [status_cause(status) for status in batch.status.tolist()]  # waits
+
+    def _front(self, buf: Buffer | None) -> tuple[int, int] | str:
+        """How many first tokens of an encoded block are exact, and the place of the first in its chain. It is what the
+        block says, and compared with the rest of it later; or the cause why it cannot be right."""
         if buf is None:
             return "missing"
-        if len(buf) == self.nbytes:
-            return None
-        return "truncated" if len(buf) < self.nbytes else "trailing"
+        try:
+            front = wire.peek(buf)
+        except WireError as error:
+            return error.cause
+        kind, *_, tokens, _, _ = wire.ENTRY.unpack_from(buf, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
+        exact = tokens if kind == SectionKind.BOTH else 0
+        fits = exact <= self.codec.layout.tokens and self.codec.form(exact).nbytes == len(buf)
+        return (exact, front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
 
-    def _arguments(
-        self, keys: Sequence[bytes], block_ids: Sequence[int]
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """block_ids, slots, headers and status of the paged codec; the slots are the first of the staging buffer."""
-        n = len(keys)
-        numbers = torch.from_numpy(np.array([block_ids, range(n)], np.int64)).to(self._device)
-        headers = torch.from_numpy(wire.header_rows(self._header, keys)).to(self._device)
-        return numbers[0], numbers[1], headers, torch.full((n,), GOOD, dtype=torch.int32, device=self._device)
+    def _places(self, exact: int, n: int) -> list[slice]:
+        """Where n blocks lie in the buffers."""
+        places = self._buffers.staging.places(self.codec.form(exact).nbytes)[:n]
+        return [slice(start, start + nbytes) for [(start, nbytes)] in places]
+
+    def _runs(self, forms: Sequence[int]) -> Iterator[tuple[int, range]]:
+        """Blocks next to each other with as many exact tokens, as many as fit into the staging buffer."""
+        start = 0
+        for exact, same in groupby(forms):
+            end = start + len(list(same))
+            step = len(self._buffers.staging.places(self.codec.form(exact).nbytes))
+            for first in range(start, end, step):
+                yield exact, range(first, min(first + step, end))
+            start = end

@@ -1,7 +1,9 @@
 """Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
 
 import time
-from collections.abc import Sequence
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import NamedTuple
 
 import torch
@@ -9,27 +11,44 @@ from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.slots import SlotTable
+from manthan.manager.stores.arena import Arena, Extent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
 
+Name = tuple[int, bytes]
+"""KV cache group and block key."""
+
+
+class Stored(NamedTuple):
+    """An encoded block in a tier.
+
+    extents: where it is; in several only where no hole was large enough. exact, first_token: as in the order to spill
+    it; its header is checked against them.
+    """
+
+    extents: tuple[Extent, ...]
+    nbytes: int
+    exact: int
+    first_token: int
+
 
 class Tier:
-    """One tier of one rank: encoded blocks in the rows of a tensor, and which block is in which row.
+    """One tier of one rank: encoded blocks in a buffer, least recently used first.
 
-    codes: uint8 [slots, nbytes]. Never more than `max_bytes`.
+    codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
     """
 
     def __init__(self, codes: torch.Tensor) -> None:
         self.codes = codes
-        self.slots = SlotTable(len(codes))
+        self.arena = Arena(len(codes))
+        self._blocks: OrderedDict[Name, Stored] = OrderedDict()
 
     @classmethod
-    def on_device(cls, max_bytes: int, nbytes: int, device: torch.device) -> "Tier":
+    def on_device(cls, max_bytes: int, device: torch.device) -> "Tier":
         """GPU memory, allocated now; raises ConfigError if there is not so much."""
         try:
-            return cls(torch.empty(max_bytes // nbytes, nbytes, dtype=torch.uint8, device=device))
+            return cls(torch.empty(max_bytes, dtype=torch.uint8, device=device))
         except torch.OutOfMemoryError:
             free, _ = torch.cuda.mem_get_info(device)
             raise ConfigError(
@@ -38,18 +57,17 @@ class Tier:
             ) from None
 
     @classmethod
-    def pinned(cls, max_bytes: int, nbytes: int) -> "Tier":
+    def pinned(cls, max_bytes: int) -> "Tier":
         """RAM that the GPU reads and writes itself, pinned once, now.
 
         PyTorch's own pinned allocator would round the size up to a power of two. Raises ConfigError.
         """
-        slots = max_bytes // nbytes
-        size = human_bytes(slots * nbytes)
+        size = human_bytes(max_bytes)
         logger.info("Manthan: pinning %s of RAM for codes", size)
         began = time.monotonic()
         try:
-            codes = torch.empty(slots, nbytes, dtype=torch.uint8)
-            if slots:
+            codes = torch.empty(max_bytes, dtype=torch.uint8)
+            if max_bytes:
                 pin_tensor(codes)
         except RuntimeError as error:
             raise ConfigError(
@@ -59,86 +77,163 @@ class Tier:
         logger.info("Manthan: pinned in %.1f s", time.monotonic() - began)
         return cls(codes)
 
+    def __len__(self) -> int:
+        return len(self._blocks)
+
+    def put(self, name: Name, stored: Stored) -> None:
+        """A block is in the extents that were allocated for it. One that is there already under its name is replaced.
+
+        What was allocated beyond its bytes is free again.
+        """
+        self._remove(name)
+        extents = self.arena.shrink(stored.extents, stored.nbytes)
+        self._blocks[name] = stored._replace(extents=extents)
+
+    def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
+        """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
+        tokens and, where they are to be read in place, in one extent as well or not. Empty if the first is not here."""
+        found: list[Stored] = []
+        alike = None
+        for stored in map(self._blocks.get, zip(repeat(group), keys)):
+            if stored is None:
+                break
+            form = stored.exact, in_place and len(stored.extents) == 1
+            alike = alike or form
+            if form != alike:
+                break
+            found.append(stored)
+        return found
+
+    def used(self, group: int, keys: Iterable[bytes]) -> None:
+        """These blocks, which are here, are used now."""
+        for key in keys:
+            self._blocks.move_to_end((group, key))
+
+    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
+        """These blocks, as far as they are here, are to be taken out before all others, in this order."""
+        for key in reversed(keys):
+            if (group, key) in self._blocks:
+                self._blocks.move_to_end((group, key), last=False)
+
+    def oldest(self) -> tuple[Name, Stored] | None:
+        """The block that was not used for longest."""
+        return next(iter(self._blocks.items()), None)
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        """Remove blocks; unknown keys are ignored."""
+        for key in keys:
+            self._remove((group, key))
+
+    def clear(self) -> None:
+        """Remove all blocks; what is taken stays so."""
+        for name in list(self._blocks):
+            self._remove(name)
+
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
-        if self.codes.device.type == "cpu" and self.codes.nbytes:
+        if self.codes.device.type == "cpu" and self.codes.is_pinned():
             torch.cuda.cudart().cudaHostUnregister(self.codes.data_ptr())
         self.codes = self.codes[:0]
 
-    def addresses(self, slots: list[int]) -> torch.Tensor:
-        """int64: where these rows begin."""
-        return torch.tensor(slots, dtype=torch.int64) * self.codes.stride(0) + self.codes.data_ptr()
+    def _remove(self, name: Name) -> None:
+        stored = self._blocks.pop(name, None)
+        if stored is not None:
+            self.arena.free(stored.extents)
 
 
 class Demotion(NamedTuple):
     """A block that moves from the device to the host to make room; its codes are yet to be copied."""
 
-    device_slot: int
-    host_slot: int
+    name: Name
+    source: tuple[Extent, ...]
+    target: tuple[Extent, ...]
+    nbytes: int
 
 
 class Taken(NamedTuple):
-    """A slot for a new block, and what must be copied out of it before."""
+    """Room for a new block."""
 
     tier: Tier
-    slot: int
-    demotion: Demotion | None = None
+    extents: tuple[Extent, ...]
+
+
+class Run(NamedTuple):
+    """Stored blocks that are worked on together. in_place: where they are, rather than in a staging buffer."""
+
+    tier: Tier
+    in_place: bool
+    blocks: list[Stored]
 
 
 class Tiers:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
     New codes go to the first tier. When the device is full, codes in it move to the host: those that the policy chose,
-    or else that were not used for longest. Where all of it is still being written to, new codes go to the host at once.
-    The manager sees to it that both together never have to hold more than fits.
+    or else that were not used for longest. Where that frees too little, since the rest is still being written to, new
+    codes go to the host at once. The manager sees to it that both together never have to hold more than
+    `TierBytes.usable`.
     """
 
     def __init__(self, device: Tier | None, host: Tier | None) -> None:
         self.device, self.host = device, host
-        self._all = [tier for tier in (device, host) if tier is not None]
-        self.first = self._all[0]
+        self.all = [tier for tier in (device, host) if tier is not None]
+        self.first = self.all[0]
 
-    def take(self) -> Taken | None:
-        """A slot for a new block; None if all is full."""
-        slot = self.first.slots.take()
-        if slot is not None:
-            return Taken(self.first, slot)
-        below = self.host.slots.take() if self.host is not None and self.first is not self.host else None
-        if self.host is None or below is None:
-            return None
-        oldest = self.first.slots.pop_oldest()
-        if oldest is None:
-            return Taken(self.host, below)
-        key, slot = oldest
-        self.host.slots.put(key, below)
-        return Taken(self.first, slot, Demotion(slot, below))
+    def take(self, sizes: Iterable[int]) -> tuple[list[Taken | None], list[Demotion]]:
+        """Room for new blocks of so many bytes, None where all is full; and what must be copied before it is used."""
+        demotions: list[Demotion] = []
+        return [self._take(nbytes, demotions) for nbytes in sizes], demotions
 
-    def find(self, keys: Sequence[bytes]) -> tuple[Tier, list[int]] | None:
-        """The tier that has the first of these blocks, and the slots of its run of them; None if no tier has it."""
-        for tier in self._all:
-            if slots := tier.slots.get(keys):
-                if len(self._all) > 1:  # where nothing moves down, the order does not matter
-                    tier.slots.used(keys[: len(slots)])
-                return tier, slots
+    def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
+        """The first of these blocks and its run; None if no tier has it."""
+        for tier in self.all:
+            if blocks := tier.run(group, keys, tier is self.device):
+                if len(self.all) > 1:  # where nothing moves down, the order does not matter
+                    tier.used(group, keys[: len(blocks)])
+                return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
         return None
 
-    def go_first(self, keys: list[bytes]) -> None:
+    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks move down before all others, in this order."""
-        self.first.slots.go_first(keys)
+        self.first.go_first(group, keys)
 
-    def drop(self, keys: list[bytes]) -> None:
-        for tier in self._all:
-            tier.slots.drop(keys)
+    def drop(self, group: int, keys: Sequence[bytes]) -> None:
+        for tier in self.all:
+            tier.drop(group, keys)
 
     def clear(self) -> None:
-        for tier in self._all:
-            tier.slots.clear()
+        for tier in self.all:
+            tier.clear()
 
     @property
     def used(self) -> int:
-        """Bytes of the blocks in all tiers."""
-        return sum(len(tier.slots) * tier.codes.stride(0) for tier in self._all)
+        """Bytes of all tiers that are stored blocks' or taken."""
+        return sum(tier.arena.used for tier in self.all)
 
     def release(self) -> None:
-        for tier in self._all:
+        for tier in self.all:
             tier.release()
+
+    def _take(self, nbytes: int, demotions: list[Demotion]) -> Taken | None:
+        arena = self.first.arena
+        extents = arena.allocate(nbytes)
+        while extents is None and nbytes <= arena.nbytes and self._demote(demotions):
+            extents = arena.allocate(nbytes)
+        if extents is not None:
+            return Taken(self.first, extents)
+        if self.host is None or self.host is self.first or (extents := self.host.arena.allocate(nbytes)) is None:
+            return None
+        return Taken(self.host, extents)
+
+    def _demote(self, demotions: list[Demotion]) -> bool:
+        """Move the device's oldest block to the host; whether there was one, and room for it."""
+        if self.host is None or self.host is self.first or (oldest := self.first.oldest()) is None:
+            return False
+        name, stored = oldest
+        target = self.host.arena.allocate(stored.nbytes)
+        if target is None:
+            return False
+        self.first.drop(name[0], [name[1]])
+        self.host.put(name, stored._replace(extents=target))
+        demotions.append(Demotion(name, stored.extents, target, stored.nbytes))
+        return True

@@ -1,4 +1,5 @@
-// All layers of many blocks in one launch: every warp of it takes an equal run of tiles.
+// The coded sections of many blocks in one launch: every warp of it takes an equal run of tiles. Keys are kind 0, values
+// kind 1.
 
 __device__ __forceinline__ u32 tiles_of_layer(const Job& job) { return job.heads * ((job.tokens + TILE - 1) / TILE); }
 
@@ -12,14 +13,14 @@ struct Place {  // a tile of the keys, or of the values, of one layer of one blo
         tile /= of_layer;
         int layer = tile % (u32)job.layers;
         tile /= (u32)job.layers;
-        kind = job.first_kind + tile % (u32)job.kinds;
-        block = tile / (u32)job.kinds;
+        kind = tile % 2;
+        block = tile / 2;
         tiles = of_layer - in_layer;
         int head = in_layer / of_head;
         token = in_layer % of_head * TILE;
         x = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
         x += head * job.head_stride + token * job.token_stride;
-        u8* codes = job.codes + job.slots[block] * job.slot_stride + job.payload[kind];
+        u8* codes = job.codes + job.offsets[block] + job.payload[kind];
         i64 vectors = (i64)job.heads * job.tokens;
         index = layer * vectors + head * job.tokens + token;
         scales = codes + 2 * index;
@@ -100,7 +101,7 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
     u32 tile, end;
 
     __device__ __forceinline__ Range(const Job& job) {
-        u32 all = (u32)job.n * job.kinds * job.layers * tiles_of_layer(job);
+        u32 all = (u32)job.n * 2 * job.layers * tiles_of_layer(job);
         u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
         u32 each = all / warps, more = all % warps;  // the first so many warps take one more
         tile = warp * each + min(warp, more);

@@ -1,12 +1,12 @@
-// Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in paged_cuda.py
+// Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in cuda_codec.py
 // and compiled by NVRTC for one head size, codec and cache dtype.
 //
 // What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
-// scale), DTYPE (0 bf16,
-// 1 fp16, 2 fp32), FAST (tile.cu is of use), WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT;
-// LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size
-// of an element's Hadamard block; LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low
-// bytes, then their high bytes, as tables for prmt.
+// scale), DTYPE (0 bf16, 1 fp16, 2 fp32), ALIGNED (vectors begin at multiples of 16 bytes), FAST (tile.cu is of use),
+// WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit
+// i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block;
+// LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as
+// tables for prmt.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -18,20 +18,20 @@ typedef long long i64;
 #define EXPONENT 0x7f800000u
 #define TILE 8
 
-struct Job {
+struct Job {  // sections of n blocks of one form
     const u64* caches;     // [layers] addresses
     const i64* block_ids;  // [n]
-    const i64* slots;      // [n]
-    u8* codes;             // slot i is at codes + i * slot_stride
-    const u8* headers;     // [n, 160]
+    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    u8* codes;
+    const u8* headers;     // [n, head_nbytes]
     int* status;           // [n]
-    i64 slot_stride, nbytes;
+    i64 nbytes, head_nbytes;        // of a block, and of its header with the entries
     i64 block_stride;               // in elements, as the next three; within a block they fit an int
-    i64 at[2];                      // first key and first value of a block
-    i64 payload[2];                 // key codes and value codes of an encoded block, in bytes
+    i64 at[2];                      // first key and first value of the sections in a paged block
+    i64 payload[2];                 // where keys and values begin in an encoded block, in bytes
+    i64 ends[4];                    // of scales and planes; up to the next multiple of 16 there are zeros
     int head_stride, token_stride;  // in elements
-    int n, layers, heads, tokens;
-    int kinds, first_kind;  // keys are kind 0, values kind 1
+    int n, layers, heads, tokens;   // tokens: of the sections
 };
 
 #define GOOD 0x7fffffff

@@ -6,7 +6,6 @@
 
 #define STRIPES 16
 #define CHECKSUM_AT 8
-#define HEADER 160
 
 __device__ __forceinline__ u64 shuffle_xor(u64 x, int mask) { return __shfl_xor_sync(FULL, x, mask); }
 
@@ -63,12 +62,15 @@ __device__ u64 checksum(const u8* block, i64 nbytes, int lane) {
     return merged ^ merged >> 32;
 }
 
-// Write the blocks' headers and checksums.
+// Write the blocks' headers, what fills their sections up, and their checksums.
 extern "C" __global__ void seal(const Job job) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int block = blockIdx.x * WARPS + warp; block < job.n; block += gridDim.x * WARPS) {
-        u8* out = job.codes + job.slots[block] * job.slot_stride;
-        if (lane < HEADER / 8) ((u64*)out)[lane] = ((const u64*)(job.headers + block * HEADER))[lane];
+        u8* out = job.codes + job.offsets[block];
+        const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
+        for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
+        for (int i = 0; i < 4; i++)
+            if (lane < (-job.ends[i] & 15)) out[job.ends[i] + lane] = 0;
         __syncwarp();
         u64 sum = checksum(out, job.nbytes, lane);
         if (lane == 0) *(u64*)(out + CHECKSUM_AT) = sum;
@@ -79,12 +81,13 @@ extern "C" __global__ void seal(const Job job) {
 extern "C" __global__ void verify(const Job job) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     for (int block = blockIdx.x * WARPS + warp; block < job.n; block += gridDim.x * WARPS) {
-        const u8 *found = job.codes + job.slots[block] * job.slot_stride, *wanted = job.headers + block * HEADER;
-        u32 differs = HEADER;
-        for (int i = lane; i < HEADER; i += 32)
-            if (found[i] != wanted[i] && (i < CHECKSUM_AT || i >= CHECKSUM_AT + 8)) differs = min(differs, (u32)i);
+        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        const u32 end = job.head_nbytes;
+        u32 differs = end;
+        for (u32 i = lane; i < end; i += 32)
+            if (found[i] != wanted[i] && (i < CHECKSUM_AT || i >= CHECKSUM_AT + 8)) differs = min(differs, i);
         differs = __reduce_min_sync(FULL, differs);
         bool right = checksum(found, job.nbytes, lane) == *(const u64*)(found + CHECKSUM_AT);
-        if (lane == 0) job.status[block] = !right ? BAD_CHECKSUM : differs < HEADER ? BAD_HEADER - (int)differs : GOOD;
+        if (lane == 0) job.status[block] = !right ? BAD_CHECKSUM : differs < end ? BAD_HEADER - (int)differs : GOOD;
     }
 }

@@ -254,7 +254,8 @@ struct Packed {  // a thread's share of vector g's planes, and the scales of its
                 const u8* word = at + p * (HEAD_DIM / 8) + 4 * i;
                 w[p][i] = HEAD_DIM == 64 ? *(const u16*)word : *(const u32*)word;
             }
-        if (2 * t + 1 < valid) scales = *(const u32*)(from_scales + 4 * t);
+        if (WHOLE && 2 * t + 1 < valid) scales = *(const u32*)(from_scales + 4 * t);
+        else if (2 * t + 1 < valid) scales = ((const u16*)from_scales)[2 * t] | (u32)((const u16*)from_scales)[2 * t + 1] << 16;
         else scales = 2 * t < valid ? *(const u16*)(from_scales + 4 * t) : 0u;
     }
 };

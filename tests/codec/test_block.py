@@ -1,0 +1,271 @@
+"""A block's form: every number in one section, bit for bit where it is exact, and nothing else is read."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from manthan.codec import NonFiniteError, ShapeError, get_codec, section_codec, wire
+from manthan.codec.base import Codec, CodecSpec, Dtype, SectionCodec, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape, sections
+from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.cpu.vectors import VectorSections
+from manthan.codec.errors import DtypeError, SizeError, UnknownBlockCodecError, UnknownCodecError, WireError
+from manthan.codec.registry import SPECS
+
+PRINT = bytes(range(16))
+KEY = b"k" * 32
+SHAPE = BlockShape(layers=3, heads=2, tokens=16, head_dim=64)
+EXACTS = [0, 1, 4, 15, 16]
+
+
+def numbers(shape, vectors, seed=0):
+    """Keys and values in the cache's numbers."""
+    x = np.random.default_rng(seed).standard_normal((2, *shape.numbers), np.float32)
+    return vectors.to_bf16(x) if shape.dtype is Dtype.BFLOAT16 else x.astype(shape.dtype.numpy)
+
+
+def encode(form, both, exact=0, first_token=0, key=KEY):
+    return form.encode(both[0], both[1], key=key, first_token=first_token, exact=exact)
+
+
+@pytest.mark.parametrize("exact", range(SHAPE.tokens + 1))
+def test_every_number_is_in_one_section(exact):
+    covered = np.zeros((2, *SHAPE.numbers), int)
+    for section in sections("k3v3", SHAPE, exact):
+        which = {SectionKind.KEYS: [0], SectionKind.VALUES: [1], SectionKind.BOTH: [0, 1]}[section.kind]
+        layers = slice(section.first_layer, section.first_layer + section.layers)
+        tokens = slice(section.first_token, section.first_token + section.tokens)
+        covered[which, layers, : section.heads, tokens, : section.head_dim] += 1
+        assert section.codec == ("exact" if section.first_token < exact else "k3v3")
+        assert section.dtype is SHAPE.dtype
+    assert (covered == 1).all()
+
+
+@pytest.mark.parametrize("exact", [-1, SHAPE.tokens + 1])
+def test_more_exact_tokens_than_there_are_cannot_be(exact):
+    with pytest.raises(ShapeError, match=f"{exact} exact tokens cannot be: the block has 16"):
+        sections("k3v3", SHAPE, exact)
+
+
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32])
+@pytest.mark.parametrize("exact", EXACTS)
+@pytest.mark.parametrize("name", ["k3v3", "k4v2", "exact"])
+def test_a_block_comes_back(name, exact, dtype, vectors):
+    shape = replace(SHAPE, dtype=dtype)
+    form, both = BlockFormat(name, shape, PRINT, group=3), numbers(shape, vectors)
+    buf = encode(form, both, exact, first_token=160)
+    assert len(buf) == form.max_nbytes(exact)
+    found = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3)
+    assert found.header == form.header(KEY, 160, exact)
+    assert form.exact_of(found.header) == exact
+    for kind, x, back in zip(("key", "value"), both, form.decode(buf.tobytes(), key=KEY), strict=True):
+        assert (back.shape, back.dtype) == (x.shape, x.dtype)
+        assert back[:, :, :exact].tobytes() == x[:, :, :exact].tobytes()
+        rest = np.ascontiguousarray(x[:, :, exact:])
+        if name == "exact":
+            assert np.array_equal(back, x)
+        else:
+            codec = get_codec(name, 64)
+            vectors_of = rest.reshape(-1, 64) if dtype is Dtype.BFLOAT16 else rest.reshape(-1, 64).astype(np.float32)
+            out = np.uint16 if dtype is Dtype.BFLOAT16 else np.float32
+            right = codec.decode(codec.encode(vectors_of, kind), len(vectors_of), kind, out).reshape(rest.shape)
+            assert np.array_equal(back[:, :, exact:], right.astype(x.dtype))
+
+
+def test_whoever_decodes_need_not_know_what_is_exact(vectors):
+    form, both = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
+    for exact in EXACTS:
+        assert BlockFormat("k3v3", SHAPE, PRINT).decode(encode(form, both, exact), key=KEY)[0].shape == SHAPE.numbers
+
+
+def test_a_block_is_five_times_smaller_headers_included():
+    shape = BlockShape(4, 2, 32, 128)
+    assert 4 * 4 * 2 * 32 * 128 / BlockFormat("k3v3", shape, PRINT).max_nbytes(0) >= 5.03
+
+
+@pytest.mark.parametrize("exact", EXACTS)
+def test_only_codes_mind_what_is_not_finite(exact, vectors):
+    form, both = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
+    both[:, 2, 1, :exact, 5] = 0x7FC1
+    both[:, 0, 0, :exact, 63] = 0xFF80
+    keys, values = form.decode(encode(form, both, exact), key=KEY)
+    assert np.array_equal(keys[:, :, :exact], both[0][:, :, :exact])
+    assert np.array_equal(values[:, :, :exact], both[1][:, :, :exact])
+    if exact < SHAPE.tokens:
+        both[1, 1, 1, exact, 0] = 0x7F80
+        with pytest.raises(NonFiniteError, match="holds a NaN or an infinity"):
+            encode(form, both, exact)
+
+
+@pytest.mark.parametrize("exact", EXACTS)
+def test_plain_and_fused_write_the_same_blocks(exact, vectors, monkeypatch):
+    pytest.importorskip("numba")
+    both, made = numbers(SHAPE, vectors), []
+    for fused in (False, True):
+        codec = VectorSections(NumpyCodec(SPECS["k4v3"], 64, fused=fused))
+        form = BlockFormat("k4v3", SHAPE, PRINT)
+        monkeypatch.setitem(form._codecs, "k4v3", codec)
+        made.append(encode(form, both, exact))
+        assert np.array_equal(form.decode(made[0], key=KEY)[0], form.decode(made[-1], key=KEY)[0])
+    assert np.array_equal(*made)
+
+
+def forged(form, exact, change, sizes=None):
+    """A block in good order whose header says something else."""
+    header = change(form.header(KEY, 0, exact))
+    sizes = form.max_sizes(exact) if sizes is None else sizes
+    return wire.pack(header, [np.zeros(size, np.uint8) for size in sizes])
+
+
+def with_section(index, **change):
+    def changed(header):
+        made = list(header.sections)
+        made[index] = replace(made[index], **change)
+        return replace(header, sections=tuple(made))
+
+    return changed
+
+
+FORGED = {
+    "none": (4, lambda header: replace(header, sections=()), SizeError, ()),
+    "values are missing": (0, lambda header: replace(header, sections=header.sections[:1]), SizeError, (3856,)),
+    "keys twice": (0, lambda header: replace(header, sections=header.sections[:1] * 2), SizeError, None),
+    "another order": (0, lambda header: replace(header, sections=header.sections[::-1]), SizeError, None),
+    "exact tokens overlap": (4, with_section(0, tokens=5), SizeError, None),
+    "tokens are missing": (4, with_section(0, tokens=3), SizeError, None),
+    "tokens behind the end": (4, with_section(1, first_token=5), SizeError, None),
+    "too many exact tokens": (16, with_section(0, tokens=17), SizeError, None),
+    "layers": (0, with_section(0, layers=2), SizeError, None),
+    "first layer": (0, with_section(0, first_layer=1), SizeError, None),
+    "heads": (4, with_section(2, heads=1), SizeError, None),
+    "head size": (4, with_section(2, head_dim=32), SizeError, None),
+    "dtype": (4, with_section(1, dtype=Dtype.FLOAT16), SizeError, None),
+    "kind": (4, with_section(1, kind=SectionKind.STATE), SizeError, None),
+    "tokens of the block": (4, lambda header: replace(header, tokens=15), SizeError, None),
+    "exact where codes should be": (0, with_section(0, codec="exact"), SizeError, None),
+    "codes where exact should be": (4, with_section(0, codec="k3v3"), SizeError, None),
+    "another of our codecs": (0, with_section(1, codec="k4v2"), UnknownBlockCodecError, None),
+    "a codec that nobody has": (0, with_section(1, codec="k9"), UnknownBlockCodecError, None),
+    "a codec with a gap": (0, with_section(1, codec="k3v3\0x"), UnknownBlockCodecError, None),
+    "payloads traded": (4, lambda header: header, SizeError, (3072 - 16, 2976, 2976)),
+    "a payload too long": (0, lambda header: header, SizeError, (4992, 4992)),
+    "an empty payload": (0, lambda header: header, SizeError, (0, 0)),
+}
+
+
+@pytest.mark.parametrize("what", FORGED)
+def test_a_block_of_another_form_is_refused(what):
+    exact, change, error, sizes = FORGED[what]
+    form = BlockFormat("k3v3", SHAPE, PRINT)
+    form.decode(forged(form, exact, lambda header: header), key=KEY)
+    with pytest.raises(error) as refusal:
+        form.decode(forged(form, exact, change, sizes), key=KEY)
+    assert refusal.value.cause == ("size" if error is SizeError else "codec")
+
+
+@pytest.mark.parametrize(
+    ("other", "cause"),
+    [
+        (BlockFormat("k3v3", SHAPE, b"p" * 16), "fingerprint"),
+        (BlockFormat("k3v3", SHAPE, PRINT, group=1), "key"),
+        (BlockFormat("k4v2", SHAPE, PRINT), "codec"),
+        (BlockFormat("k3v3", replace(SHAPE, layers=2), PRINT), "size"),
+        (BlockFormat("k3v3", replace(SHAPE, tokens=8), PRINT), "size"),
+    ],
+)
+def test_a_block_of_another_format_is_refused(other, cause, vectors):
+    buf = encode(BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors))
+    with pytest.raises(WireError) as refusal:
+        other.decode(buf, key=KEY)
+    assert refusal.value.cause == cause
+    with pytest.raises(WireError) as refusal:
+        BlockFormat("k3v3", SHAPE, PRINT).decode(buf, key=b"another")
+    assert refusal.value.cause == "key"
+
+
+def test_numbers_of_another_block_are_refused(vectors):
+    form, both = BlockFormat("k3v3", SHAPE, PRINT), numbers(SHAPE, vectors)
+    with pytest.raises(ShapeError, match="are not a block of"):
+        encode(form, both[:, :2])
+    with pytest.raises(DtypeError, match="float32"):
+        encode(form, both.astype(np.float32))
+    with pytest.raises(UnknownCodecError, match="did you mean 'k3v3'"):
+        BlockFormat("k3v4", SHAPE, PRINT)
+
+
+class Runs(SectionCodec):
+    """A codec whose codes take as much room as they need: the positions, and then what is not zero."""
+
+    name = "runs"
+
+    def max_nbytes(self, section):
+        return 8 * section.tokens + 6 * section.vectors * section.head_dim
+
+    def encode(self, x, section, positions, out):
+        (at,) = np.nonzero(x.reshape(-1))
+        codes = np.concatenate([positions.view(np.uint8), at.astype("<u4").view(np.uint8)])
+        codes = np.concatenate([codes, np.ascontiguousarray(x).reshape(-1)[at].view(np.uint8)])
+        out[: codes.size] = codes
+        return codes.size
+
+    def decode(self, codes, section, positions):
+        assert np.array_equal(codes[: 8 * section.tokens].view(np.int64), positions)
+        rest = codes[8 * section.tokens :]
+        count = rest.size // 6
+        x = np.zeros(int(np.prod(section.shape)), np.uint16)
+        x[rest[: 4 * count].view("<u4")] = rest[4 * count :].view(np.uint16)
+        return x.reshape(section.shape)
+
+
+@pytest.mark.parametrize("exact", EXACTS)
+def test_codes_of_any_size_and_their_places(exact, monkeypatch):
+    monkeypatch.setattr("manthan.codec.block.section_codec", lambda *a: Runs() if a[0] == "runs" else section_codec(*a))
+    form = BlockFormat("runs", SHAPE, PRINT)
+    rng = np.random.default_rng(exact)
+    both = rng.integers(1, 2**16, (2, *SHAPE.numbers), np.uint16) * (rng.random((2, *SHAPE.numbers)) < 0.1)
+    buf = encode(form, both.astype(np.uint16), exact, first_token=1000)
+    assert len(buf) < form.max_nbytes(exact) or exact == SHAPE.tokens
+    assert len(buf) % 16 == 0
+    keys, values = form.decode(buf, key=KEY)
+    assert np.array_equal(keys, both[0])
+    assert np.array_equal(values, both[1])
+
+
+class Packed(Codec):
+    """A vector codec whose codes are not padded."""
+
+    backend = "numpy"
+
+    def encoded_nbytes(self, n, kind="key"):
+        return 2 * n + n * self.bits(kind) * self.head_dim // 8
+
+    def warm_up(self):
+        """Nothing."""
+
+    def encode(self, x, kind="key", *, out=None):
+        out[:] = np.resize(np.ascontiguousarray(x).view(np.uint8), out.shape)
+        return out
+
+    def decode(self, buf, n, kind="key", dtype=np.float32, *, out=None):
+        assert buf.size == self.encoded_nbytes(n, kind)
+        out[:] = buf[0]
+        return out
+
+    def _encode(self, *_): ...
+
+    def _decode(self, *_): ...
+
+
+def test_sections_begin_at_multiples_of_sixteen_whatever_their_size(monkeypatch, vectors):
+    shape = BlockShape(1, 1, 5, 40)
+    packed = Packed(CodecSpec("packed", 3, 2), 40)
+    form = BlockFormat("k3v3", shape, PRINT)
+    monkeypatch.setitem(form._codecs, "k3v3", VectorSections(packed))
+    both = numbers(shape, vectors)
+    buf = encode(form, both, 2)
+    found = wire.parse(buf)
+    assert [payload.size % 16 for payload in found.payloads] == [0, (6 + 45) % 16, (6 + 30) % 16]
+    keys, values = form.decode(buf, key=KEY)
+    assert (keys[:, :, 2:] == both[0].reshape(-1).view(np.uint8)[2 * 2 * 40]).all()
+    assert np.array_equal(values[:, :, :2], both[1][:, :, :2])

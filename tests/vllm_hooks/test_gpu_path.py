@@ -1,0 +1,324 @@
+"""The path beside a GPU, with CUDA's part played on the CPU: what comes back, and that everybody is answered once."""
+
+import random
+from collections.abc import Callable
+from typing import Any
+
+import fake_cuda
+import numpy as np
+import pytest
+import torch
+from fake_cuda import BLOCKS, TOKENS
+
+from manthan.codec.base import Numbers
+from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.messages import (
+    GroupBlocks,
+    GroupKeys,
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    SpillBlock,
+    SpillResult,
+)
+from manthan.vllm_hooks.worker import gpu_path
+from manthan.vllm_hooks.worker.blocks import DeviceMemory
+from manthan.vllm_hooks.worker.gpu_path import GpuPath
+from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+
+GROUP = 5
+FORMS = (0, 3, TOKENS)
+
+
+class World:
+    """A path over a cache of random numbers. place: bytes of the tiers on the device and on the host."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], fails_whole: bool = False) -> None:
+        self.gpu = fake_cuda.install(monkeypatch)
+        self.codec = fake_cuda.paged_codec(group=GROUP)
+        self.memory = DeviceMemory(self.codec.layout)
+        tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
+        self.tiers = Tiers(*tiers)
+        self.path = GpuPath(self.codec, self.tiers, fails_whole, FORMS)
+
+    def nbytes(self, exact: int) -> int:
+        return self.codec.form(exact).nbytes
+
+    def spill(self, *spills: SpillBlock) -> list[SpillResult]:
+        """Encode blocks; the answers."""
+        self.path.submit_spills(ManthanMetadata(spills=list(spills)))
+        self.path.take_finished_loads()
+        return self.path.take_report().spills
+
+    def submit(self, keys: list[bytes], block_ids: list[int], **more: Any) -> None:
+        load = Load("request", (GroupBlocks(GROUP, keys, block_ids),), **more)
+        self.path.submit_loads(ManthanMetadata(loads=[load]))
+
+    def load(self, keys: list[bytes], block_ids: list[int], **more: Any) -> LoadResult:
+        """Decode blocks; what is reported of it."""
+        self.submit(keys, block_ids, **more)
+        finished = self.path.take_finished_loads()
+        assert finished == (set() if more.get("is_prefetch") else {"request"})
+        [result] = self.path.take_report().loads
+        return result
+
+    def drop(self, *keys: bytes) -> None:
+        self.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, list(keys))]))
+
+    def numbers(self, block_id: int) -> np.ndarray:
+        """Keys and values, [2, layers, heads, tokens, head_dim]."""
+        return np.stack(self.memory.gather(block_id)).copy()
+
+    def as_restored(self, numbers: Numbers, spill: SpillBlock) -> np.ndarray:
+        """What a block's numbers become, as numpy says."""
+        told = {"key": spill.key, "first_token": spill.first_token, "exact": spill.exact}
+        encoded = self.codec.format.encode(*numbers, **told)
+        return np.stack(self.codec.format.decode(encoded, key=spill.key))
+
+
+def key(n: int) -> bytes:
+    return n.to_bytes(32, "big")
+
+
+def order(n: int, exact: int = 0, block_id: int | None = None) -> SpillBlock:
+    return SpillBlock(key(n), GROUP, n if block_id is None else block_id, TOKENS * n, exact)
+
+
+@pytest.fixture(params=["device", "host", "device and host"])
+def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
+    """With room for about ten whole blocks, in one tier or in two."""
+
+    def made(**more: Any) -> World:
+        whole = 10 * fake_cuda.paged_codec().form(TOKENS).nbytes
+        place = {"device": (whole, 0), "host": (0, whole), "device and host": (whole // 3, whole)}[request.param]
+        return World(monkeypatch, place, **more)
+
+    return made
+
+
+# -- what comes back ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("staging", [1 << 20, 1])
+@pytest.mark.parametrize("chunk", [1024, 3])
+def test_blocks_of_all_forms_come_back_as_numpy_says(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, staging: int, chunk: int
+) -> None:
+    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit."""
+    monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)  # 1: one exact block at a time
+    monkeypatch.setattr(gpu_path, "LOAD_CHUNK", chunk)
+    world, rng = make(), random.Random(staging + chunk)
+    stored: dict[bytes, np.ndarray] = {}
+    read = in_pieces = 0
+    for _ in range(150):
+        spills = [
+            order(rng.randrange(40), rng.choice(FORMS), rng.randrange(BLOCKS // 2)) for _ in range(rng.randrange(1, 4))
+        ]
+        spills = list({spill.key: spill for spill in spills}.values())
+        for spill, result in zip(spills, sorted_like(spills, world.spill(*spills)), strict=True):
+            assert result.cause in (None, "store_full")
+            if result.cause is None:
+                assert result.nbytes == room(world.nbytes(spill.exact))
+                stored[spill.key] = world.as_restored(world.numbers(spill.block_id), spill)
+        gone = [key for key in stored if rng.random() < 0.15]
+        world.drop(*gone)
+        stored = {key: kept for key, kept in stored.items() if key not in gone}
+        in_pieces += sum(len(block.extents) > 1 for tier in world.tiers.all for block in tier._blocks.values())
+        keys = rng.sample(sorted(stored), min(len(stored), 6))
+        targets = rng.sample(range(BLOCKS // 2, BLOCKS), len(keys))
+        if keys:
+            before = [world.numbers(block) for block in range(BLOCKS)]
+            assert world.load(keys, targets).failed == []
+            assert world.path.take_failed_blocks() == set()
+            for found, target in zip(keys, targets, strict=True):
+                assert np.array_equal(world.numbers(target), stored[found])
+            others = [block for block in range(BLOCKS) if block not in targets]
+            assert all(np.array_equal(world.numbers(block), before[block]) for block in others)
+            read += len(keys)
+        rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier._blocks.values()]
+        assert world.tiers.used == sum(rooms)
+    assert read > 300
+    assert in_pieces > 10
+
+
+def sorted_like(spills: list[SpillBlock], results: list[SpillResult]) -> list[SpillResult]:
+    by_key = {result.key: result for result in results}
+    assert len(by_key) == len(results) == len(spills)
+    return [by_key[spill.key] for spill in spills]
+
+
+def test_a_load_ends_at_the_first_block_that_is_not_there(make: Callable[..., World]) -> None:
+    world = make()
+    world.spill(*(order(n, exact) for n, exact in enumerate((TOKENS, 0, 0, 3))))
+    nbytes = sum(world.nbytes(exact) for exact in (TOKENS, 0))
+    world.drop(key(2))
+    assert world.load([key(n) for n in range(4)], [40, 41, 42, 43])[1:3] == ([(GROUP, key(2), "missing")], nbytes)
+    assert world.path.take_failed_blocks() == {42, 43}
+    assert world.path.take_failed_loads() == set()
+
+
+def test_a_load_may_fail_as_a_whole(make: Callable[..., World]) -> None:
+    world = make(fails_whole=True)
+    world.spill(order(0), order(1))
+    assert world.load([key(0), key(1)], [40, 41]).failed == []
+    assert world.path.take_failed_loads() == set()
+    world.drop(key(1))
+    assert world.load([key(0), key(1)], [40, 41]).failed == [(GROUP, key(1), "missing")]
+    assert world.path.take_failed_loads() == {"request"}
+    assert world.path.take_failed_blocks() == set()
+
+
+@pytest.mark.parametrize("exact", FORMS)
+def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exact: int) -> None:
+    world = make()
+    world.spill(*(order(n, exact) for n in range(3)))
+    tier = world.tiers.first
+    [extent] = tier._blocks[GROUP, key(1)].extents
+    tier.codes[extent.start + world.nbytes(exact) - 9] ^= 1
+    before = world.numbers(41)
+    assert world.load([key(n) for n in range(3)], [40, 41, 42]).failed == [(GROUP, key(1), "checksum")]
+    assert world.path.take_failed_blocks() == {41, 42}
+    assert np.array_equal(world.numbers(41), before)
+
+
+def test_a_block_of_another_place_in_the_chain_is_refused(make: Callable[..., World]) -> None:
+    world = make()
+    world.spill(order(7))
+    tier = world.tiers.first
+    tier._blocks[GROUP, key(7)] = tier._blocks[GROUP, key(7)]._replace(first_token=0)
+    assert world.load([key(7)], [40]).failed == [(GROUP, key(7), "key")]
+
+
+def test_numbers_that_cannot_be_encoded_cost_their_block_alone(make: Callable[..., World]) -> None:
+    world = make()
+    world.codec.layout.caches[1][2, 7] = float("nan")  # of the first token
+    first, second, third = sorted_like(spills := [order(1), order(2), order(3)], world.spill(*spills))
+    assert (first.cause, second.cause, third.cause) == (None, "encode", None)
+    assert world.tiers.used == 2 * room(world.nbytes(0))
+    assert world.spill(order(2, exact=3))[0].cause is None  # where it is kept exact, it may be anything
+
+
+def test_a_new_place_is_empty(make: Callable[..., World]) -> None:
+    world = make()
+    world.spill(order(1), order(2, 3))
+    world.path.submit_loads(ManthanMetadata(place="another"))
+    assert world.tiers.used == 0
+    assert world.load([key(1)], [40]).failed == [(GROUP, key(1), "missing")]
+
+
+def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, (1 << 14, 1 << 16))
+    fit = (1 << 14) // room(world.nbytes(0))
+    world.spill(*(order(n) for n in range(fit)))
+    world.path.submit_loads(ManthanMetadata(go_first=[GroupKeys(GROUP, [key(3), key(1)])]))
+    world.spill(order(100, block_id=9), order(101, block_id=9))
+    assert sorted(world.tiers.host._blocks) == [(GROUP, key(1)), (GROUP, key(3))]
+    assert world.load([key(3), key(1)], [40, 41]).failed == []
+
+
+# -- answers ------------------------------------------------------------------------------------------
+
+
+def answers(world: World, polls: int = 5) -> tuple[int, list[tuple[int, bytes, str]]]:
+    """How often the load was answered, and what was reported of it, which must be once."""
+    finished, reports = 0, []
+    for _ in range(polls):
+        finished += len(world.path.take_finished_loads())
+        report = world.path.take_report()
+        reports += report.loads if report else []
+    [result] = reports
+    return finished, result.failed
+
+
+def second_time(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Raises when it is called for the second time."""
+    calls = []
+
+    def wrapper(*args: Any) -> Any:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error: an illegal memory access was encountered")
+        return function(*args)
+
+    return wrapper
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+@pytest.mark.parametrize("what", ["batch", "verify", "decode"])
+def test_a_load_that_breaks_after_its_first_chunk_is_answered_once(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str, is_prefetch: bool
+) -> None:
+    world = make()
+    world.spill(*(order(n, exact) for n, exact in enumerate((TOKENS, 0, 0))))
+    monkeypatch.setattr(world.codec, what, second_time(getattr(world.codec, what)))
+    world.submit([key(n) for n in range(3)], [40, 41, 42], is_prefetch=is_prefetch)
+    assert answers(world) == (0 if is_prefetch else 1, [(GROUP, key(0), "internal")])
+    assert world.path.take_failed_blocks() == (set() if is_prefetch else {40, 41, 42})
+    assert world.load([key(0), key(1)], [40, 41]).failed == []  # and the next is well
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+@pytest.mark.parametrize("reached", [None, 1, 2], ids=["before", "while it is checked", "while it is decoded"])
+def test_a_load_on_a_gpu_that_breaks_is_answered_once(
+    make: Callable[..., World], reached: int | None, is_prefetch: bool
+) -> None:
+    """Events of a load: what the model was given; checked; decoded."""
+    world = make()
+    world.spill(order(0), order(1))
+    world.gpu.broken = reached is None
+    world.gpu.events, world.gpu.reached = 0, reached or 0
+    world.submit([key(0), key(1)], [40, 41], is_prefetch=is_prefetch)
+    finished = len(world.path.take_finished_loads())
+    assert finished == (not is_prefetch and reached != 1)
+    report = world.path.take_report()
+    world.gpu.broken = True
+    more, failed = answers(world) if report is None else (0, report.loads[0].failed)
+    assert finished + more == (0 if is_prefetch else 1)
+    assert failed == [(GROUP, key(0), "internal")]
+    assert world.path.take_failed_blocks() == ({40, 41} if not is_prefetch and reached != 2 else set())
+
+
+@pytest.mark.parametrize("what", ["batch", "encode"])
+def test_spills_that_raise_are_answered_once_and_take_no_room(
+    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
+    world = make()
+    with monkeypatch.context() as patch:
+        patch.setattr(world.codec, what, second_time(getattr(world.codec, what)))
+        results = world.spill(order(1), order(2, 3), order(3))
+    assert sorted(result.cause or "" for result in results) == ["", "", "internal"]
+    assert world.tiers.used == sum(result.nbytes for result in results)
+    assert world.spill(*(order(result.nbytes) for result in results[:1]))[0].cause is None
+
+
+@pytest.mark.parametrize("reached", [None, 0], ids=["before", "while they are encoded"])
+def test_spills_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
+    make: Callable[..., World], reached: int | None
+) -> None:
+    world = make()
+    world.gpu.broken, world.gpu.reached = reached is None, 0
+    world.path.submit_spills(ManthanMetadata(spills=[order(1), order(2, 3)]))
+    world.path.take_finished_loads()
+    before = world.path.take_report()
+    assert (before is None) == (reached == 0)
+    world.gpu.broken = True
+    world.path.take_finished_loads()
+    report = before or world.path.take_report()
+    assert sorted((result.key, result.cause) for result in report.spills) == [
+        (key(1), "internal"),
+        (key(2), "internal"),
+    ]
+    assert world.tiers.used == 0
+    assert world.path.take_report() is None
+
+
+def test_codes_that_could_not_be_moved_down_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    world = World(monkeypatch, (1 << 14, 1 << 16))
+    fit = (1 << 14) // room(world.nbytes(0))
+    world.spill(*(order(n) for n in range(fit)))
+    world.gpu.broken = True
+    assert world.spill(order(100, block_id=9))[0].cause == "internal"
+    world.gpu.broken = False
+    assert world.load([key(0)], [40]).failed == [(GROUP, key(0), "missing")]
+    assert world.load([key(1)], [40]).failed == []
+    assert world.tiers.used == (fit - 1) * room(world.nbytes(0))

@@ -1,0 +1,49 @@
+"""Codes on their way between a paged cache and where they are kept."""
+
+from collections.abc import Iterator, Sequence
+
+import torch
+
+from manthan.manager.stores.arena import Extent
+
+Places = Sequence[Sequence[Extent]]
+"""The extents of each block of some."""
+
+
+class Staging:
+    """A buffer on the device for as many blocks as fit. codes: uint8 [nbytes]."""
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.codes = torch.empty(nbytes, dtype=torch.uint8, device=device)
+        self._places: dict[int, list[tuple[Extent]]] = {}
+
+    def places(self, nbytes: int) -> Sequence[tuple[Extent]]:
+        """One behind the other, for blocks of so many bytes."""
+        if nbytes not in self._places:
+            fit = range(len(self.codes) // nbytes)
+            self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
+        return self._places[nbytes]
+
+
+def pieces(sources: Places, targets: Places, nbytes: int) -> torch.Tensor:
+    """How to copy blocks of so many bytes each: int64 [3, n], where pieces begin, where they go, and their sizes."""
+    if all(len(source) == len(target) == 1 for source, target in zip(sources, targets, strict=True)):
+        starts = [source[0][0] for source in sources], [target[0][0] for target in targets]
+        return torch.tensor([*starts, [nbytes] * len(sources)], dtype=torch.int64).view(3, -1)
+    found = [piece for pair in zip(sources, targets, strict=True) for piece in _pieces(*pair, nbytes)]
+    return torch.tensor(found, dtype=torch.int64).t().contiguous()
+
+
+def _pieces(source: Sequence[Extent], target: Sequence[Extent], left: int) -> Iterator[tuple[int, int, int]]:
+    """Of one block: a piece ends where an extent of either side does."""
+    froms, tos = iter(source), iter(target)
+    (at, here), (to, there) = next(froms), next(tos)
+    while left:
+        size = min(here, there, left)
+        yield at, to, size
+        left -= size
+        at, here, to, there = at + size, here - size, to + size, there - size
+        if left and not here:
+            at, here = next(froms)
+        if left and not there:
+            to, there = next(tos)
