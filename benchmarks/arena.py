@@ -71,6 +71,7 @@ class Churn:
         self.sizes: dict[bytes, int] = {}
         self.pieces: Counter[int] = Counter()
         self.puts = self.reads = 0
+        self._keys: list[bytes] = []
         self._rng = random.Random(seed)
         self._source = np.empty(max(BOUNDS), np.uint8)
 
@@ -85,10 +86,11 @@ class Churn:
         if self.store.put_all(0, {key: self._source[:nbytes]}):
             raise WrongBytesError(f"a block of {nbytes} bytes was refused with {self.store.available} free")
         self.sizes[key] = nbytes
+        self._keys.append(key)
         self.pieces[len(self.store._blocks[0, key].extents)] += 1
         self.puts += 1
         if self.puts % 8 == 0:
-            self._read(self._any())
+            self._read(self._rng.choice(self._keys))
 
     def finish(self) -> None:
         """Read all that is there, and let it go: every byte must be free again."""
@@ -100,17 +102,12 @@ class Churn:
         if self.store.used or self.store.available != Arena(self.store.max_bytes).nbytes:
             raise WrongBytesError(f"{self.store.used} bytes of an empty store count as used")
 
-    def _any(self) -> bytes:
-        """One of the blocks, by lot; a key of a block that is gone points to a later one."""
-        while True:
-            key = self._rng.randrange(max(0, self.puts - 4 * len(self.sizes)), self.puts).to_bytes(8, "little")
-            if key in self.sizes:
-                return key
-
     def _drop(self) -> None:
-        if not self.sizes:
+        if not self._keys:
             raise WrongBytesError(f"{self.store.used} bytes of an empty store count as used")
-        key = self._any() if self._rng.random() < 0.9 else next(iter(self.sizes))
+        at = self._rng.randrange(len(self._keys))
+        self._keys[at], self._keys[-1] = self._keys[-1], self._keys[at]
+        key = self._keys.pop()
         self.store.drop(0, [key])
         del self.sizes[key]
 
