@@ -154,8 +154,8 @@ def behind() -> Behind:
 
 @pytest.fixture
 def tiered(behind: Behind) -> TieredStore:
-    """RAM for ten granules, and for the spare bytes beside them."""
-    return TieredStore(behind, 10 * GRANULE + 100)
+    """RAM for ten granules, and some bytes that are left free."""
+    return TieredStore(behind, 11 * GRANULE)
 
 
 def in_ram(tiered: TieredStore, blocks: Mapping[bytes, Buffer], group: int = 0) -> list[int]:
