@@ -1,5 +1,9 @@
 """What a codec is, the layout of its codes, and the arithmetic that every backend reproduces bit for bit.
 
+`SectionCodec` is what the rest of the house uses: the numbers of a section of a block, all layers and heads at once,
+with their places in the chain. `Codec` is for vectors that need nothing but themselves; `manthan.codec.cpu.vectors`
+makes a `SectionCodec` of one.
+
 Codes of n vectors of D = head_dim numbers at b bits, little-endian:
 
     | n scales, bf16 | pad to 16 | vector 0: b bit planes | vector 1: b bit planes | ... | pad to 16 |
@@ -36,6 +40,7 @@ decodes to zeros.
 
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
+from enum import IntEnum
 from typing import Any, Literal, get_args
 
 import numpy as np
@@ -45,6 +50,9 @@ from manthan.codec.errors import DtypeError, HeadDimError, KindError, NonFiniteE
 
 Kind = Literal["key", "value"]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
+Numbers = npt.NDArray[Any]
+"""As the cache has them: float16, float32, or uint16 holding bf16 bits."""
+Positions = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
 DType = type[np.float32] | type[np.uint16] | np.dtype[np.float32] | np.dtype[np.uint16]
 
@@ -76,6 +84,103 @@ def check_head_dim(head_dim: int) -> None:
     """Raise HeadDimError unless head_dim is a multiple of 8 from 32 to 512."""
     if not (isinstance(head_dim, int) and 32 <= head_dim <= 512 and head_dim % 8 == 0):
         raise HeadDimError(f"head_dim {head_dim!r} is not supported: a multiple of 8 from 32 to 512 is.")
+
+
+class SectionKind(IntEnum):
+    """What the numbers of a section are."""
+
+    KEYS = 1
+    VALUES = 2
+    BOTH = 3
+    """Keys, and then values."""
+    STATE = 4
+    """A recurrent layer's state."""
+    RAW = 5
+    """Bytes of the cache that nobody looks into."""
+
+
+class Dtype(IntEnum):
+    """What the cache's numbers are, which codes are decoded to."""
+
+    BFLOAT16 = 1
+    FLOAT16 = 2
+    FLOAT32 = 3
+    UINT8 = 4
+
+    @property
+    def numpy(self) -> np.dtype[Any]:
+        """What numpy holds such numbers in; bf16 as its bits."""
+        return np.dtype({1: np.uint16, 2: np.float16, 3: np.float32, 4: np.uint8}[self])
+
+
+@dataclass(frozen=True)
+class Section:
+    """What a section of an encoded block says of itself.
+
+    codec: its name. first_layer, layers: of the KV cache group. first_token, tokens: of the block. heads (of this
+    shard), head_dim: 0 where the numbers are not vectors.
+    """
+
+    kind: SectionKind
+    codec: str
+    layers: int
+    tokens: int
+    heads: int
+    head_dim: int
+    dtype: Dtype = Dtype.BFLOAT16
+    first_layer: int = 0
+    first_token: int = 0
+
+    @property
+    def vectors(self) -> int:
+        """How many vectors of keys, or of values, it holds."""
+        return self.layers * self.heads * self.tokens
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """[layers, heads, tokens, head_dim], and ahead of that 2 where keys and values are together."""
+        shape = (self.layers, self.heads, self.tokens, self.head_dim)
+        return (2, *shape) if self.kind is SectionKind.BOTH else shape
+
+    @property
+    def vector_kinds(self) -> tuple[Kind, ...]:
+        """What its vectors are, in order; raises KindError where it has none."""
+        kinds: dict[SectionKind, tuple[Kind, ...]] = {
+            SectionKind.KEYS: ("key",),
+            SectionKind.VALUES: ("value",),
+            SectionKind.BOTH: ("key", "value"),
+        }
+        if self.kind not in kinds:
+            raise KindError(f"a section of kind {self.kind.name} holds no vectors: KEYS, VALUES and BOTH do.")
+        return kinds[self.kind]
+
+
+class SectionCodec(ABC):
+    """Numbers of a section of a block to bytes and back. Safe to call from several threads at once, on whose cores
+    alone it works.
+
+    x has the section's `shape` and dtype. positions: [tokens], the places of its tokens in the chain.
+    """
+
+    name: str
+
+    def warm_up(self) -> None:  # noqa: B027 most have nothing to compile
+        """Do now what the first call would otherwise wait for, such as compiling."""
+
+    @abstractmethod
+    def max_nbytes(self, section: Section) -> int:
+        """The most bytes that such a section can take: what it does take, where the codec has a fixed rate."""
+
+    @abstractmethod
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        """Encode into the front of `out`, which has `max_nbytes`; returns how many bytes it took.
+
+        Raises NonFiniteError and other CodecErrors for numbers that it cannot encode.
+        """
+
+    @abstractmethod
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        """The numbers whose codes these are. Raises SizeError for codes of a length that cannot be, CodecError."""
 
 
 class Codec(ABC):

@@ -42,7 +42,7 @@ class NonFiniteError(CodecError):
 
 
 class WireError(CodecError):
-    """Base of what `manthan.codec.wire` refuses. cause: a word for metric labels."""
+    """Base of what makes an encoded block unusable. cause: a word for metric labels."""
 
     cause: str = "invalid"
 
@@ -72,9 +72,15 @@ class MagicError(WireError):
 
 
 class VersionError(WireError):
-    """An encoded block of a version, header length or dtype that this code does not read."""
+    """An encoded block of a version that this code does not read."""
 
     cause = "version"
+
+
+class OldFormatError(WireError):
+    """An encoded block as an earlier Manthan wrote it."""
+
+    cause = "old_format"
 
 
 class ChecksumError(WireError):
@@ -84,13 +90,13 @@ class ChecksumError(WireError):
 
 
 class UnknownBlockCodecError(WireError):
-    """Encoded by a codec that is not installed here."""
+    """A section is in a codec that such a block cannot have."""
 
     cause = "codec"
 
 
 class SizeError(WireError):
-    """Shapes and payload lengths contradict each other."""
+    """Shapes and lengths contradict each other, or are not those of the block asked for."""
 
     cause = "size"
 

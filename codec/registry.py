@@ -5,8 +5,10 @@ import difflib
 from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
-from manthan.codec.base import Codec, CodecSpec
+from manthan.codec.base import Codec, CodecSpec, SectionCodec
+from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.cpu.vectors import VectorSections
 from manthan.codec.errors import UnknownBackendError, UnknownCodecError
 
 GROUP = "manthan.codecs"
@@ -43,6 +45,14 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
         return codec
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
+
+
+def section_codec(name: str, head_dim: int, profile: object | None = None) -> SectionCodec:
+    """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
+
+    profile: of the model, for codecs that want one; none does yet. Raises UnknownCodecError, HeadDimError.
+    """
+    return ExactSections() if name == EXACT else VectorSections(get_codec(name, head_dim))
 
 
 @lru_cache

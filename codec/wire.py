@@ -9,8 +9,9 @@ Header, little-endian: magic "MNTH"; version u16; length of header and entries u
 block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's first token in its chain u64; KV cache
 group u16; number of sections u16; tokens u32; length of the block key u8; 7 zero bytes; block key, 64 bytes.
 
-Entry: kind u8; dtype u8; first layer, layers, heads, head size, u16 each; 2 zero bytes; first token of the block, tokens,
-u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with zeros.
+Entry: kind u8; dtype u8; first layer, layers, heads, head size, u16 each; 2 zero bytes; first token of the block,
+tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
+zeros.
 
 Vectors stand in the order [layers, heads, tokens].
 """
@@ -18,13 +19,12 @@ Vectors stand in the order [layers, heads, tokens].
 import struct
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from enum import IntEnum
 from typing import NamedTuple
 
 import numpy as np
 import xxhash
 
-from manthan.codec.base import Codes, align16
+from manthan.codec.base import Codes, Dtype, Section, SectionKind, align16
 from manthan.codec.errors import (
     ChecksumError,
     FingerprintMismatchError,
@@ -46,54 +46,10 @@ CHECKSUM = slice(8, 16)
 KEY_AT = 64
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
+PLACE_MAX = 2**62
+"""The last place in a chain, and more than any chain has."""
 
 Buffer = bytes | bytearray | memoryview | Codes
-
-
-class SectionKind(IntEnum):
-    """What the numbers of a section are."""
-
-    KEYS = 1
-    VALUES = 2
-    BOTH = 3
-    """Keys, and then values."""
-    STATE = 4
-    """A recurrent layer's state."""
-    RAW = 5
-    """Bytes of the cache that nobody looks into."""
-
-
-class Dtype(IntEnum):
-    """What the cache's numbers are, which codes are decoded to."""
-
-    BFLOAT16 = 1
-    FLOAT16 = 2
-    FLOAT32 = 3
-    UINT8 = 4
-
-
-@dataclass(frozen=True)
-class Section:
-    """What a section says of itself.
-
-    codec: its name. first_layer, layers: of the KV cache group. first_token, tokens: of the block. heads (of this
-    shard), head_dim: 0 where the numbers are not vectors.
-    """
-
-    kind: SectionKind
-    codec: str
-    layers: int
-    tokens: int
-    heads: int
-    head_dim: int
-    dtype: Dtype = Dtype.BFLOAT16
-    first_layer: int = 0
-    first_token: int = 0
-
-    @property
-    def vectors(self) -> int:
-        """How many vectors of keys, or of values, it holds."""
-        return self.layers * self.heads * self.tokens
 
 
 @dataclass(frozen=True)
@@ -142,26 +98,15 @@ def starts(header: BlockHeader, sizes: Sequence[int]) -> list[int]:
 def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
     """Header and entries, uint8 [header.nbytes], the checksum left zero. Raises HeaderError."""
     _check(header, sizes)
-    h, total = header, block_nbytes(header, sizes)
-    made = bytearray(
-        HEADER.pack(
-            MAGIC,
-            VERSION,
-            header.nbytes,
-            0,
-            h.fingerprint,
-            total,
-            h.first_token,
-            h.group,
-            len(h.sections),
-            h.tokens,
-            len(h.key),
-            h.key,
-        )
-    )
-    for s, size in zip(h.sections, sizes, strict=True):
-        shape = (s.first_layer, s.layers, s.heads, s.head_dim, s.first_token, s.tokens)
-        made += ENTRY.pack(s.kind, s.dtype, *shape, size, s.codec.encode())
+    h, sections = header, header.sections
+    shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_token, s.tokens) for s in sections]
+    place = (block_nbytes(h, sizes), h.first_token, h.group, len(sections), h.tokens)
+    try:
+        made = HEADER.pack(MAGIC, VERSION, h.nbytes, 0, h.fingerprint, *place, len(h.key), h.key)
+        for s, shape, size in zip(sections, shapes, sizes, strict=True):
+            made += ENTRY.pack(s.kind, s.dtype, *shape, size, s.codec.encode())
+    except struct.error as error:
+        raise HeaderError(f"{header} does not fit the format: {error}.") from None
     return np.frombuffer(made, np.uint8)
 
 
@@ -202,32 +147,24 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     """
     data = np.frombuffer(buf, np.uint8)
     data.flags.writeable = False
-    _check_front(data)
-    magic, _, head_nbytes, checksum, found, nbytes, first_token, of_group, count, tokens, key_len, found_key = (
-        HEADER.unpack_from(data.data)
-    )
-    if data.size < nbytes:
-        raise TruncatedError(f"the block has {data.size} bytes: its header says {nbytes}.")
-    if data.size > nbytes:
-        raise TrailingBytesError(f"the block has {data.size} bytes: its header says {nbytes}.")
-    if checksum != int.from_bytes(_checksum(data), "little"):
-        raise ChecksumError(f"the block's checksum is not the {checksum:#018x} that its header says.")
-    if head_nbytes != HEADER.size + ENTRY.size * count or head_nbytes > nbytes or key_len > KEY_MAX:
-        raise SizeError(f"a header of {head_nbytes} bytes with {count} sections and a key of {key_len} cannot be.")
-    if data[KEY_AT + key_len : HEADER.size].any() or (key is not None and found_key[:key_len] != key):
-        raise KeyMismatchError(f"the block is {found_key[:key_len].hex()}, not {key.hex() if key else 'of such a key'}.")
-    if of_group != group:
-        raise KeyMismatchError(f"the block is of KV cache group {of_group}, not {group}.")
-    if fingerprint is not None and found != fingerprint:
-        raise FingerprintMismatchError(f"the block's fingerprint is {found.hex()}, not {fingerprint.hex()}.")
-    sections, sizes = [], []
-    for entry in range(count):
-        section, size = _section(data, HEADER.size + ENTRY.size * entry)
-        sections.append(section)
-        sizes.append(size)
-    header = BlockHeader(found_key[:key_len], found, tokens, tuple(sections), of_group, first_token)
-    if block_nbytes(header, sizes) != nbytes:
-        raise SizeError(f"sections of {sizes} bytes do not make a block of {nbytes}.")
+    front = _front(data)
+    found = front.key[: front.key_len]
+    if data[KEY_AT + front.key_len : HEADER.size].any() or (key is not None and found != key):
+        wanted = "a key that ends so" if key is None else key.hex()
+        raise KeyMismatchError(f"the block is {found.hex()}, not {wanted}.")
+    if front.group != group:
+        raise KeyMismatchError(f"the block is of KV cache group {front.group}, not {group}.")
+    if fingerprint is not None and front.fingerprint != fingerprint:
+        raise FingerprintMismatchError(
+            f"the block's fingerprint is {front.fingerprint.hex()}, not {fingerprint.hex()}."
+        )
+    entries = [_entry(data, HEADER.size + ENTRY.size * n) for n in range(front.sections)]
+    sections, sizes = tuple(section for section, _ in entries), [size for _, size in entries]
+    header = BlockHeader(found, front.fingerprint, front.tokens, sections, group, front.first_token)
+    if block_nbytes(header, sizes) != data.size:
+        raise SizeError(f"sections of {sizes} bytes do not make a block of {data.size}.")
+    if not np.array_equal(head(header, sizes)[CHECKSUM.stop :], data[CHECKSUM.stop : header.nbytes]):
+        raise SizeError("the block's header has bytes that no header has.")
     payloads = (data[at : at + size] for at, size in zip(starts(header, sizes), sizes, strict=True))
     return EncodedBlock(header, tuple(payloads))
 
@@ -251,33 +188,68 @@ FIELD_ENDS = (
 """What the bytes of a header are about, as causes of refusal, each with the offset behind it."""
 
 
-def _check_front(data: Codes) -> None:
+class _Front(NamedTuple):
+    """The fields of a header, in order."""
+
+    magic: bytes
+    version: int
+    head_nbytes: int
+    checksum: int
+    fingerprint: bytes
+    nbytes: int
+    first_token: int
+    group: int
+    sections: int
+    tokens: int
+    key_len: int
+    key: bytes
+
+
+def _front(data: Codes) -> _Front:
+    """The header of a block that is whole, of this version, and as it was sealed."""
+    _check_version(data)
+    front = _Front(*HEADER.unpack_from(data.data))
+    if data.size != front.nbytes:
+        error = TruncatedError if data.size < front.nbytes else TrailingBytesError
+        raise error(f"the block has {data.size} bytes: its header says {front.nbytes}.")
+    if front.checksum != int.from_bytes(_checksum(data), "little"):
+        raise ChecksumError(f"the block's checksum is not the {front.checksum:#018x} that its header says.")
+    fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size
+    if not fits or front.sections > SECTIONS_MAX or front.key_len > KEY_MAX:
+        raise SizeError(
+            f"a header of {front.head_nbytes} bytes with {front.sections} sections and a key of {front.key_len} bytes "
+            "cannot be."
+        )
+    if front.first_token > PLACE_MAX:
+        raise SizeError(f"a block cannot begin at token {front.first_token} of its chain.")
+    return front
+
+
+def _check_version(data: Codes) -> None:
     """Whether this is a block of a version that can be read."""
-    if data.size < 8:
-        raise TruncatedError(f"{data.size} bytes are fewer than a header's {HEADER.size}.")
-    magic, version = data[:4].tobytes(), int.from_bytes(data[4:6].tobytes(), "little")
-    if magic != MAGIC:
+    start = data[:6].tobytes()
+    magic, version = start[:4], int.from_bytes(start[4:], "little")
+    if data.size >= len(MAGIC) and magic != MAGIC:
         raise MagicError(f"the block begins with {magic!r}, not {MAGIC!r}.")
-    if version == 1:
+    if len(start) == 6 and version == 1:
         raise OldFormatError(f"the block has format 1, which an earlier Manthan wrote: it must be {VERSION}.")
-    if version != VERSION:
+    if len(start) == 6 and version != VERSION:
         raise VersionError(f"format {version} cannot be read: it must be {VERSION}.")
     if data.size < HEADER.size:
         raise TruncatedError(f"{data.size} bytes are fewer than a header's {HEADER.size}.")
 
 
-def _section(data: Codes, at: int) -> tuple[Section, int]:
+def _entry(data: Codes, at: int) -> tuple[Section, int]:
+    """A section, and its length in bytes."""
     kind, dtype, first_layer, layers, n_heads, head_dim, first_token, tokens, size, name = ENTRY.unpack_from(
         data.data, at
     )
     try:
         codec = name.rstrip(b"\0").decode("ascii")
-        section = Section(
-            SectionKind(kind), codec, layers, tokens, n_heads, head_dim, Dtype(dtype), first_layer, first_token
-        )
+        shape = (layers, tokens, n_heads, head_dim)
+        return Section(SectionKind(kind), codec, *shape, Dtype(dtype), first_layer, first_token), size
     except ValueError as error:
         raise SizeError(f"a section of kind {kind} and dtype {dtype} in codec {name!r} is unknown ({error}).") from None
-    return section, size
 
 
 def _check(header: BlockHeader, sizes: Sequence[int]) -> None:

@@ -1,11 +1,29 @@
-"""Waking an engine that waits for requests, so that idle sessions go cold without any."""
+"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and tried on no other.
+
+Everything here may change with any release of vLLM; everything else in `vllm_hooks` keeps to the connector API and to
+what vLLM documents.
+"""
 
 import queue
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any
 
+from vllm.distributed.kv_events import BlockStored
+from vllm.v1.core.kv_cache_utils import (
+    BlockHash,
+    get_block_hash,
+    make_block_hash_with_group_id,
+    maybe_convert_block_hash,
+)
 from vllm.v1.engine import EngineCoreRequestType
 from vllm.v1.engine.core import EngineCoreProc
+
+if TYPE_CHECKING:
+    import torch
+    from vllm.config import VllmConfig
+    from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_utils import KVCacheBlock
 
 
 def engine_waker() -> Callable[[], None]:
@@ -20,9 +38,103 @@ def engine_waker() -> Callable[[], None]:
         core = frame.f_locals.get("self")
         if isinstance(core, EngineCoreProc):
             return _ring(core.input_queue)
-        frame = frame.f_back
+        frame = frame.f_back  # type: ignore[assignment]
     return lambda: None
 
 
-def _ring(inputs: queue.Queue) -> Callable[[], None]:
+def _ring(inputs: "queue.Queue[Any]") -> Callable[[], None]:
     return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+class VllmPool:
+    """vLLM's block pool as the driver sees it: the blocks of one KV cache group."""
+
+    def __init__(self, pool: "BlockPool", group: int, block_tokens: int) -> None:
+        self._pool, self._group, self._block_tokens = pool, group, block_tokens
+        self._hashes = pool.cached_block_hash_to_block
+
+    def __len__(self) -> int:
+        return self._pool.get_num_free_blocks()
+
+    def keys(self) -> Iterator[bytes | None]:
+        for block in self._pool.free_block_queue.iter_blocks_after(None):
+            yield None if block.block_hash is None else get_block_hash(block.block_hash)
+
+    def get(self, key: bytes) -> "KVCacheBlock | None":
+        found = self._pool.get_cached_block(BlockHash(key), [self._group])
+        return found[0] if found else None
+
+    def block_id(self, block: "KVCacheBlock") -> int:
+        return block.block_id
+
+    def touch(self, blocks: "Sequence[KVCacheBlock]") -> None:
+        self._pool.touch(blocks)
+
+    def take(self, count: int) -> "list[KVCacheBlock]":
+        return self._pool.get_new_blocks(count)
+
+    def cache(self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int) -> None:
+        """Enter a block into the prefix cache, as vLLM does with one that it has computed."""
+        of_group = make_block_hash_with_group_id(BlockHash(key), self._group)
+        block.set_block_hash(of_group, num_tokens=(depth + 1) * self._block_tokens)
+        self._pool.cached_block_hash_to_block.insert(of_group, block)
+        if self._pool.enable_kv_cache_events:
+            self._announce(key, parent)
+
+    def _announce(self, key: bytes, parent: bytes | None) -> None:
+        """Tell who listens to vLLM's KV events of a block in the cache; as in vLLM's own offloading, without tokens."""
+        self._pool.kv_event_queue.append(
+            BlockStored(
+                block_hashes=[maybe_convert_block_hash(BlockHash(key))],
+                parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
+                token_ids=[],
+                block_size=self._block_tokens,
+                lora_id=None,
+                medium=self._pool.medium,
+                lora_name=None,
+                group_idx=self._group,
+            )
+        )
+
+    def give_back(self, blocks: "Sequence[KVCacheBlock]") -> None:
+        self._pool.free_blocks(blocks)
+
+    def release(self, key: bytes) -> None:
+        """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
+        while (block := self.get(key)) is not None and block.ref_cnt == 0:
+            self._pool.touch([block])
+            self._pool.evict_blocks({block.block_id})
+            self._pool.free_blocks([block])
+
+    @property
+    def usable_blocks(self) -> int:
+        return self._pool.num_gpu_blocks - 1  # the null block is never free
+
+    def was_reset(self) -> bool:
+        """Whether the prefix cache was emptied since the last call.
+
+        vLLM tells connectors of a reset only if the caller asks for it; a new hash map tells of all.
+        """
+        found = self._pool.cached_block_hash_to_block
+        was_reset, self._hashes = found is not self._hashes, found
+        return was_reset
+
+
+def attention_modules(vllm_config: "VllmConfig") -> dict[str, Any]:
+    """The model's attention layers by name, as they write to the KV cache."""
+    modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
+    return modules
+
+
+def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
+    """Copy between addresses, all int64 on the CPU, by the GPU's copy engines, on the current stream."""
+    from vllm import _custom_ops as ops
+
+    ops.swap_blocks_batch(sources, targets, sizes)
+
+
+def pin(memory: "torch.Tensor") -> None:
+    """Pin RAM for the GPU. Raises RuntimeError."""
+    from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
+
+    pin_tensor(memory)

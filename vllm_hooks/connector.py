@@ -6,6 +6,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
     KVConnectorMetadata,
     KVConnectorRole,
+    KVConnectorTransferResults,
     SupportsHMA,
 )
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
@@ -82,14 +83,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.holds_blocks
+        return self.scheduler.driver.holds_blocks
 
     def reset_cache(self) -> bool:
         self.scheduler.reset()
         return True
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        return self.scheduler.stats.take() if self.scheduler else None
+        return self.scheduler.telemetry.take() if self.scheduler else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
@@ -105,9 +106,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        metadata: KVConnectorMetadata = self._get_connector_metadata()
-        assert isinstance(metadata, ManthanMetadata)
-        self.worker.submit(metadata)
+        self.worker.submit_loads(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -118,8 +117,22 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def wait_for_save(self) -> None:
         """Blocks under encoding are referenced until they are done: nothing to wait for."""
 
-    def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        return None, self.worker.take_finished_loads()
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        """vLLM calls this when the step's forward pass is under way, also where there is none.
+
+        It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
+        it: encodings begin here, behind that.
+        """
+        self.worker.submit_spills(self._metadata)
+        return KVConnectorTransferResults(
+            finished_recving=self.worker.take_finished_loads(), failed_recving=self.worker.take_failed_loads()
+        )
+
+    @property
+    def _metadata(self) -> ManthanMetadata:
+        metadata: KVConnectorMetadata = self._get_connector_metadata()
+        assert isinstance(metadata, ManthanMetadata)
+        return metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
         return self.worker.take_failed_blocks()

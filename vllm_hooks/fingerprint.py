@@ -10,21 +10,23 @@ from manthan.codec import wire
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    from manthan.vllm_hooks.support import Group
 
 
-def fingerprint(vllm_config: "VllmConfig", spec: "FullAttentionSpec", codec: str, namespace: str = "") -> bytes:
+def fingerprint(vllm_config: "VllmConfig", group: "Group", codec: str, namespace: str = "") -> bytes:
     """16 bytes over everything that decides what a block of this rank means.
 
     namespace: of a store that outlives the engine; its name covers the model. Without one, `ModelConfig.compute_hash`
     does: name, revision, quantization, dtype and rotary settings, and much that does not matter.
     """
-    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, group.spec
     parts = {
         "wire": wire.VERSION,
         "codec": codec,
         "model": namespace or [model.model, model.revision, model.compute_hash()],
         "dtype": str(spec.dtype),
+        "group": group.index,
         "block_size": spec.block_size,
         "kv_heads": spec.num_kv_heads,
         "head_size": spec.head_size,

@@ -22,16 +22,16 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from manthan.manager.sessions.table import MemoryShape
+    from manthan.manager.sessions.session import MemoryShape
+    from manthan.vllm_hooks.support import Group
 
 logger = init_logger("vllm.manthan")
 
 
-def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAttentionSpec", layers: int) -> Namespace:
+def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group") -> Namespace:
     """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
-    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
+    parallel, cache, spec = vllm_config.parallel_config, vllm_config.cache_config, group.spec
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
@@ -41,7 +41,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAt
             "model": model_identity(vllm_config),
             "dtype": str(spec.dtype),
             "block_tokens": spec.block_size,
-            "shape": [layers, spec.num_kv_heads, spec.head_size],
+            "shape": [group.layers, spec.num_kv_heads, spec.head_size],
             "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": cache.prefix_caching_hash_algo,
         },

@@ -1,7 +1,7 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -98,16 +98,24 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             raise UnsupportedError(f"Manthan cannot be used here: {why}.")
 
 
-def full_attention_spec(kv_cache_config: "KVCacheConfig") -> "FullAttentionSpec":
+class Group(NamedTuple):
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
+
+    index: int
+    spec: "FullAttentionSpec"
+    layers: int
+
+
+def only_group(kv_cache_config: "KVCacheConfig") -> Group:
     """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
-    names = ", ".join(type(spec).__name__ for spec in specs) or "none"
-    spec = specs[0] if len(specs) == 1 else None
+    groups = kv_cache_config.kv_cache_groups
+    names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
+    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
             "is supported."
         )
-    return spec
+    return Group(0, spec, len(groups[0].layer_names))

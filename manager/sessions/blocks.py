@@ -1,34 +1,34 @@
-"""Every block the manager knows, and counts over them that are always exact."""
+"""Every block the manager knows, and totals over them that are always exact."""
 
 from bisect import bisect_left
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 
-from manthan.manager.sessions.session import Block, CodeState, Session
+from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
 
 class BlockTable:
-    """Blocks by key. All changes go through `change`, so that the counts need no scan.
+    """Blocks of one KV cache group by key. All changes go through here, so that the totals need no scan.
 
-    A block is forgotten when no session uses it and it has no codes.
-    exact_parts: blocks' room that an exact copy takes beside the codes.
+    A block is forgotten when no session uses it and it has no codes. Bytes are those of all ranks together.
     """
 
-    def __init__(self, exact_parts: int = 0) -> None:
-        self.exact_parts = exact_parts
+    def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
         """Blocks whose only copy vLLM may overwrite."""
+        self.exact = 0
+        """Cold blocks that keep tokens exact."""
+        self.reserved = 0
+        """Bytes that are taken in the cold store, now or as soon as what is ordered is encoded."""
         self.moved = 0
-        """Room of the codes, and of exact copies beside them, that had to leave the fast tier."""
-        self.copies: OrderedDict[bytes, Block] = OrderedDict()
-        """Blocks that have an exact copy, or room for one; those used least recently first."""
+        """Bytes of the codes that had to leave the fast tier."""
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
-        self._codes: Counter[CodeState] = Counter()
-        self._copies: Counter[CodeState] = Counter()  # of blocks in `copies`
+        self._count: Counter[CodeState] = Counter()
+        self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -38,31 +38,25 @@ class BlockTable:
 
     @property
     def queued(self) -> int:
-        return self._codes[CodeState.QUEUED]
+        return self._count[CodeState.QUEUED]
 
     @property
     def spilling(self) -> int:
-        return self._codes[CodeState.SPILLING]
+        return self._count[CodeState.SPILLING]
 
     @property
     def cold(self) -> int:
-        return self._codes[CodeState.COLD]
-
-    @property
-    def reserved(self) -> int:
-        """Blocks' room that is taken in the cold store, now or as soon as they are encoded."""
-        return self.queued + self.spilling + self.cold + self.exact_parts * len(self.copies)
+        return self._count[CodeState.COLD]
 
     @property
     def stored(self) -> int:
-        """The same without what is still queued."""
-        copies = len(self.copies) - self._copies[CodeState.QUEUED]
-        return self.spilling + self.cold + self.exact_parts * copies
+        """`reserved` without what is still queued."""
+        return self.reserved - self._nbytes[CodeState.QUEUED]
 
     @property
-    def copied(self) -> int:
-        """Cold blocks that have an exact copy."""
-        return self._copies[CodeState.COLD]
+    def cold_nbytes(self) -> int:
+        """Bytes of codes in the cold store."""
+        return self.stored - self._nbytes[CodeState.SPILLING]
 
     def get(self, key: bytes) -> Block | None:
         return self._blocks.get(key)
@@ -81,31 +75,12 @@ class BlockTable:
         """
         return bisect_left(range(len(keys)), True, key=lambda depth: keys[depth] not in self._blocks)
 
+    # -- who needs it ---------------------------------------------------------------------------------
+
     def pin(self, blocks: Iterable[Block], by: int) -> None:
         """Add to the pins of blocks, on which no total depends."""
         for block in blocks:
             block.pins += by
-
-    def mark_moved(self, block: Block, moved: bool) -> None:
-        """The codes left the fast tier, or are in it (again), or are gone."""
-        self.moved += (moved - block.moved) * self.room(block)
-        block.moved = moved
-
-    def room(self, block: Block) -> int:
-        """Blocks' room that its codes take, with an exact copy beside them if there is one."""
-        return 1 + self.exact_parts * block.exact
-
-    def mark_exact(self, block: Block, exact: bool) -> None:
-        """Room for an exact copy is taken, or given back; the block has codes, or will have."""
-        by = (exact - block.exact) * self.exact_parts
-        self.reserved_of[block.tenant] += by
-        self.moved += by * block.moved
-        self._copies[block.code] += exact - block.exact
-        block.exact = exact
-        if exact:
-            self.copies[block.key] = block
-        else:
-            self.copies.pop(block.key, None)
 
     def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
@@ -116,37 +91,70 @@ class BlockTable:
             self.hot += (block.hot > 0) - was_hot
             self.exposed += block.exposed - was_exposed
 
-    def change(
-        self,
-        block: Block,
-        *,
-        users: int = 0,
-        hot: int = 0,
-        running: int = 0,
-        code: CodeState | None = None,
-    ) -> None:
-        """Add to the block's counts, set the state of its codes, and keep the totals."""
-        was_hot, was_exposed = block.hot > 0, block.exposed
+    def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
+        """Add to the block's counts, and keep the totals."""
         block.users += users
-        block.hot += hot
-        block.running += running
-        if code is not None:
-            self.reserved_of[block.tenant] += (code is not CodeState.NONE) - block.reserves
-            was, block.code = block.code, code
-            self._codes[was] -= 1
-            self._codes[code] += 1
-            if block.moved:
-                self.mark_moved(block, False)
-            if block.exact:
-                self._copy_follows(block, was)
-        self.hot += (block.hot > 0) - was_hot
+        self.move((block,), hot=hot, running=running)
+        self._forget_if_unused(block)
+
+    # -- its codes ------------------------------------------------------------------------------------
+
+    def queue(self, block: Block, encoding: Encoding, tenant: str) -> None:
+        """The block is to be encoded, into so many bytes at most; codes that it has stay until they are replaced."""
+        old = block.encoding if block.code is CodeState.COLD else None
+        self._set(block, CodeState.QUEUED, encoding, old, tenant)
+
+    def begin(self, block: Block) -> None:
+        """A queued block is being encoded."""
+        self._set(block, CodeState.SPILLING, block.encoding, block.old)
+
+    def store(self, block: Block, encoding: Encoding, tenant: str | None = None) -> None:
+        """The codes are in the cold store, and this is what they take; older ones are replaced."""
+        self._set(block, CodeState.COLD, encoding, None, tenant)
+
+    def revert(self, block: Block) -> None:
+        """The block will not be encoded; codes that were to be replaced stay."""
+        if block.old is not None:
+            self._set(block, CodeState.COLD, block.old, None)
+        else:
+            self.forget(block)
+
+    def forget(self, block: Block) -> None:
+        """The block has no codes any more."""
+        self._set(block, CodeState.NONE, NO_CODES, None)
+
+    def mark_moved(self, block: Block, moved: bool) -> None:
+        """The codes left the fast tier, or are in it (again)."""
+        self.moved += (moved - block.moved) * block.encoding.nbytes
+        block.moved = moved
+
+    def _set(
+        self, block: Block, code: CodeState, encoding: Encoding, old: Encoding | None, tenant: str | None = None
+    ) -> None:
+        was_exposed = block.exposed
+        if block.moved:
+            self.mark_moved(block, False)
+        self._add(block, -1)
+        block.code, block.encoding, block.old = code, encoding, old
+        if tenant is not None:
+            block.tenant = tenant
+        self._add(block, +1)
         self.exposed += block.exposed - was_exposed
+        self._forget_if_unused(block)
+
+    def _add(self, block: Block, sign: int) -> None:
+        """Add a block with codes to the totals, or take it out."""
+        code = block.code
+        if code is CodeState.NONE:
+            return
+        nbytes, exact = block.encoding
+        self._count[code] += sign
+        self._nbytes[code] += sign * nbytes
+        self.exact += sign * (code is CodeState.COLD and exact > 0)
+        taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
+        self.reserved += taken
+        self.reserved_of[block.tenant] += taken
+
+    def _forget_if_unused(self, block: Block) -> None:
         if not (block.users or block.reserves):
             self._blocks.pop(block.key, None)
-
-    def _copy_follows(self, block: Block, was: CodeState) -> None:
-        """The codes beside which there is an exact copy changed their state; without them it is of no use."""
-        self._copies[was] -= 1
-        self._copies[block.code] += 1
-        if block.code is CodeState.NONE:
-            self.mark_exact(block, False)

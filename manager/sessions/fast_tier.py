@@ -1,6 +1,7 @@
 """Which codes leave a fast tier for the slower one behind it: GPU memory for RAM, RAM for Redis."""
 
 from collections.abc import Callable, Iterable, Mapping
+from typing import NamedTuple
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.place import Place
@@ -8,24 +9,26 @@ from manthan.manager.sessions.session import Block, CodeState, Session
 from manthan.policies import EvictionPolicy
 
 
+class Fast(NamedTuple):
+    """A fast tier: its bytes, and whether what is read from the slower one behind it comes back to it."""
+
+    nbytes: int
+    fills_on_read: bool
+
+
 class FastTier(Place):
     """Sessions with codes in the fast tier, in the policy's order.
 
-    The workers keep the tier; here it is only said which blocks are to go first when they need room in it, with their
-    exact copies if they have any.
-    capacity: in blocks. fills_on_read: whether codes that are read from the slower tier come back to this one.
+    The workers keep the tier; here it is only said which blocks are to go first when they need room in it.
     """
 
-    def __init__(
-        self, make_policy: Callable[[], EvictionPolicy], blocks: BlockTable, capacity: int, fills_on_read: bool
-    ) -> None:
+    def __init__(self, make_policy: Callable[[], EvictionPolicy], blocks: BlockTable, fast: Fast) -> None:
         super().__init__(make_policy)
-        self._blocks, self._capacity, self._fills_on_read = blocks, capacity, fills_on_read
+        self._blocks, self._fast = blocks, fast
 
     def choose(self, sessions: Mapping[str, Session]) -> list[bytes]:
         """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is."""
-        blocks = self._blocks
-        short = blocks.stored - blocks.moved - self._capacity
+        short = self._blocks.stored - self._blocks.moved - self._fast.nbytes
         chosen: list[bytes] = []
         if short > 0:
             for session_id in self.victims():
@@ -42,12 +45,12 @@ class FastTier(Place):
             if block.code is CodeState.COLD and not block.moved:
                 self._blocks.mark_moved(block, True)
                 chosen.append(block.key)
-                short -= self._blocks.room(block)
+                short -= block.encoding.nbytes
         return short
 
     def read(self, blocks: Iterable[Block]) -> None:
         """These codes were read."""
-        if self._fills_on_read:
+        if self._fast.fills_on_read:
             for block in blocks:
                 if block.moved:
                     self._blocks.mark_moved(block, False)

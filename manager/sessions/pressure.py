@@ -3,9 +3,7 @@
 from collections.abc import Iterator
 from typing import Protocol
 
-from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import CodeState
 
 IN_FLIGHT_SHARE = 4
 """A block under encoding is out of the pool's reach: at most one in so many blocks of the pool at a time."""
@@ -30,8 +28,8 @@ class Runway:
     many may have been taken that fewer are left than are asked for.
     """
 
-    def __init__(self, queue: FreeQueue, blocks: BlockTable, ahead: int) -> None:
-        self._queue, self._blocks, self._ahead = queue, blocks, ahead
+    def __init__(self, queue: FreeQueue, manager: SessionMemoryManager, ahead: int) -> None:
+        self._queue, self._manager, self._ahead = queue, manager, ahead
         self._left = 0
 
     def taken(self, at_most: int) -> None:
@@ -44,19 +42,16 @@ class Runway:
 
     def length(self, wanted: int) -> int:
         """Blocks before the first one worth keeping; only exact below `wanted`."""
-        if not (self._blocks.exposed or self._blocks.queued):
+        if not self._manager.at_risk:
             return len(self._queue)
         if self._left < wanted:
             self._left = self._walk(max(wanted, self._ahead))
         return self._left
 
     def _walk(self, limit: int) -> int:
-        find = self._blocks.get
+        is_at_risk = self._manager.is_at_risk
         for count, key in enumerate(self._queue.keys()):
-            if count == limit:
-                return count
-            block = None if key is None else find(key)
-            if block is not None and (block.exposed or block.code is CodeState.QUEUED):
+            if count == limit or (key is not None and is_at_risk(key)):
                 return count
         return len(self._queue)
 
@@ -71,13 +66,13 @@ class Pressure:
         self._manager = manager
         self.low, self._high = int(low * blocks), int(high * blocks)
         self.max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
-        self.runway = Runway(queue, manager.blocks, ahead=self._high)
+        self.runway = Runway(queue, manager, ahead=self._high)
         self._waiting_since: dict[str, float] = {}
 
     def relieve(self, now: float) -> None:
         """Below the low watermark, evict sessions until the high one is reached."""
         if self.runway.length(self.low) < self.low:
-            self._manager.relieve(self._high - self.runway.length(self._high) - self._on_their_way, now)
+            self._manager.relieve(self._high - self.runway.length(self._high) - self._manager.on_their_way, now)
 
     def must_wait(self, request_id: str, needed: int, now: float) -> bool:
         """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.
@@ -87,14 +82,10 @@ class Pressure:
         short = needed - self.runway.length(needed)
         if short <= 0:
             return False
-        self._manager.relieve(short - self._on_their_way, now)
+        self._manager.relieve(short - self._manager.on_their_way, now)
         waited = now - self._waiting_since.setdefault(request_id, now)
-        return self._on_their_way > 0 and waited < ADMISSION_WAIT_S
+        return self._manager.on_their_way > 0 and waited < ADMISSION_WAIT_S
 
     def admitted(self, request_id: str) -> None:
         """A request waits no longer, for whatever reason."""
         self._waiting_since.pop(request_id, None)
-
-    @property
-    def _on_their_way(self) -> int:
-        return self._manager.blocks.queued + self._manager.blocks.spilling

@@ -1,6 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
@@ -15,6 +15,9 @@ class SessionState(StrEnum):
     COLD = auto()
 
 
+HOT_STATES = (SessionState.HOT, SessionState.IDLE)
+
+
 class CodeState(StrEnum):
     """Where a block's codes are: nowhere, waiting to be encoded, being encoded, or in the cold store."""
 
@@ -24,6 +27,38 @@ class CodeState(StrEnum):
     COLD = auto()
 
 
+@dataclass(frozen=True, slots=True)
+class MemoryShape:
+    """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
+
+    bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
+    group: the KV cache group whose blocks make up the chains.
+    """
+
+    block_tokens: int
+    hot_nbytes: int
+    bounds: Mapping[int, int]
+    group: int = 0
+
+    @property
+    def cold_nbytes(self) -> int:
+        """The bound of a block without exact tokens."""
+        return self.bounds[0]
+
+
+class Encoding(NamedTuple):
+    """What a block's codes take, all ranks together, and how many of its first tokens they keep exact.
+
+    nbytes: an upper bound until every rank has told the real size.
+    """
+
+    nbytes: int = 0
+    exact: int = 0
+
+
+NO_CODES = Encoding()
+
+
 @dataclass(slots=True, eq=False)
 class Block:
     """One block key and who needs it. A key covers its prefix, so it has the same place in every chain."""
@@ -31,6 +66,10 @@ class Block:
     key: bytes
     depth: int
     code: CodeState = CodeState.NONE
+    encoding: Encoding = NO_CODES
+    """Of the codes that it has, or that it is about to get."""
+    old: Encoding | None = None
+    """Of codes that stay in the store until those that are being made replace them."""
     users: int = 0
     """Sessions whose chain holds it."""
     hot: int = 0
@@ -45,10 +84,8 @@ class Block:
     """Whose share of the cold store its codes count towards."""
     moved: bool = False
     """Whether its codes had to leave the fast tier."""
-    exact: bool = False
-    """Whether there is an exact copy beside its codes, or will be when they are made."""
     windows: int = 0
-    """Sessions that have it in their window."""
+    """Sessions that have it among their last tokens, which are kept exact."""
     waiters: "dict[Session, None]" = field(default_factory=dict)
     """EVICTING sessions that wait for its codes, in order of arrival."""
 
@@ -65,11 +102,6 @@ class Block:
     @property
     def droppable(self) -> bool:
         return self.code is CodeState.COLD and not self.pins
-
-    @property
-    def copy_droppable(self) -> bool:
-        """Whether there is an exact copy that nobody makes or reads right now."""
-        return self.exact and self.code is not CodeState.SPILLING and not self.pins
 
     @property
     def gone(self) -> bool:
@@ -102,6 +134,7 @@ class Session:
     """Places in the chain of its last tokens, when it was evicted last."""
     evict_began: float = 0.0
     evict_encoded: int = 0
+    evict_nbytes: int = 0
 
     # What policies are told; see SessionView.
     uses: int = 0
@@ -122,6 +155,28 @@ class Session:
     expected: float | None = None
 
 
+class SessionInfo(NamedTuple):
+    """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
+
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, of cold_nbytes.
+    """
+
+    session_id: str
+    tenant: str
+    state: str
+    tokens: int
+    blocks: int
+    hot_blocks: int
+    cold_blocks: int
+    cold_nbytes: int
+    created: float
+    last_used: float
+    requests: int
+    pinned: bool
+    priority: int
+    expected: float | None
+
+
 class Outcome(NamedTuple):
     """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty."""
 
@@ -138,12 +193,17 @@ class Prefetch(NamedTuple):
 
 
 class Eviction(NamedTuple):
-    """A session went cold. `encoded` of its `blocks` had no codes before, `exact` have copies; times in seconds."""
+    """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
+
+    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
+    """
 
     session_id: str
     blocks: int
     tokens: int
     encoded: int
+    encoded_nbytes: int
+    cold_nbytes: int
     idle_s: float
     took_s: float
     exact: int

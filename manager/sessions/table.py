@@ -2,32 +2,17 @@
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.chains import ChainIndex
 from manthan.manager.sessions.fast_tier import FastTier
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.remembered import Remembered
-from manthan.manager.sessions.session import Block, Session, SessionState
+from manthan.manager.sessions.session import HOT_STATES, Block, MemoryShape, Session, SessionState
 from manthan.policies import EvictionPolicy, SessionView
 
-_HOT_STATES = (SessionState.HOT, SessionState.IDLE)
 REMEMBERED = 1024
 """How many sessions without KV are remembered at least; as many as there are with KV otherwise."""
-
-
-@dataclass(frozen=True, slots=True)
-class MemoryShape:
-    """What a block is worth: its tokens, its bytes as bf16 and as codes (all ranks together).
-
-    exact_parts: an exact copy of it takes the room of so many encoded blocks; 0 where none are kept.
-    """
-
-    block_tokens: int
-    hot_nbytes: int
-    cold_nbytes: int
-    exact_parts: int = 0
 
 
 class SessionTable:
@@ -37,7 +22,7 @@ class SessionTable:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
-        self.blocks = BlockTable(shape.exact_parts)
+        self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()
@@ -79,7 +64,7 @@ class SessionTable:
         """Move a session to another state: its blocks' counts, the idle order and the places follow."""
         self.touch(session)
         old = session.state
-        hot = (state in _HOT_STATES) - (old in _HOT_STATES)
+        hot = (state in HOT_STATES) - (old in HOT_STATES)
         running = (state is SessionState.HOT) - (old is SessionState.HOT)
         if hot or running:
             self.blocks.move(session.chain, hot=hot, running=running)
@@ -124,7 +109,7 @@ class SessionTable:
         self.chains.remove(session)
         cut = session.chain[length:]
         del session.chain[length:]
-        hot, running = session.state in _HOT_STATES, session.state is SessionState.HOT
+        hot, running = session.state in HOT_STATES, session.state is SessionState.HOT
         for block in cut:
             self.blocks.change(block, users=-1, hot=-hot, running=-running)
         self.chains.add(session)

@@ -7,10 +7,12 @@ from dataclasses import dataclass, field
 from itertools import count
 from typing import Any
 
-from manthan.manager.sessions.pressure import ADMISSION_WAIT_S, Pressure
+from manthan.manager.driver import Driver
+from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.replay import PROGRESS_EVERY, Replay, Served, Setup
+from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup
 from manthan.manager.simulator.traces import TracedRequest
+from manthan.manager.work import LoadResult, SpillBlock, SpillResult
 
 A_MOMENT_S = 0.001
 
@@ -45,7 +47,8 @@ class _Request:
 class EngineReplay(Replay):
     """Requests arrive, wait, are restored, computed and answered; between any two of these events there is a step.
 
-    A request is let in when its prompt and its answer fit, and takes its blocks as they are needed.
+    A request is let in when its prompt and its answer fit, and takes its blocks as they are needed. The driver is that
+    of a real engine.
     """
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
@@ -57,14 +60,20 @@ class EngineReplay(Replay):
         self._events: list[tuple[float, int, Callable[[Any], None], Any]] = []
         self._order = count()
         self._pool = SimulatedPool(setup.hot_blocks)
-        self._pressure = Pressure(
-            self.manager, self._pool, setup.hot_blocks, low=setup.low_watermark, high=setup.high_watermark
+        self._counting = Counting(self.tally, self.manager)
+        self._driver: Driver[int] = Driver(
+            self.manager,
+            self._pool,
+            setup.hot_blocks,
+            low=setup.low_watermark,
+            high=setup.high_watermark,
+            observer=self._counting,
         )
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._prefilling = 0
         self._promised = 0  # blocks that those let in will yet take
-        self._held: dict[bytes, int] = {}  # being encoded
+        self._held: set[int] = set()  # being encoded
         self._encoded_until = 0.0
 
     def _size(self, request: TracedRequest) -> int:
@@ -74,7 +83,7 @@ class EngineReplay(Replay):
         if self.requests:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
-            due = self.manager.next_deadline
+            due = self._driver.next_deadline
             if due is not None and due < self._events[0][0]:
                 self.now = max(self.now, due)
             else:
@@ -96,7 +105,15 @@ class EngineReplay(Replay):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
         self.arrived(number)
         request = _Request(number, self.requests[number])
-        self.begin(request.name, request.traced, self.now)
+        traced = request.traced
+        self._driver.started(
+            request.name,
+            traced.keys[: traced.prompt_blocks],
+            traced.session,
+            self.now,
+            tokens=traced.input_tokens,
+            blocks=self.asked(traced),
+        )
         self._waiting.append(request)
 
     def _admit(self) -> None:
@@ -104,17 +121,17 @@ class EngineReplay(Replay):
         passed = []
         while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
             request = self._waiting[0]
-            usable = self.usable(request.traced)
-            hits = self._pool.hit(request.traced.keys[:usable])
-            needed = self.asked(request.traced) - len(hits)
-            if self._pressure.must_wait(request.name, needed, self.now):
+            keys = request.traced.keys[: self.usable(request.traced)]
+            hits, blocks = self._pool.hit(keys), self.asked(request.traced)
+            cold = self._driver.wanted(request.name, keys, len(hits), blocks, self.now)
+            if cold is None:
                 passed.append(self._waiting.popleft())
                 if not request.waited:
                     request.waited = True
                     self._at(self.now + ADMISSION_WAIT_S + A_MOMENT_S, self._look_again, None)
-            elif self._fits(request, hits, needed):
+            elif self._fits(request, hits, blocks - len(hits)):
                 self._waiting.popleft()
-                self._start(request, hits, usable)
+                self._start(request, hits, keys[len(hits) : len(hits) + cold])
             else:
                 break
         self._waiting.extendleft(reversed(passed))
@@ -127,31 +144,30 @@ class EngineReplay(Replay):
             return True
         if needed + sum(not users(block) for block in hits) > free:
             return False
-        held = set(self._held.values())
+        held = self._held
         revived = sum(users(block) == (block in held) for block in hits)
         later = sum(users(block) == 1 for block in held)
         return in_the_end - len(hits) + revived <= free + later
 
-    def _start(self, request: _Request, hits: list[int], usable: int) -> None:
+    def _start(self, request: _Request, hits: list[int], cold: Sequence[bytes]) -> None:
         hot, keys = len(hits), request.traced.keys
-        cold = keys[hot : hot + self.manager.match(keys[hot:usable])]
         self._pool.touch(hits)
-        self._pressure.runway.taken(hot)
-        self._pressure.admitted(request.name)
+        self._driver.admitted(request.name, keys, hot, self.usable(request.traced), taken=hot)
         request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
         self._promised += self._size(request.traced) - hot
         self._prefilling += 1
         self.tally.order.append(request.number)
         if cold:
             self._grow(request, hot + len(cold))
-            self.restoring(request.name, cold)
+            self._driver.restoring(request.name, cold, request.blocks[hot:])
+            self._counting.restoring(request.name, cold)
             seconds = self.cost.restore_s_per_token * len(cold) * self.setup.block_tokens
             self._at(self.now + seconds, self._restored, request)
         else:
             self._compute(request)
 
     def _restored(self, request: _Request) -> None:
-        self.manager.restore_finished(request.name)
+        self._driver.load_answered(LoadResult(request.name, (), 0, 0.0), self.now)
         self._key(request, len(request.blocks))
         self._compute(request)
 
@@ -191,7 +207,8 @@ class EngineReplay(Replay):
 
     def _finish(self, request: _Request) -> None:
         self._key(request, len(request.blocks))
-        self.end(request.name, request.traced, self.now)
+        traced = request.traced
+        self._driver.finished(request.name, traced.keys, self.now, traced.input_tokens + traced.output_tokens)
         self._pool.give_back(reversed(request.blocks))
 
     # -- blocks ---------------------------------------------------------------------------------------
@@ -203,13 +220,14 @@ class EngineReplay(Replay):
             return False
         request.blocks += self._pool.take(more)
         self._promised -= more
-        self._pressure.runway.taken(more)
+        self._driver.pressure.runway.taken(more)
         return True
 
     def _key(self, request: _Request, length: int) -> None:
         """The first `length` blocks are full; those whose key is known can be found from now on."""
         keys = request.traced.keys[request.keyed : length]
-        self._pool.cache(request.blocks[request.keyed : request.keyed + len(keys)], keys)
+        for block, key in zip(request.blocks[request.keyed : request.keyed + len(keys)], keys, strict=True):
+            self._pool.cache(block, key)
         request.keyed += len(keys)
 
     def _feed(self) -> None:
@@ -223,40 +241,22 @@ class EngineReplay(Replay):
     # -- a step ---------------------------------------------------------------------------------------
 
     def _step(self) -> None:
-        """What the scheduler half does, in its order."""
-        self.manager.sweep(self.now)
-        self._pressure.relieve(self.now)
-        if self.take_drops():
-            self._pressure.runway.forget()  # what was dropped may be hot
-        self._release()
-        self._hold_for_spills()
-        self.take_evictions()
+        work = self._driver.step(0, self.now)
+        self._counting.look_at_store()
+        if work.spills:
+            self._held.update(spill.block_id for spill in work.spills)
+            self.tally.note("spill", "", [spill.key for spill in work.spills])
+            seconds = self.cost.spill_s_per_token * len(work.spills) * self.setup.block_tokens
+            self._encoded_until = max(self.now, self._encoded_until) + seconds
+            self._at(self._encoded_until, self._encoded, work.spills)
+        if self._driver.has_orders:
+            self._at(self.now, self._look_again, None)
         self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
 
-    def _hold_for_spills(self) -> None:
-        held = []
-        for key in self.manager.take_spills(self._pressure.max_in_flight - len(self._held)):
-            block = self._pool.get(key)
-            if block is None:
-                self.manager.lost(key, self.now)
-                self._at(self.now, self._look_again, None)
-                continue
-            self._pool.touch([block])
-            self._held[key] = block
-            held.append(key)
-        if held:
-            self.tally.note("spill", "", held)
-            seconds = self.cost.spill_s_per_token * len(held) * self.setup.block_tokens
-            self._encoded_until = max(self.now, self._encoded_until) + seconds
-            self._at(self._encoded_until, self._encoded, held)
-
-    def _encoded(self, keys: Sequence[bytes]) -> None:
-        for key in keys:
-            self._pool.give_back([self._held.pop(key)])
-        self.spilled(keys, self.now)
-        self._release()
-        self.take_evictions()
-
-    def _release(self) -> None:
-        for key in self.manager.take_releases():
-            self._pool.release(key)
+    def _encoded(self, spills: Sequence[SpillBlock]) -> None:
+        self._counting.stored([spill.key for spill in spills])
+        for spill in spills:
+            self._held.discard(spill.block_id)
+            nbytes = self.manager.shape.cold_nbytes
+            self._driver.spill_answered(SpillResult(spill.key, spill.group, None, 0.0, nbytes), self.now)
+        self._driver.settle()

@@ -1,7 +1,7 @@
 """vLLM's KV pool without the KV: which block holds what, who uses it, and which is overwritten next."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 
 class SimulatedPool:
@@ -59,12 +59,15 @@ class SimulatedPool:
             self._users[block] = 1
         return blocks
 
-    def cache(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
-        """These blocks, which had no key, have one from now on."""
-        for block, key in zip(blocks, keys, strict=True):
-            self._key[block] = key
-            if self._cached.setdefault(key, block) != block:
-                self._copies.setdefault(key, []).append(block)
+    def cache(self, block: int, key: bytes, parent: bytes | None = None, depth: int = 0) -> None:
+        """A block, which had no key, has one from now on."""
+        self._key[block] = key
+        if self._cached.setdefault(key, block) != block:
+            self._copies.setdefault(key, []).append(block)
+
+    def block_id(self, block: int) -> int:
+        """Its number: here that is the block itself."""
+        return block
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""

@@ -6,8 +6,9 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from manthan.manager.config.model import ManthanConfig
+from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.sessions.session import Drop, Eviction, MemoryShape
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, TracedRequest
 from manthan.policies import EvictionPolicy, PolicyOptions
@@ -45,7 +46,7 @@ class Setup:
         shape = MemoryShape(
             block_tokens=self.block_tokens,
             hot_nbytes=round(self.cost.kv_bytes_per_token * self.block_tokens),
-            cold_nbytes=round(self.cost.code_bytes_per_token * self.block_tokens),
+            bounds={0: round(self.cost.code_bytes_per_token * self.block_tokens)},
         )
         return SessionMemoryManager(
             self.policy,
@@ -118,14 +119,6 @@ class Replay(ABC):
     def arrived(self, number: int) -> None:
         self.tally.measuring = number >= self.setup.first_measured
 
-    def begin(self, name: str, request: TracedRequest, now: float) -> None:
-        prompt = request.keys[: request.prompt_blocks]
-        self.manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens)
-
-    def end(self, name: str, request: TracedRequest, now: float) -> None:
-        tokens = request.input_tokens + request.output_tokens
-        self.manager.request_finished(name, request.keys, now, tokens=tokens)
-
     def asked(self, request: TracedRequest) -> int:
         return -(-request.input_tokens // self.setup.block_tokens)
 
@@ -133,40 +126,42 @@ class Replay(ABC):
         """How many of its blocks may be found: the last token of a prompt is always computed."""
         return min(request.prompt_blocks, (request.input_tokens - 1) // self.setup.block_tokens)
 
+
+class Counting(Observer):
+    """Counts what a replay's manager does."""
+
+    def __init__(self, tally: Tally, manager: SessionMemoryManager) -> None:
+        self._tally, self._manager = tally, manager
+
+    def dropped(self, drop: Drop) -> None:
+        self._tally.dropped += len(drop.keys) * self._tally.measuring
+        self._tally.note("drop", drop.cause, drop.keys)
+
+    def evicted(self, eviction: Eviction) -> None:
+        self._tally.evictions += self._tally.measuring
+        if self._tally.journal is not None:
+            session = self._manager.table.by_id.get(eviction.session_id)
+            self._tally.note("cold", eviction.session_id, [block.key for block in session.chain] if session else [])
+
     def restoring(self, who: str, keys: Sequence[bytes]) -> None:
-        self.manager.restore_started(who, keys)
-        self.tally.moved_in += len(keys) * self.tally.measuring
-        self.tally.note("restore", who, keys)
+        self._tally.moved_in += len(keys) * self._tally.measuring
+        self._tally.note("restore", who, keys)
 
-    def take_drops(self) -> bool:
-        """Carry out the manager's drops; whether there were any."""
-        drops = self.manager.take_drops()
-        self.tally.peak_cold = max(self.tally.peak_cold, self.manager.blocks.reserved)
-        for drop in drops:
-            self.tally.dropped += len(drop.keys) * self.tally.measuring
-            self.tally.note("drop", drop.cause, drop.keys)
-        return bool(drops)
-
-    def spilled(self, keys: Sequence[bytes], now: float) -> None:
-        """These blocks are encoded and stored."""
-        self.tally.moved_out += len(keys) * self.tally.measuring
+    def stored(self, keys: Sequence[bytes]) -> None:
+        self._tally.moved_out += len(keys) * self._tally.measuring
         if keys:
-            self.tally.note("stored", "", keys)
-        for key in keys:
-            self.manager.spilled(key, now)
+            self._tally.note("stored", "", keys)
 
-    def take_evictions(self) -> None:
-        for eviction in self.manager.take_evictions():
-            self.tally.evictions += self.tally.measuring
-            if self.tally.journal is not None:
-                session = self.manager.table.by_id.get(eviction.session_id)
-                self.tally.note("cold", eviction.session_id, [block.key for block in session.chain] if session else [])
+    def look_at_store(self) -> None:
+        """Before codes are dropped: the most that the cold store ever holds, or has promised."""
+        self._tally.peak_cold = max(self._tally.peak_cold, self._manager.cold_blocks)
 
 
 class OneCacheReplay(Replay):
     """No pool: each request is over before the next one comes, and its session goes cold at once."""
 
     def run(self, progress: Callable[[int], None]) -> None:
+        self._counting = Counting(self.tally, self.manager)
         for number, request in enumerate(self.requests):
             self.arrived(number)
             self._serve(number, request)
@@ -175,10 +170,12 @@ class OneCacheReplay(Replay):
 
     def _serve(self, number: int, request: TracedRequest) -> None:
         manager, now, name = self.manager, request.at, str(number)
-        self.begin(name, request, now)
+        prompt = request.keys[: request.prompt_blocks]
+        manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens)
         found = manager.match(request.keys[: self.usable(request)])
         if found:
-            self.restoring(name, request.keys[:found])
+            self._counting.restoring(name, request.keys[:found])
+            manager.restore_started(name, request.keys[:found])
             manager.restore_finished(name)
         cached = found * self.setup.block_tokens
         first_token_s = (
@@ -188,16 +185,21 @@ class OneCacheReplay(Replay):
         )
         self.tally.order.append(number)
         self.tally.served[number] = Served(self.asked(request), 0, found, first_token_s)
-        self.end(name, request, now)
+        manager.request_finished(name, request.keys, now, tokens=request.input_tokens + request.output_tokens)
         self._go_cold(now)
 
     def _go_cold(self, now: float) -> None:
-        manager = self.manager
+        manager, counting = self.manager, self._counting
         manager.sweep(now)
         while manager.has_work:
-            self.take_drops()
+            counting.look_at_store()
+            for drop in manager.take_drops():
+                counting.dropped(drop)
             manager.take_releases()
-            spills = manager.take_spills(manager.total_blocks)
-            self.tally.note("spill", "", spills)
-            self.spilled(spills, now)
-        self.take_evictions()
+            keys = [order.key for order in manager.take_spills(self.setup.cold_blocks)]
+            self.tally.note("spill", "", keys)
+            counting.stored(keys)
+            for key in keys:
+                manager.spilled(key, manager.shape.cold_nbytes, now)
+        for eviction in manager.take_evictions():
+            counting.evicted(eviction)

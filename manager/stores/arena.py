@@ -13,12 +13,10 @@ from collections.abc import Iterable
 from itertools import pairwise
 from typing import NamedTuple
 
+from manthan.manager.integrity import IntegrityError
+
 GRANULE = 256
 """All extents begin and end at multiples of this, in bytes."""
-
-
-class IntegrityError(AssertionError):
-    """Books that do not agree with themselves; says in one sentence what does not."""
 
 
 class Extent(NamedTuple):

@@ -4,21 +4,23 @@ A block's content is its key and the epoch in which it was computed; a reset beg
 """
 
 from collections import Counter, OrderedDict
+from collections.abc import Sequence
 from dataclasses import dataclass, field
+from zlib import crc32
 
 import numpy as np
 
-from manthan.manager.sessions.cold_side import Fast, Shares
+from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
-from manthan.manager.sessions.session import CodeState, DropCause
-from manthan.manager.sessions.shared import SharedSessionManager
-from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
+from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.policies import get_policy
 
-CODE_NBYTES = 32
-EXACT_PARTS = 2
-SINK_TOKENS, WINDOW_TOKENS = 10, 20  # one block, and two
+BOUNDS = {0: 1024, 10: 1536, 16: 2048}
+"""Of one rank's block, by how many of its tokens are kept exact: none, the first ten, all."""
+SINK_TOKENS, WINDOW_TOKENS = 10, 20  # ten of one block, and two blocks
 IDLE_AFTER_S = 10.0
 OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
 """Of policies that would not get to learn anything in a short test."""
@@ -29,17 +31,18 @@ def chain(text: str) -> list[bytes]:
     return [text[: i + 1].encode() for i in range(len(text))]
 
 
-def encoded(content: bytes) -> Buffer:
-    return np.frombuffer(content.ljust(CODE_NBYTES), np.uint8)
-
-
-def part_keys(key: bytes) -> list[bytes]:
-    """Where the parts of a block's exact copy lie."""
-    return [key + b"/%d" % part for part in range(EXACT_PARTS)]
+def encoded(content: bytes, rank: int, exact: int) -> Buffer:
+    """Codes of some size up to the bound, which is another for each content and rank."""
+    size = BOUNDS[exact] - crc32(content + bytes([rank])) % 900
+    return np.frombuffer(content.ljust(size), np.uint8)
 
 
 def decoded(buf: Buffer) -> bytes:
     return buf.tobytes().rstrip()
+
+
+def get(store: HostStore, key: bytes) -> Buffer | None:
+    return next(store.read(0, [key]))
 
 
 class Pool:
@@ -97,20 +100,22 @@ class Restore:
     request: Request
     keys: list[bytes]
     blocks: list[int]
-    exact: frozenset[bytes]
     orphan: bool = False
     """Whether the request has ended, or the cache was reset, meanwhile."""
 
 
 @dataclass
 class Spill:
-    key: bytes
+    order: SpillOrder
     block: int
     waiting: set[int]
     """Ranks that have not answered."""
-    exact: bool
     failed: bool = False
-    copied: bool = True
+    nbytes: int = 0
+
+    @property
+    def key(self) -> bytes:
+        return self.order.key
 
 
 class World:
@@ -123,11 +128,12 @@ class World:
         cold_blocks: int,
         policy: str = "lru",
         fast_blocks: int = 0,
-        copies: bool = False,
+        exact: bool = False,
+        shared: bool = False,
     ) -> None:
-        self.shape = MemoryShape(16, 500, CODE_NBYTES * ranks, EXACT_PARTS if copies else 0)
+        self.shape = MemoryShape(16, 500, {tokens: nbytes * ranks for tokens, nbytes in BOUNDS.items()})
         chosen = get_policy(policy)
-        self.manager = SharedSessionManager(
+        self.manager = SessionMemoryManager(
             chosen,
             self.shape,
             cold_blocks * self.shape.cold_nbytes,
@@ -136,10 +142,11 @@ class World:
             shares=Shares(pinned=0.5, tenants={"small": 0.5}),
             fast=Fast(fast_blocks * self.shape.cold_nbytes, True) if fast_blocks else None,
             prefetch_lead_s=1.0,
-            sink_tokens=SINK_TOKENS if copies else 0,
-            window_tokens=WINDOW_TOKENS if copies else 0,
+            sink_tokens=SINK_TOKENS if exact else 0,
+            window_tokens=WINDOW_TOKENS if exact else 0,
+            is_shared=shared,
         )
-        self.stores = [HostStore(cold_blocks * CODE_NBYTES) for _ in range(ranks)]
+        self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
         self.pool = Pool(pool_blocks)
         self.now = 0.0
         self.epoch = 0
@@ -178,7 +185,7 @@ class World:
         if cold:
             end = hot + cold
             keys = request.keys[hot:end]
-            request.restore = Restore(request, keys, request.blocks[hot:end], self.manager.copies.of(keys))
+            request.restore = Restore(request, keys, request.blocks[hot:end])
             self.manager.restore_started(request.request_id, keys)
             self.restores.append(request.restore)
         else:
@@ -190,13 +197,11 @@ class World:
             if self.pool.cached.setdefault(key, block) == block:
                 self.pool.content[block] = self.content(key)
 
-    def end_restore(self, restore: Restore, unreadable: set[int], spoiled: set[int] = frozenset()) -> None:
-        """The ranks have read and decoded the codes, and exact copies, but for those that were unreadable."""
+    def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
+        """The ranks have read and decoded the codes, but for those that were unreadable."""
         failed = []
-        if not restore.orphan:
-            assert all(map(self.copied_everywhere, restore.exact)), "a copy was dropped while it was read"
         for i, key in enumerate(restore.keys):
-            codes = [store.get([key])[0] for store in self.stores]
+            codes = [get(store, key) for store in self.stores]
             if not restore.orphan:
                 assert all(buf is not None for buf in codes), f"{key!r} was dropped while it was read"
                 assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key)}
@@ -204,8 +209,7 @@ class World:
                 failed.append(key)
         self.restores.remove(restore)
         self.unreadable.update(failed)
-        bad = [key for i, key in enumerate(restore.keys) if i in spoiled and key in restore.exact]
-        self.manager.restore_finished(restore.request.request_id, failed, bad)
+        self.manager.restore_finished(restore.request.request_id, failed)
         if restore.orphan:
             self.pool.give_back(restore.blocks)
         else:
@@ -249,13 +253,13 @@ class World:
             self.manager.relieve(relieve, self.now)
         self.drop()
         self.release()
-        for key in self.manager.take_spills(limit):
-            block = self.pool.cached.get(key)
+        for order in self.manager.take_spills(limit):
+            assert order.first_token == 16 * (len(order.key) - 1)
+            block = self.pool.cached.get(order.key)
             if block is None:
-                self.manager.lost(key, self.now)
+                self.manager.lost(order.key, self.now)
             else:
-                exact = key in self.manager.copies.of([key])
-                self.spills.append(Spill(key, self.pool.touch(block), set(range(len(self.stores))), exact))
+                self.spills.append(Spill(order, self.pool.touch(block), set(range(len(self.stores)))))
         for key in self.manager.take_moves():
             moved = self.manager.blocks.get(key)
             assert moved is not None
@@ -264,14 +268,11 @@ class World:
     def drop(self) -> None:
         if self.clear:
             for store in self.stores:
-                store.clear()
+                store.cleared("")
             self.clear = False
-        drops, copies = self.manager.take_drops(), self.manager.copies.take_drops()
-        for store in self.stores:
-            store.drop([part for key in copies for part in part_keys(key)])
-        for drop in drops:
+        for drop in self.manager.take_drops():
             for store in self.stores:
-                store.drop([*drop.keys, *(part for key in drop.keys for part in part_keys(key))])
+                store.drop(drop.group, drop.keys)
             if drop.cause is DropCause.BUDGET:
                 self.assert_given_up(drop.keys)
 
@@ -283,16 +284,14 @@ class World:
                 assert not block.hot
             self.pool.release(key)
 
-    def answer(self, spill: Spill, rank: int, ok: bool, copied: bool = True) -> None:
-        """One rank has encoded and stored a block, and its exact copy, or has failed to."""
+    def answer(self, spill: Spill, rank: int, ok: bool) -> None:
+        """One rank has encoded and stored a block, or has failed to."""
         spill.waiting.remove(rank)
         spill.failed |= not ok
-        spill.copied &= copied
         if ok:
-            parts = part_keys(spill.key) if spill.exact and copied else []
-            for key in (spill.key, *parts):
-                self.stores[rank].reserve(CODE_NBYTES)  # never refused: the manager asks for what fits
-                self.stores[rank].put(key, encoded(self.pool.content[spill.block]))
+            buf = encoded(self.pool.content[spill.block], rank, spill.order.exact)
+            assert self.stores[rank].put_all(0, {spill.key: buf}) == {}, "the manager asks for what fits"
+            spill.nbytes += self.stores[rank].room(buf.nbytes)
         if not spill.waiting:
             self.spills.remove(spill)
             self.pool.give_back([spill.block])
@@ -300,19 +299,15 @@ class World:
             if spill.failed:
                 self.manager.spill_failed(spill.key, self.now)
             else:
-                self.manager.spilled(spill.key, self.now, spill.copied)
+                self.manager.spilled(spill.key, spill.nbytes, self.now)
             self.release()
 
-    def stored_everywhere(self, key: bytes, of: bytes | None = None) -> bool:
-        bufs = [store.get([key])[0] for store in self.stores]
-        return all(buf is not None and decoded(buf) == self.content(of or key) for buf in bufs)
+    def stored_everywhere(self, key: bytes) -> bool:
+        bufs = [get(store, key) for store in self.stores]
+        return all(buf is not None and decoded(buf) == self.content(key) for buf in bufs)
 
-    def copied_everywhere(self, key: bytes) -> bool:
-        return all(self.stored_everywhere(part, key) for part in part_keys(key))
-
-    def assert_given_up(self, keys: object) -> None:
+    def assert_given_up(self, keys: Sequence[bytes]) -> None:
         """Codes that the policy gave up were nobody's tail, or their bf16 is still in the pool's hands."""
-        assert isinstance(keys, list)
         for key in keys:
             block = self.manager.blocks.get(key)
             assert block is None or block.hot or not block.users, f"{key!r} is missed by a cold session"

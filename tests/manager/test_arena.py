@@ -8,7 +8,8 @@ from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from manthan.manager.stores.arena import GRANULE, Arena, Extent, IntegrityError, room, usable
+from manthan.manager.integrity import IntegrityError
+from manthan.manager.stores.arena import GRANULE, Arena, Extent, room, usable
 
 KB, MB = 1000, 1000 * 1000
 SIZES = [26 * KB, 26 * KB + 700, 98_560, 205 * KB, 410 * KB, 461 * KB, 1_024_160, 2_400_000]

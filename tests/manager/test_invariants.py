@@ -1,6 +1,6 @@
 """What must always hold, under random requests, hints, evictions, failures, restores and resets.
 
-On one rank and on two, without exact copies and with them, and under every policy.
+On one rank and on two, with codes of random sizes, without exact tokens and with them, and under every policy.
 """
 
 import pytest
@@ -15,12 +15,12 @@ class SessionsOnTwoRanks(Sessions):
     ranks = 2
 
 
-class SessionsWithCopies(Sessions):
-    copies = True
+class SessionsWithExactTokens(Sessions):
+    exact = True
     cold_blocks = 12
 
 
-class SessionsWithCopiesOnTwoRanks(SessionsWithCopies):
+class SessionsWithExactTokensOnTwoRanks(SessionsWithExactTokens):
     ranks = 2
 
 
@@ -28,15 +28,15 @@ TestOneRank = Sessions.TestCase
 TestOneRank.settings = PROFILE
 TestTwoRanks = SessionsOnTwoRanks.TestCase
 TestTwoRanks.settings = PROFILE
-TestCopies = SessionsWithCopies.TestCase
-TestCopies.settings = PROFILE
-TestCopiesOnTwoRanks = SessionsWithCopiesOnTwoRanks.TestCase
-TestCopiesOnTwoRanks.settings = PROFILE
+TestExactTokens = SessionsWithExactTokens.TestCase
+TestExactTokens.settings = PROFILE
+TestExactTokensOnTwoRanks = SessionsWithExactTokensOnTwoRanks.TestCase
+TestExactTokensOnTwoRanks.settings = PROFILE
 
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != Sessions.policy])
 def test_under_every_policy(name: str) -> None:
-    class SessionsOfPolicy(SessionsWithCopies):
+    class SessionsOfPolicy(SessionsWithExactTokens):
         policy = name
 
     run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=75))

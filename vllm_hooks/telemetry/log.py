@@ -1,4 +1,4 @@
-"""What the log says: what is on, once at start, who goes cold and returns; and what a block will weigh."""
+"""What the log says: what is on, once at start, who goes cold and returns."""
 
 import time
 from collections import Counter
@@ -7,20 +7,15 @@ from typing import TYPE_CHECKING
 from pydantic import ByteSize
 from vllm.logger import init_logger
 
-from manthan.codec import wire
-from manthan.codec.exact import exact_parts
-from manthan.manager.config.model import CodecConfig
-from manthan.manager.config.resolve import ConfigError, ManthanConfig
+from manthan.manager.config.model import ConfigError, ManthanConfig
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-    from manthan.manager.sessions.session import Eviction
-    from manthan.manager.sessions.table import MemoryShape
-    from manthan.vllm_hooks.messages import LoadResult
+    from manthan.manager.observer import Restored
+    from manthan.manager.sessions.session import Eviction, MemoryShape
 
 logger = init_logger("vllm.manthan")
 
@@ -33,37 +28,21 @@ def human_bytes(nbytes: int) -> str:
     return ByteSize(nbytes).human_readable()
 
 
-def encoded_block_nbytes(codec: str, spec: "FullAttentionSpec", layers: int) -> int:
-    """Bytes of one rank's encoded block, header included."""
-    return wire.block_nbytes(_header(codec, spec, layers))
-
-
-def parts_of_copy(codec: CodecConfig, spec: "FullAttentionSpec", layers: int) -> int:
-    """How many encoded blocks' room an exact copy of one rank's block takes; 0 where none are kept."""
-    return exact_parts(_header(codec.name, spec, layers), spec.dtype.itemsize) if codec.keeps_exact else 0
-
-
-def _header(codec: str, spec: "FullAttentionSpec", layers: int) -> wire.BlockHeader:
-    return wire.BlockHeader(
-        codec, b"", bytes(wire.FINGERPRINT_LEN), layers, spec.num_kv_heads, spec.block_size, spec.head_size
-    )
-
-
-def check_capacity(config: ManthanConfig, shape: "MemoryShape", blocks: int) -> None:
-    """Raise ConfigError if the cold store cannot hold a single block."""
-    if blocks < 1:
+def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
+    """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
+    if capacity < max(shape.bounds.values()):
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
-            f"({shape.block_tokens} tokens) takes {shape.cold_nbytes} bytes: give it room for many."
+            f"({shape.block_tokens} tokens) takes {max(shape.bounds.values())} bytes: give it room for many."
         )
 
 
 def announce(
-    vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", blocks: int, place: str = ""
+    vllm_config: "VllmConfig", config: ManthanConfig, shape: "MemoryShape", capacity: int, place: str = ""
 ) -> None:
     """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is.
 
-    place: the namespace of a store in Redis.
+    capacity: usable bytes of the cold store. place: the namespace of a store in Redis.
     """
     store, codec = config.cold_store, config.codec
     host_bytes = store.front_bytes or store.host_bytes
@@ -82,13 +61,13 @@ def announce(
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
         f" at {config.redis.url} as {place}" if place else "",
-        blocks * shape.block_tokens,
+        capacity // shape.cold_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
 
 
 def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
-    hot, cold = eviction.blocks * shape.hot_nbytes, eviction.blocks * shape.cold_nbytes
+    hot = eviction.blocks * shape.hot_nbytes
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
@@ -97,33 +76,25 @@ def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
         eviction.blocks,
         eviction.tokens,
         human_bytes(hot),
-        human_bytes(cold),
-        hot / cold,
+        human_bytes(eviction.cold_nbytes),
+        hot / eviction.cold_nbytes,
         eviction.encoded,
         eviction.took_s * 1e3,
-        f", {eviction.exact} kept exact" if eviction.exact else "",
+        f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
     )
 
 
-def tell_restore(
-    session_id: str,
-    blocks: int,
-    good: int,
-    block_tokens: int,
-    answers: "Iterable[LoadResult]",
-    failures: "Iterable[str]",
-    verb: str = "restored",
-) -> None:
-    """`good` of the `blocks` are hot again; the causes of what failed are those of vLLM's recomputing the rest."""
-    causes = ", ".join(sorted(set(failures)))
+def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
+    """What came back of a session; vLLM recomputes the rest."""
+    causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens) in %.0f ms%s",
-        session_id,
-        verb,
-        good,
-        blocks,
-        good * block_tokens,
-        max((answer.seconds for answer in answers), default=0.0) * 1e3,
+        restored.session_id,
+        "prefetched" if restored.is_prefetch else "restored",
+        restored.good,
+        restored.blocks,
+        restored.good * shape.block_tokens,
+        max((answer.seconds for answer in restored.answers), default=0.0) * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )
 

@@ -1,7 +1,7 @@
 """Metrics: collected by the scheduler half, carried in vLLM's stats, shown on /metrics as vllm:manthan_…"""
 
 from collections import Counter, defaultdict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import prometheus_client
@@ -10,11 +10,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
-from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import Drop, Eviction, Outcome, SessionState
-from manthan.manager.sessions.table import MemoryShape
-from manthan.vllm_hooks.messages import LoadResult, SpillResult
 
 _SECONDS = (
     0.0001,
@@ -47,11 +43,11 @@ class _Metric(NamedTuple):
 METRICS: dict[str, _Metric] = {
     "sessions": _Metric(prometheus_client.Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
     "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle."),
-    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes, and of exact copies, in the cold store."),
-    "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that have an exact copy beside their codes."),
+    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store."),
+    "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
-    "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of a block in the pool over its encoded bytes."),
+    "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
     "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
     "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
     "prefetches": _Metric(prometheus_client.Counter, "Sessions restored before their request came."),
@@ -111,56 +107,24 @@ class ManthanStats(KVConnectorStats):
 class StatsRecorder:
     """Counts what happens in the scheduler half until vLLM fetches it."""
 
-    def __init__(self, manager: SessionMemoryManager, shape: MemoryShape) -> None:
-        self._manager, self._shape = manager, shape
+    def __init__(self, manager: SessionMemoryManager) -> None:
+        self._manager = manager
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
         self._sent_gauges: dict[str, dict[str, float]] = {}
 
-    def evicted(self, eviction: Eviction) -> None:
-        self._counters["evictions"][""] += 1
-        self._observations["encode_bytes"].append(eviction.encoded * self._shape.cold_nbytes)
+    def count(self, name: str, by: int = 1, label: str = "") -> None:
+        """Add to a counter of METRICS."""
+        self._counters[name][label] += by
 
-    def spilled(self, answers: Sequence[SpillResult]) -> None:
-        self._counters["encoded_blocks"][""] += 1
-        self._observations["encode_seconds"].append(max(answer.seconds for answer in answers))
+    def count_all(self, name: str, labels: Iterable[str]) -> None:
+        """Add 1 to a counter for each label."""
+        self._counters[name].update(labels)
 
-    def spill_failed(self, causes: Iterable[str]) -> None:
-        self._counters["failures"].update(causes)
-
-    def copies_failed(self, causes: Iterable[str]) -> None:
-        """Exact copies that could not be stored or restored; their blocks have codes."""
-        self._counters["failures"].update(f"exact_{cause}" for cause in causes)
-
-    def restored(self, answers: Sequence[LoadResult], blocks: int, failures: Iterable[str]) -> None:
-        self._counters["restores"][""] += 1
-        self._counters["restored_blocks"][""] += blocks
-        self._counters["failures"].update(failures)
-        self._observations["restore_seconds"].append(max(answer.seconds for answer in answers))
-        self._observations["restore_bytes"].append(sum(answer.nbytes for answer in answers))
-
-    def prefetched(self, blocks: int, failures: Iterable[str]) -> None:
-        self._counters["prefetches"][""] += 1
-        self._counters["prefetched_blocks"][""] += blocks
-        self._counters["failures"].update(failures)
-
-    def prefetch_hit(self) -> None:
-        self._counters["prefetch_hits"][""] += 1
-
-    def looked_up(self, outcome: str) -> None:
-        self._counters["lookups"][outcome] += 1
-
-    def hinted(self, hints: Hints) -> None:
-        if hints.given:
-            self._counters["hints"].update(hints.given)
-
-    def answered(self, outcome: Outcome | None) -> None:
-        if outcome is not None and outcome.refused:
-            self._counters["pins_refused"][""] += 1
-
-    def dropped(self, drop: Drop) -> None:
-        self._counters["dropped_blocks"][str(drop.cause)] += len(drop.keys)
+    def observe(self, name: str, value: float) -> None:
+        """Add to a histogram of METRICS."""
+        self._observations[name].append(value)
 
     def take(self) -> ManthanStats | None:
         """What happened since the last call, or None if nothing did."""
@@ -177,17 +141,17 @@ class StatsRecorder:
         return ManthanStats(data=data)
 
     def _gauges(self) -> dict[str, dict[str, float]]:
-        manager, shape = self._manager, self._shape
+        usage, shape = self._manager.usage, self._manager.shape
+        hot_nbytes = usage.cold_blocks * shape.hot_nbytes
+        ratio = hot_nbytes / usage.cold_nbytes if usage.cold_nbytes else shape.hot_nbytes / shape.cold_nbytes
         return {
-            "sessions": {str(state): manager.table.states[state] for state in SessionState},
-            "hot_bytes": {"": manager.blocks.hot * shape.hot_nbytes},
-            "cold_bytes": {
-                "": (manager.blocks.cold + shape.exact_parts * manager.blocks.copied) * shape.cold_nbytes,
-            },
-            "exact_blocks": {"": manager.blocks.copied},
-            "cold_budget_bytes": {"": manager.capacity_blocks * shape.cold_nbytes},
+            "sessions": {str(state): count for state, count in usage.sessions.items()},
+            "hot_bytes": {"": usage.hot_blocks * shape.hot_nbytes},
+            "cold_bytes": {"": usage.cold_nbytes},
+            "exact_blocks": {"": usage.exact_blocks},
+            "cold_budget_bytes": {"": usage.budget_nbytes},
             "cold_store_up": {"": float(self.store_is_up)},
-            "compression_ratio": {"": round(shape.hot_nbytes / shape.cold_nbytes, 4)},
+            "compression_ratio": {"": round(ratio, 4)},
         }
 
 

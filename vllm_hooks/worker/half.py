@@ -6,8 +6,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec import get_codec, wire
-from manthan.codec.exact import exact_parts
+from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.stores.cold_store import ColdStore, HostStore
@@ -16,11 +15,10 @@ from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, full_attention_spec
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.block_codec import BlockCodec, Blocks, DeviceBlocks, HostBlocks
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory
 from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
-from manthan.vllm_hooks.worker.exact_blocks import ExactBlocks
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, block_shape, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import WorkerPath
 
@@ -39,58 +37,69 @@ class WorkerHalf:
         self._config = from_vllm_config(vllm_config)
         self._spec = full_attention_spec(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
+        self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        spec = self._spec
+        spec, config, parallel = self._spec, self._config, self._vllm_config.parallel_config
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
-        namespace = None
-        if self._config.cold_store.is_shared:
-            namespace = namespace_of(self._vllm_config, self._config, spec, len(layers))
-        name = namespace.name if namespace else ""
-        print_ = fingerprint(self._vllm_config, spec, self._config.codec.name, name)
-        header = wire.BlockHeader(self._config.codec.name, b"", print_, len(layers), *shape)
-        parts = exact_parts(header, layers[0].rows.itemsize) if self._config.codec.keeps_exact else 0
-        device = layers[0].rows.device
-        tier_bytes = TierBytes.of_a_rank(self._config.cold_store, self._vllm_config.parallel_config.world_size)
+        tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
+        name, store = "", None
+        if config.cold_store.is_shared:
+            namespace = namespace_of(self._vllm_config, config, spec, len(layers))
+            name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
+        mark = fingerprint(self._vllm_config, spec, config.codec.name, name)
+        block_format = BlockFormat(config.codec.name, block_shape(layers, shape), mark)
+        self.path = self._path(layers, shape, block_format, tier_bytes, store)
+
+    def _path(
+        self,
+        layers: list[Layer],
+        shape: tuple[int, int, int],
+        block_format: BlockFormat,
+        tier_bytes: TierBytes,
+        store: ColdStore | None,
+    ) -> WorkerPath:
+        """Where the codec runs, and on what: the only place where that is chosen.
+
+        On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
+        cache in its memory or a GPU's. store: None for one of this engine alone.
+        """
+        device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
-        if on_gpu and namespace is None:
-            codec = gpu_codec(self._config.codec.name, paged_layout(layers, shape), header)
-            self.path = _gpu_path(codec, header, tier_bytes, parts)
-            return
+        if on_gpu and store is None:
+            return _gpu_path(paged_codec(paged_layout(layers, shape), block_format), tier_bytes, self._fails_whole)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        threads = self._config.encode_threads
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(gpu_codec(self._config.codec.name, paged_layout(layers, shape), header), header)
+            blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), block_format))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
+        elif device.type == "cpu":
+            blocks = CpuBlocks(HostMemory(layers, block_format.shape), block_format)
         else:
-            codec = get_codec(self._config.codec.name, spec.head_size, "numpy")
-            on_cpu = device.type == "cpu"
-            blocks = (
-                HostBlocks(codec, header, layers)
-                if on_cpu
-                else DeviceBlocks(codec, header, paged_layout(layers, shape))
-            )
-        store: ColdStore = HostStore(tier_bytes.host)
-        if namespace is not None:
-            parallel = self._vllm_config.parallel_config
-            store = make_store(self._config, namespace, parallel.rank, parallel.world_size, blocks.nbytes)
-        copies = ExactBlocks(blocks, parts) if parts and isinstance(blocks, BlockCodec) else None
-        self.path = HostPath(blocks, store, threads, device, copies)
+            blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), block_format)
+        by_group = {block_format.group: blocks}
+        return HostPath(by_group, store or HostStore(tier_bytes.host), threads, device, self._fails_whole)
 
-    def submit(self, metadata: ManthanMetadata) -> None:
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
-            self.path.submit(metadata)
+            self.path.submit_loads(metadata)
+
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        if self.path is not None:
+            self.path.submit_spills(metadata)
 
     def take_finished_loads(self) -> set[str]:
         return self.path.take_finished_loads() if self.path else set()
+
+    def take_failed_loads(self) -> set[str]:
+        return self.path.take_failed_loads() if self.path else set()
 
     def take_failed_blocks(self) -> set[int]:
         return self.path.take_failed_blocks() if self.path else set()
@@ -119,29 +128,28 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def gpu_codec(name: str, layout: PagedLayout, header: wire.BlockHeader) -> PagedCodec:
-    """The paged codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled."""
+def paged_codec(layout: PagedLayout, block_format: BlockFormat) -> PagedCodec:
+    """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
-    if name not in SPECS:
-        raise UnsupportedError(f"codec {name} has no GPU version: use {', '.join(SPECS)}, or backend numpy.")
+    if block_format.codec not in SPECS:
+        raise UnsupportedError(
+            f"codec {block_format.codec} has no GPU version: use {', '.join(SPECS)}, or backend numpy."
+        )
     try:
-        return CudaPagedCodec(SPECS[name], layout, header)
+        return CudaPagedCodec(layout, block_format)
     except CompileError as error:
         logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
-        return TorchPagedCodec(SPECS[name], layout, header)
+        return TorchPagedCodec(layout, block_format)
 
 
-def _gpu_path(codec: PagedCodec, header: wire.BlockHeader, tier_bytes: TierBytes, parts: int) -> WorkerPath:
-    """parts: of an exact copy; 0 if there are to be none."""
-    from manthan.vllm_hooks.worker.exact_gpu_path import ExactGpuPath
+def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool) -> WorkerPath:
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
     device = codec.layout.caches[0].device
-    on_device = Tier.on_device(tier_bytes.device, codec.nbytes, device) if tier_bytes.device else None
-    on_host = Tier.pinned(tier_bytes.host, codec.nbytes) if tier_bytes.host else None
-    tiers = Tiers(on_device, on_host)
-    return ExactGpuPath(codec, header, tiers, parts) if parts else GpuPath(codec, header, tiers)
+    on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
+    on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
+    return GpuPath(codec, Tiers(on_device, on_host), fails_whole)

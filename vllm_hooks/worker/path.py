@@ -10,29 +10,46 @@ class WorkerPath(ABC):
     """Takes a step's metadata, works in the background, and reports what has ended.
 
     The scheduler half holds a reference on every block that is named here until it is answered for, so no block is
-    written to by anybody else meanwhile.
+    written to by anybody else meanwhile. The caller is the model's thread: nothing here waits or raises.
+
+    fails_whole: a load of which anything fails has failed as a whole; otherwise only its blocks from the first one on
+    that failed.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, fails_whole: bool = False) -> None:
+        self.fails_whole = fails_whole
         self._lock = threading.Lock()
         self._report = ManthanWorkerMetadata()
         self._finished_loads: set[str] = set()
+        self._failed_loads: set[str] = set()
         self._failed_blocks: set[int] = set()
 
     @abstractmethod
-    def submit(self, metadata: ManthanMetadata) -> None:
-        """Begin what a step's metadata asks for; the caller is the model's thread and must not wait."""
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
+        """Begin all that a step's metadata asks for but spills."""
+
+    @abstractmethod
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        """Begin the spills, once what the model computes in this step was begun: they come after it."""
 
     @abstractmethod
     def shutdown(self) -> None:
         """Wait for what is under way and let go of threads and memory."""
 
     def take_finished_loads(self) -> set[str]:
+        """The requests whose load has ended, in whatever way."""
         with self._lock:
             taken, self._finished_loads = self._finished_loads, set()
             return taken
 
+    def take_failed_loads(self) -> set[str]:
+        """Those of which vLLM may use nothing."""
+        with self._lock:
+            taken, self._failed_loads = self._failed_loads, set()
+            return taken
+
     def take_failed_blocks(self) -> set[int]:
+        """The blocks that vLLM may not use; those of loads that failed whole are not among them."""
         with self._lock:
             taken, self._failed_blocks = self._failed_blocks, set()
             return taken
@@ -47,9 +64,13 @@ class WorkerPath(ABC):
             self._report.spills += results
 
     def _finished(self, load: Load, good: int) -> None:
-        """vLLM may use the first so many blocks of a request's load; the others failed."""
+        """vLLM may use the first so many blocks of a request's load, counted through its parts; the others failed."""
+        bad = [block_id for part in load.parts for block_id in part.block_ids][good:]
         with self._lock:
-            self._failed_blocks.update(load.block_ids[good:])
+            if bad and self.fails_whole:
+                self._failed_loads.add(load.request_id)
+            else:
+                self._failed_blocks.update(bad)
             self._finished_loads.add(load.request_id)
 
     def _loaded(self, result: LoadResult) -> None:

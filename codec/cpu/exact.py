@@ -1,0 +1,30 @@
+"""The codec that changes nothing: a section's numbers as the cache has them, bit for bit."""
+
+import math
+
+from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec
+from manthan.codec.errors import SizeError
+
+EXACT = "exact"
+
+
+class ExactSections(SectionCodec):
+    """Any numbers will do, also those that are not finite."""
+
+    name = EXACT
+
+    def max_nbytes(self, section: Section) -> int:
+        return math.prod(section.shape) * section.dtype.numpy.itemsize
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        nbytes = self.max_nbytes(section)
+        out[:nbytes].view(x.dtype).reshape(section.shape)[...] = x
+        return nbytes
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        """A view of the codes."""
+        nbytes = self.max_nbytes(section)
+        if codes.size != nbytes:
+            raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name}: {nbytes} are.")
+        numbers: Numbers = codes.view(section.dtype.numpy).reshape(section.shape)
+        return numbers

@@ -1,0 +1,312 @@
+"""The serving loop: requests and answers in, orders out. It drives the manager over a KV pool, real or simulated.
+
+    request comes      started -> wanted (how much can be restored?) -> admitted -> restoring -> ... -> finished
+    each step          step: sweep, relieve, drop, release, hold blocks to be encoded, prefetch
+    each answer        spill_answered, load_answered, once for each rank
+
+Like the manager it waits for nobody, and reads no clock.
+"""
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Generic, NamedTuple
+
+from manthan.manager.directory_link import DirectoryLink
+from manthan.manager.observer import Observer, Restored
+from manthan.manager.pool import B, Pool
+from manthan.manager.prefetcher import Prefetcher
+from manthan.manager.sessions.hints import NO_HINTS, Hints
+from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
+from manthan.manager.sessions.pressure import Pressure
+from manthan.manager.sessions.session import Outcome
+from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+
+
+@dataclass
+class Restore:
+    """A restore under way: which session, which load, and what the ranks have answered."""
+
+    session_id: str
+    load: Load
+    answers: list[LoadResult] = field(default_factory=list)
+
+
+class Held(NamedTuple, Generic[B]):
+    """A block that is referenced until it is encoded."""
+
+    order: SpillOrder
+    block: B
+
+
+@dataclass
+class Work:
+    """What is to be done now, in this order."""
+
+    drops: Sequence[GroupKeys]
+    go_first: Sequence[GroupKeys]
+    spills: Sequence[SpillBlock]
+    loads: Sequence[Load]
+
+
+class Driver(Generic[B]):
+    """One engine's loop.
+
+    ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
+    directory: keeps the books of a cold store that others use as well; None for one of this engine alone.
+    """
+
+    def __init__(
+        self,
+        manager: SessionMemoryManager,
+        pool: Pool[B],
+        blocks: int,
+        low: float,
+        high: float,
+        ranks: int = 1,
+        observer: Observer | None = None,
+        directory: DirectoryLink | None = None,
+    ) -> None:
+        self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
+        self._observer = observer or Observer()
+        self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
+        self.prefetcher: Prefetcher[B] = Prefetcher(
+            manager, pool, self.pressure.runway, ranks, self.pressure.low, self._observer
+        )
+        self._group = manager.shape.group
+        self._session_of: dict[str, str] = {}  # by request id
+        self._held: dict[bytes, Held[B]] = {}
+        self._granted: list[bytes] = []
+        self._answers: dict[bytes, list[SpillResult]] = {}
+        self._restores: dict[str, Restore] = {}
+        self._loads: list[Load] = []
+        self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def started(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        asked_id: str | None,
+        now: float,
+        *,
+        tokens: int,
+        blocks: int,
+        hints: Hints = NO_HINTS,
+        tenant: str = "",
+    ) -> None:
+        """A request came, with a prompt of so many tokens; it will take so many blocks."""
+        self._session_of[request_id] = self.manager.request_started(
+            request_id, keys, asked_id, now, tokens=tokens, hints=hints, tenant=tenant
+        )
+        self.prefetcher.waits(request_id, blocks)
+        if self._directory is not None:
+            self._directory.look_up(request_id, keys[: self.usable(tokens)], now)
+
+    def usable(self, tokens: int) -> int:
+        """How many blocks of a prompt may come from elsewhere: the last token is always computed."""
+        return (tokens - 1) // self.manager.shape.block_tokens
+
+    def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
+        """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
+
+        keys: of those that may come from elsewhere. hot: how many are in the pool. blocks: what it needs in all.
+        """
+        self.hear(now)
+        self.prefetcher.waits(request_id, blocks)
+        if self.pressure.must_wait(request_id, blocks - hot, now):
+            return None
+        if request_id in self._restores:  # an earlier load for it, before it was preempted, is not settled
+            return None
+        if self._directory is not None and self._directory.awaits(request_id, now):
+            return None
+        if request_id in self._unserved:
+            return 0
+        cold = keys[hot:]
+        if cold and self.prefetcher.is_loading(cold[0]):
+            return None
+        return self.manager.match(cold)
+
+    def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
+        """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
+        self.pressure.runway.taken(taken)
+        self.pressure.admitted(request_id)
+        self.prefetcher.admitted(request_id, keys, hot, usable)
+
+    def restoring(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
+        """Codes of these keys are to be decoded into these blocks of the request."""
+        load = Load(request_id, (GroupBlocks(self._group, keys, block_ids),))
+        self.manager.restore_started(request_id, keys)
+        self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
+        self._loads.append(load)
+
+    def finished(self, request_id: str, keys: Sequence[bytes], now: float, tokens: int) -> Outcome | None:
+        """A request ended, with KV computed for these blocks; tokens: of prompt and answer."""
+        self._session_of.pop(request_id, None)
+        self._unserved.discard(request_id)
+        self.pressure.admitted(request_id)
+        self.prefetcher.forget(request_id)
+        if self._directory is not None:
+            self._directory.forget(request_id)
+        return self.manager.request_finished(request_id, keys, now, tokens=tokens)
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self, taken: int, now: float) -> Work:
+        """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
+        self.manager.sweep(now)
+        self.pressure.runway.taken(taken)
+        self.pressure.relieve(now)
+        drops = self.manager.take_drops()
+        for drop in drops:
+            self._observer.dropped(drop)
+            self.pressure.runway.forget()  # what was dropped may be hot
+        self._release()
+        if self._directory is not None:
+            self._directory.tell(drops, now)  # before room is asked for, which it may make
+        self._hold(now)
+        self.hear(now)
+        self._loads += self.prefetcher.step(now)
+        moves = self.manager.take_moves()
+        work = Work(
+            drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
+            go_first=[GroupKeys(self._group, moves)] if moves else (),
+            spills=[self._spill(self._held[key]) for key in self._granted],
+            loads=self._loads,
+        )
+        self._granted, self._loads = [], []
+        self._tell_evictions()
+        return work
+
+    def _spill(self, held: Held[B]) -> SpillBlock:
+        order = held.order
+        return SpillBlock(order.key, self._group, self._pool.block_id(held.block), order.first_token, order.exact)
+
+    def _hold(self, now: float) -> None:
+        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room."""
+        held = []
+        for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
+            block = self._pool.get(order.key)
+            if block is None:
+                self.manager.lost(order.key, now)
+                continue
+            self._pool.touch([block])
+            self._held[order.key] = Held(order, block)
+            held.append(order)
+        if self._directory is None:
+            self._granted += [order.key for order in held]  # the manager's own count is all that there is to know
+        else:
+            self._directory.reserve(held)
+
+    def hear(self, now: float) -> None:
+        """What the store's directory says of blocks that wait for room, and of all else."""
+        if self._directory is None:
+            return
+        answers = self._directory.hear(now)
+        self._observer.store_answers(self._directory.is_up)
+        self._granted += answers.granted
+        for key, nbytes in answers.stored:
+            self._let_go(key)
+            self.manager.spilled(key, nbytes, now)
+        for key, cause in answers.refused:
+            self._refuse(key, {cause}, now)
+
+    # -- answers --------------------------------------------------------------------------------------
+
+    def spill_answered(self, answer: SpillResult, now: float) -> None:
+        """A rank has encoded a block and stored it, or has not; it is settled when every rank has answered."""
+        answers = self._answers.setdefault(answer.key, [])
+        answers.append(answer)
+        if len(answers) < self._ranks:
+            return
+        del self._answers[answer.key]
+        if causes := {one.cause for one in answers if one.cause is not None}:
+            self._refuse(answer.key, causes, now)
+            return
+        self._let_go(answer.key)
+        self._observer.spilled(answers)
+        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now)
+
+    def load_answered(self, answer: LoadResult, now: float) -> None:
+        """A rank has decoded what was asked for, or not all of it; likewise."""
+        if answer.is_prefetch:
+            self.prefetcher.answered(answer, now)
+            return
+        restore = self._restores[answer.request_id]
+        restore.answers.append(answer)
+        if len(restore.answers) == self._ranks:
+            del self._restores[answer.request_id]
+            self._settle(restore)
+
+    def settle(self) -> None:
+        """The step's answers are all told: release what is not needed any more, say what has gone cold."""
+        self._release()
+        self._tell_evictions()
+
+    def _settle(self, restore: Restore) -> None:
+        failed = {block.key: block.cause for answer in restore.answers for block in answer.failed}
+        bad = [key for key, cause in failed.items() if cause != STORE_DOWN]
+        if len(bad) < len(failed):
+            self._unserved.add(restore.load.request_id)
+        self.manager.restore_finished(restore.load.request_id, bad)
+        good = good_blocks(restore.load, failed)
+        causes = list(failed.values())
+        self._observer.restored(Restored(restore.session_id, restore.load.blocks, good, restore.answers, causes))
+
+    def _refuse(self, key: bytes, causes: set[str], now: float) -> None:
+        self._let_go(key)
+        self._observer.not_spilled(causes)
+        self.manager.spill_failed(key, now)
+
+    def _let_go(self, key: bytes) -> None:
+        self._pool.give_back([self._held.pop(key).block])
+
+    def _release(self) -> None:
+        for key in self.manager.take_releases():
+            self._pool.release(key)
+
+    def _tell_evictions(self) -> None:
+        for eviction in self.manager.take_evictions():
+            self._observer.evicted(eviction)
+
+    # -- the rest -------------------------------------------------------------------------------------
+
+    def reset(self, now: float) -> str:
+        """The KV is void, hot and cold. Returns where codes are kept from now on, as stores understand it."""
+        self.manager.reset()
+        self.prefetcher.reset()
+        place = "" if self._directory is None else self._directory.reset()
+        granted, self._granted = self._granted, []
+        for key in granted:
+            self._refuse(key, {"reset"}, now)
+        return place
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step is of use although no request asks for one."""
+        waits = self.prefetcher.is_busy or (self._directory is not None and self._directory.has_answers)
+        return self.manager.has_work or bool(self._granted) or waits
+
+    @property
+    def has_orders(self) -> bool:
+        """Whether another step would have something to order at once."""
+        may_encode = self.manager.blocks.queued > 0 and len(self._held) < self.pressure.max_in_flight
+        return may_encode or self.manager.has_orders
+
+    @property
+    def holds_blocks(self) -> bool:
+        """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
+        return bool(self._held) or self.prefetcher.is_busy
+
+    @property
+    def next_deadline(self) -> float | None:
+        """When a step is due at the latest, if anything is."""
+        deadlines = (self.manager.next_deadline, self.prefetcher.deadline)
+        return min((when for when in deadlines if when is not None), default=None)
+
+
+def good_blocks(load: Load, failed: Iterable[bytes]) -> int:
+    """How many blocks of a load are good before the first that is not."""
+    bad = set(failed)
+    keys = [key for part in load.parts for key in part.keys]
+    return next((i for i, key in enumerate(keys) if key in bad), len(keys))

@@ -1,0 +1,36 @@
+"""A KV pool as it is driven: vLLM's block pool, or the simulator's."""
+
+from collections.abc import Sequence
+from typing import Protocol, TypeVar
+
+from manthan.manager.sessions.pressure import FreeQueue
+
+B = TypeVar("B")
+
+
+class Pool(FreeQueue, Protocol[B]):
+    """Blocks of one KV cache group. `B` is the pool's own handle of a block.
+
+    A free block still holds what its key says until it is taken, from the head of the queue.
+    """
+
+    def get(self, key: bytes) -> B | None:
+        """A block that holds this."""
+
+    def block_id(self, block: B) -> int:
+        """Its number in the paged cache."""
+
+    def touch(self, blocks: Sequence[B]) -> None:
+        """One more user for each; nobody overwrites a block with users."""
+
+    def take(self, count: int) -> list[B]:
+        """The first so many free blocks, for one user; what they held is lost."""
+
+    def cache(self, block: B, key: bytes, parent: bytes | None, depth: int) -> None:
+        """A block, the one at `depth` of its chain, holds this from now on; `parent` is the key before it."""
+
+    def give_back(self, blocks: Sequence[B]) -> None:
+        """One user less for each; the first of those that are free then is overwritten first."""
+
+    def release(self, key: bytes) -> None:
+        """Blocks with this key that nobody uses hold nothing any more, and are overwritten next."""

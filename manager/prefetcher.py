@@ -1,0 +1,211 @@
+"""Sessions that are expected are restored before their request: room, blocks, loads, and the pool's prefix cache."""
+
+from collections.abc import Container, Sequence
+from dataclasses import dataclass, field
+from itertools import islice, takewhile
+from typing import Generic, NamedTuple
+
+from manthan.manager.observer import Observer, Restored
+from manthan.manager.pool import B, Pool
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.pressure import Runway
+from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult
+
+RETRY_S = 0.1
+"""How soon room is looked for again where there was none: every look walks the free queue."""
+
+
+@dataclass
+class UnderWay(Generic[B]):
+    """A prefetch: the session's chain, a block for each of its keys, and what of it is being loaded.
+
+    All blocks are referenced, those that were hot as well. is_stale: the KV is void since it began.
+    """
+
+    session_id: str
+    blocks: dict[bytes, B]
+    load: Load
+    loading: frozenset[bytes]
+    answers: list[LoadResult] = field(default_factory=list)
+    is_stale: bool = False
+
+
+class Ready(NamedTuple):
+    """A session that was prefetched and that no request has used since."""
+
+    session_id: str
+    chain: Sequence[bytes]
+
+
+class Prefetcher(Generic[B]):
+    """One session at a time, so that whoever comes meanwhile waits for no other's.
+
+    ranks: how many answer each load. spare: blocks of the pool that are left to requests whatever comes.
+    """
+
+    def __init__(
+        self,
+        manager: SessionMemoryManager,
+        pool: Pool[B],
+        runway: Runway,
+        ranks: int,
+        spare: int,
+        observer: Observer,
+    ) -> None:
+        self._manager, self._pool, self._runway, self._observer = manager, pool, runway, observer
+        self._ranks, self._spare = ranks, spare
+        self._under_way: UnderWay[B] | None = None
+        self._count = 0
+        self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
+        self._ready: dict[bytes, Ready] = {}  # by the first key that was loaded
+        self._look_after = 0.0
+        self._must_look = False
+
+    # -- requests -------------------------------------------------------------------------------------
+
+    def waits(self, request_id: str, blocks: int) -> None:
+        """A request is waiting for so many blocks."""
+        self._waiting[request_id] = blocks
+
+    def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int) -> None:
+        """A request got its blocks, of which so many were hot; `usable` could have been."""
+        self.forget(request_id)
+        first = next((key for key in reversed(keys[:hot]) if key in self._ready), None) if self._ready else None
+        if first is None:
+            return
+        pairs = zip(self._ready.pop(first).chain, keys, strict=False)
+        common = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], pairs))
+        if hot >= min(common, usable):
+            self._observer.prefetch_hit()
+
+    def forget(self, request_id: str) -> None:
+        """A request waits no longer."""
+        self._waiting.pop(request_id, None)
+
+    def is_loading(self, key: bytes) -> bool:
+        """Whether this block will be hot in a moment: a request that needs it should not restore it as well."""
+        under_way = self._under_way
+        return under_way is not None and not under_way.is_stale and key in under_way.loading
+
+    # -- a step ---------------------------------------------------------------------------------------
+
+    def step(self, now: float) -> list[Load]:
+        """What the workers are to load, if a session is due and there is room that nobody would miss."""
+        if self._under_way is not None:
+            return []
+        if now < self._look_after:
+            self._must_look = True
+            return []
+        self._must_look = False
+        wanted = self._manager.prefetch_blocks(now)
+        if not wanted:
+            return []
+        taken = self._manager.take_prefetches(self._room(wanted), now, limit=1)
+        if not taken:
+            self._look_after = now + RETRY_S
+            return []
+        self._under_way = self._begin(taken[0].session_id, taken[0].keys)
+        if not self._under_way.load.blocks:
+            self._settle(self._under_way, now)
+            return []
+        return [self._under_way.load]
+
+    def answered(self, answer: LoadResult, now: float) -> None:
+        """A rank is done with its load."""
+        under_way = self._under_way
+        assert under_way is not None
+        under_way.answers.append(answer)
+        if len(under_way.answers) == self._ranks:
+            self._settle(under_way, now)
+
+    def reset(self) -> None:
+        """The KV is void. What is being loaded is not entered into the prefix cache."""
+        self._ready.clear()
+        if self._under_way is not None:
+            self._under_way.is_stale = True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether an answer is outstanding, with which blocks come free."""
+        return self._under_way is not None
+
+    @property
+    def deadline(self) -> float | None:
+        """When to look for room again, if something may have changed since the last look."""
+        return self._look_after if self._must_look else None
+
+    # -- blocks ---------------------------------------------------------------------------------------
+
+    def _room(self, wanted: int) -> int:
+        """How many blocks at the head of the free queue nobody would miss, up to so many.
+
+        Not counted are those that are left to requests, those that waiting requests need, and whatever comes after a
+        block of a session that is hot: prefetching evicts nobody, whether there are codes or not.
+        """
+        left = self._spare + sum(self._waiting.values())
+        wanted = min(wanted, len(self._pool) - left)
+        if wanted <= 0:
+            return 0
+        ahead = islice(self._pool.keys(), left + wanted)
+        is_missed = self._manager.is_missed
+        return max(0, sum(1 for _ in takewhile(lambda key: key is None or not is_missed(key), ahead)) - left)
+
+    def _begin(self, session_id: str, chain: Sequence[bytes]) -> UnderWay[B]:
+        """Hold what of the chain is hot, and take blocks for the rest."""
+        hot = {}
+        for key in chain:
+            if (block := self._pool.get(key)) is not None:
+                self._pool.touch([block])
+                hot[key] = block
+        missing = [key for key in chain if key not in hot]
+        both = hot | dict(zip(missing, self._pool.take(len(missing)), strict=True))
+        self._runway.taken(len(chain))
+        self._count += 1
+        ids = [self._pool.block_id(both[key]) for key in missing]
+        part = GroupBlocks(self._manager.shape.group, missing, ids)
+        load = Load(f"prefetch-{self._count}", (part,), is_prefetch=True)
+        return UnderWay(session_id, {key: both[key] for key in chain}, load, frozenset(missing))
+
+    def _settle(self, ended: UnderWay[B], now: float) -> None:
+        """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
+        self._under_way = None
+        failed = {block.key: block.cause for answer in ended.answers for block in answer.failed}
+        if not ended.is_stale:
+            self._enter(ended, failed)
+        self._pool.give_back(list(reversed(ended.blocks.values())))  # tails are overwritten first
+        if ended.is_stale:
+            return
+        bad = [key for key, cause in failed.items() if cause != STORE_DOWN]
+        self._manager.prefetch_finished(ended.session_id, not failed, bad, now)
+        keys = [key for part in ended.load.parts for key in part.keys]
+        if keys and not failed:
+            self._ready = self._still_hot() | {keys[0]: Ready(ended.session_id, list(ended.blocks))}
+        good = next((i for i, key in enumerate(keys) if key in failed), len(keys))
+        self._observer.restored(
+            Restored(ended.session_id, len(keys), good, ended.answers, list(failed.values()), is_prefetch=True)
+        )
+
+    def _enter(self, ended: UnderWay[B], failed: Container[bytes]) -> None:
+        """Enter what was loaded into the prefix cache, up to the first that failed or that nobody wants any more.
+
+        vLLM does the same with a block that it has computed. Where somebody else has computed one meanwhile, the chain
+        goes on with that one, and ours is not entered beside it.
+        """
+        parent = None
+        for depth, (key, block) in enumerate(ended.blocks.items()):
+            if key in failed or not self._manager.is_used(key):
+                break
+            if key in ended.loading:
+                if (other := self._pool.get(key)) is not None:
+                    self._pool.touch([other])
+                    self._pool.give_back([block])
+                    ended.blocks[key] = other
+                else:
+                    self._pool.cache(block, key, parent, depth)
+            parent = key
+
+    # -- what came of it ------------------------------------------------------------------------------
+
+    def _still_hot(self) -> dict[bytes, Ready]:
+        """What was prefetched, but for sessions that have gone cold again."""
+        return {key: ready for key, ready in self._ready.items() if self._manager.is_hot(ready.session_id)}

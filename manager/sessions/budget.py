@@ -1,0 +1,153 @@
+"""What leaves the cold store to make room: the budget in bytes, shares of it, and the order of dropping."""
+
+from collections.abc import Callable, Mapping, Sequence
+from itertools import accumulate
+from typing import NamedTuple
+
+from manthan.manager.sessions.elsewhere import Elsewhere
+from manthan.manager.sessions.exact import ExactTokens
+from manthan.manager.sessions.place import Place
+from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.restores import Restores
+from manthan.manager.sessions.session import Block, DropCause, Session, SessionState
+from manthan.manager.sessions.table import SessionTable
+from manthan.policies import EvictionPolicy
+
+
+class Shares(NamedTuple):
+    """Of the cold store's budget, how much pinned sessions may take together, and each tenant; 1 for all of it."""
+
+    pinned: float = 0.25
+    tenant: float = 1.0
+    tenants: Mapping[str, float] = {}
+
+    def of_tenant(self, tenant: str) -> float:
+        """The share of one tenant; who is nobody's tenant has no quota of its own."""
+        return self.tenants.get(tenant, self.tenant if tenant else 1.0)
+
+
+class ColdBudget:
+    """Keeps the cold store within its bytes, which are hard: a block is ordered to be encoded only while it fits.
+
+    nbytes: of all engines together, where engines share the store; `elsewhere` is what others have of it.
+    """
+
+    def __init__(
+        self,
+        table: SessionTable,
+        pruning: Pruning,
+        restores: Restores,
+        exact: ExactTokens,
+        elsewhere: Elsewhere,
+        make_policy: Callable[[], EvictionPolicy],
+        nbytes: int,
+        shares: Shares,
+    ) -> None:
+        self._table, self._blocks, self._pruning, self._restores = table, table.blocks, pruning, restores
+        self._exact, self._elsewhere, self._make_policy = exact, elsewhere, make_policy
+        self.total, self.shares = nbytes, shares
+
+    @property
+    def nbytes(self) -> int:
+        """What this engine may have in the cold store."""
+        return max(0, self.total - self._elsewhere.nbytes)
+
+    @property
+    def free(self) -> int:
+        return self.nbytes - self._blocks.reserved
+
+    def left(self, tenant: str) -> int:
+        """How many bytes more a tenant's share allows; what there is in all for one without a quota."""
+        share = self.shares.of_tenant(tenant)
+        used = self._blocks.reserved_of[tenant] if share < 1 else 0
+        return int(share * self.nbytes) - used
+
+    def bound(self, block: Block) -> int:
+        """The most bytes that the block's codes would take."""
+        return self._table.shape.bounds[self._exact.wanted(block)]
+
+    def make_room(self, sizes: Sequence[int], session: Session) -> int:
+        """Drop codes until so much of the session fits, or all that is worth less than it is gone.
+
+        Returns how many of these sizes, from the first on, fit together. A tenant that has used up its share makes
+        room among its own.
+        """
+        wanted, tenant = sum(sizes), session.tenant
+        self._drop_redundant(wanted)
+        if self.shares.of_tenant(tenant) < 1:
+            self._drop_until(lambda: wanted - self.left(tenant), session, tenant)
+            wanted = max(0, min(wanted, self.left(tenant)))
+        self._drop_until(lambda: wanted - self.free, session)
+        fits = min(wanted, self.free)
+        return sum(1 for total in accumulate(sizes) if total <= fits)
+
+    def _drop_until(self, short: Callable[[], int], session: Session, tenant: str | None = None) -> None:
+        """Drop in the policy's order, of one tenant or of all, until nothing is short or it is the session's turn."""
+        if short() <= 0:
+            return
+        for victim in self._table.cold_victims(tenant):
+            if tenant is None:
+                self._elsewhere.make_room(victim.last_used, short)
+            if victim is session or short() <= 0:
+                break
+            self._drop_tail(victim, short())
+
+    def _drop_redundant(self, wanted: int) -> None:
+        """Codes that a running request has read, and that nobody else needs, go before any cold session."""
+        for session, blocks in self._restores.read_by_running():
+            while blocks and self.free < wanted and not session.pinned:
+                block = blocks.pop()
+                if block.users == 1 and block.running:
+                    self._pruning.drop([block], DropCause.BUDGET)
+                    self._table.touch(session)
+
+    def _drop_tail(self, victim: Session, short: int) -> None:
+        """Drop codes from the victim's tail until so many bytes more are free; its hot blocks it keeps."""
+        if victim.state is SessionState.COLD:
+            length, freed = len(victim.chain), 0
+            while length and freed < short and not victim.chain[length - 1].pins:
+                length -= 1
+                last = victim.chain[length]
+                freed += last.encoding.nbytes if last.users == 1 and last.droppable else 0
+            if length == 0:
+                self._table.leave_cold(victim, evicted=True)
+            if length < len(victim.chain):
+                self._pruning.cut(victim, length, DropCause.BUDGET)
+        elif victim.state is SessionState.IDLE:
+            codes = [b for b in reversed(victim.chain) if b.users == 1 and b.droppable]
+            before = accumulate((block.encoding.nbytes for block in codes), initial=0)
+            given = [block for block, freed in zip(codes, before, strict=False) if freed < short]
+            self._pruning.drop(given, DropCause.BUDGET)
+            self._table.touch(victim)
+            if len(given) == len(codes):
+                self._table.leave_cold(victim)  # until it is used or evicted: nobody need look at it again before
+
+    # -- shares ---------------------------------------------------------------------------------------
+
+    def enter_tenant(self, session: Session, tenant: str) -> None:
+        """A new session's codes count towards this tenant's share."""
+        session.tenant = tenant
+        if tenant not in self._table.cold_of and self.shares.of_tenant(tenant) < 1:
+            self._table.cold_of[tenant] = Place(self._make_policy)
+
+    def pin(self, session: Session) -> str:
+        """Pin a session, or keep it pinned as it grows; returns in a sentence why not, if so."""
+        pinned = self._pruning.pinned
+        allowed = int(self.shares.pinned * self.nbytes)
+        others = sum(pinned.values()) - pinned.get(session.session_id, 0)
+        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain)
+        if others + needed > allowed:
+            self.unpin(session)
+            return (
+                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store (quotas.pinned_share is "
+                f"{self.shares.pinned:g}), {others} are taken, and this session needs {needed}"
+            )
+        session.pinned = True
+        pinned[session.session_id] = needed
+        self._table.leave_cold(session)
+        return ""
+
+    def unpin(self, session: Session) -> None:
+        session.pinned = False
+        if self._pruning.pinned.pop(session.session_id, None) is not None:
+            self._table.enter_cold(session)

@@ -1,0 +1,48 @@
+"""Which of a session's tokens are kept exact: its first ones, and those at its end when it was evicted last."""
+
+from collections.abc import Iterable
+
+from manthan.manager.sessions.session import Block, MemoryShape, Session
+
+
+class ExactTokens:
+    """sink: how many of a session's first tokens. window: how many of its last; whole blocks of them are.
+
+    A block that several sessions share is exact as long as one of them has it among its last.
+    """
+
+    def __init__(self, shape: MemoryShape, sink: int, window: int) -> None:
+        self._block_tokens, self._sink = shape.block_tokens, sink
+        self._window_blocks = -(-window // shape.block_tokens)
+
+    def wanted(self, block: Block) -> int:
+        """How many of the block's first tokens are to be kept exact, should it be encoded now."""
+        if block.windows:
+            return self._block_tokens
+        return min(max(self._sink - block.depth * self._block_tokens, 0), self._block_tokens)
+
+    def move_window(self, session: Session) -> None:
+        """The session is about to be evicted: its window is the end of its chain now."""
+        chain, old = session.chain, session.window
+        if not (self._window_blocks or old):
+            return
+        session.window = range(max(0, len(chain) - self._window_blocks), len(chain))
+        _count(chain, session.window, +1)
+        _count(chain, old, -1)
+
+    def cut(self, session: Session, length: int) -> None:
+        """The session's chain is about to be shortened."""
+        old = session.window
+        _count(session.chain, range(max(old.start, length), old.stop), -1)
+        session.window = range(min(old.start, length), min(old.stop, length))
+
+    def finer(self, session: Session) -> list[Block]:
+        """The session's blocks whose codes keep more tokens exact than they are wanted to by now."""
+        if not self._window_blocks:
+            return []
+        return [block for block in session.chain if block.droppable and block.encoding.exact > self.wanted(block)]
+
+
+def _count(chain: list[Block], places: Iterable[int], by: int) -> None:
+    for depth in places:
+        chain[depth].windows += by

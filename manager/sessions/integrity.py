@@ -1,0 +1,138 @@
+"""Whether a manager's books agree with each other: every total counted again, every link followed both ways.
+
+For tests after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
+"""
+
+from collections import Counter
+from collections.abc import Iterator
+
+from manthan.manager.integrity import IntegrityError
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
+
+
+def check_integrity(manager: SessionMemoryManager) -> None:
+    """Raise IntegrityError for the first thing that is not as it must be."""
+    for checks in (_budget, _totals, _blocks, _sessions, _order):
+        for right, sentence in checks(manager):
+            if not right:
+                raise IntegrityError(sentence)
+
+
+Findings = Iterator[tuple[bool, str]]
+
+
+def _budget(manager: SessionMemoryManager) -> Findings:
+    blocks, budget = manager.blocks, manager.budget
+    yield blocks.reserved <= max(budget.nbytes, 0), f"{blocks.reserved} bytes are reserved of {budget.nbytes}"
+    for tenant, nbytes in blocks.reserved_of.items():
+        share = budget.shares.of_tenant(tenant)
+        within = share >= 1 or nbytes <= share * budget.nbytes
+        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.nbytes}"
+    pinned = manager._pruning.pinned
+    yield sum(pinned.values()) <= budget.shares.pinned * budget.nbytes, f"pinned sessions take {pinned}"
+    named = {session.session_id for session in manager.table.by_id.values() if session.pinned}
+    yield set(pinned) == named, f"pinned are {named}, and {set(pinned)} are counted"
+
+
+def _totals(manager: SessionMemoryManager) -> Findings:
+    table, all_blocks = manager.blocks, list(manager.blocks)
+    code = Counter(block.code for block in all_blocks)
+    room = {block: block.encoding.nbytes + (block.old.nbytes if block.old else 0) for block in all_blocks}
+    tenants: Counter[str] = Counter()
+    for block in all_blocks:
+        tenants[block.tenant] += room[block] * block.reserves
+    counted = {
+        "hot": (table.hot, sum(block.hot > 0 for block in all_blocks)),
+        "exposed": (table.exposed, sum(block.exposed for block in all_blocks)),
+        "queued": (table.queued, code[CodeState.QUEUED]),
+        "spilling": (table.spilling, code[CodeState.SPILLING]),
+        "cold": (table.cold, code[CodeState.COLD]),
+        "exact": (table.exact, sum(b.encoding.exact > 0 for b in all_blocks if b.code is CodeState.COLD)),
+        "reserved": (table.reserved, sum(room[block] for block in all_blocks if block.reserves)),
+        "stored": (
+            table.stored,
+            sum(room[b] - (b.encoding.nbytes if b.code is CodeState.QUEUED else 0) for b in all_blocks),
+        ),
+        "moved": (table.moved, sum(block.encoding.nbytes for block in all_blocks if block.moved)),
+        "of tenants": (+table.reserved_of, +tenants),
+        "states": (
+            +manager.table.states,
+            Counter(session.state for session in manager.table.by_id.values()),
+        ),
+    }
+    for name, (kept, found) in counted.items():
+        yield kept == found, f"{name} is kept as {kept}, but there are {found}"
+
+
+def _blocks(manager: SessionMemoryManager) -> Findings:
+    users: dict[bytes, list[Session]] = {}
+    windows: Counter[bytes] = Counter()
+    for session in manager.table.by_id.values():
+        for depth, block in enumerate(session.chain):
+            same = manager.blocks.get(block.key) is block and block.depth == depth
+            yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
+            users.setdefault(block.key, []).append(session)
+        windows.update(session.chain[depth].key for depth in session.window)
+    pins = Counter(block.key for blocks in manager._restores.under_way.values() for block in blocks)
+    for block in manager.blocks:
+        states = [session.state for session in users.get(block.key, [])]
+        running = states.count(SessionState.HOT)
+        counts = (block.users, block.running, block.hot, block.pins, block.windows)
+        found = (
+            len(states),
+            running,
+            sum(state in HOT_STATES for state in states),
+            pins[block.key],
+            windows[block.key],
+        )
+        yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
+        yield from _leaks(manager, block)
+
+
+def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
+    name, queued = f"{block.key!r}", block.code is CodeState.QUEUED
+    needed = block.users or block.pins or block.code is CodeState.SPILLING
+    yield bool(needed), f"{name} is a record that nobody needs"
+    yield block.code is CodeState.COLD or not block.pins, f"{name} is read, but has no codes"
+    yield block.code is CodeState.COLD or not block.moved, f"{name} has moved, but has no codes"
+    yield queued == (block.key in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
+    yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
+    yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
+    yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
+    yield block.reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
+    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
+    yield evicting, f"{name} is waited for by a session that is not being evicted"
+
+
+def _sessions(manager: SessionMemoryManager) -> Findings:
+    for session in manager.table.by_id.values():
+        name = session.session_id
+        hot = session.state is SessionState.HOT
+        yield hot == bool(session.requests), f"{name} is {session.state} with requests {session.requests}"
+        yield bool(session.chain or session.requests), f"{name} has neither blocks nor requests"
+        waits = sum(session in block.waiters for block in session.chain)
+        yield session.pending == waits, f"{name} waits for {waits} blocks, and {session.pending} are counted"
+        evicting = session.state is SessionState.EVICTING
+        yield evicting == bool(waits), f"{name} is {session.state} and waits for {waits} blocks"
+        headless = session.state is SessionState.COLD and any(block.gone for block in session.chain)
+        yield not headless, f"{name} keeps a tail without its head"
+    asked = {session.session_id for session in manager.table.by_id.values() if session.requests}
+    running = {session.session_id for session in manager._running.values()}
+    yield running == asked, f"requests run for {running}, and sessions say {asked}"
+
+
+def _order(manager: SessionMemoryManager) -> Findings:
+    table = manager.table
+    since = [session.idle_since for session in table.idle.values()]
+    yield since == sorted(since), "idle sessions are not in the order in which they became so"
+    idle = {s.session_id for s in table.by_id.values() if s.state is SessionState.IDLE}
+    victims = {session.session_id for session in table.hot_victims()}
+    yield set(table.idle) == idle == victims, f"idle are {idle}; kept as idle {set(table.idle)}, as victims {victims}"
+    cold = {s.session_id for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)}
+    free = {name for name in cold if not table.by_id[name].pinned}
+    listed = {session.session_id for session in table.cold_victims()}
+    yield free <= listed, f"{free - listed} have codes that nobody would drop"
+    due = manager.next_deadline
+    soonest = min((when + manager.idle_after_s for when in since), default=None)
+    yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"

@@ -1,0 +1,71 @@
+"""How chains get shorter, and what goes with it: codes that nobody needs, evictions that wait for them, pins."""
+
+from collections.abc import Iterable, Sequence
+
+from manthan.manager.sessions.exact import ExactTokens
+from manthan.manager.sessions.orders import Orders
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Session, SessionState
+from manthan.manager.sessions.table import SessionTable
+
+
+class Pruning:
+    """Sessions keep a head of their chain that is hot or cold throughout; the rest goes."""
+
+    def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens) -> None:
+        self._table, self._orders, self._exact = table, orders, exact
+        self.pinned: dict[str, int] = {}
+        """Bytes of each pinned session."""
+
+    def cut(self, session: Session, length: int, cause: DropCause) -> None:
+        """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""
+        self.bury(self._shorten(session, length, cause))
+
+    def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
+        cut = session.chain[length:]
+        self.unwait(session, cut)
+        self._exact.cut(session, length)
+        self._table.truncate(session, length)
+        if not session.chain:
+            self.pinned.pop(session.session_id, None)
+            session.pinned = False
+        if session.state is SessionState.EVICTING:
+            self._orders.releases += [block.key for block in cut if not block.hot]
+        self.drop([block for block in cut if not block.users], cause)
+        return cut
+
+    def bury(self, blocks: Iterable[Block]) -> None:
+        """Cold sessions end before the first of these blocks of a chain that is gone.
+
+        Sessions that are being evicted look for themselves when they are done.
+        """
+        gone = next((block for block in blocks if block.gone), None)
+        if gone is not None:
+            for session in self._table.holders(gone):
+                if session.state is SessionState.COLD:
+                    self._shorten(session, gone.depth, DropCause.ABANDONED)
+
+    def forget_session(self, session: Session, cause: DropCause) -> None:
+        """Nothing of it is to be kept, neither codes nor bf16, nor that it be known again."""
+        keys = [block.key for block in session.chain]
+        self._table.remembered.forget(session)
+        self.cut(session, 0, cause)
+        self._orders.releases += keys
+
+    def drop(self, blocks: Iterable[Block], cause: DropCause) -> None:
+        """Drop the codes of those that may be."""
+        self.forget_codes([block for block in blocks if block.droppable], cause)
+
+    def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
+        for block in blocks:
+            self._table.blocks.forget(block)
+        if blocks:
+            self._orders.drops.append(Drop(self._table.shape.group, [block.key for block in blocks], cause))
+
+    def unwait(self, session: Session, blocks: Iterable[Block]) -> None:
+        """An eviction waits for these no longer. Encodings go on; what only it had queued is taken back."""
+        for block in blocks:
+            if session in block.waiters:
+                del block.waiters[session]
+                session.pending -= 1
+                if not block.waiters and block.code is CodeState.QUEUED:
+                    self._orders.take_back(block)

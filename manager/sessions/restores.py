@@ -1,0 +1,52 @@
+"""Codes that are being read for requests, and what becomes of those that could not be."""
+
+from collections.abc import Iterable, Iterator, Sequence
+
+from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.session import Block, CodeState, DropCause, Session
+from manthan.manager.sessions.table import SessionTable
+
+
+class Restores:
+    """running: the sessions of running requests, by request id."""
+
+    def __init__(self, table: SessionTable, pruning: Pruning, running: dict[str, Session]) -> None:
+        self._table, self._blocks, self._pruning, self._running = table, table.blocks, pruning, running
+        self.under_way: dict[str, list[Block]] = {}
+        """By id of a request, or of a prefetch."""
+        self._read: dict[str, list[Block]] = {}  # by id of a running request
+
+    def match(self, keys: Iterable[bytes]) -> int:
+        """How many of these keys, from the first on without a gap, can be restored."""
+        count, find, cold = 0, self._blocks.get, CodeState.COLD
+        for key in keys:
+            block = find(key)
+            if block is None or block.code is not cold:
+                break
+            count += 1
+        return count
+
+    def started(self, request_id: str, keys: Sequence[bytes]) -> None:
+        blocks = [block for key in keys if (block := self._blocks.get(key)) is not None]
+        self._blocks.pin(blocks, +1)
+        self.under_way[request_id] = blocks
+
+    def finished(self, request_id: str, failed: Iterable[bytes]) -> None:
+        blocks = self.under_way.pop(request_id, [])
+        self._blocks.pin(blocks, -1)
+        if request_id in self._running:
+            self._read[request_id] = blocks
+        keys = set(failed)
+        unreadable = [block for block in blocks if block.key in keys]
+        self._pruning.drop(unreadable, DropCause.FAILED)
+        self._pruning.drop([block for block in blocks if not block.users], DropCause.ABANDONED)
+        self._pruning.bury(unreadable)
+        if self._table.front is not None:
+            self._table.front.read(blocks)
+
+    def request_ended(self, request_id: str) -> None:
+        self._read.pop(request_id, None)
+
+    def read_by_running(self) -> Iterator[tuple[Session, list[Block]]]:
+        """Sessions with a running request, and the blocks that were read for it."""
+        return ((self._running[request_id], blocks) for request_id, blocks in self._read.items())

@@ -1,0 +1,120 @@
+"""What clients say of their sessions, and what becomes of it: pins, times to live, expected returns."""
+
+import math
+from collections.abc import Iterable
+
+from manthan.manager.sessions.budget import ColdBudget
+from manthan.manager.sessions.deadlines import Deadlines
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.restores import Restores
+from manthan.manager.sessions.session import HOT_STATES, DropCause, Prefetch, Session, SessionState
+from manthan.manager.sessions.table import SessionTable
+
+
+class Wishes:
+    """Obeys hints, or refuses to.
+
+    prefetch_lead_s: an expected session is restored so many seconds before; None for never.
+    """
+
+    def __init__(
+        self,
+        table: SessionTable,
+        pruning: Pruning,
+        budget: ColdBudget,
+        restores: Restores,
+        prefetch_lead_s: float | None,
+    ) -> None:
+        self._table, self._pruning, self._budget, self._restores = table, pruning, budget, restores
+        self._lead_s = prefetch_lead_s
+        self._ttls = Deadlines()
+        self._expected = Deadlines()
+        self._to_prefetch: dict[str, float] = {}  # by session id, and when it is too late
+
+    @property
+    def next_deadline(self) -> float | None:
+        return min((when for when in (self._ttls.first, self._expected.first) if when is not None), default=None)
+
+    def take(self, session: Session, hints: Hints, now: float) -> str:
+        """Do as the client says; returns what is refused, in a sentence."""
+        refused = ""
+        if hints.pin or (session.pinned and hints.pin is None):
+            refused = self._budget.pin(session)
+        elif hints.pin is False:
+            self._budget.unpin(session)
+        session.ttl_s = hints.ttl_s or session.ttl_s
+        if hints.priority is not None:
+            session.priority = hints.priority
+        if hints.expect_return_s is not None:
+            session.expected = now + hints.expect_return_s
+            if self._lead_s is not None:
+                self._expected.set(session.session_id, max(now, session.expected - self._lead_s))
+        if session.ttl_s is not None:
+            self._ttls.set(session.session_id, now + session.ttl_s)
+        return refused
+
+    def expire(self, now: float) -> None:
+        """Forget sessions whose time to live is over."""
+        for session_id in list(self._ttls.pop_due(now)):
+            session = self._table.by_id.get(session_id)
+            if session is not None and session.state in (SessionState.IDLE, SessionState.COLD):
+                self._pruning.forget_session(session, DropCause.EXPIRED)
+            elif session is not None and session.state is SessionState.EVICTING:
+                self._ttls.set(session_id, now + 1.0)  # when a request runs, its end sets it
+
+    # -- prefetch -------------------------------------------------------------------------------------
+
+    def expect(self, session_ids: Iterable[str]) -> None:
+        """These sessions are about to be used."""
+        if self._lead_s is not None:
+            self._to_prefetch |= dict.fromkeys(session_ids, math.inf)
+
+    def prefetch_blocks(self, now: float) -> int:
+        """Blocks of the longest cold session that is expected; 0 if there is none."""
+        return max((len(session.chain) for session in self._awaited(now)), default=0)
+
+    def take_prefetches(self, room: int, now: float, limit: int | None) -> list[Prefetch]:
+        taken: list[Prefetch] = []
+        for session in self._awaited(now):
+            if len(taken) == limit:
+                break
+            if len(session.chain) <= room:
+                del self._to_prefetch[session.session_id]
+                room -= len(session.chain)
+                keys = [block.key for block in session.chain]
+                self._restores.started(_prefetch_id(session.session_id), keys)
+                taken.append(Prefetch(session.session_id, keys))
+        return taken
+
+    def prefetched(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
+        self._restores.finished(_prefetch_id(session_id), failed)
+        session = self._table.by_id.get(session_id)
+        if complete and session is not None and session.state is SessionState.COLD:
+            self._table.set_state(session, SessionState.IDLE, now)
+
+    def _awaited(self, now: float) -> list[Session]:
+        """Cold sessions to be prefetched. One that is idle still may go cold before it is expected."""
+        for session_id in self._expected.pop_due(now):
+            session = self._table.by_id.get(session_id)
+            if session is not None and session.expected is not None:
+                self._to_prefetch[session_id] = session.expected
+        awaited = []
+        for session_id, late in list(self._to_prefetch.items()):
+            session = self._table.by_id.get(session_id)
+            if session is None or late < now or _is_back(session, late):
+                del self._to_prefetch[session_id]
+            elif session.state is SessionState.COLD and _prefetch_id(session_id) not in self._restores.under_way:
+                awaited.append(session)
+        return awaited
+
+
+def _prefetch_id(session_id: str) -> str:
+    """What a prefetch is called among the restores of requests."""
+    return f"prefetch of {session_id}"
+
+
+def _is_back(session: Session, late: float) -> bool:
+    if late < math.inf:
+        return session.expected is None
+    return session.state in HOT_STATES

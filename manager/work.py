@@ -1,0 +1,78 @@
+"""What a driver orders of those who hold the memory, and what they answer."""
+
+from collections.abc import Sequence
+from typing import NamedTuple
+
+STORE_DOWN = "store_down"
+"""The cause of a failure that says nothing about the codes."""
+
+
+class GroupKeys(NamedTuple):
+    """Blocks of one KV cache group, by key."""
+
+    group: int
+    keys: Sequence[bytes]
+
+
+class GroupBlocks(NamedTuple):
+    """Blocks of one KV cache group, and where in the paged cache each belongs."""
+
+    group: int
+    keys: Sequence[bytes]
+    block_ids: Sequence[int]
+
+
+class SpillBlock(NamedTuple):
+    """Encode this block of the paged cache and keep it under its key.
+
+    first_token: the place of its first token in the chain. exact: how many of its first tokens are kept exact.
+    """
+
+    key: bytes
+    group: int
+    block_id: int
+    first_token: int
+    exact: int = 0
+
+
+class Load(NamedTuple):
+    """Decode these codes into these blocks of the paged cache, for a request that waits for them.
+
+    is_prefetch: no request waits, and the id is our own.
+    """
+
+    request_id: str
+    parts: Sequence[GroupBlocks]
+    is_prefetch: bool = False
+
+    @property
+    def blocks(self) -> int:
+        return sum(len(part.keys) for part in self.parts)
+
+
+class SpillResult(NamedTuple):
+    """`cause` is None if the codes are in the rank's tier, and a metric label otherwise; `nbytes` they take there."""
+
+    key: bytes
+    group: int
+    cause: str | None
+    seconds: float
+    nbytes: int = 0
+
+
+class FailedBlock(NamedTuple):
+    """A block that could not be loaded; `cause` is a metric label."""
+
+    group: int
+    key: bytes
+    cause: str
+
+
+class LoadResult(NamedTuple):
+    """What became of a load on one rank. nbytes: of the codes that were read."""
+
+    request_id: str
+    failed: Sequence[FailedBlock]
+    nbytes: int
+    seconds: float
+    is_prefetch: bool = False

@@ -1,0 +1,48 @@
+"""What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
+
+from typing import TYPE_CHECKING
+
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.wire import FINGERPRINT_LEN, Dtype
+from manthan.manager.config.model import CodecConfig
+from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.stores.arena import room
+
+if TYPE_CHECKING:
+    import torch
+
+    from manthan.vllm_hooks.support import Group
+
+DTYPES = {
+    "torch.bfloat16": Dtype.BFLOAT16,
+    "torch.float16": Dtype.FLOAT16,
+    "torch.float32": Dtype.FLOAT32,
+}
+
+
+def wire_dtype(dtype: "torch.dtype") -> Dtype:
+    """A cache's dtype as encoded blocks name it."""
+    return DTYPES[str(dtype)]
+
+
+def block_shape(group: "Group") -> BlockShape:
+    """One rank's block of a KV cache group."""
+    spec = group.spec
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, wire_dtype(spec.dtype))
+
+
+def block_format(codec: str, group: "Group", fingerprint: bytes = bytes(FINGERPRINT_LEN)) -> BlockFormat:
+    """What one rank's encoded blocks of a KV cache group have in common."""
+    return BlockFormat(codec, block_shape(group), fingerprint, group.index)
+
+
+def memory_shape(codec: CodecConfig, group: "Group", ranks: int) -> MemoryShape:
+    """A block's worth, all ranks together."""
+    made, tokens = block_format(codec.name, group), group.spec.block_size
+    bounds = {exact: ranks * room(made.max_nbytes(exact)) for exact in exact_counts(codec, tokens)}
+    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index)
+
+
+def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:
+    """How many of a block's first tokens may have to be kept exact: none, all, or what is left of the sink."""
+    return {0, block_tokens, codec.sink_tokens % block_tokens}

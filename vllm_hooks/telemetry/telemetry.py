@@ -1,0 +1,71 @@
+"""What happens, told to metrics and to the log."""
+
+from collections.abc import Collection, Sequence
+
+from manthan.manager.observer import Observer, Restored
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import Drop, Eviction, Outcome
+from manthan.manager.work import SpillResult
+from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore
+from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
+
+
+class Telemetry(Observer):
+    """One engine's."""
+
+    def __init__(self, manager: SessionMemoryManager) -> None:
+        self._shape = manager.shape
+        self._stats = StatsRecorder(manager)
+        self._complaints = Complaints()
+
+    def take(self) -> ManthanStats | None:
+        """Metrics since the last call, for vLLM to carry to where they are shown."""
+        return self._stats.take()
+
+    def hinted(self, hints: Hints) -> None:
+        """A request came with these hints."""
+        if hints.given:
+            self._stats.count_all("hints", hints.given)
+
+    def answered(self, outcome: Outcome | None) -> None:
+        """A request ended, and this came of its hints."""
+        if outcome is not None and outcome.refused:
+            self._stats.count("pins_refused")
+
+    def spilled(self, answers: Sequence[SpillResult]) -> None:
+        self._stats.count("encoded_blocks")
+        self._stats.observe("encode_seconds", max(answer.seconds for answer in answers))
+
+    def not_spilled(self, causes: Collection[str]) -> None:
+        self._stats.count_all("failures", causes)
+        self._complaints.not_stored(causes)
+
+    def evicted(self, eviction: Eviction) -> None:
+        self._stats.count("evictions")
+        self._stats.observe("encode_bytes", eviction.encoded_nbytes)
+        tell_eviction(eviction, self._shape)
+
+    def dropped(self, drop: Drop) -> None:
+        self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
+
+    def restored(self, restored: Restored) -> None:
+        if restored.is_prefetch:
+            self._stats.count("prefetches")
+            self._stats.count("prefetched_blocks", restored.good)
+        else:
+            self._stats.count("restores")
+            self._stats.count("restored_blocks", restored.good)
+            self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
+            self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
+        self._stats.count_all("failures", restored.causes)
+        tell_restore(restored, self._shape)
+
+    def prefetch_hit(self) -> None:
+        self._stats.count("prefetch_hits")
+
+    def looked_up(self, outcome: str) -> None:
+        self._stats.count("lookups", label=outcome)
+
+    def store_answers(self, is_up: bool) -> None:
+        self._stats.store_is_up = is_up

@@ -1,0 +1,162 @@
+"""Blocks of the paged cache to encoded blocks and back: what the ways of doing it have in common, and the CPU's."""
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from vllm.logger import init_logger
+
+from manthan.codec.base import Numbers
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.errors import CodecError, WireError
+from manthan.codec.gpu.paged import PagedLayout
+from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.worker.layout import Layer
+
+logger = init_logger("vllm.manthan.worker")
+
+Buffer = NDArray[np.uint8]
+BATCH = 16
+"""Blocks in a call: the first is stored, or decoded, while others wait."""
+
+
+class Blocks(ABC):
+    """Encodes and decodes blocks of this rank's paged cache, of one KV cache group. Safe to call from several threads.
+
+    batch: how many blocks a call takes, at most.
+    """
+
+    format: BlockFormat
+    batch: int
+
+    @abstractmethod
+    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
+        """The encoded blocks; for one that cannot be encoded, the cause, a metric label."""
+
+    @abstractmethod
+    def decode_all(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
+    ) -> list[str | None]:
+        """Check encoded blocks and write them into the paged blocks; for one that cannot be used, the cause.
+
+        What follows such a block may be left as it is, and without a cause. A paged block is written to only after
+        every check of its codes has passed.
+        """
+
+
+class PagedMemory(ABC):
+    """A paged cache whose blocks are read and written by the CPU.
+
+    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 as its bits.
+    """
+
+    @abstractmethod
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        """A block's keys and values."""
+
+    @abstractmethod
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        """Write what `gather` returns into a block."""
+
+
+class HostMemory(PagedMemory):
+    """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
+
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+        self._layers = [layer._replace(rows=_as_numpy(layer.rows)) for layer in layers]
+        self._shape = shape.numbers
+
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        first = self._layers[0]
+        keys = np.empty((len(self._layers), first.keys.size), first.rows.dtype)
+        values = np.empty_like(keys)
+        for n, layer in enumerate(self._layers):
+            # mode="clip" spares numpy a buffer; all positions are in range.
+            np.take(layer.rows[block_id], layer.keys, out=keys[n], mode="clip")
+            np.take(layer.rows[block_id], layer.values, out=values[n], mode="clip")
+        return keys.reshape(self._shape), values.reshape(self._shape)
+
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        for n, layer in enumerate(self._layers):
+            row = layer.rows[block_id]
+            row[layer.keys] = keys[n].reshape(-1)
+            row[layer.values] = values[n].reshape(-1)
+
+
+class DeviceMemory(PagedMemory):
+    """The paged cache is a GPU's: blocks are copied to the CPU's memory and back, and each thread waits for its own
+    copies only. For GPUs that share the CPU's memory, and for comparison."""
+
+    def __init__(self, layout: PagedLayout) -> None:
+        self._layout = layout
+
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        keys, values = (torch.stack(self._views(block_id, at)) for at in (self._layout.key_at, self._layout.value_at))
+        both = _as_numpy(torch.stack([keys, values]).cpu())
+        return both[0], both[1]
+
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
+        for numbers, at in ((keys, self._layout.key_at), (values, self._layout.value_at)):
+            host = torch.from_numpy(np.array(numbers)).view(dtype)  # a copy: torch wants memory that it may write to
+            torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+    def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
+        """[heads, tokens, head_dim] of each layer."""
+        layout = self._layout
+        shape = (layout.heads, layout.tokens, layout.head_dim)
+        strides = (layout.head_stride, layout.token_stride, 1)
+        start = block_id * layout.block_stride + at
+        return [cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in layout.caches]
+
+
+class CpuBlocks(Blocks):
+    """On the CPU's cores, one block after the other; the caller's threads go side by side."""
+
+    batch = BATCH
+
+    def __init__(self, memory: PagedMemory, format: BlockFormat) -> None:
+        self.format = format
+        self._memory = memory
+        format.warm_up()
+
+    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
+        return [self._encode(spill) for spill in spills]
+
+    def decode_all(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
+    ) -> list[str | None]:
+        causes: list[str | None] = [None] * len(keys)
+        for n, (key, block_id, buf) in enumerate(zip(keys, block_ids, bufs, strict=True)):
+            causes[n] = "missing" if buf is None else self._decode(key, block_id, buf)
+            if causes[n] is not None:
+                break
+        return causes
+
+    def _encode(self, spill: SpillBlock) -> Buffer | str:
+        keys, values = self._memory.gather(spill.block_id)
+        try:
+            return self.format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+        except CodecError as error:
+            logger.warning("Manthan: a block is not kept cold: %s", error)
+            return "encode"
+
+    def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
+        try:
+            keys, values = self.format.decode(buf, key=key)
+        except WireError as error:
+            return error.cause
+        except CodecError:
+            return "decode"
+        self._memory.scatter(block_id, keys, values)
+        return None
+
+
+def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:
+    """The same memory; bf16 as its bits in uint16."""
+    return (tensor.view(torch.uint16) if tensor.dtype is torch.bfloat16 else tensor).numpy()
