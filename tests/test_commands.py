@@ -297,6 +297,6 @@ def look_into_redis(reader: Reader) -> None:
     key = reader.types(f'redis-cli LINDEX "manthan:{{{namespace}}}:chain:alice" 0').strip()
     for command in OURS:
         if is_about_sessions(command):
-            text = re.sub(r"^([A-Z])=\w+$", rf"\1={key}", command.text.replace(NAMESPACE, namespace))
+            text = re.sub(r"^([A-Z])=[\w:]+$", rf"\1={key}", command.text.replace(NAMESPACE, namespace))
             answer = reader.types(text)
             assert answer.strip() or "=" in text, text

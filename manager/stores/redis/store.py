@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
+from manthan.manager.stores.arena import usable
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
 from manthan.manager.stores.redis.client import Circuit, Client, StoreOomError, pipelined
 from manthan.manager.stores.redis.index import BATCH, batches
@@ -195,13 +196,14 @@ class TieredStore(ColdStore):
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, key: bytes, buf: Buffer) -> None:
+        spare = self.ram.max_bytes - usable(self.ram.max_bytes)
         need = self.ram.room(buf.nbytes)
         with self._lock:
             self._order.pop((group, key), None)
             self.ram.drop(group, [key])
-            if need > self.ram.max_bytes:
+            if need + spare > self.ram.max_bytes:
                 return
-            while self._order and self.ram.available < need:
+            while self._order and self.ram.available < need + spare:
                 (of, oldest), _ = self._order.popitem(last=False)
                 self.ram.drop(of, [oldest])
             if not self.ram.put_all(group, {key: buf}):
