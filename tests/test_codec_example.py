@@ -14,18 +14,20 @@ TEXT = (REPO / "docs" / "extending.md").read_text(encoding="utf-8")
 MODEL = REPO / "tests" / "data" / "tiny-llama"
 THERE_AND_BACK = """
 import numpy as np
-from manthan.codec import NonFiniteError, get_codec, wire
+from manthan.codec import BlockFormat, BlockShape, Dtype, NonFiniteError, get_codec
 
 codec = get_codec("int8", 64)
 x = np.random.default_rng(0).standard_normal((96, 64)).astype(np.float32)
 x[5] = 0
-block = wire.open_block(wire.BlockHeader("int8", b"key", bytes(16), 3, 2, 16, 64))
-codec.encode(x, "key", out=block.key_codes)
-codec.encode(2 * x, "value", out=block.value_codes)
-found = wire.parse(block.seal(), key=b"key")
-for kind, codes, right in (("key", found.key_codes, x), ("value", found.value_codes, 2 * x)):
-    error = np.abs(codec.decode(codes, 96, kind) - right)
-    assert (error <= 0.51 / 127 * np.abs(right).max(axis=1, keepdims=True) * 1.02).all(), error.max()
+shape = BlockShape(layers=3, heads=2, tokens=16, head_dim=64, dtype=Dtype.FLOAT32)
+form, keys = BlockFormat("int8", shape, bytes(16)), x.reshape(shape.numbers)
+for exact in (0, 4):
+    block = form.encode(keys, 2 * keys, key=b"key", first_token=32, exact=exact)
+    assert len(block) == form.max_nbytes(exact)
+    for found, right in zip(form.decode(block, key=b"key"), (keys, 2 * keys), strict=True):
+        error = np.abs(found - right)
+        assert (error <= 0.51 / 127 * np.abs(right).max(axis=3, keepdims=True) * 1.02).all(), error.max()
+        assert (error[:, :, :exact] == 0).all()
 bf16 = (x.view(np.uint32) >> 16).astype(np.uint16)
 assert (codec.decode(codec.encode(bf16), 96, dtype=np.uint16)[5] == 0).all()
 x[7, 3] = np.inf

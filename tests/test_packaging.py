@@ -76,6 +76,77 @@ def test_imports_run_one_way(package: str) -> None:
             assert root != "torch" or package != "policies", f"policies/{path.name} imports {name}"
 
 
+def run_time_imports(node: ast.AST, package: str) -> Iterator[str]:
+    """The absolute names of what a file imports, at its top or inside of functions, but for type checkers alone."""
+    for_checkers = isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    for child in node.orelse if for_checkers else ast.iter_child_nodes(node):
+        if isinstance(child, ast.Import):
+            yield from (alias.name for alias in child.names)
+        elif isinstance(child, ast.ImportFrom):
+            assert not child.level, f"{package} has a relative import: {ast.unparse(child)}"
+            yield from (f"{child.module}.{alias.name}" for alias in child.names)
+        else:
+            yield from run_time_imports(child, package)
+
+
+def import_graph(package: str) -> dict[str, set[str]]:
+    """Each module of a package, with those of the same package that it imports.
+
+    `from package.module import name` is an import of the module, and of `package.module.name` if that is one.
+    """
+    folder = installed(package)
+    names = {}
+    for path in python_files(folder):
+        parts = path.relative_to(folder).with_suffix("").parts
+        names[".".join(["manthan", package, *(part for part in parts if part != "__init__")])] = path
+    graph = {}
+    for module, path in names.items():
+        graph[module] = set()
+        for name in run_time_imports(ast.parse(path.read_text()), package):
+            found = name if name in names else name.rpartition(".")[0]
+            graph[module] |= {found} & names.keys() - {module}
+    return graph
+
+
+def a_circle(graph: dict[str, set[str]]) -> list[str]:
+    """Modules each of which imports the next, and the last the first; none if there are no such."""
+    left = dict(graph)
+    while leaves := [module for module, imports in left.items() if not imports & left.keys()]:
+        for module in leaves:
+            del left[module]
+    if not left:
+        return []
+    way = [next(iter(sorted(left)))]
+    while way.count(way[-1]) == 1:
+        way.append(min(left[way[-1]] & left.keys()))
+    return way[way.index(way[-1]) :]
+
+
+@each_package
+def test_no_package_has_an_import_circle(package: str) -> None:
+    graph = import_graph(package)
+    assert len(graph) > 3
+    assert not (circle := a_circle(graph)), " imports ".join(circle)
+
+
+def test_a_circle_is_found() -> None:
+    assert a_circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
+    assert a_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
+    code = """
+from typing import TYPE_CHECKING
+import manthan.codec.wire
+if TYPE_CHECKING:
+    from manthan.codec import later
+else:
+    from manthan.codec import now
+
+def lazily():
+    from manthan.codec.base import Codec
+"""
+    found = list(run_time_imports(ast.parse(code), "codec"))
+    assert found == ["typing.TYPE_CHECKING", "manthan.codec.wire", "manthan.codec.now", "manthan.codec.base.Codec"]
+
+
 @pytest.mark.parametrize("folder", OURS)
 def test_our_packages_are_imported_by_their_full_name(folder: str) -> None:
     for path in python_files(REPO / folder):

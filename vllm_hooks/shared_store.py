@@ -100,8 +100,8 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s Sessions are not kept cold until it answers.", error)
 
 
-def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int, nbytes: int) -> ColdStore:
-    """One rank's blocks of `nbytes` bytes each."""
-    behind = RedisStore(connect(config.redis), Circuit(), namespace, rank, nbytes, config.redis.ttl_s)
+def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int) -> ColdStore:
+    """One rank's blocks."""
+    behind = RedisStore(connect(config.redis), Circuit(), namespace, rank, config.redis.ttl_s)
     front = config.cold_store.front_bytes // ranks
     return TieredStore(behind, front) if front else behind

@@ -2,7 +2,8 @@
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict
 from typing import Annotated, NoReturn
 
@@ -27,6 +28,9 @@ def inspect(
     namespace: Annotated[str, typer.Option(help="Show this namespace only.")] = "",
     session: Annotated[str, typer.Option(help="Show the session of this id, with its chain.")] = "",
     limit: Annotated[int, typer.Option(min=1, help="Sessions of a namespace, or blocks of a chain, at most.")] = 50,
+    recount: Annotated[
+        bool, typer.Option("--check", help="Count the bytes in use again; 1 if the books are off.")
+    ] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print JSON, with plain bytes and seconds.")] = False,
     username: Annotated[str, typer.Option(help="A Redis user, if not the default one.")] = "",
     password_file: Annotated[str, typer.Option(help="A file that holds the password.")] = "",
@@ -51,6 +55,8 @@ def inspect(
     }
     try:
         config = resolve_config(env={}, flags={f"redis.{key}": value for key, value in values.items()}).config.redis
+        if recount:
+            raise typer.Exit(_check(config, namespace, as_json))
         listings, wholes = _read(config, namespace, session, limit)
     except ConfigError as error:
         typer.echo(_in_options(error), err=True)
@@ -78,23 +84,50 @@ def _in_options(error: ConfigError) -> str:
 
 def _read(config: RedisConfig, name: str, session_id: str, limit: int) -> tuple[list[Listing], list[Whole]]:
     """Namespaces with their sessions; or, with a session's id, that session wherever there is one of this id."""
+    with _reader(config) as reader:
+        rows = _namespaces(config, reader, name)
+        if not session_id:
+            return [Listing(row, reader.sessions(row, limit)) for row in rows], []
+        wholes = [whole for row in rows if (whole := reader.session(row, session_id, limit))]
+        if not wholes:
+            _refuse(config, "session", session_id, [s.id for row in rows for s in reader.sessions(row, BATCH)])
+        return [], wholes
+
+
+def _check(config: RedisConfig, name: str, as_json: bool) -> int:
+    """Print of each namespace whether its books agree with themselves; returns the exit status."""
+    with _reader(config) as reader:
+        rows = _namespaces(config, reader, name)
+        found = {row.name: reader.disagreement(row.name) for row in rows}
+    if as_json:
+        checks = [{"namespace": space, "disagreement": sentence} for space, sentence in found.items()]
+        typer.echo(json.dumps({"checks": checks}, indent=2))
+    else:
+        for row in rows:
+            agree = f"the books agree: {_size(row.used_bytes)} in use."
+            typer.echo(printable(f"{row.name}: {found[row.name] or agree}"))
+    return int(any(found.values()))
+
+
+@contextmanager
+def _reader(config: RedisConfig) -> Iterator[Reader]:
+    """Ask in this context; raises ConfigError for whatever is wrong with the server."""
     client = connect(config)
     try:
         check(client, config)
         with in_a_sentence(config):
-            reader = Reader(client, config.prefix)
-            all_rows = reader.namespaces()
-            rows = [row for row in all_rows if name in ("", row.name)]
-            if name and not rows:
-                _refuse(config, "namespace", name, [row.name for row in all_rows])
-            if not session_id:
-                return [Listing(row, reader.sessions(row, limit)) for row in rows], []
-            wholes = [whole for row in rows if (whole := reader.session(row, session_id, limit))]
-            if not wholes:
-                _refuse(config, "session", session_id, [s.id for row in rows for s in reader.sessions(row, BATCH)])
-            return [], wholes
+            yield Reader(client, config.prefix)
     finally:
         client.close()
+
+
+def _namespaces(config: RedisConfig, reader: Reader, name: str) -> list[NamespaceRow]:
+    """All, or the one of this name."""
+    every = reader.namespaces()
+    rows = [row for row in every if name in ("", row.name)]
+    if name and not rows:
+        _refuse(config, "namespace", name, [row.name for row in every])
+    return rows
 
 
 def _refuse(config: RedisConfig, what: str, name: str, valid: Iterable[str]) -> NoReturn:
@@ -169,12 +202,12 @@ def _session_cells(row: SessionRow) -> list[Text]:
 
 
 def _chain_table(rows: Iterable[BlockRow]) -> Table:
-    table = Table("block", "key", "state", "bytes by rank", "expires in", box=None)
+    table = Table("block", "key", "group", "state", "bytes by rank", "expires in", box=None)
     for number, row in enumerate(rows):
         sizes = " ".join("-" if size is None else str(size) for size in row.bytes)
         soonest = min((ttl for ttl in row.expires_in if ttl is not None), default=None)
         expires = "-" if soonest is None else _span(soonest)
-        table.add_row(*map(_cell, (number, row.key[:16], row.state, sizes, expires)))
+        table.add_row(*map(_cell, (number, row.key[:16], row.group, row.state, sizes, expires)))
     return table
 
 

@@ -27,8 +27,8 @@ class ColdStoreError(Exception):
 class ColdStore(ABC):
     """Encoded blocks by KV cache group and block key.
 
-    Who keeps the books of it reserves bytes before a block is encoded, in the heart or in Redis. The store counts
-    what it has, and refuses what does not fit.
+    Whoever keeps the store's books, the heart or scripts in Redis, reserves bytes before a block is encoded. The store
+    itself counts what it has, and refuses what does not fit.
     """
 
     @abstractmethod

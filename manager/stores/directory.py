@@ -1,57 +1,60 @@
-"""What an engine asks of, and tells to, whoever keeps the books of its cold store."""
+"""What an engine asks of, and tells to, whoever keeps the books of a cold store that engines share."""
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import ClassVar
+from typing import NamedTuple
 
 from manthan.manager.sessions.session import Drop, Stranger
-from manthan.manager.stores.redis.schema import SessionRecord
+from manthan.manager.stores.redis.schema import BlockId, SessionRecord
+
+
+class Room(NamedTuple):
+    """Room for one block: so many bytes at most, of all ranks together."""
+
+    key: bytes
+    group: int
+    nbytes: int
 
 
 @dataclass
 class Answers:
-    """What has come back since the last look. Each list is in order."""
+    """What has come back since the last look. Each list is in order; blocks are named by group and key."""
 
-    granted: list[bytes] = field(default_factory=list)
+    granted: list[BlockId] = field(default_factory=list)
     """Blocks to encode now: there is room for them."""
-    stored: list[bytes] = field(default_factory=list)
-    """Blocks that need no encoding: another engine has stored them."""
-    refused: list[tuple[bytes, str]] = field(default_factory=list)
+    stored: list[tuple[int, bytes, int]] = field(default_factory=list)
+    """Blocks that need no encoding: another engine has stored them, in so many bytes of all ranks."""
+    refused: list[tuple[int, bytes, str]] = field(default_factory=list)
     """Blocks for which there is no room, or no answer; with the cause."""
-    found: dict[str, int] = field(default_factory=dict)
-    """By request id, how many of the keys it asked for are stored, from the first on without a gap."""
-    lost: list[bytes] = field(default_factory=list)
+    found: dict[str, list[int]] = field(default_factory=dict)
+    """By request id, the bytes of the blocks that are stored of those it asked for, from the first on without a gap."""
+    lost: list[BlockId] = field(default_factory=list)
     """Blocks that are not stored after all."""
     expired: list[str] = field(default_factory=list)
     """Sessions whose time to live has passed."""
     emptied: bool = False
     """Whether all that was stored is gone."""
     used: int | None = None
-    """Blocks in the store, whoever's they are; None if nobody has counted."""
+    """Bytes in the store or reserved there, whoever's they are; None if nobody has counted."""
     strangers: list[Stranger] | None = None
     """Sessions of other engines in that store, or None if nobody has looked."""
 
 
 class Directory(ABC):
-    """Never makes its caller wait: answers are fetched with `take`, in the same step at the earliest.
-
-    is_shared: whether there is anything to look up, or anybody to tell.
-    """
-
-    is_shared: ClassVar[bool]
+    """Never makes its caller wait: answers are fetched with `take`, in the same step at the earliest."""
 
     @abstractmethod
     def start(self) -> None:
         """The engine is about to serve."""
 
     @abstractmethod
-    def reserve(self, keys: Sequence[bytes]) -> None:
+    def reserve(self, rooms: Sequence[Room]) -> None:
         """Ask for room for blocks; each is answered as granted, stored or refused."""
 
     @abstractmethod
-    def look_up(self, request_id: str, keys: Sequence[bytes]) -> bool:
-        """Ask how many of these are stored that this engine does not know of. False if no answer will come."""
+    def look_up(self, request_id: str, group: int, keys: Sequence[bytes]) -> bool:
+        """Ask which of these are stored that this engine does not know of. False if no answer will come."""
 
     @abstractmethod
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop], departed: Iterable[Stranger]) -> None:
@@ -78,39 +81,3 @@ class Directory(ABC):
     @abstractmethod
     def close(self) -> None:
         """Finish what is under way, within a bounded time."""
-
-
-class LocalDirectory(Directory):
-    """For a store of this engine alone: the manager's own count is all that there is to know."""
-
-    is_shared = False
-    is_up = True
-
-    def __init__(self) -> None:
-        self._granted: list[bytes] = []
-
-    def start(self) -> None:
-        pass
-
-    def reserve(self, keys: Sequence[bytes]) -> None:
-        self._granted += keys
-
-    def look_up(self, request_id: str, keys: Sequence[bytes]) -> bool:
-        return False
-
-    def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop], departed: Iterable[Stranger]) -> None:
-        pass
-
-    def reset(self) -> str:
-        return ""
-
-    def take(self) -> Answers:
-        taken, self._granted = self._granted, []
-        return Answers(granted=taken)
-
-    @property
-    def has_answers(self) -> bool:
-        return bool(self._granted)
-
-    def close(self) -> None:
-        pass

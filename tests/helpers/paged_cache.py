@@ -8,12 +8,15 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from manthan.codec import get_codec, wire
-from manthan.vllm_hooks.worker.block_codec import HostBlocks
-from manthan.vllm_hooks.worker.layout import probe_layers
+from manthan.codec.block import BlockFormat
+from manthan.vllm_hooks import memory
+from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
 PRINT = b"f" * 16
+CODEC = "lloyd3"
 
 
 def paged(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> tuple[dict, dict, FullAttentionSpec]:
@@ -43,12 +46,26 @@ def shape_of(spec: FullAttentionSpec) -> tuple[int, int, int]:
     return spec.num_kv_heads, spec.block_size, spec.head_size
 
 
-def block_codec(
-    caches: dict, layers: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, num_blocks: int = BLOCKS
-) -> HostBlocks:
+def block_format(caches: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, group: int = 0) -> BlockFormat:
+    return memory.block_format(CODEC, Group(group, spec, len(caches)), fingerprint)
+
+
+def cpu_blocks(
+    caches: dict,
+    layers: dict,
+    spec: FullAttentionSpec,
+    fingerprint: bytes = PRINT,
+    num_blocks: int = BLOCKS,
+    group: int = 0,
+) -> CpuBlocks:
     probed = probe_layers(caches, layers, num_blocks, shape_of(spec))
-    header = wire.BlockHeader("lloyd3", b"", fingerprint, len(probed), *shape_of(spec))
-    return HostBlocks(get_codec("lloyd3", spec.head_size), header, probed)
+    return CpuBlocks(HostMemory(probed, shape_of(spec)), block_format(caches, spec, fingerprint, group))
+
+
+def device_blocks(caches: dict, layers: dict, spec: FullAttentionSpec) -> CpuBlocks:
+    """As where the cache is a GPU's, and the codec runs on the CPU."""
+    probed = probe_layers(caches, layers, BLOCKS, shape_of(spec))
+    return CpuBlocks(DeviceMemory(paged_layout(probed, shape_of(spec))), block_format(caches, spec))
 
 
 def gpu_like(order: tuple[int, ...] = (0, 1, 2, 3)) -> tuple[dict, dict, FullAttentionSpec]:

@@ -9,12 +9,15 @@ import numpy as np
 
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.config.resolve import load_config
+from manthan.manager.stores.directory import Room
 from manthan.manager.stores.redis.client import Circuit, Client, connect
 from manthan.manager.stores.redis.index import Grant, RedisIndex
-from manthan.manager.stores.redis.schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock
 from manthan.manager.stores.redis.store import RedisStore
 
-BLOCK_TOKENS, SHARD_BYTES = 16, 1000
+BLOCK_TOKENS, SHARD_BYTES, GROUP = 16, 1000, 0
+SPARE_BYTES = 250
+"""So many bytes more are reserved for a shard than it turns out to need."""
 TTL_S = 88_200
 """Half an hour above a day: what is left of it reads the same, however slow a test is."""
 
@@ -36,15 +39,25 @@ def blocks_of(keys: Sequence[bytes], rank: int) -> dict[bytes, np.ndarray]:
 
 
 def record(
-    session_id: str, keys: Sequence[bytes], *, last_used: float | None = None, requests: int = 1
+    session_id: str, keys: Sequence[bytes], *, last_used: float | None = None, requests: int = 1, ranks: int = 2
 ) -> SessionRecord:
     used = time.time() if last_used is None else last_used
-    return SessionRecord(session_id, "cold", tuple(StoredBlock(key, True) for key in keys), used - 60, used, requests)
+    chain = tuple(StoredBlock(key, GROUP, True, ranks * SHARD_BYTES) for key in keys)
+    return SessionRecord(session_id, "cold", chain, used - 60, used, requests)
+
+
+def rooms(keys: Sequence[bytes], ranks: int = 2) -> list[Room]:
+    """What is asked for before these blocks are encoded."""
+    return [Room(key, GROUP, ranks * (SHARD_BYTES + SPARE_BYTES)) for key in keys]
+
+
+def ids(keys: Sequence[bytes]) -> list[BlockId]:
+    return [(GROUP, key) for key in keys]
 
 
 @dataclass
 class Engine:
-    """Books and stores of one engine, without the engine."""
+    """Books and stores of one engine, without the engine. capacity: of blocks that need no spare bytes."""
 
     config: RedisConfig
     model: str = "org/Tiny-1B"
@@ -59,10 +72,12 @@ class Engine:
         self.client = connect(self.config)
         namespace = Namespace.of(self.config.prefix, self.model, {"ranks": self.ranks})
         ttl = self.config.ttl_s
-        self.index = RedisIndex(self.client, Circuit(), namespace, self.owner, self.ranks, self.capacity, ttl)
-        self.stores = [
-            RedisStore(self.client, Circuit(), namespace, rank, SHARD_BYTES, ttl) for rank in range(self.ranks)
-        ]
+        self.index = RedisIndex(self.client, Circuit(), namespace, self.owner, self.ranks, self.budget, ttl)
+        self.stores = [RedisStore(self.client, Circuit(), namespace, rank, ttl) for rank in range(self.ranks)]
+
+    @property
+    def budget(self) -> int:
+        return self.capacity * self.ranks * SHARD_BYTES
 
     @property
     def name(self) -> str:
@@ -70,15 +85,13 @@ class Engine:
 
     @property
     def facts(self) -> dict[str, object]:
-        block_bytes = self.ranks * SHARD_BYTES
         return {
             "model": self.model,
             "dtype": "bfloat16",
             "codec": "lloyd3",
             "block_tokens": BLOCK_TOKENS,
-            "block_bytes": block_bytes,
             "ranks": self.ranks,
-            "budget_bytes": self.capacity * block_bytes,
+            "budget_bytes": self.budget,
         }
 
     def attach(self) -> str:
@@ -86,14 +99,15 @@ class Engine:
 
     def put(self, keys: Sequence[bytes]) -> None:
         """Reserve and store blocks of all ranks."""
-        grants, _ = self.index.reserve(keys)
-        assert Grant.FULL not in grants
+        answers, _ = self.index.reserve(rooms(keys, self.ranks))
+        assert Grant.FULL not in [answer.grant for answer in answers]
         for rank, store in enumerate(self.stores):
-            assert store.put_all(blocks_of(keys, rank)) == {}
+            assert store.put_all(GROUP, blocks_of(keys, rank)) == {}
 
     def save(self, session_id: str, keys: Sequence[bytes], **fields: float) -> None:
         self.put(keys)
-        assert self.index.save(record(session_id, keys, **fields), self.facts).verdict == "saved"  # type: ignore[arg-type]
+        saved = self.index.save(record(session_id, keys, ranks=self.ranks, **fields), self.facts)  # type: ignore[arg-type]
+        assert (saved.verdict, saved.lost) == ("saved", [])
 
     def close(self) -> None:
         for store in self.stores:

@@ -1,16 +1,17 @@
 """`manthan inspect` on a real redis-server, filled as engines fill it."""
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
 from inspect_command import parsed, refusal, run, session_ids, shown
-from redis_data import TTL_S, Engine, keys_of, redis_config
+from redis_data import GROUP, TTL_S, Engine, ids, keys_of, redis_config, rooms
 from redis_server import RedisServer, running
 
 from manthan.manager.stores.redis import reader as redis_reader
-from manthan.manager.stores.redis.schema import iso
+from manthan.manager.stores.redis.schema import iso, member
 
 NOW = time.time()
 
@@ -33,7 +34,7 @@ def engine(server: RedisServer) -> Engine:
     engine.attach()
     engine.save("alice", keys_of("a", 5), last_used=NOW - 60, requests=3)
     engine.save("bob", keys_of("b", 7), last_used=NOW - 7200)
-    engine.index.reserve(keys_of("c", 1))
+    engine.index.reserve(rooms(keys_of("c", 1)))
     return engine
 
 
@@ -51,7 +52,7 @@ def test_namespaces_and_their_sessions(engine: Engine, server: RedisServer) -> N
             *("sessions", "created"),
         ],
         [other.name, "Qwen/Qwen3-8B", "lloyd3", "bfloat16", "16", "1", "0", "0B of 97.7KiB", "0", "0", theirs],
-        [engine.name, "org/Tiny-1B", "lloyd3", "bfloat16", "16", "2", "12", "23.4KiB of 195.3KiB", "1", "2", ours],
+        [engine.name, "org/Tiny-1B", "lloyd3", "bfloat16", "16", "2", "12", "25.9KiB of 195.3KiB", "1", "2", ours],
         [""],
         [f"No sessions in {other.name}"],
         [""],
@@ -77,7 +78,7 @@ def test_the_same_for_machines(engine: Engine, server: RedisServer) -> None:
         "block_tokens": 16,
         "ranks": 2,
         "blocks": 12,
-        "used_bytes": 24_000,
+        "used_bytes": 26_500,
         "budget_bytes": 200_000,
         "pending": 1,
         "sessions": 2,
@@ -121,10 +122,9 @@ def test_one_namespace(engine: Engine, server: RedisServer) -> None:
 def test_one_session_with_its_chain(engine: Engine, server: RedisServer) -> None:
     keys = keys_of("a", 5)
     engine.save("alice", [*keys, *keys_of("more", 1)], last_used=NOW - 60, requests=3)
-    engine.client.unlink(engine.index.namespace.block(keys[1], 1))
-    engine.index.release(keys[2:3], force=True)
-    engine.index.release(keys[3:4], force=True)
-    engine.index.reserve(keys[3:4])
+    engine.client.unlink(engine.index.namespace.block((GROUP, keys[1]), 1))
+    engine.index.release(ids(keys[2:4]), force=True)
+    engine.index.reserve(rooms(keys[3:4]))
 
     rows = shown(server.url, "--session", "alice", "--limit", 5)
     assert dict(row for row in rows if len(row) == 2) == {
@@ -143,12 +143,12 @@ def test_one_session_with_its_chain(engine: Engine, server: RedisServer) -> None
         "chain": "6 blocks, 6 of them stored when it was saved",
     }
     assert rows[-7:] == [
-        ["block", "key", "state", "bytes by rank", "expires in"],
-        ["0", keys[0].hex()[:16], "stored", "1000 1000", "1d 6h"],
-        ["1", keys[1].hex()[:16], "stored", "1000 -", "1d 6h"],
-        ["2", keys[2].hex()[:16], "not stored", "- -", "-"],
-        ["3", keys[3].hex()[:16], "pending", "- -", "-"],
-        ["4", keys[4].hex()[:16], "stored", "1000 1000", "1d 6h"],
+        ["block", "key", "group", "state", "bytes by rank", "expires in"],
+        ["0", keys[0].hex()[:16], "0", "stored", "1000 1000", "1d 6h"],
+        ["1", keys[1].hex()[:16], "0", "stored", "1000 -", "1d 6h"],
+        ["2", keys[2].hex()[:16], "0", "not stored", "- -", "-"],
+        ["3", keys[3].hex()[:16], "0", "pending", "- -", "-"],
+        ["4", keys[4].hex()[:16], "0", "stored", "1000 1000", "1d 6h"],
         ["1 more: raise --limit to see them"],
     ]
 
@@ -158,8 +158,8 @@ def test_one_session_with_its_chain(engine: Engine, server: RedisServer) -> None
     assert times[1][1] is None
     assert all(1.25 * TTL_S - 600 < ttl <= 1.25 * TTL_S for ttl in (*times[0], times[1][0]))
     assert whole["chain"] == [
-        {"key": keys[0].hex(), "state": "stored", "bytes": [1000, 1000]},
-        {"key": keys[1].hex(), "state": "stored", "bytes": [1000, None]},
+        {"key": keys[0].hex(), "group": 0, "state": "stored", "bytes": [1000, 1000]},
+        {"key": keys[1].hex(), "group": 0, "state": "stored", "bytes": [1000, None]},
     ]
 
 
@@ -207,6 +207,31 @@ def test_many_are_asked_for_in_batches(engine: Engine, server: RedisServer, monk
     assert max(sizes) == 8
 
 
+# -- counted again -----------------------------------------------------------------------------------
+
+
+def test_books_that_agree(engine: Engine, server: RedisServer) -> None:
+    assert shown(server.url, "--check") == [[f"{engine.name}: the books agree: 25.9KiB in use."]]
+    assert parsed(server.url, "--check") == {"checks": [{"namespace": engine.name, "disagreement": None}]}
+
+
+def test_books_that_do_not_agree_are_told_in_a_sentence(engine: Engine, server: RedisServer) -> None:
+    other = Engine(redis_config(server.url), model="other")
+    other.attach()
+    info = engine.index.namespace.key("info")
+    server.client.hincrby(info, "used_bytes", 7)
+    result = run(server.url, "--check")
+    sentence = f"{info} counts 26507 bytes in use, but the sizes add up to 26500."
+    assert (result.exit_code, result.stdout.splitlines()) == (
+        1,
+        [f"{other.name}: the books agree: 0B in use.", f"{engine.name}: {sentence}"],
+    )
+    result = run(server.url, "--check", "--json")
+    assert (result.exit_code, json.loads(result.stdout)["checks"][1]["disagreement"]) == (1, sentence)
+    assert run(server.url, "--check", "--namespace", other.name).exit_code == 0
+    assert "has no namespace 'x'" in refusal(server.url, "--check", "--namespace", "x")
+
+
 # -- what is not there, or goes -----------------------------------------------------------------------
 
 
@@ -234,13 +259,18 @@ def test_a_namespace_whose_books_have_expired_is_skipped(engine: Engine, server:
 def test_what_has_expired_is_not_counted_before_it_is_collected(engine: Engine, server: RedisServer) -> None:
     ns, old = engine.index.namespace, time.time() - 1
     server.client.zadd(ns.key("sessions"), {"bob": old})
-    server.client.zadd(ns.key("blocks"), {keys_of("b", 1)[0].hex(): old, keys_of("a", 1)[0].hex(): old})
-    server.client.zadd(ns.key("pending"), {keys_of("c", 1)[0].hex(): old})
+    server.client.zadd(ns.key("blocks"), {member(ids(keys_of(text, 1))[0]): old for text in "ba"})
+    server.client.zadd(ns.key("pending"), {member(ids(keys_of("c", 1))[0]): old})
     [space] = parsed(server.url)["namespaces"]
-    assert [space["namespace"][name] for name in ("sessions", "blocks", "used_bytes", "pending")] == [1, 10, 20_000, 0]
+    assert [space["namespace"][name] for name in ("sessions", "blocks", "pending")] == [1, 10, 0]
+    assert space["namespace"]["used_bytes"] == 26_500  # of the budget, until it is collected
     assert session_ids(server.url) == ["alice"]
     assert "has no session 'bob'" in refusal(server.url, "--session", "bob")
     assert parsed(server.url, "--session", "alice")["sessions"][0]["chain"][0]["state"] == "not stored"
+    engine.index.collect()
+    [space] = parsed(server.url)["namespaces"]
+    counts = [space["namespace"][name] for name in ("sessions", "blocks", "used_bytes", "pending")]
+    assert counts == [1, 4, 8_000, 0]  # bob's other blocks went with him
 
 
 @pytest.mark.parametrize(
@@ -283,6 +313,6 @@ def test_nothing_is_changed(engine: Engine, server: RedisServer) -> None:
             }
 
     before = everything()
-    for args in ([], ["--session", "alice"], ["--namespace", engine.name]):
+    for args in ([], ["--session", "alice"], ["--namespace", engine.name], ["--check"]):
         assert run(server.url, *args).exit_code == 0
     assert everything() == before

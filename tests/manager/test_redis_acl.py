@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 import redis
 from redis_cluster import cluster_url, running_cluster
-from redis_data import Engine, keys_of, record, redis_config
+from redis_data import GROUP, Engine, ids, keys_of, record, redis_config, rooms
 from redis_server import RedisServer, running
 from typer.testing import CliRunner
 
@@ -19,22 +19,22 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.cold_store import ColdStoreError
 from manthan.manager.stores.redis.client import check, connect
 from manthan.manager.stores.redis.index import RedisIndex
-from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.redis.schema import Namespace, member
 
 PASSWORD = "not-for-the-log"
 ENGINE_ACL = (
     "ACL SETUSER manthan on >PASSWORD ~manthan:* "
-    "+client|setname +select +info +time +eval "
+    "+client|setname +select +info +time +eval +eval_ro "
     "+get +set +exists +expireat +unlink +del +ttl +strlen "
-    "+hget +hmget +hgetall +hset +hsetnx +hdel +hexists +hincrby "
+    "+hget +hmget +hgetall +hset +hsetnx +hdel +hexists +hincrby +hlen "
     "+llen +lrange +rpush "
     "+sadd +smembers +srem "
     "+zadd +zcard +zcount +zmscore +zrange +zrangebyscore +zrem +zscore"
 )
 INSPECT_ACL = (
     "ACL SETUSER manthan-inspect on >PASSWORD %R~manthan:* "
-    "+client|setname +select +info +time "
-    "+strlen +ttl +hgetall +llen +lrange +smembers +zcount +zrange +zscore"
+    "+client|setname +select +info +time +eval_ro "
+    "+strlen +ttl +hget +hgetall +llen +lrange +smembers +zcount +zrange +zscore"
 )
 CLUSTER_TOO = "+cluster|slots +command"
 """What a client asks a Redis Cluster besides."""
@@ -88,30 +88,40 @@ def everything(config: RedisConfig) -> None:
     mine, theirs = Engine(config, owner="engine-a"), Engine(config, owner="engine-b")
     keys = keys_of("a", 4)
     gone = Namespace("manthan:", "nobodys-any-more")
-    RedisIndex(mine.client, mine.index._circuit, gone, "engine-a", mine.ranks, 100, 9).attach(mine.facts, "x")
+    RedisIndex(mine.client, mine.index._circuit, gone, "engine-a", mine.ranks, mine.budget, 9).attach(mine.facts, "x")
     mine.index._pipelined([("DEL", gone.key("info"))])
     assert mine.attach() == mine.index.incarnation()
     mine.save("alice", keys)
-    assert theirs.index.look_up(keys) == 4
-    assert all(buf is not None for buf in theirs.stores[1].read(keys))
+    assert len(theirs.index.look_up(GROUP, keys)) == 4
+    assert all(buf is not None for buf in theirs.stores[1].read(GROUP, keys))
     theirs.put(keys)  # stored already: looked at, and not written again
-    assert [stranger.blocks for stranger in theirs.index.strangers(9)] == [4]
+    assert [stranger.nbytes for stranger in theirs.index.strangers(9)] == [8000]
     assert theirs.index.save(record("alice", keys[:2]), theirs.facts).verdict == "stale"
     assert mine.index.save(record("alice", keys[:3]), mine.facts).verdict == "saved"
     mine.put(keys_of("b", 2))
-    mine.index.release(keys_of("b", 2))
+    mine.index.release(ids(keys_of("b", 2)))
     look(config)
+    lose_a_size(mine, keys[3])
     expire(mine)
     mine.save("bob", keys)
     mine.index.leave(["alice", "bob"])
     assert mine.index.collect().used == 0
 
 
+def lose_a_size(engine: Engine, key: bytes) -> None:
+    """As if the server had evicted it: the books are made up again without the block."""
+    name = engine.index.namespace.key("sizes")
+    engine.index._pipelined([("HDEL", name, member((GROUP, key)))])
+    assert engine.index.collect().used == 6000
+
+
 def expire(engine: Engine) -> None:
     """A session whose time is over, and a block that nobody went on to save, are collected."""
     index = engine.index
-    short = RedisIndex(engine.client, index._circuit, index.namespace, "engine-a", engine.ranks, 100, 0, pending_s=-1)
-    short.reserve(keys_of("c", 1))
+    short = RedisIndex(
+        engine.client, index._circuit, index.namespace, "engine-a", engine.ranks, engine.budget, 0, pending_s=-1
+    )
+    short.reserve(rooms(keys_of("c", 1)))
     engine.put(keys_of("d", 1))
     short.save(record("carol", keys_of("d", 1)), engine.facts)
     assert short.collect().expired == ["carol"]
@@ -129,6 +139,8 @@ def look(config: RedisConfig) -> None:
         result = CliRunner().invoke(app, ["inspect", config.url, "--username", config.username, *args])
         assert (result.exit_code, result.stderr) == (0, "")
         assert "alice" in result.stdout
+    result = CliRunner().invoke(app, ["inspect", config.url, "--username", config.username, "--check"])
+    assert (result.exit_code, result.stderr) == (0, "")
 
 
 def test_an_engine_needs_no_more(server: RedisServer) -> None:

@@ -9,7 +9,7 @@ from typing import Any, cast
 import pytest
 from certificates import Authority
 from redis_connections import PASSWORD, assert_threads_get_through, reaches, refusal
-from redis_data import Engine, blocks_of, keys_of, record, redis_config
+from redis_data import GROUP, Engine, blocks_of, keys_of, record, redis_config, rooms
 from redis_server import RedisServer, free_port, running
 
 from manthan.manager.config.resolve import ConfigError
@@ -220,13 +220,13 @@ def test_a_server_that_is_paused_costs_its_timeouts_and_not_more(server: RedisSe
     engine.save("alice", keys_of("a", 3))
     server.pause()
     with pytest.raises(StoreDownError):
-        engine.index.look_up(keys_of("a", 3))
+        engine.index.look_up(GROUP, keys_of("a", 3))
     with pytest.raises(StoreDownError):
-        list(engine.stores[0].read(keys_of("a", 3)))
+        list(engine.stores[0].read(GROUP, keys_of("a", 3)))
     with pytest.raises(RedisUnreachableError):
         check(connect(engine.config), engine.config)
     server.resume()
-    assert Engine(engine.config).index.look_up(keys_of("a", 3)) == 3
+    assert Engine(engine.config).index.look_up(GROUP, keys_of("a", 3)) == [2000] * 3
 
 
 @pytest.mark.parametrize(("version", "serves"), [("6.2.14", False), ("7.0.0", True), ("10.0.0", True)])
@@ -253,11 +253,12 @@ def test_a_server_whose_memory_is_full_takes_what_makes_room_or_takes_none(serve
     server.client.config_set("maxmemory", 1)
 
     keys = keys_of("dave", 3)
-    assert engine.stores[0].put_all(blocks_of(keys, 0)) == dict.fromkeys(keys, "store_oom")
+    assert engine.stores[0].put_all(GROUP, blocks_of(keys, 0)) == dict.fromkeys(keys, "store_oom")
     with pytest.raises(StoreOomError):
-        engine.index.reserve(keys)
+        engine.index.reserve(rooms(keys))
     assert engine.index.forget("alice")
     assert engine.index.save(record("carol", keys_of("carol", 5)), engine.facts) == ("saved", [], [])
     assert engine.index.save(record("bob", keys_of("bob", 5)), engine.facts) == ("saved", [], [])
-    assert [engine.index.look_up(keys_of(name, 20)) for name in ("alice", "bob", "carol")] == [0, 5, 5]
-    assert engine.index.collect().used == 10
+    found = [engine.index.look_up(GROUP, keys_of(name, 20)) for name in ("alice", "bob", "carol")]
+    assert list(map(len, found)) == [0, 5, 5]
+    assert engine.index.collect().used == 20_000

@@ -8,13 +8,19 @@ import pytest
 import redis
 from redis_server import RedisServer, running
 
+from manthan.manager.stores.directory import Room
 from manthan.manager.stores.redis.client import Circuit, StoreOomError
-from manthan.manager.stores.redis.index import Grant, RedisIndex
-from manthan.manager.stores.redis.schema import Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.index import Grant, RedisIndex, Reserved
+from manthan.manager.stores.redis.reader import Reader
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock, member
 
 NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "lloyd3"})
-FACTS = {"codec": "lloyd3", "block_tokens": 32, "block_bytes": 200}
-RANKS, CAPACITY, TTL_S = 2, 8, 1000
+FACTS = {"codec": "lloyd3", "block_tokens": 32}
+RANKS, GROUP, TTL_S = 2, 1, 1000
+BOUND, NBYTES = 200, 150
+"""What is reserved for a block, and what it takes, of both ranks."""
+BUDGET = 8 * BOUND
+GRANTED, STORED, FULL = Reserved(Grant.GRANTED), Reserved(Grant.STORED, NBYTES), Reserved(Grant.FULL)
 
 
 @pytest.fixture(scope="module")
@@ -30,7 +36,7 @@ def raw(server: RedisServer) -> redis.Redis:
 
 def engine(server: RedisServer, owner: str = "one", ttl_s: float = TTL_S, **options: int) -> RedisIndex:
     client = redis.Redis(port=server.port, protocol=2)
-    return RedisIndex(client, Circuit(), NAMESPACE, owner, RANKS, CAPACITY, ttl_s, **options)
+    return RedisIndex(client, Circuit(), NAMESPACE, owner, RANKS, BUDGET, ttl_s, **options)
 
 
 @pytest.fixture
@@ -48,27 +54,50 @@ def keys(text: str) -> list[bytes]:
     return [text[: n + 1].encode() for n in range(len(text))]
 
 
+def ids(text: str) -> list[BlockId]:
+    return [(GROUP, key) for key in keys(text)]
+
+
+def rooms(text: str, nbytes: int = BOUND) -> list[Room]:
+    return [Room(key, GROUP, nbytes) for key in keys(text)]
+
+
 def record(session_id: str, text: str, stored: str | None = None, state: str = "cold") -> SessionRecord:
     """A session of which all blocks are stored, or those that `stored` has a letter of."""
     good = text if stored is None else stored
-    chain = tuple(StoredBlock(key, letter in good) for key, letter in zip(keys(text), text, strict=True))
+    chain = tuple(StoredBlock(key, GROUP, letter in good, NBYTES) for key, letter in zip(keys(text), text, strict=True))
     return SessionRecord(session_id, state, chain, 1.0e9, 1.1e9, 3)
 
 
-def store(index: RedisIndex, raw: redis.Redis, blocks: list[bytes]) -> list[Grant]:
+def store(index: RedisIndex, raw: redis.Redis, blocks: list[Room]) -> list[Reserved]:
     """Reserve blocks and write what was granted, as the ranks do."""
-    grants, _ = index.reserve(blocks)
-    for key, grant in zip(blocks, grants, strict=True):
-        if grant is Grant.GRANTED:
+    answers, _ = index.reserve(blocks)
+    for room, answer in zip(blocks, answers, strict=True):
+        if answer.grant is Grant.GRANTED:
             for rank in range(RANKS):
-                raw.set(NAMESPACE.block(key, rank), "codes", px=round(1250 * TTL_S))
-    return grants
+                raw.set(NAMESPACE.block((room.group, room.key), rank), "x" * 75, px=round(1250 * TTL_S))
+    return answers
+
+
+def used(raw: redis.Redis) -> int:
+    """The bytes in use, which must be those of all blocks and reservations."""
+    with redis.Redis(port=raw.connection_pool.connection_kwargs["port"], protocol=2) as client:
+        assert Reader(client, "manthan:").disagreement(NAMESPACE.name) is None
+    return int(raw.hget(NAMESPACE.key("info"), "used_bytes"))
+
+
+def found(index: RedisIndex, text: str) -> int:
+    """How many blocks are found, with the bytes they have."""
+    sizes = index.look_up(GROUP, keys(text))
+    assert sizes == [NBYTES] * len(sizes)
+    return len(sizes)
 
 
 def kept(raw: redis.Redis) -> set[str]:
     """The last letters of the blocks that lie in Redis, on both ranks."""
     names = [name.split(":") for name in raw.scan_iter("*:block:*")]
-    blocks = [bytes.fromhex(name[3].strip("{}")).decode() for name in names]
+    assert all(name[4] == f"{GROUP}}}" for name in names)
+    blocks = [bytes.fromhex(name[3].strip("{")).decode() for name in names]
     assert all(blocks.count(block) == RANKS for block in blocks)
     return {block[-1] for block in blocks}
 
@@ -77,38 +106,42 @@ def kept(raw: redis.Redis) -> set[str]:
 
 
 def test_blocks_are_granted_while_there_is_room(one: RedisIndex, raw: redis.Redis) -> None:
-    grants, used = one.reserve(keys("abcdefghij"))
-    assert grants == [Grant.GRANTED] * 8 + [Grant.FULL] * 2
-    assert used == CAPACITY
+    answers, used = one.reserve(rooms("abcdefghij"))
+    assert answers == [GRANTED] * 8 + [FULL] * 2
+    assert used == BUDGET
+    one.release(ids("ab")[1:])
+    assert one.reserve([Room(b"large", GROUP, BOUND + 1), Room(b"small", GROUP, BOUND)]) == ([FULL, GRANTED], BUDGET)
 
 
 def test_a_reservation_is_counted_once(one: RedisIndex, two: RedisIndex) -> None:
-    one.reserve(keys("abc"))
-    assert two.reserve(keys("abc")) == ([Grant.GRANTED] * 3, 3)
+    one.reserve(rooms("abc"))
+    assert two.reserve(rooms("abc")) == ([GRANTED] * 3, 3 * BOUND)
+    assert two.reserve(rooms("abc", BOUND - 1)) == ([GRANTED] * 3, 3 * BOUND)
+    assert two.reserve(rooms("abc", BOUND + 1)) == ([GRANTED] * 3, 3 * BOUND + 3)
 
 
 def test_what_another_engine_has_stored_needs_no_encoding(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("abc"))
+    store(one, raw, rooms("abc"))
     one.save(record("alice", "abc"), FACTS)
-    assert two.reserve(keys("abcd")) == ([Grant.STORED] * 3 + [Grant.GRANTED], 4)
+    assert two.reserve(rooms("abcd")) == ([STORED] * 3 + [GRANTED], 3 * NBYTES + BOUND)
 
 
 def test_what_the_server_has_evicted_by_itself_is_stored_again(
     one: RedisIndex, two: RedisIndex, raw: redis.Redis
 ) -> None:
-    store(one, raw, keys("abc"))
+    store(one, raw, rooms("abc"))
     one.save(record("alice", "abc"), FACTS)
-    raw.delete(NAMESPACE.block(b"ab", 1))
-    assert two.reserve(keys("abc"))[0] == [Grant.STORED, Grant.GRANTED, Grant.STORED]
+    raw.delete(NAMESPACE.block((GROUP, b"ab"), 1))
+    assert two.reserve(rooms("abc")) == ([STORED, GRANTED, STORED], 2 * NBYTES + BOUND)
 
 
 def test_full_memory_is_told_from_a_dead_server(server: RedisServer, one: RedisIndex, raw: redis.Redis) -> None:
     raw.config_set("maxmemory", "1mb")
     try:
         with pytest.raises(StoreOomError):
-            one.reserve(keys("abc"))
+            one.reserve(rooms("abc"))
         assert raw.keys() == []
-        one.release(keys("abc"), force=True)  # deleting works all the same
+        one.release(ids("abc"), force=True)  # deleting works all the same
     finally:
         raw.config_set("maxmemory", "0")
 
@@ -117,7 +150,7 @@ def test_full_memory_is_told_from_a_dead_server(server: RedisServer, one: RedisI
 
 
 def test_a_session_is_readable(one: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("abc"))
+    store(one, raw, rooms("abc"))
     assert one.save(record("alice", "abc"), FACTS).verdict == "saved"
     name = f"manthan:{{{NAMESPACE.name}}}:session:alice"
     assert NAMESPACE.name.startswith("tiny-llama-")
@@ -126,19 +159,19 @@ def test_a_session_is_readable(one: RedisIndex, raw: redis.Redis) -> None:
         "state": "cold",
         "tokens": "96",
         "blocks": "3",
-        "bytes": "600",
+        "bytes": "450",
         "codec": "lloyd3",
         "requests": "3",
         "created": "2001-09-09T01:46:40Z",
         "last_used": "2004-11-09T11:33:20Z",
         "owner": "one",
     }
-    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [key.hex() for key in keys("abc")]
+    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [member(block) for block in ids("abc")]
     assert TTL_S - 10 < raw.ttl(name) <= TTL_S
 
 
 def test_ids_that_clients_chose_cannot_break_a_key(one: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("a"))
+    store(one, raw, rooms("a"))
     one.save(record("{x} *\n:é", "a"), FACTS)
     [name] = raw.scan_iter("*:session:*")
     assert name == f"manthan:{{{NAMESPACE.name}}}:session:%7Bx%7D%20%2A%0A%3A%C3%A9"
@@ -148,61 +181,62 @@ def test_ids_that_clients_chose_cannot_break_a_key(one: RedisIndex, raw: redis.R
 
 
 def test_only_what_a_saved_session_holds_is_found(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("abc"))
-    assert two.look_up(keys("abcd")) == 0
+    store(one, raw, rooms("abc"))
+    assert found(two, "abcd") == 0
     one.save(record("alice", "abc", stored="ab"), FACTS)
-    assert two.look_up(keys("abcd")) == 2
+    assert found(two, "abcd") == 2
     one.save(record("alice", "abc"), FACTS)
-    assert two.look_up(keys("abcd")) == 3
-    assert two.look_up(keys("xabc")) == 0
+    assert found(two, "abcd") == 3
+    assert found(two, "xabc") == 0
 
 
 def test_a_long_chain_is_found_in_a_few_questions(one: RedisIndex, raw: redis.Redis) -> None:
-    one.capacity = 5000
+    one.budget = 5000 * BOUND
     chain = [f"{n:064}".encode() for n in range(3000)]
-    store(one, raw, chain)
-    blocks = tuple(StoredBlock(key, True) for key in chain)
+    store(one, raw, [Room(key, GROUP, BOUND) for key in chain])
+    blocks = tuple(StoredBlock(key, GROUP, True, 1 + at % BOUND) for at, key in enumerate(chain))
     one.save(SessionRecord("long", "cold", blocks, 0.0, 0.0, 1), FACTS)
     before = raw.info("commandstats")["cmdstat_eval"]["calls"]
-    assert one.look_up([*chain, b"more"]) == 3000
+    assert one.look_up(GROUP, [*chain, b"more"]) == [block.nbytes for block in blocks]
     assert raw.info("commandstats")["cmdstat_eval"]["calls"] - before <= 10
     assert raw.llen(NAMESPACE.chain("long")) == 3000
 
 
 def test_blocks_go_with_the_last_session_that_holds_them(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("sa"))
+    store(one, raw, rooms("sa"))
     one.save(record("alice", "s"), FACTS)
     one.save(record("alice", "sa"), FACTS)  # holds each of them once
-    store(two, raw, keys("sb"))
+    store(two, raw, rooms("sb"))
     two.save(record("bob", "sb"), FACTS)
     assert one.forget("alice")
     assert kept(raw) == {"s", "b"}
     assert two.forget("bob")
     assert kept(raw) == set()
-    assert not raw.exists(NAMESPACE.key("users"), NAMESPACE.key("blocks"), NAMESPACE.key("tips"))
+    assert not raw.exists(*(NAMESPACE.key(part) for part in ("users", "blocks", "sizes", "tips")))
+    assert used(raw) == 0
 
 
 def test_a_session_that_loses_its_tail_frees_it(one: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("abcd"))
+    store(one, raw, rooms("abcd"))
     one.save(record("alice", "abcd"), FACTS)
     one.save(record("alice", "ab"), FACTS)
     assert kept(raw) == {"a", "b"}
-    assert one.look_up(keys("abcd")) == 2
+    assert found(one, "abcd") == 2
 
 
 def test_saving_says_what_is_not_stored_after_all(one: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("ab"))
-    assert one.save(record("alice", "abc"), FACTS).lost == [b"abc"]
-    assert one.look_up(keys("abc")) == 2
+    store(one, raw, rooms("ab"))
+    assert one.save(record("alice", "abc"), FACTS).lost == [(GROUP, b"abc")]
+    assert found(one, "abc") == 2
 
 
 # -- two engines --------------------------------------------------------------------------------------
 
 
 def test_the_engine_that_takes_a_session_further_owns_it(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("ab"))
+    store(one, raw, rooms("ab"))
     one.save(record("alice", "ab"), FACTS)
-    store(two, raw, keys("abc"))
+    store(two, raw, rooms("abc"))
     assert two.save(record("alice", "abc")._replace(created=2.0e9), FACTS).verdict == "saved"
     assert raw.hmget(NAMESPACE.session("alice"), "owner", "created") == ["two", "2001-09-09T01:46:40Z"]
     assert not one.forget("alice")
@@ -211,19 +245,19 @@ def test_the_engine_that_takes_a_session_further_owns_it(one: RedisIndex, two: R
 
 
 def test_two_conversations_of_one_name_are_kept_apart(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("ab"))
+    store(one, raw, rooms("ab"))
     one.save(record("alice", "ab"), FACTS)
-    store(two, raw, keys("xy"))
+    store(two, raw, rooms("xy"))
     assert two.save(record("alice", "xy"), FACTS).verdict == "conflict"
-    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [key.hex() for key in keys("ab")]
+    assert raw.lrange(NAMESPACE.chain("alice"), 0, -1) == [member(block) for block in ids("ab")]
 
 
 def test_a_name_that_was_given_up_and_taken_meanwhile(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
     """What looks as it was left is not: it is as long, but another conversation."""
-    store(one, raw, keys("abc"))
+    store(one, raw, rooms("abc"))
     one.save(record("alice", "abc"), FACTS)
     two.forget("alice", owned=False)
-    store(two, raw, keys("xyz"))
+    store(two, raw, rooms("xyz"))
     two.save(record("alice", "xyz"), FACTS)
     assert one.save(record("alice", "abc"), FACTS).verdict == "conflict"
 
@@ -231,9 +265,9 @@ def test_a_name_that_was_given_up_and_taken_meanwhile(one: RedisIndex, two: Redi
 def test_a_session_without_a_name_that_went_on_is_pointed_out(
     one: RedisIndex, two: RedisIndex, raw: redis.Redis
 ) -> None:
-    store(one, raw, keys("ab"))
+    store(one, raw, rooms("ab"))
     one.save(record("anonymous-one-1", "ab"), FACTS)
-    store(two, raw, keys("abc"))
+    store(two, raw, rooms("abc"))
     assert two.save(record("anonymous-two-1", "abc"), FACTS).absorbed == ["anonymous-one-1"]
     assert two.forget("anonymous-one-1", owned=False)
     assert kept(raw) == {"a", "b", "c"}
@@ -241,16 +275,16 @@ def test_a_session_without_a_name_that_went_on_is_pointed_out(
 
 def test_strangers_are_others_sessions_oldest_first(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
     for index, name, text in ((two, "x", "x"), (one, "mine", "m"), (two, "y", "yz")):
-        store(index, raw, keys(text))
+        store(index, raw, rooms(text))
         index.save(record(name, text), FACTS)
         raw.zincrby(NAMESPACE.key("sessions"), {"x": -2, "mine": -1, "y": 0}[name], name)
     strangers = one.strangers(10)
-    assert [(s.session_id, s.blocks) for s in strangers] == [("x", 1), ("y", 2)]
+    assert [(s.session_id, s.nbytes) for s in strangers] == [("x", NBYTES), ("y", 2 * NBYTES)]
     assert strangers[0].expires < strangers[1].expires
 
 
 def test_a_stranger_that_was_used_meanwhile_stays(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(two, raw, keys("x"))
+    store(two, raw, rooms("x"))
     two.save(record("x", "x"), FACTS)
     [stranger] = one.strangers(10)
     raw.zincrby(NAMESPACE.key("sessions"), 5, "x")
@@ -268,20 +302,20 @@ def expire_now(raw: redis.Redis, part: str, *members: str) -> None:
 
 def test_a_use_renews_a_session_and_its_blocks(server: RedisServer, raw: redis.Redis) -> None:
     one = engine(server, ttl_s=1000)
-    store(one, raw, keys("ab"))
+    store(one, raw, rooms("ab"))
     one.save(record("alice", "ab"), FACTS)
-    for name in (NAMESPACE.session("alice"), *(NAMESPACE.block(key, rank) for key in keys("ab") for rank in (0, 1))):
+    for name in (NAMESPACE.session("alice"), *(NAMESPACE.block(block, rank) for block in ids("ab") for rank in (0, 1))):
         raw.expire(name, 5)
     again = engine(server, "again", ttl_s=1000)  # as after a restart
     assert again.save(record("alice", "ab"), FACTS).verdict == "saved"
     assert raw.ttl(NAMESPACE.session("alice")) > 900
-    assert all(raw.ttl(NAMESPACE.block(key, rank)) > 900 for key in keys("ab") for rank in (0, 1))
+    assert all(raw.ttl(NAMESPACE.block(block, rank)) > 900 for block in ids("ab") for rank in (0, 1))
 
 
 def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
-    store(one, raw, keys("abc"))
+    store(one, raw, rooms("abc"))
     one.save(record("alice", "abc"), FACTS)
-    names = [NAMESPACE.key("blocks"), *(NAMESPACE.block(key, 0) for key in keys("abc"))]
+    names = [NAMESPACE.key("blocks"), *(NAMESPACE.block(block, 0) for block in ids("abc"))]
     raw.expire(NAMESPACE.session("alice"), 5)
     raw.zadd(NAMESPACE.key("sessions"), {"alice": 5})
     raw.config_resetstat()
@@ -295,39 +329,39 @@ def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisInde
     assert raw.ttl(NAMESPACE.session("alice")) > TTL_S - 10
     assert raw.zscore(NAMESPACE.key("sessions"), "alice") > time.time() + TTL_S - 10
     assert "cmdstat_lrange" not in raw.info("commandstats")
-    lasts = [raw.ttl(name) for name in names[1:]] + [raw.zscore(names[0], b"a".hex()) - time.time()]
+    lasts = [raw.ttl(name) for name in names[1:]] + [raw.zscore(names[0], member((GROUP, b"a"))) - time.time()]
     assert all(left > TTL_S + 200 for left in lasts)  # longer than the session, even if used once more
-    store(two, raw, keys("abcd"))
+    store(two, raw, rooms("abcd"))
     two.save(record("alice", "abcd"), FACTS)
     assert one.save(used, FACTS).verdict == "stale"
     raw.flushall()
-    assert one.save(used, FACTS).lost == keys("abc")
+    assert one.save(used, FACTS).lost == ids("abc")
 
 
 def test_shared_blocks_live_as_long_as_the_session_that_lives_longest(
     server: RedisServer, one: RedisIndex, raw: redis.Redis
 ) -> None:
-    store(one, raw, keys("sa"))
+    store(one, raw, rooms("sa"))
     one.save(record("alice", "sa"), FACTS)
-    store(one, raw, keys("sb"))
+    store(one, raw, rooms("sb"))
     one.save(record("bob", "sb"), FACTS)
     expire_now(raw, "sessions", "alice")
-    expire_now(raw, "blocks", b"sa".hex())
-    assert one.look_up(keys("sa")) == 1
+    expire_now(raw, "blocks", member((GROUP, b"sa")))
+    assert found(one, "sa") == 1
     assert one.collect().expired == ["alice"]
     assert kept(raw) == {"s", "b"}
     assert not raw.exists(NAMESPACE.session("alice"), NAMESPACE.chain("alice"))
-    assert one.look_up(keys("sb")) == 2
+    assert found(one, "sb") == 2
 
 
 def test_what_an_engine_left_half_written_is_collected(server: RedisServer, one: RedisIndex, raw: redis.Redis) -> None:
     dead = engine(server, "dead")
-    store(dead, raw, keys("abc"))
-    store(one, raw, keys("x"))
+    store(dead, raw, rooms("abc"))
+    store(one, raw, rooms("x"))
     one.save(record("alice", "x"), FACTS)
-    assert one.collect().used == 4
-    expire_now(raw, "pending", *(key.hex() for key in keys("abc")))
-    assert one.collect() == ([], 1)
+    assert one.collect().used == 3 * BOUND + NBYTES
+    expire_now(raw, "pending", *map(member, ids("abc")))
+    assert one.collect() == ([], NBYTES)
     assert kept(raw) == {"x"}
 
 
@@ -335,9 +369,9 @@ def test_books_end_with_the_last_session(server: RedisServer, raw: redis.Redis) 
     """Nothing stays in Redis for ever when no engine comes back."""
     one = engine(server)
     one.attach({"model": "tiny"}, "first")
-    store(one, raw, keys("ab"))
+    store(one, raw, rooms("ab"))
     one.save(record("alice", "ab"), FACTS)
-    one.reserve(keys("xyz"))
+    one.reserve(rooms("xyz"))
     assert [name for name in raw.scan_iter("*") if raw.ttl(name) < 0] == ["manthan:namespaces"]
     raw.delete(NAMESPACE.key("info"))
     other = Namespace("manthan:", "other")
@@ -368,8 +402,8 @@ def test_two_models_share_nothing() -> None:
 def test_the_shards_of_a_block_and_the_books_have_a_slot_each() -> None:
     from redis.crc import key_slot
 
-    assert len({key_slot(NAMESPACE.block(b"a", rank).encode()) for rank in range(8)}) == 1
-    assert len({key_slot(NAMESPACE.block(key, 0).encode()) for key in keys("abcdefgh")}) > 4
+    assert len({key_slot(NAMESPACE.block((GROUP, b"a"), rank).encode()) for rank in range(8)}) == 1
+    assert len({key_slot(NAMESPACE.block(block, 0).encode()) for block in ids("abcdefgh")}) > 4
     books = [NAMESPACE.key("info"), NAMESPACE.session("alice"), NAMESPACE.chain("bob")]
     assert len({key_slot(name.encode()) for name in books}) == 1
 

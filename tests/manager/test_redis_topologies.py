@@ -7,12 +7,12 @@ from pathlib import Path
 import pytest
 from redis_cluster import cluster_url, running_cluster, wait_until_ok
 from redis_connections import PASSWORD, assert_threads_get_through, reaches, refusal
-from redis_data import Engine, blocks_of, keys_of, record, redis_config
+from redis_data import GROUP, Engine, blocks_of, ids, keys_of, record, redis_config, rooms
 from redis_sentinel import Sentinel
 from redis_server import RedisServer, running
 
 from manthan.manager.stores.redis.client import StoreDownError, check, connect
-from manthan.manager.stores.redis.index import Collected, Grant
+from manthan.manager.stores.redis.index import Collected, Grant, Reserved
 
 
 def until_up(what: Callable[[], int]) -> int:
@@ -120,30 +120,30 @@ def assert_round_trip(url: str) -> None:
     keys = keys_of("a", 40)
     assert mine.attach() == theirs.attach() == mine.index.incarnation() == "incarnation"
 
-    assert mine.index.reserve(keys) == ([Grant.GRANTED] * 40, 40)
-    assert theirs.index.look_up(keys) == 0
+    assert mine.index.reserve(rooms(keys)) == ([Reserved(Grant.GRANTED)] * 40, 100_000)
+    assert theirs.index.look_up(GROUP, keys) == []
     for rank, store in enumerate(mine.stores):
-        assert store.put_all(blocks_of(keys, rank)) == {}
+        assert store.put_all(GROUP, blocks_of(keys, rank)) == {}
     assert mine.index.save(record("alice", keys), mine.facts) == ("saved", [], [])
 
-    assert theirs.index.look_up(keys_of("a", 50)) == 40
+    assert theirs.index.look_up(GROUP, keys_of("a", 50)) == [2000] * 40
     for rank, store in enumerate(theirs.stores):
-        found = dict(zip(keys, store.read(keys), strict=True))
+        found = dict(zip(keys, store.read(GROUP, keys), strict=True))
         assert {key: bytes(buf) for key, buf in found.items() if buf is not None} == {
             key: bytes(buf) for key, buf in blocks_of(keys, rank).items()
         }
-    assert theirs.index.reserve(keys[:3]) == ([Grant.STORED] * 3, 40)
-    assert [(s.session_id, s.blocks) for s in theirs.index.strangers(9)] == [("alice", 40)]
+    assert theirs.index.reserve(rooms(keys[:3])) == ([Reserved(Grant.STORED, 2000)] * 3, 80_000)
+    assert [(s.session_id, s.nbytes) for s in theirs.index.strangers(9)] == [("alice", 80_000)]
     assert mine.index.strangers(9) == []
-    assert mine.index.collect() == Collected([], 40)
+    assert mine.index.collect() == Collected([], 80_000)
 
     mine.put(keys_of("b", 5))
-    mine.index.release(keys_of("b", 5))
-    assert list(mine.stores[1].read(keys_of("b", 5))) == [None] * 5
+    mine.index.release(ids(keys_of("b", 5)))
+    assert list(mine.stores[1].read(GROUP, keys_of("b", 5))) == [None] * 5
     assert not theirs.index.forget("alice")
     mine.index.leave(["alice"])
     assert mine.index.collect() == Collected([], 0)
-    assert [list(store.read(keys)) for store in mine.stores] == [[None] * 40] * 2
+    assert [list(store.read(GROUP, keys)) for store in mine.stores] == [[None] * 40] * 2
 
 
 def test_the_blocks_of_a_session_are_spread_over_the_nodes(cluster: list[RedisServer]) -> None:
@@ -177,7 +177,7 @@ def test_a_cluster_may_be_down_when_an_engine_starts(mortal: list[RedisServer]) 
     engine = Engine(redis_config(cluster_url(mortal)))
     with pytest.raises(StoreDownError):
         engine.attach()
-    assert engine.stores[0].put_all(blocks_of(keys_of("a", 1), 0)) == {keys_of("a", 1)[0]: "store_down"}
+    assert engine.stores[0].put_all(GROUP, blocks_of(keys_of("a", 1), 0)) == {keys_of("a", 1)[0]: "store_down"}
     for node in mortal:
         node.start()
     wait_until_ok(mortal)
@@ -191,13 +191,13 @@ def test_a_cluster_that_goes_down_is_a_store_that_is_down(mortal: list[RedisServ
     for node in mortal:
         node.pause()
     with pytest.raises(StoreDownError):
-        engine.index.look_up(keys_of("a", 3))
+        engine.index.look_up(GROUP, keys_of("a", 3))
     with pytest.raises(StoreDownError):
-        list(engine.stores[0].read(keys_of("a", 3)))
+        list(engine.stores[0].read(GROUP, keys_of("a", 3)))
     for node in mortal:
         node.resume()
-    assert until_up(lambda: engine.index.look_up(keys_of("a", 3))) == 3
+    assert until_up(lambda: engine.index.look_up(GROUP, keys_of("a", 3))) == [2000] * 3
     for node in mortal:
         node.kill()
     with pytest.raises(StoreDownError):
-        engine.index.look_up(keys_of("a", 3))
+        engine.index.look_up(GROUP, keys_of("a", 3))

@@ -7,18 +7,17 @@ from collections.abc import Callable, Iterator
 import pytest
 import torch
 import xxhash
-from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, block_codec, gpu_like, paged, shape_of, write
+from paged_cache import BLOCKS, block_format, cpu_blocks, gpu_like, paged, shape_of, write
 from redis_server import RedisServer, running
 
 from manthan.codec import wire
 from manthan.codec.gpu.torch_codec import TorchPagedCodec
-from manthan.codec.registry import SPECS
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
-from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, SpillBlock
-from manthan.vllm_hooks.worker.block_codec import Blocks
+from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock
+from manthan.vllm_hooks.worker.blocks import Blocks
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
@@ -26,7 +25,12 @@ from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 pytestmark = pytest.mark.usefixtures("engine_config")
 
 CORRUPTIONS = 10_000
+GROUP = 0
+EXACT = [0, 4, 16, 0]
+"""How many tokens of each block are kept exact."""
 KEYS = [bytes([n]) * 32 for n in range(4)]
+PAYLOADS = 128 + 3 * 64 + 10
+"""Behind the header, in whatever form."""
 TARGET = 7
 """The paged block that is loaded into."""
 
@@ -38,7 +42,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 def on_the_cpu() -> tuple[Blocks, dict]:
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
-    blocks = block_codec(caches, layers, spec)
+    blocks = cpu_blocks(caches, layers, spec)
     for block in range(len(KEYS)):
         write(caches, layers, block, spec, seed=block)
     return blocks, caches
@@ -49,8 +53,7 @@ def as_on_a_gpu() -> tuple[Blocks, dict]:
     layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
     for cache in caches.values():
         cache[: len(KEYS)] = torch.randn(cache[: len(KEYS)].shape)
-    header = wire.BlockHeader("lloyd3", b"", PRINT, LAYERS, HEADS, 16, 64)
-    return PagedBlocks(TorchPagedCodec(SPECS["lloyd3"], layout, header), header), caches
+    return PagedBlocks(TorchPagedCodec(layout, block_format(caches, spec))), caches
 
 
 class Loader:
@@ -60,11 +63,12 @@ class Loader:
         blocks, self.caches = make()
         namespace = Namespace("manthan:", make.__name__)
         client = connect(RedisConfig(url=server.url))
-        store = RedisStore(client, Circuit(), namespace, 0, blocks.nbytes, 1000)
-        self.path = HostPath(blocks, store, 1, torch.device("cpu"))
+        store = RedisStore(client, Circuit(), namespace, 0, 1000)
+        self.path = HostPath({GROUP: blocks}, store, 1, torch.device("cpu"))
         self.raw = server.binary_client
-        self.names = [namespace.block(key, 0) for key in KEYS]
-        self.path.submit(ManthanMetadata(spills=[SpillBlock(key, n) for n, key in enumerate(KEYS)]))
+        self.names = [namespace.block((GROUP, key), 0) for key in KEYS]
+        spills = [SpillBlock(key, GROUP, n, 32 * n, EXACT[n]) for n, key in enumerate(KEYS)]
+        self.path.submit_spills(ManthanMetadata(spills=spills))
         assert [result.cause for result in self.wait().spills] == [None] * len(KEYS)
         self.values = [self.raw.get(name) for name in self.names]
 
@@ -76,7 +80,8 @@ class Loader:
         return report
 
     def load(self, which: int) -> LoadResult:
-        self.path.submit(ManthanMetadata(loads=[Load("request", [KEYS[which]], [TARGET])]))
+        part = GroupBlocks(GROUP, [KEYS[which]], [TARGET])
+        self.path.submit_loads(ManthanMetadata(loads=[Load("request", (part,))]))
         [result] = self.wait().loads
         return result
 
@@ -105,15 +110,16 @@ def corrupted(values: list[bytes], which: int, rng: random.Random) -> bytes:
             return value + rng.randbytes(rng.choice([1, 16, 1000]))
         case 3:  # another block's, whole or in part
             other = values[(which + rng.randrange(1, len(values))) % len(values)]
-            return rng.choice([other, value[:at] + other[at:], other[: max(170, at)] + value[max(170, at) :]])
+            return rng.choice([other, value[:at] + other[at:], other[: max(PAYLOADS, at)] + value[max(PAYLOADS, at) :]])
         case 4:  # a piece is zero, noise or shifted
             end = min(size, at + rng.choice([1, 64, 4096]))
             piece = rng.choice([bytes(end - at), rng.randbytes(end - at)])
             return value[:at] + piece + value[end:] if rng.random() < 0.7 else value[:at] + value[end:] + piece
         case 5:  # nothing of it
-            return rng.randbytes(rng.choice([0, 8, 159, 160, 161, size]))
+            return rng.randbytes(rng.choice([0, 8, 127, 128, 129, size]))
         case 6:  # a header that says something else, in good order otherwise
-            offset = rng.choice([*range(8), *range(16, wire.HEADER.size)])
+            # but for its place in the chain, for which the key stands
+            offset = rng.choice([*range(8), *range(16, 40), *range(48, wire.parse(value).header.nbytes)])
             changed = bytearray(value)
             changed[offset] ^= rng.randrange(1, 256)
             return sealed(bytes(changed))
@@ -133,12 +139,12 @@ def test_none_of_ten_thousand_corruptions_is_accepted(redis_server: RedisServer,
         if bad == loader.values[which]:  # a piece that was zero anyway
             continue
         loader.raw.set(loader.names[which], bad)
-        [(key, cause)] = loader.load(which).failed
-        assert key == KEYS[which]
+        [(group, key, cause)] = loader.load(which).failed
+        assert (group, key) == (GROUP, KEYS[which])
         causes.add(cause)
         loader.raw.set(loader.names[which], loader.values[which])
     assert torch.equal(loader.target(), untouched)
-    assert causes >= {"checksum", "truncated", "trailing", "key", "magic", "fingerprint", "version"}
+    assert causes >= {"checksum", "truncated", "trailing", "key", "magic", "fingerprint", "version", "size"}
     for which in range(len(KEYS)):
         assert loader.load(which).failed == []  # what is right is accepted
         assert not torch.equal(loader.target(), untouched)

@@ -1,5 +1,6 @@
 """Blocks of the paged cache to encoded blocks and back: what the ways of doing it have in common, and the CPU's."""
 
+import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -10,7 +11,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
-from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.block import BlockFormat
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.messages import SpillBlock
@@ -65,25 +66,23 @@ class PagedMemory(ABC):
 class HostMemory(PagedMemory):
     """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
 
-    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
-        self._layers = [layer._replace(rows=_as_numpy(layer.rows)) for layer in layers]
-        self._shape = shape.numbers
+    def __init__(self, layers: Sequence[Layer], shape: tuple[int, int, int]) -> None:
+        """shape: heads, tokens, head_dim of a block."""
+        self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
+        self._shape = (len(layers), *shape)
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        first = self._layers[0]
-        keys = np.empty((len(self._layers), first.keys.size), first.rows.dtype)
-        values = np.empty_like(keys)
-        for n, layer in enumerate(self._layers):
+        both: Numbers = np.empty((2, len(self._layers), math.prod(self._shape[1:])), self._layers[0][0].dtype)
+        for n, (rows, keys, values) in enumerate(self._layers):
             # mode="clip" spares numpy a buffer; all positions are in range.
-            np.take(layer.rows[block_id], layer.keys, out=keys[n], mode="clip")
-            np.take(layer.rows[block_id], layer.values, out=values[n], mode="clip")
-        return keys.reshape(self._shape), values.reshape(self._shape)
+            np.take(rows[block_id], keys, out=both[0, n], mode="clip")
+            np.take(rows[block_id], values, out=both[1, n], mode="clip")
+        return both[0].reshape(self._shape), both[1].reshape(self._shape)
 
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
-        for n, layer in enumerate(self._layers):
-            row = layer.rows[block_id]
-            row[layer.keys] = keys[n].reshape(-1)
-            row[layer.values] = values[n].reshape(-1)
+        for n, (rows, key_at, value_at) in enumerate(self._layers):
+            rows[block_id, key_at] = keys[n].reshape(-1)
+            rows[block_id, value_at] = values[n].reshape(-1)
 
 
 class DeviceMemory(PagedMemory):

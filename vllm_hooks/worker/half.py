@@ -11,14 +11,15 @@ from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.memory import block_format, exact_counts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, full_attention_spec
+from manthan.vllm_hooks.support import UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory
 from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, block_shape, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import WorkerPath
 
@@ -35,30 +36,29 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._spec = full_attention_spec(kv_cache_config)
+        self._group = only_group(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
-        spec, config, parallel = self._spec, self._config, self._vllm_config.parallel_config
+        spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
+        group = self._group._replace(layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
-            namespace = namespace_of(self._vllm_config, config, spec, len(layers))
+            namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
-        mark = fingerprint(self._vllm_config, spec, config.codec.name, name)
-        block_format = BlockFormat(config.codec.name, block_shape(layers, shape), mark)
-        self.path = self._path(layers, shape, block_format, tier_bytes, store)
+        mark = fingerprint(self._vllm_config, group, config.codec.name, name)
+        self.path = self._path(layers, block_format(config.codec.name, group, mark), tier_bytes, store)
 
     def _path(
         self,
         layers: list[Layer],
-        shape: tuple[int, int, int],
-        block_format: BlockFormat,
+        form: BlockFormat,
         tier_bytes: TierBytes,
         store: ColdStore | None,
     ) -> WorkerPath:
@@ -67,14 +67,12 @@ class WorkerHalf:
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
         cache in its memory or a GPU's. store: None for one of this engine alone.
         """
+        shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
-            codec, forms = (
-                paged_codec(paged_layout(layers, shape), block_format),
-                self._forms(block_format.shape.tokens),
-            )
-            return _gpu_path(codec, tier_bytes, self._fails_whole, forms)
+            exacts = sorted(exact_counts(self._config.codec, form.shape.tokens))
+            return _gpu_path(paged_codec(paged_layout(layers, shape), form), tier_bytes, self._fails_whole, exacts)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -82,19 +80,15 @@ class WorkerHalf:
             )
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), block_format))
+            blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), form))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         elif device.type == "cpu":
-            blocks = CpuBlocks(HostMemory(layers, block_format.shape), block_format)
+            blocks = CpuBlocks(HostMemory(layers, shape), form)
         else:
-            blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), block_format)
-        by_group = {block_format.group: blocks}
-        return HostPath(by_group, store or HostStore(tier_bytes.host), threads, device, self._fails_whole)
-
-    def _forms(self, tokens: int) -> list[int]:
-        """How many first tokens of a block may be to be kept exact: none, the rest of the sink, or all."""
-        codec = self._config.codec
-        return sorted({0, codec.sink_tokens % tokens, tokens}) if codec.keeps_exact else [0]
+            blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), form)
+        if store is None:
+            store = HostStore(tier_bytes.host)
+        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         if self.path is not None:  # None in a profiling run, which has nothing to do either
@@ -137,28 +131,26 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def paged_codec(layout: PagedLayout, block_format: BlockFormat) -> PagedCodec:
+def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
-    if block_format.codec not in SPECS:
-        raise UnsupportedError(
-            f"codec {block_format.codec} has no GPU version: use {', '.join(SPECS)}, or backend numpy."
-        )
+    if form.codec not in SPECS:
+        raise UnsupportedError(f"codec {form.codec} has no GPU version: use {', '.join(SPECS)}, or backend numpy.")
     try:
-        return CudaPagedCodec(layout, block_format)
+        return CudaPagedCodec(layout, form)
     except CompileError as error:
         logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
-        return TorchPagedCodec(layout, block_format)
+        return TorchPagedCodec(layout, form)
 
 
-def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool, forms: Sequence[int]) -> WorkerPath:
+def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]) -> WorkerPath:
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
     device = codec.layout.caches[0].device
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
-    return GpuPath(codec, Tiers(on_device, on_host), fails_whole, forms)
+    return GpuPath(codec, Tiers(on_device, on_host), fails_whole, exacts)

@@ -9,10 +9,18 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.stores.cold_store import ColdStore, ColdStoreError
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import (
+    FailedBlock,
+    GroupBlocks,
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    SpillBlock,
+    SpillResult,
+)
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
 from manthan.vllm_hooks.worker.path import WorkerPath
-from manthan.vllm_hooks.worker.threads import Threads
+from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -37,9 +45,10 @@ class HostPath(WorkerPath):
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
         self._device = device
-        self._encoders = Threads(encode_threads, "manthan-encode")
-        self._loaders = Threads(1, "manthan-restore")
-        self._prefetchers = Threads(1, "manthan-prefetch")
+        cpus = allowed_cpus() if device.type == "cpu" else set()
+        self._encoders = Threads(encode_threads, "manthan-encode", cpus)
+        self._loaders = Threads(1, "manthan-restore", cpus)
+        self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
@@ -134,18 +143,19 @@ class HostPath(WorkerPath):
                 if cause is not None:  # what follows is of no use
                     loaded.fail(cause)
                     if cause == MISSING:  # where one is, there are more: not one a return, please
-                        loaded.failed += [(group, key, MISSING) for key in store.absent(group, keys[n + 1 :])]
+                        gone = store.absent(group, keys[n + 1 :])
+                        loaded.failed += [FailedBlock(group, key, MISSING) for key in gone]
                     return
                 loaded.add(bufs[n - start])
 
 
 class _Loaded:
     """How far a load has come. blocks: group and key of each. good: so many of them are decoded. nbytes: of their
-    codes. failed: group, key and cause of the one behind them, and of others that are known to be bad."""
+    codes. failed: the one behind them, and others that are known to be bad."""
 
     def __init__(self, blocks: list[tuple[int, bytes]]) -> None:
         self.good, self.nbytes = 0, 0
-        self.failed: list[tuple[int, bytes, str]] = []
+        self.failed: list[FailedBlock] = []
         self._blocks = blocks
 
     def add(self, buf: Buffer | None) -> None:
@@ -156,4 +166,4 @@ class _Loaded:
     def fail(self, cause: str) -> None:
         """The next one is not, unless one is known already; nor is the last one, if it happened behind that."""
         self.good = min(self.good, len(self._blocks) - 1)
-        self.failed = self.failed or [(*self._blocks[self.good], cause)]
+        self.failed = self.failed or [FailedBlock(*self._blocks[self.good], cause)]

@@ -12,15 +12,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.codec.base import Dtype
-from manthan.codec.block import BlockShape
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.support import UnsupportedError
 
 Index = NDArray[np.int64]
 
-DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
-"""What the cache's numbers may be."""
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
 
 
@@ -47,18 +43,13 @@ def probe_layers(
     caches: each layer's paged cache by layer name, blocks first. modules: the attention modules by the same names, with
     `impl`. shape: heads, tokens, head_dim of a block. Raises UnsupportedError.
     """
-    distinct = {cache.data_ptr(): name for name, cache in reversed(caches.items())}
+    distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
     layers = []
     for name in names:
         rows = _block_rows(caches[name], num_blocks, name)
         layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
     return layers
-
-
-def block_shape(layers: list[Layer], shape: tuple[int, int, int]) -> BlockShape:
-    """What a block of these layers holds. shape: heads, tokens, head_dim."""
-    return BlockShape(len(layers), *shape, DTYPES[layers[0].rows.dtype])
 
 
 def paged_layout(layers: list[Layer], shape: tuple[int, int, int]) -> PagedLayout:

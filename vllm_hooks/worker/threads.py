@@ -3,7 +3,7 @@
 import multiprocessing
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from functools import partial
 from queue import Empty, SimpleQueue
 
@@ -14,11 +14,13 @@ logger = init_logger("vllm.manthan.worker")
 
 class Threads:
     """So many threads that do jobs in the order they are given. Giving them one neither waits nor raises; what a job
-    raises costs a line in the log."""
+    raises costs a line in the log.
 
-    def __init__(self, count: int, name: str) -> None:
+    cpus: where they may run; if there are none, where the caller may.
+    """
+
+    def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
         self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
-        cpus = allowed_cpus()
         self._threads = [
             threading.Thread(target=self._run, args=(cpus,), name=f"{name}-{n}", daemon=True) for n in range(count)
         ]
@@ -40,7 +42,7 @@ class Threads:
         for thread in self._threads:
             thread.join()
 
-    def _run(self, cpus: set[int]) -> None:
+    def _run(self, cpus: Collection[int]) -> None:
         _move_to(cpus)
         while (job := self._jobs.get()) is not None:
             try:
@@ -50,10 +52,10 @@ class Threads:
 
 
 def allowed_cpus() -> set[int]:
-    """The CPUs that this process was given, by taskset or a cgroup; none where that cannot be told.
+    """The CPUs that a CPU worker was given, by taskset or a cgroup; none where that cannot be told.
 
-    vLLM binds a CPU worker to some of them, and its threads inherit that: ours would only run when the model does not.
-    The process that started it has no such binding.
+    vLLM binds it to some of them, and its threads inherit that: ours would only run when the model does not. The
+    process that started it has no such binding.
     """
     parent = multiprocessing.parent_process()
     try:
@@ -63,7 +65,7 @@ def allowed_cpus() -> set[int]:
         return set()
 
 
-def _move_to(cpus: set[int]) -> None:
+def _move_to(cpus: Collection[int]) -> None:
     """Run the calling thread on these CPUs, if there are any."""
     try:
         if cpus:

@@ -12,11 +12,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Drop, DropCause, Stranger
-from manthan.manager.stores.cold_store import ColdStoreError
-from manthan.manager.stores.directory import Answers, Directory
+from manthan.manager.stores.cold_store import STORE_FULL, ColdStoreError
+from manthan.manager.stores.directory import Answers, Directory, Room
 from manthan.manager.stores.redis.client import Circuit
-from manthan.manager.stores.redis.index import Grant, RedisIndex
-from manthan.manager.stores.redis.schema import Namespace, SessionRecord
+from manthan.manager.stores.redis.index import BATCH, Grant, RedisIndex, batches
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord
 
 logger = logging.getLogger("vllm.manthan.redis")
 T = TypeVar("T")
@@ -30,11 +30,12 @@ REST_S = 0.5
 """How long to wait before something is tried again for which there is no circuit."""
 
 
-class _Question(NamedTuple):
-    """`request_id` is None for a reservation."""
+class _Lookup(NamedTuple):
+    """What a request asks for."""
 
-    keys: tuple[bytes, ...]
-    request_id: str | None = None
+    request_id: str
+    group: int
+    keys: Sequence[bytes]
 
 
 class RedisDirectory(Directory):
@@ -42,8 +43,6 @@ class RedisDirectory(Directory):
 
     ring: called on this directory's thread when there is something to take.
     """
-
-    is_shared = True
 
     def __init__(
         self,
@@ -60,9 +59,10 @@ class RedisDirectory(Directory):
         self._collect_s = collect_s
         self._wake = threading.Condition()
         self._answers = Answers()
-        self._questions: list[_Question] = []
+        self._lookups: list[_Lookup] = []
+        self._rooms: list[Room] = []
         self._records: dict[str, SessionRecord] = {}
-        self._drops: dict[bytes, bool] = {}  # whether to force it
+        self._drops: dict[BlockId, bool] = {}  # whether to force it
         self._strangers: list[Stranger] = []
         self._old: list[tuple[RedisIndex, list[str]]] = []
         self._names: dict[str, str] = {}  # what a session is called in Redis, where that is not its id
@@ -78,14 +78,17 @@ class RedisDirectory(Directory):
     def start(self) -> None:
         self._thread.start()
 
-    def reserve(self, keys: Sequence[bytes]) -> None:
-        if keys:
-            self._ask(_Question(tuple(keys)))
+    def reserve(self, rooms: Sequence[Room]) -> None:
+        with self._wake:
+            self._rooms += rooms
+            self._wake.notify()
 
-    def look_up(self, request_id: str, keys: Sequence[bytes]) -> bool:
+    def look_up(self, request_id: str, group: int, keys: Sequence[bytes]) -> bool:
         if not self._circuit.is_up:
             return False
-        self._ask(_Question(tuple(keys), request_id))
+        with self._wake:
+            self._lookups.append(_Lookup(request_id, group, tuple(keys)))
+            self._wake.notify()
         return True
 
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop], departed: Iterable[Stranger]) -> None:
@@ -94,7 +97,8 @@ class RedisDirectory(Directory):
                 self._records[record.session_id] = record
             for drop in drops:
                 if drop.cause is not DropCause.RESET:
-                    self._drops.update(dict.fromkeys(drop.keys, drop.cause is DropCause.FAILED))
+                    blocks = [(drop.group, key) for key in drop.keys]
+                    self._drops.update(dict.fromkeys(blocks, drop.cause is DropCause.FAILED))
                 if drop.cause is DropCause.FAILED:
                     self._next_collect = 0.0  # perhaps all is gone
             self._strangers += departed
@@ -109,12 +113,13 @@ class RedisDirectory(Directory):
             self._index = self._make_index(self._base.apart(secrets.token_hex(4)))
             self._incarnation = ""
             self._records, self._drops, self._strangers, self._saved, self._names = {}, {}, [], set(), {}
-            self._refuse([question for question in self._questions if question.request_id is None], "reset")
-            self._answers.found.update({q.request_id: 0 for q in self._questions if q.request_id is not None})
-            self._questions.clear()
             said = self._answers
-            self._answers = Answers(refused=said.refused, found=dict.fromkeys(said.found, 0))
-            self._answers.refused += [(key, "reset") for key in (*said.granted, *said.stored)]
+            asked = [*said.found, *(lookup.request_id for lookup in self._lookups)]
+            self._answers = Answers(refused=said.refused, found={request_id: [] for request_id in asked})
+            blocks = [*said.granted, *((group, key) for group, key, _ in said.stored)]
+            self._answers.refused += [(*block, "reset") for block in blocks]
+            self._refuse(self._rooms, "reset")
+            self._lookups, self._rooms = [], []
             self._wake.notify()
             return self._index.namespace.name
 
@@ -140,25 +145,21 @@ class RedisDirectory(Directory):
         if self._thread.is_alive():
             logger.warning("Manthan: Redis does not answer; what was not said to it yet is left unsaid.")
 
-    def _ask(self, question: _Question) -> None:
-        with self._wake:
-            self._questions.append(question)
-            self._wake.notify()
-
     # -- the directory's thread -----------------------------------------------------------------------
 
     def _run(self) -> None:
         while not self._closing or (self._has_news() and self._circuit.is_up):
             with self._wake:
                 self._wake.wait_for(self._is_due, timeout=self._pause())
-                questions, self._questions = self._questions, []
+                lookups, rooms = self._lookups, self._rooms
+                self._lookups, self._rooms = [], []
                 index = self._index
-            self._look_up(index, [q for q in questions if q.request_id is not None])
+            self._look_up(index, lookups)
             self._try(self._say, index)  # first: a reservation may need the room
-            self._reserve_all(index, [q for q in questions if q.request_id is None])
+            self._reserve_all(index, rooms)
             if time.monotonic() >= self._next_collect or not self._incarnation:
                 self._try(self._look_around, index)
-            if questions:
+            if lookups or rooms:
                 self._ring()
             self._log_state()
 
@@ -166,7 +167,8 @@ class RedisDirectory(Directory):
         return bool(self._records or self._drops or self._strangers or self._old)
 
     def _is_due(self) -> bool:
-        return bool(self._questions or self._closing or (self._has_news() and not self._circuit.wait_s))
+        is_asked = self._lookups or self._rooms
+        return bool(is_asked or self._closing or (self._has_news() and not self._circuit.wait_s))
 
     def _pause(self) -> float:
         """Seconds until there is something to do without being asked."""
@@ -185,50 +187,50 @@ class RedisDirectory(Directory):
             logger.exception("Manthan: the books in Redis are behind")
             time.sleep(REST_S)
 
-    def _look_up(self, index: RedisIndex, questions: Sequence[_Question]) -> None:
-        for question in questions:
-            assert question.request_id is not None
-            found = 0
+    def _look_up(self, index: RedisIndex, lookups: Sequence[_Lookup]) -> None:
+        for lookup in lookups:
+            found: list[int] = []
             try:
-                found = index.look_up(question.keys)
+                found = index.look_up(lookup.group, lookup.keys)
             except ColdStoreError:
                 pass
             except Exception:  # the request must get an answer, and this thread must live
                 logger.exception("Manthan: a lookup in Redis failed")
             with self._wake:
                 if index is self._index:
-                    self._answers.found[question.request_id] = found
+                    self._answers.found[lookup.request_id] = found
 
-    def _reserve_all(self, index: RedisIndex, questions: Sequence[_Question]) -> None:
-        for question in questions:
+    def _reserve_all(self, index: RedisIndex, rooms: Sequence[Room]) -> None:
+        for some in batches(rooms, BATCH):
             try:
-                self._reserve(index, question)
+                self._reserve(index, some)
             except ColdStoreError as error:
                 with self._wake:
-                    self._refuse([question], error.cause)
+                    self._refuse(some, error.cause)
             except Exception:
                 logger.exception("Manthan: a reservation in Redis failed")
                 with self._wake:
-                    self._refuse([question], "internal")
+                    self._refuse(some, "internal")
 
-    def _reserve(self, index: RedisIndex, question: _Question) -> None:
-        grants, used = index.reserve(question.keys)
+    def _reserve(self, index: RedisIndex, rooms: Sequence[Room]) -> None:
+        answered, used = index.reserve(rooms)
         with self._wake:
             if index is not self._index:
-                self._refuse([question], "reset")
+                self._refuse(rooms, "reset")
                 return
             answers = self._answers
-            for key, grant in zip(question.keys, grants, strict=True):
+            for room, (grant, nbytes) in zip(rooms, answered, strict=True):
                 if grant is Grant.FULL:
-                    answers.refused.append((key, "store_full"))
+                    self._refuse([room], STORE_FULL)
+                    self._next_collect = 0.0  # somebody else's sessions may have to go
+                elif grant is Grant.STORED:
+                    answers.stored.append((room.group, room.key, nbytes))
                 else:
-                    (answers.granted if grant is Grant.GRANTED else answers.stored).append(key)
+                    answers.granted.append((room.group, room.key))
             answers.used = None if self._has_news() else used  # what is not told yet is counted otherwise here
-        if Grant.FULL in grants:
-            self._next_collect = 0.0  # somebody else's sessions may have to go
 
-    def _refuse(self, questions: Iterable[_Question], cause: str) -> None:
-        self._answers.refused += [(key, cause) for question in questions for key in question.keys]
+    def _refuse(self, rooms: Iterable[Room], cause: str) -> None:
+        self._answers.refused += [(room.group, room.key, cause) for room in rooms]
 
     def _look_around(self, index: RedisIndex) -> None:
         """Enter the namespace, or see whether it is still there; remove what has expired; count."""
@@ -271,12 +273,12 @@ class RedisDirectory(Directory):
                     del self._records[record.session_id]
         for force in (False, True):
             with self._wake:
-                keys = [key for key, forced in self._drops.items() if forced is force and index is self._index]
-            index.release(keys, force=force)
+                blocks = [block for block, forced in self._drops.items() if forced is force and index is self._index]
+            index.release(blocks, force=force)
             with self._wake:
-                for key in keys:
-                    if self._drops.get(key) is force:  # it may be told to be forced meanwhile
-                        del self._drops[key]
+                for block in blocks:
+                    if self._drops.get(block) is force:  # it may be told to be forced meanwhile
+                        del self._drops[block]
 
     def _first(self, index: RedisIndex, news: Iterable[T]) -> T | None:
         """The next of some news, if they are still of this index's namespace."""

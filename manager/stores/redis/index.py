@@ -11,13 +11,23 @@ from importlib.resources import files
 from typing import Any, NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Stranger
+from manthan.manager.stores.directory import Room
 from manthan.manager.stores.redis.client import Circuit, Client, pipelined
-from manthan.manager.stores.redis.schema import BOOKKEEPING, Namespace, SessionRecord, StoredBlock, iso
+from manthan.manager.stores.redis.schema import (
+    BOOKKEEPING,
+    BlockId,
+    Namespace,
+    SessionRecord,
+    StoredBlock,
+    iso,
+    member,
+    of_member,
+)
 
 T = TypeVar("T")
 
 BATCH = 512
-"""Commands in one pipeline, and block keys in one script, at most."""
+"""Commands in one pipeline, and blocks in one script, at most."""
 PENDING_S = 300
 """How long a reservation lasts. A block that is not part of a saved session then is an orphan."""
 
@@ -30,17 +40,24 @@ class Grant(IntEnum):
     FULL = 2
 
 
+class Reserved(NamedTuple):
+    """What came of a reservation; and the bytes of a block that is stored already, or 0."""
+
+    grant: Grant
+    nbytes: int = 0
+
+
 class Saved(NamedTuple):
     """What came of saving a session: `saved`, `stale` or `conflict`; blocks that are not stored after all; sessions
     without a name that it goes on from."""
 
     verdict: str
-    lost: list[bytes]
+    lost: list[BlockId]
     absorbed: list[str]
 
 
 class Collected(NamedTuple):
-    """Sessions that have expired, and the blocks in use after all that has expired was removed."""
+    """Sessions that have expired, and the bytes in use after all that has expired was removed."""
 
     expired: list[str]
     used: int
@@ -57,8 +74,9 @@ class _Known(NamedTuple):
 class RedisIndex:
     """Bookkeeping of one namespace, as one engine.
 
-    owner: the engine's name. ranks: shards of a block. capacity: blocks in the namespace, at most. ttl_s: seconds that
-    a session lives after its last use. Every method raises StoreDownError, and StoreOomError where it writes.
+    owner: the engine's name. ranks: shards of a block. budget: bytes that blocks and reservations of the namespace may
+    take, all ranks together. ttl_s: seconds that a session lives after its last use. Every method raises
+    StoreDownError, and StoreOomError where it writes.
     """
 
     def __init__(
@@ -68,14 +86,16 @@ class RedisIndex:
         namespace: Namespace,
         owner: str,
         ranks: int,
-        capacity: int,
+        budget: int,
         ttl_s: float,
         pending_s: int = PENDING_S,
     ) -> None:
         self._client, self._circuit = client, circuit
-        self.namespace, self.owner, self.capacity = namespace, owner, capacity
+        self.namespace, self.owner, self.budget = namespace, owner, budget
         self._ranks, self._ttl, self._pending = ranks, round(ttl_s), pending_s
         self._saved: dict[str, _Known] = {}
+        self._granted: set[BlockId] = set()
+        """Blocks that this engine reserved, and whose real sizes it has not said yet."""
 
     def attach(self, facts: Mapping[str, object], incarnation: str) -> str:
         """Enter the namespace, and say what it is of. Returns its incarnation: another one than before means that all
@@ -99,111 +119,108 @@ class RedisIndex:
         with self._circuit.guard():
             return (self._client.hget(self.namespace.key("info"), "incarnation") or b"").decode()
 
-    def reserve(self, keys: Sequence[bytes]) -> tuple[list[Grant], int]:
-        """Ask for room for blocks; what came of each, and the blocks in use."""
-        answers, used = self._reserve(keys)
-        stored = [key for key, answer in zip(keys, answers, strict=True) if answer is Grant.STORED]
+    def reserve(self, rooms: Sequence[Room]) -> tuple[list[Reserved], int]:
+        """Ask for room for blocks; what came of each, and the bytes in use."""
+        answers, used = self._reserve(rooms)
+        stored = [room for room, answer in zip(rooms, answers, strict=True) if answer.grant is Grant.STORED]
         if gone := self._not_there(stored):  # the server may have evicted them by itself
-            self.release(gone, force=True)
+            self.release([(room.group, room.key) for room in gone], force=True)
             again, used = self._reserve(gone)
             others = dict(zip(gone, again, strict=True))
-            answers = [others.get(key, answer) for key, answer in zip(keys, answers, strict=True)]
+            answers = [others.get(room, answer) for room, answer in zip(rooms, answers, strict=True)]
         return answers, used
 
-    def _reserve(self, keys: Sequence[bytes]) -> tuple[list[Grant], int]:
-        answers: list[Grant] = []
+    def _reserve(self, rooms: Sequence[Room]) -> tuple[list[Reserved], int]:
+        answers: list[Reserved] = []
         used = 0
-        for some in batches(keys, BATCH):
-            used, *codes = self._run("reserve", ["blocks", "pending"], self.capacity, self._pending, *hexed(some))
-            answers += map(Grant, codes)
+        for some in batches(rooms, BATCH):
+            asked = [word for room in some for word in (member((room.group, room.key)), room.nbytes)]
+            used, *said = self._run("reserve", self.budget, self._pending, *asked)
+            answers += [Reserved(Grant(grant), nbytes) for grant, nbytes in zip(said[::2], said[1::2], strict=True)]
+        grants = zip(rooms, answers, strict=True)
+        self._granted.update((room.group, room.key) for room, answer in grants if answer.grant is Grant.GRANTED)
         return answers, used
 
-    def _not_there(self, keys: Sequence[bytes]) -> list[bytes]:
-        counts = self._pipelined([("EXISTS", *self._shards(key)) for key in keys])
-        return [key for key, count in zip(keys, counts, strict=True) if count < self._ranks]
+    def _not_there(self, rooms: Sequence[Room]) -> list[Room]:
+        counts = self._pipelined([("EXISTS", *self._shards((room.group, room.key))) for room in rooms])
+        return [room for room, count in zip(rooms, counts, strict=True) if count < self._ranks]
 
     def save(self, record: SessionRecord, facts: Mapping[str, object]) -> Saved:
         """Write a session; it and its blocks live for another ttl_s. facts: further fields of its record.
 
         A record that another engine has taken further is `stale`; one that has the name of another engine's different
-        conversation is a `conflict`. Neither is written.
+        conversation is a `conflict`. Neither is written. What was reserved for a block and not needed is free again.
         """
-        ns, chain, session_id = self.namespace, record.chain, record.session_id
-        keys = [ns.session(session_id), ns.chain(session_id), *map(ns.key, _SAVE_PARTS)]
+        chain, session_id = record.chain, record.session_id
         fields = _fields(record, self.owner, facts)
-        known, signature = self._saved.get(session_id), _signature(chain)
+        known, signature, blocks = self._saved.get(session_id), _signature(chain), [block.id for block in chain]
         late = known is None or time.monotonic() - known.renewed > self._ttl / 4
-        if known is not None and not late and known.signature == signature:
+        is_same = known is not None and known.signature == signature and self._granted.isdisjoint(blocks)
+        if is_same and not late:
             times = (self._ttl, self._slack)
-            if self._run("touch", keys, session_id, self.owner, *times, len(chain), *fields):
+            if self._run("touch", self.owner, *times, len(chain), *fields, session=session_id):
                 return Saved("saved", [], [])
         answer = self._run(
             "save",
-            keys,
-            session_id,
             self.owner,
             self._ttl,
             self._slack,
             len(fields) // 2,
             *fields,
-            *("+-"[not block.stored] + block.key.hex() for block in chain),
+            *(word for block in chain for word in (member(block.id), block.nbytes if block.stored else 0)),
+            session=session_id,
         )
         verdict, expires, freed, lost, absorbed = answer
-        self._delete(unhexed(freed))
+        self._delete(_blocks(freed))
         if verdict == b"saved":
             first = 0 if known is None or late else known.blocks
-            self._renew([block.key for block in chain[first:] if block.stored], expires)
+            self._renew([block.id for block in chain[first:] if block.stored], expires)
             renewed = time.monotonic() if known is None or late else known.renewed
-            self._saved[session_id] = _Known(signature, len(chain), renewed)
-        return Saved(verdict.decode(), unhexed(lost), [name.decode() for name in absorbed if name])
+            self._saved[session_id] = _Known(b"" if lost else signature, len(chain), renewed)
+            self._granted.difference_update(blocks)
+        return Saved(verdict.decode(), _blocks(lost), [name.decode() for name in absorbed if name])
 
-    def _renew(self, keys: Sequence[bytes], expires: int) -> None:
+    def _renew(self, blocks: Sequence[BlockId], expires: int) -> None:
         """Let codes live as long as the session, and a quarter longer, so that not each use must say so."""
         until = expires + self._ttl // 4
-        self._pipelined([("EXPIREAT", shard, until, "GT") for key in keys for shard in self._shards(key)])
+        self._pipelined([("EXPIREAT", shard, until, "GT") for block in blocks for shard in self._shards(block)])
 
     def forget(self, session_id: str, *, owned: bool = True, until: float | None = None) -> bool:
         """Remove a session, if it is (`owned`) this engine's, and if it is to expire no later than `until`."""
-        ns = self.namespace
-        removed, freed = self._run(
-            "forget",
-            [ns.session(session_id), ns.chain(session_id), *map(ns.key, ("sessions", "blocks", "users", "tips"))],
-            session_id,
-            self.owner if owned else "",
-            "" if until is None else until,
-        )
-        self._delete(unhexed(freed))
+        latest = "" if until is None else until
+        removed, freed = self._run("forget", self.owner if owned else "", latest, session=session_id)
+        self._delete(_blocks(freed))
         self._saved.pop(session_id, None)
         return bool(removed)
 
-    def release(self, keys: Sequence[bytes], *, force: bool = False) -> None:
+    def release(self, blocks: Sequence[BlockId], *, force: bool = False) -> None:
         """Delete blocks that no session holds; with `force`, because nobody can read them, also those that one does."""
-        for some in batches(keys, BATCH):
-            freed = self._run("release", ["blocks", "pending", "users"], int(force), *hexed(some))
-            self._delete(unhexed(freed))
+        self._granted.difference_update(blocks)
+        for some in batches(blocks, BATCH):
+            self._delete(_blocks(self._run("release", int(force), *map(member, some))))
 
-    def look_up(self, keys: Sequence[bytes]) -> int:
-        """How many of these blocks are stored, from the first on without a gap. A miss costs one short question."""
-        start, size = 0, 32
-        while start < len(keys):
-            some = keys[start : start + size]
-            found = int(self._run("lookup", ["blocks"], *hexed(some)))
-            start += found
-            if found < len(some):
-                break
+    def look_up(self, group: int, keys: Sequence[bytes]) -> list[int]:
+        """The bytes of those of these blocks that are stored, from the first on without a gap. A miss costs one short
+        question."""
+        sizes: list[int] = []
+        asked, size = 0, 32
+        while asked < len(keys) and len(sizes) == asked:
+            some = keys[asked : asked + size]
+            sizes += self._run("lookup", *(member((group, key)) for key in some))
+            asked += len(some)
             size = min(2 * size, BATCH)
-        return start
+        return sizes
 
     def collect(self) -> Collected:
         """Remove sessions that have expired, blocks that have, and what engines that died have left half written."""
         expired: list[str] = []
-        while True:
-            now, sessions, orphans, used = self._run("collect", ["sessions", "blocks", "pending", "users"], BATCH)
-            self._delete(unhexed(orphans))
+        more = True
+        while more:
+            now, sessions, gone, used, more = self._run("collect", BATCH)
+            self._delete(_blocks(gone))
             names = [session.decode() for session in sessions]
             expired += [name for name in names if self.forget(name, owned=False, until=now)]
-            if not sessions:
-                return Collected(expired, used)
+        return Collected(expired, used)
 
     def strangers(self, limit: int) -> list[Stranger]:
         """Other engines' sessions, the one to expire first first; last_used is in Unix seconds."""
@@ -211,10 +228,10 @@ class RedisIndex:
         with self._circuit.guard():
             found = self._client.zrange(ns.key("sessions"), 0, limit - 1, withscores=True)
         names = [(name.decode(), expires) for name, expires in found]
-        records = self._pipelined([("HMGET", ns.session(name), "owner", "blocks") for name, _ in names])
+        records = self._pipelined([("HMGET", ns.session(name), "owner", "bytes") for name, _ in names])
         return [
-            Stranger(name, expires, int(blocks or 0), expires - self._ttl)
-            for (name, expires), (owner, blocks) in zip(names, records, strict=True)
+            Stranger(name, expires, int(nbytes or 0), expires - self._ttl)
+            for (name, expires), (owner, nbytes) in zip(names, records, strict=True)
             if owner is not None and owner.decode() != self.owner
         ]
 
@@ -229,17 +246,21 @@ class RedisIndex:
     def _slack(self) -> int:
         return max(60, self._ttl)
 
-    def _delete(self, keys: Sequence[bytes]) -> None:
-        self._pipelined([("UNLINK", *self._shards(key)) for key in keys])
+    def _delete(self, blocks: Sequence[BlockId]) -> None:
+        self._pipelined([("UNLINK", *self._shards(block)) for block in blocks])
 
-    def _shards(self, key: bytes) -> list[str]:
-        return [self.namespace.block(key, rank) for rank in range(self._ranks)]
+    def _shards(self, block: BlockId) -> list[str]:
+        return [self.namespace.block(block, rank) for rank in range(self._ranks)]
 
-    def _run(self, script: str, keys: Sequence[str], *args: object) -> Any:
-        """Run a script; `keys` are full keys, or parts of BOOKKEEPING."""
-        full = [self.namespace.key(key) if key in BOOKKEEPING else key for key in keys]
+    def _run(self, script: str, *args: object, session: str | None = None) -> Any:
+        """Run a script. One about a session gets its id as the first argument, and the keys of its record and chain."""
+        ns = self.namespace
+        keys = [ns.key(part) for part in BOOKKEEPING]
+        if session is not None:
+            keys += [ns.session(session), ns.chain(session)]
+            args = (session, *args)
         with self._circuit.guard():
-            return self._client.eval(_script(script), len(full), *full, *args)
+            return self._client.eval(script_text(script), len(keys), *keys, *args)
 
     def _pipelined(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:
         answers: list[Any] = []
@@ -249,12 +270,15 @@ class RedisIndex:
         return answers
 
 
-_SAVE_PARTS = ("sessions", "blocks", "pending", "users", "tips", "info")
-
-
 @cache
-def _script(name: str) -> str:
-    return files("manthan.manager.stores.redis").joinpath("lua", f"{name}.lua").read_text(encoding="utf-8")
+def script_text(name: str) -> str:
+    """A script as it is sent: behind its own first line, which may be its flags, what all of them begin with."""
+    books, own = (
+        files("manthan.manager.stores.redis").joinpath("lua", f"{part}.lua").read_text(encoding="utf-8")
+        for part in ("books", name)
+    )
+    flags, rest = own.split("\n", 1) if own.startswith("#!") else ("", own)
+    return f"{flags}\n{books}{rest}"
 
 
 def _signature(chain: Sequence[StoredBlock]) -> bytes:
@@ -264,13 +288,13 @@ def _signature(chain: Sequence[StoredBlock]) -> bytes:
 
 def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> list[str]:
     """A session's hash, as names and values by turns."""
-    stored = sum(block.stored for block in record.chain)
+    stored = [block for block in record.chain if block.stored]
     values = {
         "id": record.session_id,
         "state": record.state,
-        "tokens": stored * int(str(facts["block_tokens"])),
-        "blocks": stored,
-        "bytes": stored * int(str(facts["block_bytes"])),
+        "tokens": len(stored) * int(str(facts["block_tokens"])),
+        "blocks": len(stored),
+        "bytes": sum(block.nbytes for block in stored),
         "codec": facts["codec"],
         "requests": record.requests,
         "created": iso(record.created),
@@ -280,12 +304,8 @@ def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> l
     return [text for name, value in values.items() for text in (name, str(value))]
 
 
-def hexed(keys: Iterable[bytes]) -> list[str]:
-    return [key.hex() for key in keys]
-
-
-def unhexed(keys: Iterable[bytes]) -> list[bytes]:
-    return [bytes.fromhex(key.decode()) for key in keys]
+def _blocks(members: Iterable[bytes]) -> list[BlockId]:
+    return [of_member(name.decode()) for name in members]
 
 
 def batches(items: Sequence[T], size: int) -> Iterator[Sequence[T]]:

@@ -9,13 +9,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from manthan.manager.stores.redis.client import Client, pipelined
-from manthan.manager.stores.redis.index import BATCH, batches
-from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.redis.index import BATCH, batches, script_text
+from manthan.manager.stores.redis.schema import BOOKKEEPING, BlockId, Namespace, member, of_member
 
 
 @dataclass(frozen=True)
 class NamespaceRow:
-    """What a namespace is of, and counts of what has not expired."""
+    """What a namespace is of, and counts of what has not expired. used_bytes: of blocks and reservations, as they count
+    towards the budget: what has expired does until it is collected."""
 
     name: str
     model: str
@@ -54,6 +55,7 @@ class BlockRow:
     """One block of a chain; bytes and seconds to live by rank, None where there is nothing."""
 
     key: str
+    group: int
     state: str
     bytes: list[int | None]
     expires_in: list[int | None]
@@ -117,8 +119,26 @@ class Reader:
         if not found:
             return None
         chain = ns.chain(session_id)
-        length, keys = self._ask([("LLEN", chain), ("LRANGE", chain, 0, limit - 1)])
-        return Whole(found[0], length, self._blocks(ns, [bytes.fromhex(_text(key)) for key in keys], row.ranks))
+        length, members = self._ask([("LLEN", chain), ("LRANGE", chain, 0, limit - 1)])
+        return Whole(found[0], length, self._blocks(ns, [of_member(_text(name)) for name in members], row.ranks))
+
+    def disagreement(self, name: str) -> str | None:
+        """Count a namespace's books again, in one step; what disagrees in one sentence, or None."""
+        ns = self._at(name)
+        keys = [ns.key(part) for part in BOOKKEEPING]
+        [answer] = self._ask([("EVAL_RO", script_text("check"), len(keys), *keys)])
+        used, total, *members = answer
+        without_size, without_block, twice = map(_text, members)
+        if without_size:
+            return f"block {without_size} has no size in {ns.key('sizes')}."
+        if without_block:
+            return f"{ns.key('sizes')} has {without_block}, which is neither stored nor pending."
+        if twice:
+            return f"block {twice} is stored and pending at once."
+        if max(used, 0) != total:
+            counted = "nothing" if used < 0 else f"{used} bytes"
+            return f"{ns.key('info')} counts {counted} in use, but the sizes add up to {total}."
+        return None
 
     def _sessions(self, ns: Namespace, expires: Mapping[str, float]) -> list[SessionRow]:
         records = self._ask([("HGETALL", ns.session(session_id)) for session_id in expires])
@@ -128,19 +148,19 @@ class Reader:
             if record
         ]
 
-    def _blocks(self, ns: Namespace, keys: Sequence[bytes], ranks: int) -> list[BlockRow]:
-        states = self._states(ns, [key.hex() for key in keys])
-        shards = [ns.block(key, rank) for key in keys for rank in range(ranks)]
+    def _blocks(self, ns: Namespace, blocks: Sequence[BlockId], ranks: int) -> list[BlockRow]:
+        states = self._states(ns, list(map(member, blocks)))
+        shards = [ns.block(block, rank) for block in blocks for rank in range(ranks)]
         sizes = [size or None for size in self._ask([("STRLEN", shard) for shard in shards])]
         times = [ttl if ttl >= 0 else None for ttl in self._ask([("TTL", shard) for shard in shards])]
         return [
-            BlockRow(key.hex(), state, sizes[at : at + ranks], times[at : at + ranks])
-            for key, state, at in zip(keys, states, range(0, len(keys) * ranks, ranks), strict=True)
+            BlockRow(key.hex(), group, state, sizes[at : at + ranks], times[at : at + ranks])
+            for (group, key), state, at in zip(blocks, states, range(0, len(blocks) * ranks, ranks), strict=True)
         ]
 
-    def _states(self, ns: Namespace, keys: Sequence[str]) -> Iterable[str]:
+    def _states(self, ns: Namespace, members: Sequence[str]) -> Iterable[str]:
         stored, pending = (
-            self._ask([("ZSCORE", ns.key(books), key) for key in keys]) for books in ("blocks", "pending")
+            self._ask([("ZSCORE", ns.key(books), name) for name in members]) for books in ("blocks", "pending")
         )
         for expires, ends in zip(stored, pending, strict=True):
             is_stored = expires is not None and float(expires) > self._now
@@ -166,7 +186,7 @@ def _namespace_row(name: str, info: Mapping[str, str], blocks: int, pending: int
         block_tokens=_number(info, "block_tokens"),
         ranks=_number(info, "ranks") or 1,
         blocks=blocks,
-        used_bytes=blocks * _number(info, "block_bytes"),
+        used_bytes=_number(info, "used_bytes"),
         budget_bytes=_number(info, "budget_bytes"),
         pending=pending,
         sessions=sessions,

@@ -1,15 +1,19 @@
 """How Manthan's data is named in Redis. docs/redis.md shows it with redis-cli.
 
     PREFIX namespaces                      set: the namespaces
-    PREFIX {NAME}:info                     hash: what the namespace's codes are of
+    PREFIX {NAME}:info                     hash: what the namespace's codes are of, and the bytes in use
     PREFIX {NAME}:session:ID               hash: a session, for people
-    PREFIX {NAME}:chain:ID                 list: its block keys in order, hexadecimal
+    PREFIX {NAME}:chain:ID                 list: its blocks in order
     PREFIX {NAME}:sessions                 sorted set: session ids by the time at which they expire, Unix seconds
-    PREFIX {NAME}:blocks                   sorted set: block keys stored by all ranks, by the time at which they expire
-    PREFIX {NAME}:pending                  sorted set: block keys being written, by the time their reservation ends
-    PREFIX {NAME}:users                    hash: block key to the number of sessions that hold it
-    PREFIX {NAME}:tips                     hash: a chain's last block key to its session
-    PREFIX NAME:block:{KEY}:RANK           string: one rank's encoded block, see manthan.codec.wire
+    PREFIX {NAME}:blocks                   sorted set: blocks stored by all ranks, by the time at which they expire
+    PREFIX {NAME}:pending                  sorted set: blocks being written, by the time their reservation ends
+    PREFIX {NAME}:sizes                    hash: block to its bytes, or those reserved for it, of all ranks together
+    PREFIX {NAME}:users                    hash: block to the number of sessions that hold it
+    PREFIX {NAME}:tips                     hash: a chain's last block to its session
+    PREFIX NAME:block:{KEY:GROUP}:RANK     string: one rank's encoded block, see manthan.codec.wire
+
+In the books a block is KEY:GROUP, its block key in hexadecimal and its KV cache group. It is in `blocks` or in
+`pending`, never in both, and has a size; the field `used_bytes` of `info` is what the sizes add up to.
 
 Braces are hash tags: in a Redis Cluster the bookkeeping of a namespace is in one slot, and so are a block's shards.
 """
@@ -20,12 +24,16 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 from urllib.parse import quote
 
-FORMAT = 1
+BlockId: TypeAlias = tuple[int, bytes]
+"""KV cache group and block key."""
+
+FORMAT = 2
 """The version of this schema, which is part of a namespace's name."""
-BOOKKEEPING = ("info", "sessions", "blocks", "pending", "users", "tips")
+BOOKKEEPING = ("info", "sessions", "blocks", "pending", "sizes", "users", "tips")
+"""The books of a namespace, in the order in which scripts get them."""
 
 
 @dataclass(frozen=True)
@@ -63,8 +71,20 @@ class Namespace:
     def chain(self, session_id: str) -> str:
         return self.key(f"chain:{quoted(session_id)}")
 
-    def block(self, key: bytes, rank: int) -> str:
-        return f"{self.prefix}{self.name}:block:{{{key.hex()}}}:{rank}"
+    def block(self, block: BlockId, rank: int) -> str:
+        return f"{self.prefix}{self.name}:block:{{{member(block)}}}:{rank}"
+
+
+def member(block: BlockId) -> str:
+    """What a block is called in the books."""
+    group, key = block
+    return f"{key.hex()}:{group}"
+
+
+def of_member(text: str) -> BlockId:
+    """The block of that name."""
+    key, _, group = text.partition(":")
+    return int(group), bytes.fromhex(key)
 
 
 def quoted(session_id: str) -> str:
@@ -78,10 +98,16 @@ def iso(seconds: float) -> str:
 
 
 class StoredBlock(NamedTuple):
-    """One block of a chain, and whether all ranks have stored its codes."""
+    """One block of a chain; whether all ranks have stored its codes, and in how many bytes together."""
 
     key: bytes
+    group: int
     stored: bool
+    nbytes: int
+
+    @property
+    def id(self) -> BlockId:
+        return self.group, self.key
 
 
 class SessionRecord(NamedTuple):

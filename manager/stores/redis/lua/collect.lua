@@ -1,16 +1,45 @@
+#!lua flags=allow-oom
 -- What has expired, and what an engine that died has left half written; at most so many of each.
--- KEYS: sessions, blocks, pending, users. ARGV: how many.
--- Returns the time, sessions to forget, block keys to delete, and the blocks in use.
-local now = tonumber(redis.call('TIME')[1])
-local sessions = redis.call('ZRANGEBYSCORE', KEYS[1], '-inf', now, 'LIMIT', 0, ARGV[1])
-for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[2], '-inf', now, 'LIMIT', 0, ARGV[1])) do
-    redis.call('ZREM', KEYS[2], key)
-    redis.call('HDEL', KEYS[4], key)
+-- Books that the server has evicted a part of are made up again from what is left: a block without a size is none.
+-- ARGV: how many.
+-- Returns the time, sessions to forget, blocks to delete, the bytes in use, and whether there may be more.
+local limit = tonumber(ARGV[1])
+
+local function mend()
+    local sizes, total, lost = {}, 0, {}
+    local flat = redis.call('HGETALL', SIZES)
+    for i = 1, #flat, 2 do sizes[flat[i]] = tonumber(flat[i + 1]) end
+    for _, books in ipairs({BLOCKS, PENDING}) do
+        for _, block in ipairs(redis.call('ZRANGE', books, 0, -1)) do
+            if sizes[block] then
+                total = total + sizes[block]
+                sizes[block] = nil
+            else
+                redis.call('ZREM', books, block)
+                lost[#lost + 1] = block
+            end
+        end
+    end
+    for block in pairs(sizes) do
+        redis.call('HDEL', SIZES, block)
+        lost[#lost + 1] = block
+    end
+    redis.call('HSET', INFO, 'used_bytes', total)
+    keep({INFO}, now + 3600, now + 3600)
+    return lost
 end
-local orphans = {}
-for _, key in ipairs(redis.call('ZRANGEBYSCORE', KEYS[3], '-inf', now, 'LIMIT', 0, ARGV[1])) do
-    redis.call('ZREM', KEYS[3], key)
-    if not redis.call('ZSCORE', KEYS[2], key) then orphans[#orphans + 1] = key end
+
+local gone = complete() and {} or mend()
+local sessions = redis.call('ZRANGEBYSCORE', SESSIONS, '-inf', now, 'LIMIT', 0, limit)
+local blocks = redis.call('ZRANGEBYSCORE', BLOCKS, '-inf', now, 'LIMIT', 0, limit)
+for _, block in ipairs(blocks) do
+    remove(block)
+    redis.call('HDEL', USERS, block)
 end
-local used = redis.call('ZCARD', KEYS[2]) + redis.call('ZCARD', KEYS[3])
-return {now, sessions, orphans, used}
+local orphans = redis.call('ZRANGEBYSCORE', PENDING, '-inf', now, 'LIMIT', 0, limit)
+for _, block in ipairs(orphans) do
+    remove(block)
+    gone[#gone + 1] = block
+end
+local more = #sessions > 0 or #blocks == limit or #orphans == limit
+return {now, sessions, gone, used() or 0, more and 1 or 0}

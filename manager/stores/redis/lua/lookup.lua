@@ -1,7 +1,9 @@
--- How many of these blocks are stored, from the first on without a gap.
--- KEYS: blocks. ARGV: block keys.
-local now = tonumber(redis.call('TIME')[1])
-for i, expires in ipairs(redis.call('ZMSCORE', KEYS[1], unpack(ARGV))) do
-    if not expires or tonumber(expires) <= now then return i - 1 end
+-- Which of these blocks are stored, from the first on without a gap.
+-- ARGV: blocks. Returns their bytes.
+local expires = redis.call('ZMSCORE', BLOCKS, unpack(ARGV))
+local sizes, found = redis.call('HMGET', SIZES, unpack(ARGV)), {}
+for i = 1, #ARGV do
+    if not sizes[i] or not expires[i] or tonumber(expires[i]) <= now then break end
+    found[i] = tonumber(sizes[i])
 end
-return #ARGV
+return found

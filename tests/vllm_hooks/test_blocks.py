@@ -1,0 +1,189 @@
+"""Paged blocks through vLLM's own cache-write operation, in every layout that this machine's kernels use."""
+
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from paged_cache import (
+    BLOCKS,
+    CODEC,
+    HEADS,
+    LAYERS,
+    PRINT,
+    block_format,
+    cpu_blocks,
+    device_blocks,
+    gpu_like,
+    paged,
+    shape_of,
+    write,
+)
+
+from manthan.codec import get_codec, wire
+from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.worker.blocks import CpuBlocks
+from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
+
+KEY = b"k" * 32
+ISAS = ["vec", "vec16", *(["amx"] if torch.cpu._is_amx_tile_supported() else [])]
+
+
+pytestmark = pytest.mark.usefixtures("engine_config")
+
+
+def encode(blocks: CpuBlocks, block_id: int, exact: int = 0) -> Any:
+    [buf] = blocks.encode_all([SpillBlock(KEY, 0, block_id, 96, exact)])
+    return buf
+
+
+def decode(blocks: CpuBlocks, block_id: int, buf: Any, key: bytes = KEY) -> str | None:
+    [cause] = blocks.decode_all([key], [block_id], [buf])
+    return cause
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize(("tokens", "head_dim"), [(32, 128), (128, 64), (32, 96)])
+def test_a_block_comes_back_as_the_codec_gives_it(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> None:
+    if isa == "amx" and dtype is not torch.bfloat16:
+        pytest.skip("AMX kernels take bf16 only")
+    caches, layers, spec = paged(isa, dtype, tokens, head_dim)
+    blocks = cpu_blocks(caches, layers, spec)
+    keys, values = write(caches, layers, 3, spec, seed=1)
+    buf = encode(blocks, 3)
+    codec = get_codec(CODEC, head_dim)
+    parsed = wire.parse(buf, key=KEY, fingerprint=PRINT)
+    assert parsed.header == block_format(caches, spec).header(KEY, 96, 0)
+    key_codes, value_codes = parsed.payloads
+    assert np.array_equal(key_codes, codec.encode(keys, "key"))
+    assert np.array_equal(value_codes, codec.encode(values, "value"))
+
+    others = {name: cache.clone() for name, cache in caches.items()}
+    assert decode(blocks, 5, buf) is None
+    # A second cache, written by the backend with what the codec gives, must hold the very same bytes.
+    n = len(keys)
+    decoded = np.stack([codec.decode(key_codes, n, "key"), codec.decode(value_codes, n, "value")])
+    data = torch.from_numpy(decoded).reshape(2, LAYERS, HEADS, tokens, head_dim).transpose(2, 3).to(dtype).contiguous()
+    slots = 5 * tokens + torch.arange(tokens)
+    for n_layer, (name, layer) in enumerate(layers.items()):
+        layer.impl.do_kv_cache_update(layer, data[0, n_layer], data[1, n_layer], others[name], slots)
+        assert torch.equal(caches[name], others[name])
+
+
+@pytest.mark.parametrize("isa", ISAS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("exact", [1, 4, 32])
+def test_exact_tokens_come_back_bit_for_bit(isa: str, dtype: torch.dtype, exact: int) -> None:
+    if isa == "amx" and dtype is not torch.bfloat16:
+        pytest.skip("AMX kernels take bf16 only")
+    caches, layers, spec = paged(isa, dtype, 32, 128)
+    blocks = cpu_blocks(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=3)
+    assert decode(blocks, 5, encode(blocks, 3, exact)) is None
+    before, after = (np.stack(blocks._memory.gather(block)) for block in (3, 5))
+    assert np.array_equal(before[:, :, :, :exact].view(np.uint8), after[:, :, :, :exact].view(np.uint8))
+    changed = (before[:, :, :, exact:] != after[:, :, :, exact:]).any(axis=(0, 1, 2, 4))
+    assert changed.all(), "the others went through the codec"
+    assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
+
+
+def test_exact_blocks_may_hold_anything() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = cpu_blocks(caches, layers, spec)
+    for cache in caches.values():
+        cache[3] = torch.randint(-(2**15), 2**15, cache[3].shape, dtype=torch.int16).view(torch.bfloat16)
+    assert decode(blocks, 5, encode(blocks, 3, 32)) is None
+    assert all(torch.equal(cache[5].view(torch.int16), cache[3].view(torch.int16)) for cache in caches.values())
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+@pytest.mark.parametrize("exact", [0, 4, 16])
+def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...], exact: int) -> None:
+    caches, layers, spec = gpu_like(order)
+    for cache in caches.values():
+        cache[3] = torch.randn(cache[3].shape)
+    on_device, on_host = device_blocks(caches, layers, spec), cpu_blocks(caches, layers, spec)
+    buf = encode(on_device, 3, exact)
+    assert np.array_equal(buf, encode(on_host, 3, exact))
+    assert decode(on_device, 5, buf) is None
+    assert decode(on_host, 6, buf) is None
+    assert all(torch.equal(cache[5], cache[6]) and cache[5].any() for cache in caches.values())
+    assert not any(cache[[0, 1, 2, 4, 7]].any() for cache in caches.values())
+
+
+def test_probing_leaves_nothing_behind() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    for layer in probe_layers(caches, layers, BLOCKS, shape_of(spec)):
+        assert not caches[layer.name].any()
+        assert sorted([*layer.keys, *layer.values]) == list(range(2 * HEADS * 32 * 128))
+
+
+@pytest.mark.parametrize(
+    ("damage", "cause"),
+    [
+        (lambda buf: buf[:-1], "truncated"),
+        (lambda buf: np.r_[buf, np.uint8(0)], "trailing"),
+        (lambda buf: np.r_[np.uint8(0), buf[1:]], "magic"),
+        (lambda buf: np.r_[buf[:-1], buf[-1:] ^ 1], "checksum"),
+        (lambda buf: np.r_[buf[:4], np.uint8(1), buf[5:]], "old_format"),
+        (lambda buf: None, "missing"),
+    ],
+)
+@pytest.mark.parametrize("exact", [0, 4, 32])
+def test_what_is_damaged_is_not_written(damage: Any, cause: str, exact: int) -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = cpu_blocks(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=2)
+    buf = encode(blocks, 3, exact)
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert decode(blocks, 5, damage(buf)) == cause
+    assert decode(blocks, 5, buf, b"another key") == "key"
+    stranger = cpu_blocks({n: c.clone() for n, c in caches.items()}, layers, spec, fingerprint=b"g" * 16)
+    assert decode(stranger, 5, buf) == "fingerprint"
+    assert decode(cpu_blocks({n: c.clone() for n, c in caches.items()}, layers, spec, group=1), 5, buf) == "key"
+    assert all(torch.equal(caches[name], before[name]) for name in caches)
+
+
+def test_kv_that_is_not_finite_is_not_encoded() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    blocks = cpu_blocks(caches, layers, spec)
+    write(caches, layers, 3, spec, seed=3)
+    caches["layer-1"][3, 0, 0, 0] = float("nan")
+    spills = [SpillBlock(bytes([n]), 0, n, 0) for n in (2, 3, 4)]
+    first, bad, last = blocks.encode_all(spills)
+    assert bad == "encode"
+    assert wire.parse(first, key=b"\2")
+    assert wire.parse(last, key=b"\4")
+
+
+def test_layers_that_share_a_cache_are_kept_once() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    shared = caches | {"layer-9": caches["layer-0"]}
+    probed = probe_layers(shared, layers | {"layer-9": layers["layer-0"]}, BLOCKS, shape_of(spec))
+    assert [layer.name for layer in probed] == list(caches)
+
+
+def test_a_layout_that_cannot_be_read_back_is_refused() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    layers["layer-0"].impl.do_kv_cache_update = lambda layer, key, value, cache, slots: None
+    with pytest.raises(UnsupportedError, match="lays KV blocks out in a way that cannot be read back"):
+        cpu_blocks(caches, layers, spec)
+    with pytest.raises(UnsupportedError, match="9 blocks, each in one piece, are expected"):
+        cpu_blocks(*paged("vec", torch.bfloat16, 32, 128), num_blocks=9)
+
+
+def test_a_layout_whose_vectors_are_scattered_is_not_for_gpu_kernels() -> None:
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    with pytest.raises(UnsupportedError, match="does not lay each vector out in one piece"):
+        paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+
+
+@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
+def test_strides_are_found_whatever_the_order_of_heads_and_tokens(order: tuple[int, ...]) -> None:
+    caches, layers, spec = gpu_like(order)
+    layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+    cache = caches["layer-1"]
+    assert (layout.block_stride, layout.head_stride, layout.token_stride) == cache.stride()[:3]
+    assert (layout.key_at, layout.value_at) == (0, 64)

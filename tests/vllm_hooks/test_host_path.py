@@ -1,0 +1,204 @@
+"""The worker's way on the CPU: a step's metadata in, blocks in the store and in the cache, and an answer to each."""
+
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from paged_cache import cpu_blocks, paged, write
+
+from manthan.manager.stores.cold_store import ColdStoreError, HostStore
+from manthan.vllm_hooks.messages import (
+    GroupBlocks,
+    GroupKeys,
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    ManthanWorkerMetadata,
+    SpillBlock,
+    SpillResult,
+)
+from manthan.vllm_hooks.worker.host_path import HostPath
+
+pytestmark = pytest.mark.usefixtures("engine_config")
+
+GROUP = 2
+KEYS = [bytes([n]) * 32 for n in range(4)]
+TARGETS = [4, 5, 6, 7]
+CPU = torch.device("cpu")
+
+
+class Worker:
+    """A path over a cache whose first four blocks are written."""
+
+    def __init__(self, fails_whole: bool = False, max_bytes: int = 1 << 20) -> None:
+        self.caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+        self.blocks = cpu_blocks(self.caches, layers, spec, group=GROUP)
+        for block in range(len(KEYS)):
+            write(self.caches, layers, block, spec, seed=block)
+        self.store = HostStore(max_bytes)
+        self.path = HostPath({GROUP: self.blocks}, self.store, 2, CPU, fails_whole)
+
+    def wait(self, count: int = 1) -> ManthanWorkerMetadata:
+        """What is reported, once there are so many answers."""
+        whole = ManthanWorkerMetadata()
+        deadline = time.monotonic() + 20
+        while len(whole.spills) + len(whole.loads) < count:
+            assert time.monotonic() < deadline
+            whole = whole.aggregate(self.path.take_report() or ManthanWorkerMetadata())
+            time.sleep(0.0005)
+        return whole
+
+    def spill(self, exact: int = 0, keys: list[bytes] = KEYS) -> list[SpillResult]:
+        spills = [SpillBlock(key, GROUP, n, 32 * n, exact) for n, key in enumerate(keys)]
+        self.path.submit_spills(ManthanMetadata(spills=spills))
+        return sorted(self.wait(len(keys)).spills)
+
+    def load(self, keys: list[bytes] = KEYS, is_prefetch: bool = False) -> LoadResult:
+        part = GroupBlocks(GROUP, keys, TARGETS[: len(keys)])
+        self.path.submit_loads(ManthanMetadata(loads=[Load("request", (part,), is_prefetch)]))
+        [result] = self.wait().loads
+        return result
+
+    def taken(self) -> tuple[set[str], set[str], set[int]]:
+        return self.path.take_finished_loads(), self.path.take_failed_loads(), self.path.take_failed_blocks()
+
+    def same(self, exact: int) -> bool:
+        """Whether so many tokens of the blocks that were loaded are those that were spilled."""
+        pairs = [(self.blocks._memory.gather(n), self.blocks._memory.gather(4 + n)) for n in range(len(KEYS))]
+        return all(
+            (a[:, :, :exact] == b[:, :, :exact]).all() for was, now in pairs for a, b in zip(was, now, strict=True)
+        )
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., Worker]]:
+    workers = []
+
+    def make(**options: Any) -> Worker:
+        workers.append(Worker(**options))
+        return workers[-1]
+
+    yield make
+    for worker in workers:
+        worker.path.shutdown()
+
+
+@pytest.mark.parametrize("exact", [0, 4, 32])
+def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> None:
+    worker = start()
+    nbytes = worker.blocks.format.max_nbytes(exact)
+    for result, key in zip(worker.spill(exact), KEYS, strict=True):
+        assert result[:3] == (key, GROUP, None)
+        assert result.nbytes == worker.store.room(nbytes)
+    assert worker.store.used == 4 * worker.store.room(nbytes)
+    loaded = worker.load()
+    assert loaded[:3] == ("request", [], 4 * nbytes)
+    assert worker.taken() == ({"request"}, set(), set())
+    assert worker.taken() == (set(), set(), set())
+    assert worker.same(exact)
+    assert not worker.same(32) or exact == 32
+
+
+def test_nobody_is_told_of_a_prefetch(start: Callable[..., Worker]) -> None:
+    worker = start()
+    worker.spill()
+    assert worker.load(is_prefetch=True).is_prefetch
+    assert worker.taken() == (set(), set(), set())
+
+
+def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Worker]) -> None:
+    worker = start()
+    worker.spill()
+    worker.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, [KEYS[1], KEYS[3]]), GroupKeys(0, [KEYS[0]])]))
+    assert worker.load().failed == [(GROUP, KEYS[1], "missing"), (GROUP, KEYS[3], "missing")]
+    assert worker.taken() == ({"request"}, set(), {5, 6, 7})
+
+
+def test_a_load_that_fails_whole_has_no_failed_blocks(start: Callable[..., Worker]) -> None:
+    worker = start(fails_whole=True)
+    worker.spill()
+    assert worker.load().failed == []
+    assert worker.taken() == ({"request"}, set(), set())
+    worker.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, [KEYS[3]])]))
+    assert worker.load().failed == [(GROUP, KEYS[3], "missing")]
+    assert worker.taken() == ({"request"}, {"request"}, set())
+
+
+def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Worker]) -> None:
+    nbytes = start().blocks.format.max_nbytes(0)
+    worker = start(max_bytes=HostStore(1 << 20).room(nbytes) * 3)
+    causes = [(result.cause, result.nbytes) for result in worker.spill()]
+    assert sorted(causes, key=str) == [("store_full", 0), *[(None, worker.store.room(nbytes))] * 3]
+
+
+def test_kv_that_is_not_finite_costs_its_block_alone(start: Callable[..., Worker]) -> None:
+    worker = start()
+    worker.caches["layer-1"][2, 0, 5, 9] = float("inf")
+    assert [result.cause for result in worker.spill()] == [None, None, "encode", None]
+    assert worker.load().failed == [(GROUP, KEYS[2], "missing")]
+    assert [result.cause for result in worker.spill(exact=32)] == [None] * 4
+
+
+class Broken(HostStore):
+    """A store on fire."""
+
+    def __init__(self, error: Exception) -> None:
+        super().__init__(1 << 20)
+        self._error = error
+
+    def put_all(self, group: int, blocks: Any) -> Any:
+        raise self._error
+
+    def read(self, group: int, keys: Any) -> Any:
+        raise self._error
+
+
+class DownError(ColdStoreError):
+    cause = "store_down"
+
+
+@pytest.mark.parametrize(("error", "cause"), [(OSError("fire"), "internal"), (DownError("down"), "store_down")])
+def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], error: Exception, cause: str) -> None:
+    worker = start()
+    worker.path.store = Broken(error)
+    assert [result.cause for result in worker.spill()] == ["internal"] * 4
+    assert worker.load().failed == [(GROUP, KEYS[0], cause)]
+    assert worker.taken() == ({"request"}, set(), set(TARGETS))
+
+
+def test_a_store_that_answers_for_too_few_is_an_error(start: Callable[..., Worker], monkeypatch: Any) -> None:
+    worker = start()
+    worker.spill()
+    monkeypatch.setattr(worker.store, "read", lambda group, keys: iter([]))
+    assert worker.load().failed == [(GROUP, KEYS[0], "internal")]
+
+
+def test_an_emptied_store_has_nothing(start: Callable[..., Worker]) -> None:
+    worker = start()
+    worker.spill()
+    worker.path.submit_loads(ManthanMetadata(place="another"))
+    assert worker.load().failed == [(GROUP, key, "missing") for key in KEYS]
+
+
+def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:
+    """What the step computes is there only when spills are submitted."""
+    worker = start()
+    step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0, 32)])
+    worker.path.submit_loads(step)
+    for cache in worker.caches.values():
+        cache[0] = 1.5  # what the model computes
+    worker.path.submit_spills(step)
+    worker.wait()
+    worker.load(KEYS[:1])
+    assert all((cache[4] == 1.5).all() for cache in worker.caches.values())
+
+
+def test_after_a_shutdown_nothing_raises(start: Callable[..., Worker]) -> None:
+    worker = start()
+    worker.path.shutdown()
+    part = GroupBlocks(GROUP, KEYS, TARGETS)
+    step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0)], loads=[Load("request", (part,))])
+    worker.path.submit_loads(step)
+    worker.path.submit_spills(step)
