@@ -54,7 +54,7 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     tiers.drop(0, [b"b", b"d"])
     tiers.drop(1, [b"c"])  # another group's
     assert tiers.find(0, [b"b"]) is None
-    assert has(tiers.device, b"c")
+    assert has(tiers.host, b"c")
     assert tiers.take([1])[0] != [None]
     tiers.clear()
     assert tiers.used == GRANULE  # what was taken and never put
