@@ -1,7 +1,7 @@
 """The CUDA kernels over a paged cache, beside the GPU's own copy; what `codec.py --backend cuda` runs.
 
 A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, head size 128, bf16. So many blocks, in
-random order, are encoded into as many slots and decoded back. Each sample is ten launches between two events.
+random order, are encoded to as many places and decoded back. Each sample is ten launches between two events.
 """
 
 import statistics
@@ -12,10 +12,9 @@ import torch
 from rich.box import SIMPLE
 from rich.table import Table
 
-from manthan.codec import wire
+from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 from manthan.codec.gpu.paged import PagedLayout
-from manthan.codec.registry import SPECS
 
 LAYERS, HEADS, TOKENS = 36, 8, 16
 LAUNCHES = 10
@@ -63,19 +62,17 @@ def measure(name: str, head_dim: int, vectors: int, copy: float, repeats: int) -
     caches = tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(LAYERS))
     row = HEADS * 2 * head_dim
     layout = PagedLayout(caches, HEADS, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
-    header = wire.BlockHeader(name, b"", bytes(16), LAYERS, HEADS, TOKENS, head_dim)
-    codec = CudaPagedCodec(SPECS[name], layout, header)
-    codes = torch.empty(blocks, codec.nbytes, dtype=torch.uint8, device="cuda")
-    ids, slots = torch.randperm(blocks, device="cuda") + 1, torch.randperm(blocks, device="cuda")
-    headers = torch.from_numpy(wire.header_rows(header, [i.to_bytes(32, "big") for i in range(blocks)])).cuda()
-    status = torch.empty(blocks, dtype=torch.int32, device="cuda")
-    codec.encode(ids, codes, slots, headers, status)
+    codec = CudaPagedCodec(layout, BlockFormat(name, layout.shape, bytes(16)))
+    nbytes = codec.form(0).nbytes
+    codes = torch.empty(blocks * nbytes, dtype=torch.uint8, device="cuda")
+    ids, places = (torch.randperm(blocks) + 1).tolist(), (torch.randperm(blocks) * nbytes).tolist()
+    keys, first_tokens = [i.to_bytes(32, "big") for i in range(blocks)], range(0, TOKENS * blocks, TOKENS)
+    batch = codec.batch(0, keys, ids, first_tokens, places)
+    codec.encode(batch, codes)
     n = blocks * 2 * LAYERS * HEADS * TOKENS
-    both = n * 2 * head_dim + blocks * codec.nbytes
+    both = n * 2 * head_dim + blocks * nbytes
     for operation, moved in (("encode", both), ("decode", both), ("seal", codes.nbytes), ("verify", codes.nbytes)):
-        taken = seconds(
-            lambda operation=operation: codec.launch(operation, ids, codes, slots, headers, status), repeats
-        )
+        taken = seconds(lambda operation=operation: codec.launch(operation, batch, codes), repeats)
         median = statistics.median(taken)
         rates = [n / each / 1e9 for each in (median, max(taken), min(taken))]
         yield GpuResult(operation, head_dim, n, *rates, moved / median / copy)

@@ -6,56 +6,69 @@ import numpy as np
 import pytest
 import torch
 
-from manthan.codec import NonFiniteError, get_codec, wire
-from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.gpu.paged import GOOD, PagedCodec, PagedLayout, status_cause
+from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, PagedLayout, status_cause
 from manthan.codec.registry import SPECS
 
 LAYERS, HEADS, TOKENS, BLOCKS = 2, 3, 16, 24
 PRINT = b"f" * 16
 IDS, SLOTS = [3, 7, 1, 20], [2, 0, 5, 1]
 KEYS = [bytes([i]) * 32 for i in range(4)]
+FIRST_TOKENS = [100, 0, 16, 2**40]
 DTYPES = [torch.bfloat16, torch.float16, torch.float32]
 
 
 class Cache:
-    """A paged cache of random vectors, heads beside each other, and the arguments of a paged codec over it."""
+    """A paged cache of random vectors, heads beside each other, and a paged codec over it with a buffer full of 170.
 
-    def __init__(self, head_dim: int, dtype: torch.dtype, codec: str, paged: Any, tokens: int = TOKENS) -> None:
+    exact: how many first tokens of each block are kept as they are.
+    """
+
+    def __init__(
+        self, head_dim: int, dtype: torch.dtype, codec: str, paged: Any, tokens: int = TOKENS, exact: int = 0
+    ) -> None:
         torch.manual_seed(head_dim)
-        self.head_dim, self.codec = head_dim, codec
+        self.head_dim, self.exact = head_dim, exact
         shape = (BLOCKS, tokens, HEADS, 2 * head_dim)
         spread = torch.logspace(-2, 2, BLOCKS, device="cuda")[:, None, None, None]
         self.layers = tuple((torch.randn(shape, device="cuda") * spread).to(dtype) for _ in range(LAYERS))
         strides = (tokens * HEADS * 2 * head_dim, 2 * head_dim, HEADS * 2 * head_dim)
         layout = PagedLayout(self.layers, HEADS, tokens, head_dim, *strides, key_at=0, value_at=head_dim)
-        self.header = wire.BlockHeader(codec, b"", PRINT, LAYERS, HEADS, tokens, head_dim)
-        self.paged: PagedCodec = paged(SPECS[codec], layout, self.header)
-        self.codes = torch.zeros(8, self.paged.nbytes, dtype=torch.uint8, device="cuda")
-        self.slots = torch.tensor(SLOTS, device="cuda")
-        self.headers = torch.from_numpy(wire.header_rows(self.header, KEYS)).cuda()
-        self.status = torch.zeros(len(IDS), dtype=torch.int32, device="cuda")
+        self.format = BlockFormat(codec, layout.shape, PRINT, group=2)
+        self.paged: PagedCodec = paged(layout, self.format)
+        self.form = self.paged.form(exact)
+        self.places = [slot * (self.form.nbytes + 48) for slot in SLOTS]
+        self.codes = torch.full((8 * (self.form.nbytes + 48),), 170, dtype=torch.uint8, device="cuda")
+
+    def batch(self, ids: list[int]) -> Batch:
+        return self.paged.batch(self.exact, KEYS, ids, FIRST_TOKENS, self.places)
 
     def encode(self, ids: list[int]) -> list[str | None]:
-        self.paged.encode(torch.tensor(ids, device="cuda"), self.codes, self.slots, self.headers, self.status)
-        return [status_cause(status) for status in self.status.tolist()]
+        self.encoded = self.batch(ids)
+        self.paged.encode(self.encoded, self.codes)
+        return [status_cause(status) for status in self.encoded.status.tolist()]
 
     def decode(self, ids: list[int], headers: torch.Tensor | None = None) -> list[str | None]:
-        headers = self.headers if headers is None else headers
-        self.paged.verify(self.codes, self.slots, headers, self.status)
-        self.paged.decode(torch.tensor(ids, device="cuda"), self.codes, self.slots, self.status)
-        return [status_cause(status) for status in self.status.tolist()]
+        batch = self.batch(ids)
+        batch = batch if headers is None else batch._replace(headers=headers)
+        self.paged.verify(batch, self.codes)
+        self.paged.decode(batch, self.codes)
+        return [status_cause(status) for status in batch.status.tolist()]
 
-    def vectors(self, block: int, kind: int) -> torch.Tensor:
-        part = slice(0, self.head_dim) if kind == 0 else slice(self.head_dim, None)
-        return torch.cat([layer[block][..., part].transpose(0, 1).reshape(-1, self.head_dim) for layer in self.layers])
+    def block(self, i: int) -> torch.Tensor:
+        """The i-th encoded block, as a view."""
+        return self.codes[self.places[i] :][: self.form.nbytes]
 
-    def parsed(self, i: int) -> wire.EncodedBlock:
-        return wire.parse(self.codes[SLOTS[i]].cpu().numpy(), key=KEYS[i], fingerprint=PRINT)
+    def numbers(self, block: int) -> list[np.ndarray]:
+        """Keys and values of a paged block, [layers, heads, tokens, head_dim] as numpy has them."""
+        both = torch.stack([layer[block].transpose(0, 1) for layer in self.layers]).cpu()
+        both = both.view(torch.uint16) if both.dtype is torch.bfloat16 else both
+        return [part.numpy() for part in both.split(self.head_dim, -1)]
 
-
-def as_numpy(x: torch.Tensor) -> np.ndarray:
-    return x.cpu().view(torch.uint16).numpy() if x.dtype is torch.bfloat16 else x.float().cpu().numpy()
+    def by_numpy(self, i: int) -> np.ndarray:
+        """The i-th block as numpy encodes it."""
+        numbers = self.numbers(IDS[i])
+        return self.format.encode(*numbers, key=KEYS[i], first_token=FIRST_TOKENS[i], exact=self.exact)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -69,70 +82,121 @@ def paged(request: pytest.FixtureRequest) -> Any:
     return CudaPagedCodec
 
 
+def as_floats(numbers: np.ndarray) -> torch.Tensor:
+    x = torch.from_numpy(np.array(numbers))
+    return (x.view(torch.bfloat16) if x.dtype is torch.uint16 else x).float()
+
+
+def check(cache: Cache, dtype: torch.dtype) -> None:
+    """Encode and decode, and compare all of it with numpy: exact tokens bit for bit, codes but for rare roundings."""
+    assert cache.encode(IDS) == [None] * 4
+    exact, start, differ, bits, wrong, count = cache.exact, cache.form.header.nbytes, 0, 0, 0, 0
+    before = [layer.clone() for layer in cache.layers]
+    targets = [10, 11, 12, 13]
+    assert cache.decode(targets) == [None] * 4
+    coded_from = cache.form.starts[-2] if exact < cache.layers[0].shape[1] else cache.form.nbytes
+    for i, target in enumerate(targets):
+        found, wanted = cache.block(i).cpu().numpy(), cache.by_numpy(i)
+        assert np.array_equal(found[16:coded_from], wanted[16:coded_from])  # header and exact tokens
+        differ += int(np.unpackbits(wanted[start:] ^ found[start:]).sum())
+        bits += 8 * (len(wanted) - start)
+        for x, y in zip(cache.format.decode(found, key=KEYS[i]), cache.numbers(target), strict=True):
+            assert x[:, :, :exact].tobytes() == y[:, :, :exact].tobytes()
+            wrong += int((x != y).sum())
+            count += x.size
+            # where they differ at all, it is by the last bit of the dtype, or of the float32 sum before a cancellation
+            x, y = as_floats(x), as_floats(y)
+            tiny = 2e-6 * x.pow(2).mean(-1, keepdim=True).sqrt()
+            step = torch.finfo(dtype).eps * x.abs().clamp(min=torch.finfo(dtype).tiny)
+            assert bool(((x - y).abs() <= torch.maximum(tiny, step)).all())
+    assert differ <= 1e-4 * bits
+    assert wrong <= 0.01 * count
+    others = [block for block in range(BLOCKS) if block not in targets]
+    assert all(torch.equal(now[others], then[others]) for now, then in zip(cache.layers, before, strict=True))
+    outside = torch.ones(len(cache.codes), dtype=torch.bool)
+    for place in cache.places:
+        outside[place : place + cache.form.nbytes] = False
+    assert bool((cache.codes.cpu()[outside] == 170).all())
+
+
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", SPECS)
 @pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128, 192, 256, 512])
 def test_codes_are_numpys_and_come_back_as_numpys_numbers(
     paged: Any, head_dim: int, codec: str, dtype: torch.dtype
 ) -> None:
-    cache = Cache(head_dim, dtype, codec, paged)
-    assert cache.encode(IDS) == [None] * 4
-    numpy_codec, differ, bits, wrong, count = NumpyCodec(SPECS[codec], head_dim), 0, 0, 0, 0
-    before = [layer.clone() for layer in cache.layers]
-    assert cache.decode([10, 11, 12, 13]) == [None] * 4
-    for i, block in enumerate(IDS):
-        found = cache.parsed(i)
-        for kind, (name, codes) in enumerate((("key", found.key_codes), ("value", found.value_codes))):
-            wanted = numpy_codec.encode(as_numpy(cache.vectors(block, kind)), name)
-            differ += int(np.unpackbits(wanted ^ codes).sum())
-            bits += 8 * len(codes)
-            x = torch.from_numpy(numpy_codec.decode(np.ascontiguousarray(codes), found.header.vectors, name)).to(dtype)
-            y = cache.vectors(10 + i, kind).cpu()
-            wrong += int((x != y).sum())
-            count += x.numel()
-            # where they differ at all, it is by the last bit of the dtype, or of the float32 sum before a cancellation
-            tiny = 2e-6 * x.float().pow(2).mean(1, keepdim=True).sqrt()
-            step = torch.finfo(dtype).eps * x.float().abs().clamp(min=torch.finfo(dtype).tiny)
-            assert bool(((x.float() - y.float()).abs() <= torch.maximum(tiny, step)).all())
-    assert differ <= 1e-4 * bits
-    assert wrong <= 0.01 * count
-    others = [block for block in range(BLOCKS) if block not in (10, 11, 12, 13)]
-    assert all(torch.equal(now[others], then[others]) for now, then in zip(cache.layers, before, strict=True))
+    check(Cache(head_dim, dtype, codec, paged), dtype)
 
 
-def test_the_kernels_read_what_numpy_wrote(paged: Any) -> None:
-    cache = Cache(128, torch.bfloat16, "k4v3", paged)
-    codec = get_codec("k4v3", 128, "numpy")
-    for i, block in enumerate(IDS):
-        opened = wire.open_block(wire.BlockHeader("k4v3", KEYS[i], PRINT, LAYERS, HEADS, TOKENS, 128))
-        codec.encode(as_numpy(cache.vectors(block, 0)), "key", out=opened.key_codes)
-        codec.encode(as_numpy(cache.vectors(block, 1)), "value", out=opened.value_codes)
-        cache.codes[SLOTS[i]] = torch.from_numpy(opened.seal()).cuda()
-    assert cache.decode([10, 11, 12, 13]) == [None] * 4
-    assert torch.allclose(cache.vectors(10, 0), cache.vectors(3, 0), atol=float(cache.vectors(3, 0).abs().max()) / 3)
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("exact", [1, 4, 8, 15, 16])
+@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+def test_so_are_those_of_blocks_with_exact_tokens(paged: Any, head_dim: int, exact: int, dtype: torch.dtype) -> None:
+    check(Cache(head_dim, dtype, "k4v3", paged, exact=exact), dtype)
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 24, 128])
-def test_blocks_of_any_number_of_tokens(paged: Any, tokens: int) -> None:
-    cache = Cache(128, torch.bfloat16, "lloyd3", paged, tokens=tokens)
+@pytest.mark.parametrize("exact", [0, 4])
+def test_blocks_of_any_number_of_tokens(paged: Any, tokens: int, exact: int) -> None:
+    check(Cache(128, torch.bfloat16, "lloyd3", paged, tokens=tokens, exact=exact), torch.bfloat16)
+
+
+@pytest.mark.parametrize("exact", [0, 3, 8, 16])
+def test_the_kernels_read_what_numpy_wrote(paged: Any, exact: int) -> None:
+    cache = Cache(128, torch.bfloat16, "k4v3", paged, exact=exact)
+    for i in range(4):
+        cache.block(i)[:] = torch.from_numpy(cache.by_numpy(i))
+    assert cache.decode([10, 11, 12, 13]) == [None] * 4
+    for i, target in enumerate((10, 11, 12, 13)):
+        wanted = cache.format.decode(cache.by_numpy(i), key=KEYS[i])
+        for x, y in zip(wanted, cache.numbers(target), strict=True):
+            assert x[:, :, :exact].tobytes() == y[:, :, :exact].tobytes()
+            assert (x != y).mean() <= 0.01
+            assert torch.allclose(as_floats(x), as_floats(y), rtol=0.01, atol=1e-4 * float(as_floats(x).abs().max()))
+
+
+@pytest.mark.parametrize("exact", [2, 16])
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("offset", [0, 3])
+def test_exact_tokens_may_be_anything(paged: Any, dtype: torch.dtype, exact: int, offset: int) -> None:
+    """Not finite, denormal, minus zero; and caches that do not begin at a multiple of 16 bytes."""
+    cache = Cache(64, dtype, "k3v3", paged, exact=exact)
+    shape = cache.layers[0].shape
+    moved = []
+    for layer in cache.layers:
+        noise = torch.randint(0, 256, (layer.nbytes,), dtype=torch.uint8, device="cuda").view(dtype).view(shape)
+        room = torch.zeros(layer.numel() + offset, dtype=dtype, device="cuda")
+        moved.append(room[offset:].view(shape))
+        moved[-1].copy_(layer)
+        moved[-1][:, :exact].view(torch.uint8).copy_(noise[:, :exact].view(torch.uint8))
+    layout = cache.paged.layout
+    layout = PagedLayout(tuple(moved), *(getattr(layout, name) for name in list(layout.__dataclass_fields__)[1:]))
+    cache.layers, cache.paged = tuple(moved), paged(layout, cache.format)
     assert cache.encode(IDS) == [None] * 4
-    wanted = get_codec("lloyd3", 128, "numpy").encode(as_numpy(cache.vectors(7, 1)), "value")
-    assert np.array_equal(cache.parsed(1).value_codes, wanted)
+    assert cache.decode([10, 11, 12, 13]) == [None] * 4
+    for block, target in zip(IDS, (10, 11, 12, 13), strict=True):
+        for then, now in zip(cache.numbers(block), cache.numbers(target), strict=True):
+            assert then[:, :, :exact].tobytes() == now[:, :, :exact].tobytes()
 
 
-def test_damage_is_told_apart_and_not_written(paged: Any) -> None:
-    cache = Cache(128, torch.bfloat16, "lloyd3", paged)
+@pytest.mark.parametrize("exact", [0, 4, 16])
+def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
+    cache = Cache(128, torch.bfloat16, "lloyd3", paged, exact=exact)
     cache.encode(IDS)
-    headers = cache.headers.clone()
-    cache.codes[SLOTS[0], 300] ^= 1
-    headers[1, 50] ^= 1
-    headers[2, 100] ^= 1
+    headers = cache.encoded.headers.clone()
+    cache.block(0)[cache.form.nbytes - 5] ^= 1
+    headers[1, 20] ^= 1
+    headers[2, 70] ^= 1
     before = [layer.clone() for layer in cache.layers]
     assert cache.decode([14, 15, 16, 17], headers) == ["checksum", "fingerprint", "key", None]
     kept = [block for block in range(BLOCKS) if block != 17]
     assert all(torch.equal(now[kept], then[kept]) for now, then in zip(cache.layers, before, strict=True))
-    cache.codes[SLOTS[3], 8] ^= 1  # the checksum itself
+    cache.block(3)[8] ^= 1  # the checksum itself
     assert cache.decode([14, 15, 16, 17], headers)[3] == "checksum"
+    headers = cache.encoded.headers.clone()
+    headers[0, -1] ^= 1  # the last entry's end
+    cache.encode(IDS)
+    assert cache.decode([14, 15, 16, 17], headers) == ["size", None, None, None]
 
 
 def test_extremes_are_encoded_as_numpy_does(paged: Any) -> None:
@@ -145,48 +209,33 @@ def test_extremes_are_encoded_as_numpy_does(paged: Any) -> None:
     block[9] = 3.38e38
     block.nan_to_num_()
     assert cache.encode(IDS) == [None] * 4
-    wanted = get_codec("lloyd3", 128, "numpy").encode(as_numpy(cache.vectors(3, 0)), "key")
-    assert np.array_equal(cache.parsed(0).key_codes, wanted)
+    assert np.array_equal(cache.block(0).cpu().numpy(), cache.by_numpy(0))
 
 
+@pytest.mark.parametrize("exact", [0, 5])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_reported(paged: Any, number: float) -> None:
-    cache = Cache(128, torch.float16, "lloyd3", paged)
+def test_what_is_not_finite_is_reported(paged: Any, number: float, exact: int) -> None:
+    cache = Cache(128, torch.float16, "lloyd3", paged, exact=exact)
     cache.layers[1][7, 9, 2, 128 + 3] = number
     assert cache.encode(IDS) == [None, "decode", None, None]
-    assert cache.status[1].item() == HEADS * TOKENS + 2 * TOKENS + 9
+    coded = TOKENS - exact
+    assert cache.encoded.status[1].item() == HEADS * coded + 2 * coded + 9 - exact
 
 
-def test_many_blocks_at_once(paged: Any) -> None:
+@pytest.mark.parametrize("exact", [0, 3])
+def test_many_blocks_at_once(paged: Any, exact: int) -> None:
     """More than fit on the GPU side by side; each has the codes that it gets alone."""
-    cache = Cache(64, torch.bfloat16, "lloyd3", paged)
+    cache = Cache(64, torch.bfloat16, "lloyd3", paged, exact=exact)
     cache.encode(IDS)
-    alone = cache.codes[SLOTS[1], wire.HEADER.size :].clone()
+    start, nbytes = cache.form.header.nbytes, cache.form.nbytes
+    alone = cache.block(1)[start:].clone()
     n = 6000
-    codes = torch.zeros(n, cache.paged.nbytes, dtype=torch.uint8, device="cuda")
-    headers = torch.from_numpy(wire.header_rows(cache.header, [i.to_bytes(32, "big") for i in range(n)])).cuda()
-    status = torch.zeros(n, dtype=torch.int32, device="cuda")
-    slots = torch.randperm(n, device="cuda")
-    cache.paged.encode(torch.full((n,), 7, device="cuda"), codes, slots, headers, status)
-    assert bool((status == GOOD).all())
-    assert bool((codes[:, wire.HEADER.size :] == alone).all())
-
-
-@pytest.mark.parametrize("dtype", [np.uint16, np.float32])
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
-def test_the_backend_for_arrays(head_dim: int, dtype: Any) -> None:
-    codec, numpy_codec = get_codec("lloyd3", head_dim, "cuda"), get_codec("lloyd3", head_dim, "numpy")
-    assert codec.compiled  # type: ignore[attr-defined]
-    x = np.random.default_rng(1).standard_normal((1003, head_dim), np.float32)
-    x = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype is np.uint16 else x
-    codes = codec.encode(x)
-    assert np.unpackbits(codes ^ numpy_codec.encode(x)).mean() <= 1e-4
-    back, wanted = codec.decode(codes, 1003), numpy_codec.decode(codes, 1003)
-    assert np.array_equal(back, wanted)
-    assert codec.encode(x[:0]).size == 0
-    x[500, 3] = 0x7F80 if dtype is np.uint16 else np.inf
-    with pytest.raises(NonFiniteError, match="vector 500"):
-        codec.encode(x)
-    codes[2 * 77 : 2 * 77 + 2] = 0xFF
-    with pytest.raises(NonFiniteError, match="vector 77"):
-        codec.decode(codes, 1003)
+    codes = torch.zeros(n * nbytes, dtype=torch.uint8, device="cuda")
+    keys, places = (
+        [i.to_bytes(32, "big") for i in range(n)],
+        (nbytes * np.random.default_rng(1).permutation(n)).tolist(),
+    )
+    batch = cache.paged.batch(exact, keys, [7] * n, list(range(n)), places)
+    cache.paged.encode(batch, codes)
+    assert bool((batch.status == GOOD).all())
+    assert bool((codes.view(n, nbytes)[:, start:] == alone).all())

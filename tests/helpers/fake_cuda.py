@@ -63,6 +63,7 @@ class Stream:
 
 def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     gpu = Gpu()
+    torch.set_num_threads(1)
 
     @contextmanager
     def current(stream: Stream) -> Iterator[None]:

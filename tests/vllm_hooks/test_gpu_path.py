@@ -31,10 +31,14 @@ FORMS = (0, 3, TOKENS)
 
 
 class World:
-    """A path over a cache of random numbers. place: bytes of the tiers on the device and on the host."""
+    """A path over a cache of random numbers. place: bytes of the tiers on the device and on the host. staging: of the
+    buffers between."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], fails_whole: bool = False) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], fails_whole: bool = False, staging: int = 1 << 14
+    ) -> None:
         self.gpu = fake_cuda.install(monkeypatch)
+        monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)
         self.codec = fake_cuda.paged_codec(group=GROUP)
         self.memory = DeviceMemory(self.codec.layout)
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
@@ -86,10 +90,10 @@ def order(n: int, exact: int = 0, block_id: int | None = None) -> SpillBlock:
 
 @pytest.fixture(params=["device", "host", "device and host"])
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
-    """With room for about ten whole blocks, in one tier or in two."""
+    """With room for so many blocks that are all exact, in one tier or in two."""
 
-    def made(**more: Any) -> World:
-        whole = 10 * fake_cuda.paged_codec().form(TOKENS).nbytes
+    def made(blocks: int = 10, **more: Any) -> World:
+        whole = blocks * fake_cuda.paged_codec().form(TOKENS).nbytes
         place = {"device": (whole, 0), "host": (0, whole), "device and host": (whole // 3, whole)}[request.param]
         return World(monkeypatch, place, **more)
 
@@ -99,18 +103,20 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
 # -- what comes back ----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("staging", [1 << 20, 1])
+@pytest.mark.parametrize("staging", [1 << 16, 1])
 @pytest.mark.parametrize("chunk", [1024, 3])
 def test_blocks_of_all_forms_come_back_as_numpy_says(
     make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, staging: int, chunk: int
 ) -> None:
-    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit."""
-    monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)  # 1: one exact block at a time
+    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit.
+
+    staging: 1 is room for one block of any kind.
+    """
     monkeypatch.setattr(gpu_path, "LOAD_CHUNK", chunk)
-    world, rng = make(), random.Random(staging + chunk)
+    world, rng = make(6, staging=staging), random.Random(staging + chunk)
     stored: dict[bytes, np.ndarray] = {}
     read = in_pieces = 0
-    for _ in range(150):
+    for _ in range(100):
         spills = [
             order(rng.randrange(40), rng.choice(FORMS), rng.randrange(BLOCKS // 2)) for _ in range(rng.randrange(1, 4))
         ]
@@ -120,25 +126,26 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
             if result.cause is None:
                 assert result.nbytes == room(world.nbytes(spill.exact))
                 stored[spill.key] = world.as_restored(world.numbers(spill.block_id), spill)
-        gone = [key for key in stored if rng.random() < 0.15]
+        gone = [key for key in stored if rng.random() < 0.1]
         world.drop(*gone)
-        stored = {key: kept for key, kept in stored.items() if key not in gone}
+        stored = {name: kept for name, kept in stored.items() if name not in gone}
         in_pieces += sum(len(block.extents) > 1 for tier in world.tiers.all for block in tier._blocks.values())
         keys = rng.sample(sorted(stored), min(len(stored), 6))
         targets = rng.sample(range(BLOCKS // 2, BLOCKS), len(keys))
         if keys:
-            before = [world.numbers(block) for block in range(BLOCKS)]
+            before = [cache.clone() for cache in world.codec.layout.caches]
             assert world.load(keys, targets).failed == []
             assert world.path.take_failed_blocks() == set()
-            for found, target in zip(keys, targets, strict=True):
-                assert np.array_equal(world.numbers(target), stored[found])
+            right = [(world.numbers(to) == stored[name]).all() for name, to in zip(keys, targets, strict=True)]
+            assert all(right)
             others = [block for block in range(BLOCKS) if block not in targets]
-            assert all(np.array_equal(world.numbers(block), before[block]) for block in others)
+            pairs = zip(before, world.codec.layout.caches, strict=True)
+            assert all(torch.equal(then[others], now[others]) for then, now in pairs)
             read += len(keys)
         rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier._blocks.values()]
         assert world.tiers.used == sum(rooms)
-    assert read > 300
-    assert in_pieces > 10
+    assert read > 200
+    assert in_pieces > 0
 
 
 def sorted_like(spills: list[SpillBlock], results: list[SpillResult]) -> list[SpillResult]:

@@ -1,139 +1,254 @@
-"""Where codes go beside a GPU, and how much memory that takes: what can be told without one."""
+"""Where codes lie beside a GPU: nothing overlaps, nothing is lost, whatever its size."""
 
-from types import SimpleNamespace
-from typing import Any
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 import pytest
 import torch
-from vllm.platforms import current_platform
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from manthan.manager.config.resolve import ConfigError, load_config
-from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
-from manthan.vllm_hooks.worker.half import codec_backend
-from manthan.vllm_hooks.worker.tiers import Demotion, Tier, Tiers
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.arena import GRANULE, Extent, room
+from manthan.vllm_hooks.worker.capacity import TierBytes
+from manthan.vllm_hooks.worker.staging import pieces
+from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers
 
 GIB = 1 << 30
 
 
-def tier(slots: int) -> Tier:
-    return Tier(torch.zeros(slots, 16, dtype=torch.uint8))
+def tier(nbytes: int) -> Tier:
+    return Tier(torch.zeros(nbytes, dtype=torch.uint8))
 
 
-def keep(tiers: Tiers, key: bytes) -> Demotion | None:
-    taken = tiers.take()
-    taken.tier.slots.put(key, taken.slot)
-    return taken.demotion
+def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
+    """Put blocks into what is taken for them."""
+    taken, demotions = tiers.take([nbytes] * len(keys))
+    for key, one in zip(keys, taken, strict=True):
+        tiers.put((0, key), one.tier, Stored(one.extents, nbytes, 0, 0))
+    return demotions
+
+
+def has(tier: Tier, key: bytes) -> bool:
+    return bool(tier.run(0, [key], in_place=True))
 
 
 def test_a_full_device_moves_the_oldest_to_the_host() -> None:
-    tiers = Tiers(tier(2), tier(2))
-    assert [keep(tiers, key) for key in (b"a", b"b")] == [None, None]
-    assert tiers.find([b"a", b"b"]) == (tiers.device, tiers.device.slots.get([b"a", b"b"]))
-    tiers.find([b"a"])  # b is the oldest now
-    moved = keep(tiers, b"c")
-    assert tiers.find([b"b"]) == (tiers.host, [moved.host_slot])
-    assert tiers.device.slots.get([b"c"]) == [moved.device_slot]
-    assert tiers.find([b"a", b"b"])[1] == tiers.device.slots.get([b"a"])  # a run ends where its tier does
+    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
+    assert keep(tiers, b"a", b"b") == []
+    assert tiers.find(0, [b"a", b"b"])[:2] == (tiers.device, True)
+    tiers.find(0, [b"a"])  # b is the oldest now
+    assert tiers.find(1, [b"b"]) is None
+    source = tiers.device.run(0, [b"b"], True)[0].extents
+    [moved] = keep(tiers, b"c")
+    assert (moved.name, moved.source, moved.nbytes) == ((0, b"b"), source, GRANULE)
+    assert tiers.find(0, [b"b"]) == (tiers.host, False, [Stored(moved.target, GRANULE, 0, 0)])
+    assert tiers.device.run(0, [b"c"], True)[0].extents == source
+    assert len(tiers.find(0, [b"a", b"b"]).blocks) == 1  # a run ends where its tier does
     keep(tiers, b"d")
-    assert tiers.take() is None
-    assert tiers.used == 4 * 16
-    tiers.drop([b"b", b"d"])
-    assert tiers.find([b"b"]) is None
-    assert tiers.take() is not None
+    assert tiers.take([1])[0] == [None]
+    assert tiers.used == 4 * GRANULE
+    tiers.drop(0, [b"b", b"d"])
+    tiers.drop(1, [b"c"])  # another group's
+    assert tiers.find(0, [b"b"]) is None
+    assert has(tiers.host, b"c")
+    assert tiers.take([1])[0] != [None]
     tiers.clear()
-    assert tiers.used == 0
+    assert tiers.used == GRANULE  # what was taken and never put
+
+
+def test_as_many_blocks_move_as_a_large_one_needs() -> None:
+    tiers = Tiers(tier(4 * GRANULE), tier(4 * GRANULE))
+    keep(tiers, b"a", b"b", b"c", b"d")
+    assert [move.name[1] for move in keep(tiers, b"e", nbytes=3 * GRANULE)] == [b"a", b"b", b"c"]
+    assert [has(tiers.device, key) for key in (b"a", b"b", b"c", b"d", b"e")] == [False] * 3 + [True] * 2
 
 
 def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
-    tiers = Tiers(tier(2), tier(3))
-    taken = [tiers.take() for _ in range(6)]
+    tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
+    taken, demotions = tiers.take([GRANULE] * 6)
     assert [t and t.tier for t in taken] == [tiers.device] * 2 + [tiers.host] * 3 + [None]
-    assert all(t.demotion is None for t in taken[:5])
+    assert demotions == []
+
+
+def test_what_never_fits_the_device_moves_nothing() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(8 * GRANULE))
+    keep(tiers, b"a", b"b")
+    [taken], demotions = tiers.take([3 * GRANULE])
+    assert (taken.tier, demotions) == (tiers.host, [])
 
 
 def test_one_tier_is_full_when_it_is_full() -> None:
-    tiers = Tiers(None, tier(1))
-    assert keep(tiers, b"a") is None
-    assert tiers.take() is None
+    tiers = Tiers(None, tier(GRANULE))
+    assert keep(tiers, b"a") == []
+    assert tiers.take([1]) == ([None], [])
 
 
-@pytest.mark.parametrize(
-    ("store", "device", "host"),
-    [
-        ({"kind": "host", "max_bytes": 100}, 0, 50),
-        ({"kind": "device", "max_bytes": 100}, 50, 0),
-        ({"kind": "device", "max_bytes": 100, "host_bytes": 61}, 50, 30),
-    ],
-)
-def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int, host: int) -> None:
-    share = TierBytes.of_a_rank(load_config(flags={"cold_store": store}).cold_store, 2)
-    assert share == (device, host)
-    assert share.blocks(20) == device // 20 + host // 20
+def test_a_block_that_is_stored_again_is_in_one_tier() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
+    keep(tiers, b"a", b"b", b"c")  # a has moved
+    keep(tiers, b"a")  # and so has b
+    assert not has(tiers.host, b"a")
+    assert tiers.used == 3 * GRANULE
 
 
-def test_host_bytes_belong_to_two_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"behind cold_store.kind device or in front of kind tiered, but kind is hos"):
-        load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
+def test_runs_are_of_one_kind() -> None:
+    tiers = Tiers(tier(16 * GRANULE), None)
+    pieces = (Extent(0, GRANULE), Extent(2 * GRANULE, GRANULE))
+    for n, (extents, exact) in enumerate([(pieces[:1], 0), (pieces[1:], 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
+        tiers.device._blocks[0, bytes([n])] = Stored(extents, GRANULE, exact, n)
+    keys = [bytes([n]) for n in range(6)]
+    assert tiers.find(0, keys)[1:] == (True, [tiers.device._blocks[0, key] for key in keys[:2]])
+    assert tiers.find(0, keys[2:])[1:] == (False, [tiers.device._blocks[0, keys[2]]])
+    assert len(tiers.find(0, keys[3:]).blocks) == 2
+    assert tiers.find(0, keys[5:]) is None
 
 
-class Gpu:
-    """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
+class TierMachine(RuleBasedStateMachine):
+    """Two tiers, or one, whose blocks' bytes are written, moved and read as the path beside a GPU does it.
 
-    def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str = "auto", **cache: Any
-    ) -> None:
-        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
-        monkeypatch.setattr(
-            type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
+    In order of age, as far as it is known; `taken` are blocks that are still being written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(5)
+        self.bytes: dict[tuple[int, bytes], bytes] = {}
+        self.taken: list[tuple[tuple[int, bytes], Taken, int]] = []
+
+    @initialize(device=st.integers(0, 20), host=st.integers(0, 40))
+    def begin(self, device: int, host: int) -> None:
+        host = host if device else max(1, host)
+        both = [tier(nbytes * GRANULE) if nbytes else None for nbytes in (device, host)]
+        self.tiers = Tiers(*both)
+        self.bound = 6 * GRANULE
+        self.usable = TierBytes(device * GRANULE, host * GRANULE).usable(self.bound)
+
+    names = st.tuples(st.integers(0, 1), st.integers(0, 12).map(lambda n: bytes([n])))
+    sizes = st.integers(1, 6 * GRANULE)
+
+    @rule(orders=st.lists(st.tuples(names, sizes), min_size=1, max_size=4))
+    def take(self, orders: list[tuple[tuple[int, bytes], int]]) -> None:
+        used = self.tiers.used
+        found, demotions = self.tiers.take(nbytes for _, nbytes in orders)
+        for move in demotions:
+            copy(self.tiers.device, move.source, self.tiers.host, move.target, move.nbytes)
+        for (name, nbytes), taken in zip(orders, found, strict=True):
+            assert taken is not None or used + room(nbytes) > self.usable  # what was promised is kept
+            used += room(nbytes) if taken else 0
+            if taken is not None:
+                self.taken.append((name, taken, nbytes))
+        assert self.tiers.used == used
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A block is written, and takes as much as was taken for it or less; or it comes to nothing."""
+        name, taken, nbytes = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        real = data.draw(st.integers(0, nbytes))
+        if real:
+            self.bytes[name] = self.rng.randbytes(real)
+            write(taken, self.bytes[name])
+            self.tiers.put(name, taken.tier, Stored(taken.extents, real, len(self.bytes[name]) % 2, real))
+        else:
+            taken.tier.arena.free(taken.extents)
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def drop(self, group: int, keys: list[bytes]) -> None:
+        self.tiers.drop(group, keys)
+        self.bytes = {name: kept for name, kept in self.bytes.items() if name[0] != group or name[1] not in keys}
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def go_first(self, group: int, keys: list[bytes]) -> None:
+        self.tiers.go_first(group, keys)
+        there = [key for key in keys if (group, key) in self.tiers.first._blocks]
+        assert [name for name, _ in zip(self.tiers.first._blocks, there, strict=False)] == [(group, k) for k in there]
+
+    @rule()
+    def clear(self) -> None:
+        self.tiers.clear()
+        self.bytes = {}
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def read(self, group: int, keys: list[bytes]) -> None:
+        """A chain is read run by run, and ends at the first block that is not there."""
+        wanted = [self.bytes.get((group, key)) for key in keys]
+        done = 0
+        while done < len(keys) and (run := self.tiers.find(group, keys[done:])):
+            for stored, right in zip(run.blocks, wanted[done:], strict=False):
+                assert right is not None
+                assert b"".join(spans(run.tier, stored.extents, stored.nbytes)) == right
+                assert run.in_place == (run.tier is self.tiers.device and len(stored.extents) == 1)
+                assert (stored.exact, stored.first_token) == (len(right) % 2, len(right))
+            done += len(run.blocks)
+        assert done == len(keys) or wanted[done] is None
+
+    @invariant()
+    def nothing_overlaps_and_nothing_is_lost(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        assert {name for one in self.tiers.all for name in one._blocks} == self.bytes.keys()
+        assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
+        for one in self.tiers.all:
+            one.arena.check()
+            stored = [extent for block in one._blocks.values() for extent in block.extents]
+            stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
+            stored.sort()
+            assert all(a.start + a.nbytes <= b.start for a, b in pairwise(stored))
+            assert sum(extent.nbytes for extent in stored) == one.arena.used
+            assert one.arena.used + one.arena.available == len(one.codes)
+            for (group, key), block in one._blocks.items():
+                assert b"".join(spans(one, block.extents, block.nbytes)) == self.bytes[group, key]
+
+
+def spans(tier: Tier, extents: Sequence[Extent], nbytes: int) -> Iterator[memoryview]:
+    """The first so many bytes of a block, as views."""
+    for start, size in extents:
+        yield memoryview(tier.codes.numpy())[start : start + min(size, nbytes)]
+        nbytes -= min(size, nbytes)
+
+
+def write(taken: Taken, numbers: bytes) -> None:
+    at = 0
+    for view in spans(taken.tier, taken.extents, len(numbers)):
+        view[:] = numbers[at : at + len(view)]
+        at += len(view)
+
+
+def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Extent], nbytes: int) -> None:
+    for at, to, size in pieces([froms], [tos], nbytes).t().tolist():
+        target.codes[to : to + size] = source.codes[at : at + size]
+
+
+TestTiers = TierMachine.TestCase
+TestTiers.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+
+
+@given(st.data())
+def test_pieces_are_the_blocks_bytes_in_order(data: st.DataObject) -> None:
+    """Whatever extents a block lies in on either side."""
+    nbytes = data.draw(st.integers(1, 4 * GRANULE))
+    blocks = data.draw(st.integers(1, 3))
+    shapes = [[data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) for _ in range(blocks)] for _ in range(2)]
+    sides = []
+    for shape in shapes:
+        order = iter(random.Random(nbytes).sample(range(100), 100))
+        sides.append([[Extent(next(order) * 3 * GRANULE, size * GRANULE) for size in sizes] for sizes in shape])
+    source = np.random.default_rng(nbytes).integers(0, 256, 300 * GRANULE, np.uint8)
+    target = np.zeros_like(source)
+    for at, to, size in pieces(*sides, nbytes).t().tolist():
+        target[to : to + size] = source[at : at + size]
+    for froms, tos in zip(*sides, strict=True):
+        wanted, found = (
+            np.concatenate([memory[e.start : e.start + e.nbytes] for e in places])[:nbytes]
+            for memory, places in ((source, froms), (target, tos))
         )
-        self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
-        self.kv_transfer_config = kv_transfer_config(cold_store=store, backend=backend)
-        self.parallel_config = SimpleNamespace(world_size=2)
-
-
-def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"})
-    set_gpu_memory_aside(gpu)
-    ours = 20 * GIB + STAGINGS * STAGING_BYTES
-    assert gpu.cache_config.gpu_memory_utilization == pytest.approx(0.9 - ours / (100 * GIB), abs=2e-6)
-    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
-    set_gpu_memory_aside(gpu)
-    assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - ours
-    assert gpu.cache_config.gpu_memory_utilization == 0.9
-
-
-def test_exact_copies_take_room_on_their_way(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch, {"max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
-    gpu.kv_transfer_config = kv_transfer_config(codec={"window_tokens": 1})
-    set_gpu_memory_aside(gpu)
-    assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - (STAGINGS + 1) * STAGING_BYTES
-
-
-def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    gpu = Gpu(monkeypatch, {"kind": "host", "max_bytes": "40GiB"}, backend="numpy")
-    set_gpu_memory_aside(gpu)
-    assert gpu.cache_config.gpu_memory_utilization == 0.9
+        assert np.array_equal(wanted, found)
 
 
 def test_ram_that_is_not_there_is_refused() -> None:
     with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower cold_store.max_bytes"):
-        Tier.pinned(1 << 60, 1 << 20)
-
-
-def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(ConfigError, match=r"max_bytes is 200.0GiB of GPU memory: --gpu-memory-utilization leaves vLLM"):
-        set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
-
-
-def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
-    assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
-    with pytest.raises(UnsupportedError, match="backend is cuda, but vLLM runs on the CPU"):
-        codec_backend("cuda", cpu)
-    for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
-        found = SimpleNamespace(is_integrated=integrated)
-        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
-        assert codec_backend("auto", gpu) == chosen
-        assert codec_backend("cuda", gpu) == "cuda"
+        Tier.pinned(1 << 60)

@@ -7,7 +7,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.model import ColdStoreConfig
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.sessions.cold_side import Fast
+from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config

@@ -225,7 +225,8 @@ class GpuPath(WorkerPath):
         if status != GOOD:
             tier.arena.free(extents)
             return SpillResult(spill.key, spill.group, "encode", seconds)
-        tier.put((spill.group, spill.key), Stored(extents, nbytes, spill.exact, spill.first_token))
+        stored = Stored(extents, nbytes, spill.exact, spill.first_token)
+        self.tiers.put((spill.group, spill.key), tier, stored)
         return SpillResult(spill.key, spill.group, None, seconds, room(nbytes))
 
     def _fail(self, kept: Sequence[Kept], error: Exception) -> None:

@@ -193,6 +193,12 @@ class Tiers:
                 return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
         return None
 
+    def put(self, name: Name, tier: Tier, stored: Stored) -> None:
+        """A block is in the room that was taken for it, and in no other tier any more."""
+        for other in self.all:
+            other.drop(name[0], [name[1]])
+        tier.put(name, stored)
+
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks move down before all others, in this order."""
         self.first.go_first(group, keys)

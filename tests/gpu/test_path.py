@@ -1,0 +1,155 @@
+"""The path beside a GPU on its own, without an engine: evictions, restores, drops and demotions all at once."""
+
+import random
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+from manthan.codec.gpu.paged import PagedLayout
+from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, SpillBlock
+from manthan.vllm_hooks.worker.gpu_path import GpuPath
+from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+
+LAYERS, HEADS, TOKENS, DIM = 8, 4, 16, 128
+SOURCES, TARGETS = 64, 512
+GROUP, FORMS = 1, (0, 3, TOKENS)
+
+
+class World:
+    """Blocks 0 to SOURCES are random numbers and go out; the others are there to come back to.
+
+    right: by source block and exact tokens, [layers, numbers] of what it becomes, by the codec alone.
+    """
+
+    def __init__(self, device_blocks: int, host_blocks: int) -> None:
+        torch.manual_seed(1)
+        width = TOKENS * HEADS * 2 * DIM
+        caches = tuple(torch.randn(SOURCES + TARGETS, width, device="cuda").bfloat16() for _ in range(LAYERS))
+        strides = (width, 2 * DIM, HEADS * 2 * DIM)
+        layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
+        self.codec = CudaPagedCodec(layout, BlockFormat("k3v3", layout.shape, b"f" * 16, GROUP))
+        whole = self.codec.form(TOKENS).nbytes
+        self.tiers = Tiers(
+            Tier.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
+            Tier.pinned(host_blocks * whole) if host_blocks else None,
+        )
+        self.path = GpuPath(self.codec, self.tiers, forms=FORMS)
+        self.right = {(block, exact): self._restored(block, exact) for block in range(SOURCES) for exact in FORMS}
+
+    def numbers(self, block: int) -> torch.Tensor:
+        return torch.stack([cache[block] for cache in self.codec.layout.caches])
+
+    def _restored(self, block: int, exact: int) -> torch.Tensor:
+        buffer = torch.empty(self.codec.form(exact).nbytes, dtype=torch.uint8, device="cuda")
+        batch = self.codec.batch(exact, [b"k" * 32], [block], [0], [0])
+        self.codec.encode(batch, buffer)
+        self.codec.decode(batch._replace(block_ids=batch.block_ids * 0 + SOURCES), buffer)
+        return self.numbers(SOURCES).clone()
+
+    def wait(self, condition: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + 20
+        while not condition():
+            assert time.monotonic() < deadline
+
+
+@pytest.mark.parametrize("tiers", [(40, 0), (0, 40), (10, 40)], ids=["device", "host", "device and host"])
+def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, int]) -> None:
+    """Hundreds of steps without waiting: room is taken over while it is still being read, written or moved."""
+    world, rng = World(*tiers), random.Random(3)
+    path = world.path
+    stored: dict[bytes, tuple[int, int]] = {}  # source block and exact tokens
+    spilling: dict[bytes, tuple[int, int]] = {}
+    loading: dict[str, tuple[list[bytes], list[int], list[tuple[int, int]]]] = {}
+    free = list(range(SOURCES + 1, SOURCES + TARGETS))
+    counts = dict.fromkeys(("good", "full", "loads", "blocks"), 0)
+
+    def poll() -> None:
+        for request in path.take_finished_loads():
+            keys, targets, rights = loading.pop(request)
+            assert path.take_failed_blocks() == set()
+            for target, right in zip(targets, rights, strict=True):
+                assert torch.equal(world.numbers(target), world.right[right])
+            free.extend(targets)
+            counts["loads"] += 1
+            counts["blocks"] += len(keys)
+        report = path.take_report()
+        for result in report.spills if report else []:
+            of = spilling.pop(result.key)
+            assert result.cause in (None, "store_full")
+            counts["full" if result.cause else "good"] += 1
+            if result.cause is None:
+                assert result.nbytes == room(world.codec.form(of[1]).nbytes)
+                stored[result.key] = of
+        assert all(load.failed == [] for load in (report.loads if report else []))
+
+    for step in range(400):
+        drops = [key for key in stored if rng.random() < 0.03]
+        for key in drops:
+            del stored[key]
+        metadata = ManthanMetadata(drops=[GroupKeys(GROUP, drops)], model_rests=rng.random() < 0.3)
+        if stored and len(free) > 40 and rng.random() < 0.7:
+            keys = rng.sample(sorted(stored), min(len(stored), rng.randrange(1, 30)))
+            targets = [free.pop(rng.randrange(len(free))) for _ in keys]
+            loading[str(step)] = keys, targets, [stored[key] for key in keys]
+            metadata.loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
+        if rng.random() < 0.3 and stored:
+            metadata.go_first.append(GroupKeys(GROUP, rng.sample(sorted(stored), min(3, len(stored)))))
+        path.submit_loads(metadata)
+        spills = []
+        for _ in range(rng.randrange(6)):
+            key = rng.randbytes(32)
+            spilling[key] = rng.randrange(SOURCES), rng.choice(FORMS)
+            spills.append(SpillBlock(key, GROUP, spilling[key][0], 16 * step, spilling[key][1]))
+        path.submit_spills(ManthanMetadata(spills=spills))
+        poll()
+    world.wait(lambda: poll() or not (loading or spilling))  # type: ignore[func-returns-value]
+    assert counts["loads"] > 100
+    assert counts["good"] > 300
+    assert world.tiers.used == sum(room(world.codec.form(exact).nbytes) for _, exact in stored.values())
+    path.shutdown()
+
+
+@pytest.mark.parametrize("is_prefetch", [False, True])
+@pytest.mark.parametrize("what", ["verify", "decode"])
+def test_a_load_that_breaks_after_its_first_chunk_is_answered_once(
+    monkeypatch: pytest.MonkeyPatch, what: str, is_prefetch: bool
+) -> None:
+    world = World(0, 40)
+    spills = [SpillBlock(bytes([n]) * 32, GROUP, n, 16 * n, FORMS[n]) for n in range(3)]
+    world.path.submit_spills(ManthanMetadata(spills=spills))
+    reports: list[Any] = []
+
+    def poll() -> bool:
+        finished.extend(world.path.take_finished_loads())
+        report = world.path.take_report()
+        reports.extend([report] if report else [])
+        return bool(reports)
+
+    finished: list[str] = []
+    world.wait(poll)
+    real, calls = getattr(world.codec, what), []
+
+    def second_raises(*args: Any) -> None:
+        calls.append(args)
+        if len(calls) == 2:
+            raise RuntimeError("CUDA error")
+        real(*args)
+
+    monkeypatch.setattr(world.codec, what, second_raises)
+    reports.clear()
+    load = Load("request", (GroupBlocks(GROUP, [spill.key for spill in spills], [100, 101, 102]),), is_prefetch)
+    world.path.submit_loads(ManthanMetadata(loads=[load]))
+    world.wait(poll)
+    torch.cuda.synchronize()
+    for _ in range(10):
+        poll()
+    assert finished == ([] if is_prefetch else ["request"])
+    assert [report.loads[0].failed for report in reports] == [[(GROUP, spills[0].key, "internal")]]
+    assert world.path.take_failed_blocks() == (set() if is_prefetch else {100, 101, 102})
+    world.path.shutdown()

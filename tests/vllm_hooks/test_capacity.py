@@ -1,0 +1,91 @@
+"""How much memory codes take beside a GPU, and where they are made: what can be told without one."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from vllm.platforms import current_platform
+
+from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.stores.arena import GRANULE
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.support import UnsupportedError
+from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
+from manthan.vllm_hooks.worker.half import codec_backend
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("store", "device", "host"),
+    [
+        ({"kind": "host", "max_bytes": 100}, 0, 50),
+        ({"kind": "device", "max_bytes": 100}, 50, 0),
+        ({"kind": "device", "max_bytes": 100, "host_bytes": 61}, 50, 30),
+    ],
+)
+def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int, host: int) -> None:
+    share = TierBytes.of_a_rank(load_config(flags={"cold_store": store}).cold_store, 2)
+    assert share == (device, host)
+
+
+def test_two_tiers_promise_a_block_less_than_they_have() -> None:
+    assert TierBytes(0, 1000).usable(300) == 3 * GRANULE
+    assert TierBytes(1000, 0).usable(300) == 3 * GRANULE
+    assert TierBytes(1000, 2000).usable(512) == (3 + 7) * GRANULE - 512
+    assert TierBytes(256, 256).usable(1024) == 0
+
+
+def test_host_bytes_belong_to_two_kinds() -> None:
+    with pytest.raises(ConfigError, match=r"behind cold_store.kind device or in front of kind tiered, but kind is hos"):
+        load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
+
+
+class Gpu:
+    """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
+
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, store: dict[str, Any], backend: str = "auto", **cache: Any
+    ) -> None:
+        monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+        monkeypatch.setattr(
+            type(current_platform), "get_device_total_memory", classmethod(lambda cls: 100 * GIB), raising=False
+        )
+        self.cache_config = SimpleNamespace(**{"gpu_memory_utilization": 0.9, "kv_cache_memory_bytes": None} | cache)
+        self.kv_transfer_config = kv_transfer_config(cold_store=store, backend=backend)
+        self.parallel_config = SimpleNamespace(world_size=2)
+
+
+def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"})
+    set_gpu_memory_aside(gpu)
+    ours = 20 * GIB + STAGINGS * STAGING_BYTES
+    assert gpu.cache_config.gpu_memory_utilization == pytest.approx(0.9 - ours / (100 * GIB), abs=2e-6)
+    gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
+    set_gpu_memory_aside(gpu)
+    assert gpu.cache_config.kv_cache_memory_bytes == 50 * GIB - ours
+    assert gpu.cache_config.gpu_memory_utilization == 0.9
+
+
+def test_codes_made_on_the_cpu_take_no_gpu_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    gpu = Gpu(monkeypatch, {"kind": "host", "max_bytes": "40GiB"}, backend="numpy")
+    set_gpu_memory_aside(gpu)
+    assert gpu.cache_config.gpu_memory_utilization == 0.9
+
+
+def test_more_than_the_gpu_has_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(ConfigError, match=r"max_bytes is 200.0GiB of GPU memory: --gpu-memory-utilization leaves vLLM"):
+        set_gpu_memory_aside(Gpu(monkeypatch, {"kind": "device", "max_bytes": "200GiB"}))
+
+
+def test_the_backend_suits_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    cpu, gpu = torch.device("cpu"), torch.device("cuda", 0)
+    assert codec_backend("auto", cpu) == codec_backend("numpy", cpu) == codec_backend("numpy", gpu) == "numpy"
+    with pytest.raises(UnsupportedError, match="backend is cuda, but vLLM runs on the CPU"):
+        codec_backend("cuda", cpu)
+    for integrated, chosen in ((True, "numpy"), (False, "cuda")):  # there is no GPU of the one kind and the other here
+        found = SimpleNamespace(is_integrated=integrated)
+        monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device, found=found: found)
+        assert codec_backend("auto", gpu) == chosen
+        assert codec_backend("cuda", gpu) == "cuda"
