@@ -92,13 +92,13 @@ class ColdSide:
         Exact copies go before any codes. Returns how many blocks fit, at most `wanted`. A tenant that has used up its
         share makes room among its own.
         """
-        self.copies.make_room(wanted - self._free)
-        self._drop_redundant(wanted)
         tenant = session.tenant
         if self.shares.of_tenant(tenant) < 1:
             self.copies.make_room(wanted - self._left(tenant), tenant)
             self._drop_until(lambda: wanted - self._left(tenant), session, tenant)
             wanted = max(0, min(wanted, self._left(tenant)))
+        self.copies.make_room(wanted - self._free)
+        self._drop_redundant(wanted)
         self._drop_until(lambda: wanted - self._free, session)
         return max(0, min(wanted, self._free))
 
@@ -146,9 +146,8 @@ class ColdSide:
 
     # -- shares ---------------------------------------------------------------------------------------
 
-    def _enter_tenant(self, session: Session, tenant: str) -> None:
-        """A new session's codes count towards this tenant's share."""
-        session.tenant = tenant
+    def _enter_tenant(self, tenant: str) -> None:
+        """The codes of this tenant's sessions count towards its share."""
         if tenant not in self.table.cold_of and self.shares.of_tenant(tenant) < 1:
             self.table.cold_of[tenant] = Place(self._make_policy)
 

@@ -1,12 +1,13 @@
 """What clients say of their sessions, and what becomes of it."""
 
 import math
+from collections.abc import Iterable
 from typing import Any
 
 from manthan.manager.sessions.cold_side import ColdSide
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.session import Block, DropCause, Session, SessionState
+from manthan.manager.sessions.session import Block, DropCause, Session, SessionState, qualified
 
 
 class HintedSide(ColdSide):
@@ -55,6 +56,11 @@ class HintedSide(ColdSide):
                 self._ttls.set(session_id, now + 1.0)  # when a request runs, its end sets it
 
     # -- prefetch -------------------------------------------------------------------------------------
+
+    def _prefetch_named(self, told_ids: Iterable[str], tenant: str) -> None:
+        """A client says that sessions of its own are about to be used; names of others mean nothing."""
+        sessions = (self.table.by_id.get(qualified(told_id, tenant)) for told_id in told_ids)
+        self._to_prefetch |= {s.session_id: math.inf for s in sessions if s is not None and s.tenant == tenant}
 
     def prefetch_blocks(self, now: float) -> int:
         """Blocks of the longest cold session that is expected; 0 if there is none."""

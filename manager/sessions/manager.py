@@ -4,7 +4,6 @@ It does no I/O, starts no thread, reads no clock and knows neither torch nor vLL
 event methods from one thread and carries out, in this order, `take_drops`, `take_releases`, `take_spills`.
 """
 
-import math
 from collections.abc import Iterable, Sequence
 
 from manthan.manager.sessions.attribution import attribute, begin, find
@@ -84,15 +83,14 @@ class SessionMemoryManager(HintedSide):
         tokens: of its prompt; those of its blocks if it is not said.
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
-        session = attribute(self.table, keys, asked_id, now)
-        if not session.uses:
-            self._enter_tenant(session, tenant)
+        self._enter_tenant(tenant)
+        session = attribute(self.table, keys, asked_id, tenant, now)
         self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             if self.prefetch_lead_s is not None:
-                self._to_prefetch |= dict.fromkeys(hints.prefetch, math.inf)
+                self._prefetch_named(hints.prefetch, tenant)
         return session.session_id
 
     def request_finished(
@@ -121,19 +119,18 @@ class SessionMemoryManager(HintedSide):
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._forget_session(session, DropCause.RELEASED)
-        return Outcome(session.session_id, session.pinned, refused)
+        return Outcome(session.told_id, session.pinned, refused)
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
 
     def _home(self, session: Session, keys: Sequence[bytes], now: float) -> Session:
         """Which session these keys extend, now that others may have grown, or that the answer is known."""
-        found = find(self.table, keys, session.asked_id)
+        found = find(self.table, keys, session.asked_id, session.tenant)
         if found is None:
             if not session.chain:
                 return session
-            found = self.table.create(session.asked_id, now)
-            self._enter_tenant(found, session.tenant)
+            found = self.table.create(session.asked_id, session.tenant, now)
         return found
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
