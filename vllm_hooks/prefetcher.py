@@ -117,7 +117,8 @@ class Prefetcher:
             self._must_look = True
             return []
         self._must_look = False
-        wanted = self._manager.prefetch_blocks(now)
+        most = self._pool.num_gpu_blocks - 1 - self._spare  # the null block is never free
+        wanted = self._manager.prefetch_blocks(now, most)
         if not wanted:
             return []
         taken = self._manager.take_prefetches(self._room(wanted), now, limit=1)

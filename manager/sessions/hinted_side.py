@@ -1,13 +1,23 @@
 """What clients say of their sessions, and what becomes of it."""
 
-import math
+import sys
 from collections.abc import Iterable
-from typing import Any
+from typing import Any, NamedTuple
 
 from manthan.manager.sessions.cold_side import ColdSide
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.session import Block, DropCause, Session, SessionState, qualified
+
+
+class Awaited(NamedTuple):
+    """A session to be prefetched, unless it is used before; `uses` it had when that was said.
+
+    late: after that time it is not worth it.
+    """
+
+    late: float
+    uses: int
 
 
 class HintedSide(ColdSide):
@@ -19,7 +29,7 @@ class HintedSide(ColdSide):
         super().__init__(*args)
         self._ttls = Deadlines()
         self._expected = Deadlines()
-        self._to_prefetch: dict[str, float] = {}  # by session id, and when it is too late
+        self._to_prefetch: dict[str, Awaited] = {}  # by session id
         self._restoring: dict[str, list[Block]] = {}  # by id of a request, or of a prefetch
 
     def _take_hints(self, session: Session, hints: Hints, now: float) -> str:
@@ -57,13 +67,22 @@ class HintedSide(ColdSide):
 
     # -- prefetch -------------------------------------------------------------------------------------
 
-    def _prefetch_named(self, told_ids: Iterable[str], tenant: str) -> None:
-        """A client says that sessions of its own are about to be used; names of others mean nothing."""
-        sessions = (self.table.by_id.get(qualified(told_id, tenant)) for told_id in told_ids)
-        self._to_prefetch |= {s.session_id: math.inf for s in sessions if s is not None and s.tenant == tenant}
+    def _prefetch_named(self, told_ids: Iterable[str], tenant: str, late: float) -> None:
+        """A client says that sessions of its own are about to be used; those of others, and hot ones, are ignored."""
+        for told_id in told_ids:
+            session = self.table.by_id.get(qualified(told_id, tenant))
+            if session is None or session.tenant != tenant:
+                continue
+            if session.state in (SessionState.EVICTING, SessionState.COLD):
+                self._to_prefetch[session.session_id] = Awaited(late, session.uses)
 
-    def prefetch_blocks(self, now: float) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none."""
+    def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
+        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
+        which is all that there can ever be room for, are expected no more.
+        """
+        for session in self._awaited(now):
+            if len(session.chain) > most:
+                del self._to_prefetch[session.session_id]
         return max((len(session.chain) for session in self._awaited(now)), default=0)
 
     def _awaited(self, now: float) -> list[Session]:
@@ -71,11 +90,11 @@ class HintedSide(ColdSide):
         for session_id in self._expected.pop_due(now):
             session = self.table.by_id.get(session_id)
             if session is not None and session.expected is not None:
-                self._to_prefetch[session_id] = session.expected
+                self._to_prefetch[session_id] = Awaited(session.expected, session.uses)
         awaited = []
-        for session_id, late in list(self._to_prefetch.items()):
+        for session_id, (late, uses) in list(self._to_prefetch.items()):
             session = self.table.by_id.get(session_id)
-            if session is None or late < now or _is_back(session, late):
+            if session is None or late < now or session.uses > uses:
                 del self._to_prefetch[session_id]
             elif session.state is SessionState.COLD and prefetch_id(session_id) not in self._restoring:
                 awaited.append(session)
@@ -85,9 +104,3 @@ class HintedSide(ColdSide):
 def prefetch_id(session_id: str) -> str:
     """What a prefetch is called among the restores of requests."""
     return f"prefetch of {session_id}"
-
-
-def _is_back(session: Session, late: float) -> bool:
-    if late < math.inf:
-        return session.expected is None
-    return session.state in (SessionState.HOT, SessionState.IDLE)

@@ -25,6 +25,9 @@ from manthan.manager.sessions.session import (
 from manthan.manager.sessions.table import MemoryShape
 from manthan.policies import EvictionPolicy, PolicyOptions
 
+PATIENCE = 2.0
+"""A session that a request named is worth a prefetch for so many idle times: what is idle now has made room by then."""
+
 
 class SessionMemoryManager(HintedSide):
     """Decides which sessions are evicted, restored and dropped.
@@ -90,7 +93,7 @@ class SessionMemoryManager(HintedSide):
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             if self.prefetch_lead_s is not None:
-                self._prefetch_named(hints.prefetch, tenant)
+                self._prefetch_named(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
         return session.session_id
 
     def request_finished(
