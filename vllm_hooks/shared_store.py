@@ -16,7 +16,7 @@ from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, 
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
-from manthan.manager.stores.redis.store import RedisStore, TieredStore
+from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore, TieredStore
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from manthan.manager.sessions.table import MemoryShape
 
 logger = init_logger("vllm.manthan")
+
+LOAD_THREADS = 2
+"""Threads of a worker that read the store: one for requests, one for prefetches."""
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, spec: "FullAttentionSpec", layers: int) -> Namespace:
@@ -102,6 +105,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int, nbytes: int) -> ColdStore:
     """One rank's blocks of `nbytes` bytes each."""
-    behind = RedisStore(connect(config.redis), Circuit(), namespace, rank, nbytes, config.redis.ttl_s)
+    client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
+    behind = RedisStore(client, Circuit(), namespace, rank, nbytes, config.redis.ttl_s)
     front = config.cold_store.front_bytes // ranks
     return TieredStore(behind, front) if front else behind

@@ -17,6 +17,8 @@ from manthan.manager.stores.redis.schema import Namespace
 
 BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
+AHEAD_THREADS = 2
+"""Threads of a store that fetch what is read next."""
 
 
 class RedisStore(ColdStore):
@@ -35,7 +37,7 @@ class RedisStore(ColdStore):
         self.namespace, self._rank = namespace, rank
         self._ttl_ms = round(1250 * ttl_s)
         self._batch = max(1, BATCH_BYTES // nbytes)
-        self._ahead = ThreadPoolExecutor(2, "manthan-fetch")
+        self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
 
     def reserve(self, nbytes: int) -> None:
         """Nothing: see the class."""
