@@ -74,7 +74,7 @@ class Driver(Generic[B]):
         self._observer = observer or Observer()
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
-            manager, pool, self.pressure.runway, ranks, self.pressure.low, self._observer
+            manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
         )
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id

@@ -74,10 +74,11 @@ def is_mention(command: Command) -> bool:
     """`manthan inspect` within a paragraph, without what it must be given."""
     if not command.inline or first(command) != "manthan":
         return command.inline and command.text == "vllm serve"
-    found, words = get_command(app), command.words[1:]
+    found: Any = get_command(app)
+    words = command.words[1:]
     while words and hasattr(found, "commands"):
-        assert words[0] in found.commands, f"{command}: `manthan` has no {words[0]}"
-        found, words = found.commands[words[0]], words[1:]
+        found, words = found.get_command(None, words[0]), words[1:]
+        assert found, f"{command}: `manthan` has no such command"
     needed = [param for param in found.params if param.required]
     return hasattr(found, "commands") or (not words and bool(needed))
 
@@ -129,8 +130,8 @@ def test_manthan_takes_these_arguments(command: Command) -> None:
     found: Any = get_command(app)
     while hasattr(found, "commands"):
         assert words[:1], f"{command}: {found.name} needs a command"
-        assert words[0] in found.commands, f"{command}: there is no {words[0]}"
-        found, words = found.commands[words[0]], words[1:]
+        name, found, words = words[0], found.get_command(None, words[0]), words[1:]
+        assert found, f"{command}: there is no {name}"
     found.make_context("manthan", words)
 
 

@@ -128,7 +128,7 @@ def test_a_tenant_has_its_quota(server) -> None:
 
     def is_cold() -> bool:
         lines.extend(server.new_log_lines())
-        return any("session ivan went cold" in line for line in lines)
+        return any("session acme/ivan went cold" in line for line in lines)
 
     server.wait_for(is_cold, 30, "compress a session")
     assert not any("heidi" in line for line in lines)  # it was idle before, and there is no room for it

@@ -21,6 +21,8 @@ BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
 FIRST_NBYTES = 256 << 10
 """What a block is taken for before one was seen."""
+AHEAD_THREADS = 2
+"""Threads of a store that fetch what is read next."""
 
 
 class RedisStore(ColdStore):
@@ -33,7 +35,7 @@ class RedisStore(ColdStore):
         self._client, self._circuit = client, circuit
         self.namespace, self._rank = namespace, rank
         self._ttl_ms = round(1250 * ttl_s)
-        self._ahead = ThreadPoolExecutor(2, "manthan-fetch")
+        self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
         self._nbytes = FIRST_NBYTES  # of a block, as the last ones were: those of one read are much alike
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
