@@ -3,6 +3,7 @@
 from collections import Counter
 
 import hypothesis.strategies as st
+from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from world import EXACT_PARTS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World, part_keys
@@ -255,7 +256,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 PROFILE = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=60,
     derandomize=True,
     deadline=None,

@@ -1,7 +1,6 @@
 """Hints on a real `vllm serve` that takes tenants from a header: what passes, what is refused, and what is told."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,6 @@ import pytest
 from manthan.benchmarks.server import VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
-FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-YAML = """
-{idle_after_s: 0.5, sweep_interval_s: 0.1, min_tokens: 64, cold_store: {max_bytes: 64MiB},
- quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
-"""  # 26 blocks for pinned sessions
 TEXT = "let us say hello " * 30
 ENDPOINTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
@@ -26,13 +20,12 @@ ENDPOINTS = {
 OPENAI = ["/v1/chat/completions", "/v1/completions"]
 
 
+pytestmark = pytest.mark.xdist_group("servers")
+
+
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("hints")
-    (folder / "manthan.yaml").write_text(YAML)
-    with VllmServer(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
-        server.wait_until_ready(300)
-        yield server
+def server(manthan_server: VllmServer) -> VllmServer:
+    return manthan_server
 
 
 def post(
@@ -106,7 +99,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
     assert refusal["refused"].startswith("pin is refused: pinned sessions may take 26 blocks of the cold store")
     assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
-    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 30, "count the refusal")
+    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 60, "count the refusal")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
