@@ -15,7 +15,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 
 # Engines wait as much as they compute: two processes share two cores well. More cores bear more: make test WORKERS=4
 WORKERS := 2
-SPREAD := --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+SPREAD := --numprocesses $(WORKERS) --no-loadscope-reorder
 
 .PHONY: setup test test-all lint demo docs clean
 

@@ -2,6 +2,7 @@
 
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import examples
 import pytest
@@ -11,6 +12,10 @@ from manthan.benchmarks.server import VllmServer
 MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
+SHARE_SERVERS = (
+    *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py"),
+    *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
+)
 START_S = 600
 """Long enough for a start beside all that other tests do."""
 
@@ -18,14 +23,21 @@ examples.register()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """With several processes a file's tests run in one, and those of files marked with one `xdist_group` too.
-
-    What starts engines goes first: then no process is left with the longest of them at the end.
-    """
+    """What starts engines goes first: with several processes, none is left with the longest of them at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
-    for item in items:
-        if item.get_closest_marker("xdist_group") is None:
-            item.add_marker(pytest.mark.xdist_group(item.path.stem))
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes a file's tests run in one, and those of all files that share servers too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "servers" if file in SHARE_SERVERS else file
+
+    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -36,6 +48,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
     with VllmServer(MODEL, [*flags, "--enable-prompt-tokens-details"], log) as server:
         server.wait_until_ready(START_S)
         yield server
+        server.kill()  # a stop takes ten seconds
 
 
 SERVED = """
@@ -55,3 +68,4 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
     with VllmServer(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)
         yield server
+        server.kill()

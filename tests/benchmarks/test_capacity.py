@@ -17,8 +17,6 @@ TOKENS = 528
 """16 full blocks and a half: both questions of a session stand in the half."""
 BUDGET = 8 << 20
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

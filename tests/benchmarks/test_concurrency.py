@@ -12,8 +12,6 @@ from manthan.benchmarks.server import VllmServer
 
 TOKENS, REQUESTS, REPEATS = 12, 2, 2
 
-pytestmark = pytest.mark.xdist_group("servers")
-
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:

@@ -20,9 +20,6 @@ ENDPOINTS = {
 OPENAI = ["/v1/chat/completions", "/v1/completions"]
 
 
-pytestmark = pytest.mark.xdist_group("servers")
-
-
 @pytest.fixture(scope="module")
 def server(manthan_server: VllmServer) -> VllmServer:
     return manthan_server

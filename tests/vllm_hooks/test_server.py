@@ -17,9 +17,6 @@ REPO = Path(__file__).parents[2]
 ANSWER = {"temperature": 0, "max_tokens": 4}
 
 
-pytestmark = pytest.mark.xdist_group("servers")
-
-
 @pytest.fixture(scope="module")
 def server(manthan_server: VllmServer) -> VllmServer:
     """Without a session of other tests."""
