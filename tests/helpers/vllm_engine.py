@@ -102,11 +102,11 @@ class Engine:
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(args)
 
-        self.llm = self.run(start())
+        self.llm = self.start(start()).result(timeout=600)
         self._requests = 0
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(coroutine).result(timeout=120)
+        return self.start(coroutine).result(timeout=240)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -151,7 +151,7 @@ class Engine:
         return self.metric("manthan_sessions", state=state)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come to pass"
             time.sleep(0.02)
