@@ -24,7 +24,7 @@ REFUSALS = {
     "backend": (
         lambda: get_codec("lloyd3", 64, "tpu"),
         UnknownBackendError,
-        '\'tpu\' is unknown: use "auto", "numpy" or "cuda"',
+        '\'tpu\' is unknown: use "auto" or "numpy"',
     ),
     "head_dim odd": (
         lambda: get_codec("lloyd3", 100),
