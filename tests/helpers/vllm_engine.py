@@ -191,10 +191,10 @@ def restore_worker(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     path = get_kv_transfer_group().worker.path
-    for part in (getattr(path, "store", None), getattr(path, "blocks", None)):
-        if part is None:  # codes are made on a GPU
-            continue
-        for name in [name for name in vars(part) if name in ("get", "put", "encode", "decode")]:
+    if not hasattr(path, "store"):  # codes are made on a GPU
+        return
+    for part in (path.store, *path.blocks.values()):
+        for name in [name for name in vars(part) if name in ("read", "put_all", "encode_all", "decode_all")]:
             delattr(part, name)
 
 
