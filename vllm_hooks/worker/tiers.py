@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import Arena, Extent
+from manthan.manager.stores.arena import GRANULE, Arena, Extent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
@@ -80,26 +80,28 @@ class Tier:
     def __len__(self) -> int:
         return len(self._blocks)
 
+    def __contains__(self, name: Name) -> bool:
+        return name in self._blocks
+
     def put(self, name: Name, stored: Stored) -> None:
-        """A block is in the extents that were allocated for it. One that is there already under its name is replaced.
+        """A block that is not here yet is in the extents that were allocated for it.
 
         What was allocated beyond its bytes is free again.
         """
-        self._remove(name)
-        extents = self.arena.shrink(stored.extents, stored.nbytes)
-        self._blocks[name] = stored._replace(extents=extents)
+        if sum(size for _, size in stored.extents) >= stored.nbytes + GRANULE:
+            stored = stored._replace(extents=self.arena.shrink(stored.extents, stored.nbytes))
+        self._blocks[name] = stored
 
     def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
         tokens and, where they are to be read in place, in one extent as well or not. Empty if the first is not here."""
         found: list[Stored] = []
-        alike = None
         for stored in map(self._blocks.get, zip(repeat(group), keys)):
             if stored is None:
                 break
-            form = stored.exact, in_place and len(stored.extents) == 1
-            alike = alike or form
-            if form != alike:
+            if found and stored.exact != found[0].exact:
+                break
+            if in_place and found and (len(stored.extents) == 1) != (len(found[0].extents) == 1):
                 break
             found.append(stored)
         return found
@@ -122,23 +124,21 @@ class Tier:
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
         for key in keys:
-            self._remove((group, key))
+            stored = self._blocks.pop((group, key), None)
+            if stored is not None:
+                self.arena.free(stored.extents)
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
-        for name in list(self._blocks):
-            self._remove(name)
+        for stored in self._blocks.values():
+            self.arena.free(stored.extents)
+        self._blocks.clear()
 
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
         if self.codes.device.type == "cpu" and self.codes.is_pinned():
             torch.cuda.cudart().cudaHostUnregister(self.codes.data_ptr())
         self.codes = self.codes[:0]
-
-    def _remove(self, name: Name) -> None:
-        stored = self._blocks.pop(name, None)
-        if stored is not None:
-            self.arena.free(stored.extents)
 
 
 class Demotion(NamedTuple):
@@ -179,10 +179,14 @@ class Tiers:
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
 
-    def take(self, sizes: Iterable[int]) -> tuple[list[Taken | None], list[Demotion]]:
-        """Room for new blocks of so many bytes, None where all is full; and what must be copied before it is used."""
+    def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
+        """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is
+        used."""
+        taken: list[Taken] = []
         demotions: list[Demotion] = []
-        return [self._take(nbytes, demotions) for nbytes in sizes], demotions
+        while len(taken) < count and (one := self._take(nbytes, demotions)):
+            taken.append(one)
+        return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
         """The first of these blocks and its run; None if no tier has it."""
@@ -193,11 +197,13 @@ class Tiers:
                 return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
         return None
 
-    def put(self, name: Name, tier: Tier, stored: Stored) -> None:
-        """A block is in the room that was taken for it, and in no other tier any more."""
-        for other in self.all:
-            other.drop(name[0], [name[1]])
-        tier.put(name, stored)
+    def put(self, tier: Tier, blocks: Iterable[tuple[Name, Stored]]) -> None:
+        """Blocks are in the room that was taken for them, and in no tier where they were before."""
+        for name, stored in blocks:
+            for other in self.all:
+                if name in other:
+                    other.drop(name[0], [name[1]])
+            tier.put(name, stored)
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks move down before all others, in this order."""
