@@ -1,6 +1,6 @@
-# make test     everything: wheel, ruff, mypy, pytest        make demo   eight sessions on a real server
-# make lint     ruff and mypy only                           make setup  the virtual environment only
-# make docs     the references in docs/ that are generated
+# make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
+# make test-all  the same with all tests                        make setup  the virtual environment only
+# make lint      ruff and mypy only                             make docs   the references in docs/ that are generated
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -13,12 +13,19 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-.PHONY: setup test lint demo docs clean
+# Engines wait as much as they compute: two processes share two cores well. More cores bear more: make test WORKERS=4
+WORKERS := 2
+SPREAD := --numprocesses $(WORKERS) --no-loadscope-reorder
+
+.PHONY: setup test test-all lint demo docs clean
 
 setup: $(VENV)/.installed
 
 test: $(VENV)/.redis lint
-	$(BIN)/pytest
+	$(BIN)/pytest $(SPREAD) -m "not slow" --hypothesis-profile quick
+
+test-all: $(VENV)/.redis lint
+	$(BIN)/pytest $(SPREAD)
 
 # mypy reads the installed wheel, from a folder where the source folders do not shadow it.
 lint: $(VENV)/.installed

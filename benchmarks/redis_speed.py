@@ -20,7 +20,7 @@ from manthan.manager.stores.cold_store import Buffer
 from manthan.manager.stores.redis.client import Circuit, Client, check, connect
 from manthan.manager.stores.redis.index import batches
 from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import RedisStore
+from manthan.manager.stores.redis.store import BATCH_BYTES, RedisStore
 
 TTL_S = 3600.0
 
@@ -72,14 +72,14 @@ def measure_speed(config: RedisConfig, sizes: Sizes, step: Callable[[str], None]
     """MB/s of each round, by operation and arm, and with what they were measured. The keys stay."""
     check(connect(config), config)
     here, raw_names = Namespace(config.prefix, "ours"), Namespace(config.prefix, "raws")
-    store = RedisStore(connect(config), Circuit(), here, 0, sizes.block_bytes, TTL_S)
+    store = RedisStore(connect(config), Circuit(), here, 0, TTL_S)
     client = connect(config)
-    raw = Raw(client, store._batch)
+    raw = Raw(client, max(1, BATCH_BYTES // sizes.block_bytes))
     blocks = dict(_blocks(sizes))
-    values = {raw_names.block(key, 0): buf.tobytes() for key, buf in blocks.items()}
+    values = {raw_names.block((0, key), 0): buf.tobytes() for key, buf in blocks.items()}
     arms: dict[str, list[tuple[str, Callable[[], object]]]] = {
-        "put": [(OURS, lambda: _expect(not store.put_all(blocks))), (RAW, lambda: raw.put(values))],
-        "get": [(OURS, lambda: _use(store.read(list(blocks)))), (RAW, lambda: _use(raw.get(list(values))))],
+        "put": [(OURS, lambda: _expect(not store.put_all(0, blocks))), (RAW, lambda: raw.put(values))],
+        "get": [(OURS, lambda: _use(store.read(0, list(blocks)))), (RAW, lambda: _use(raw.get(list(values))))],
     }
     rates: dict[str, dict[str, list[float]]] = {operation: {OURS: [], RAW: []} for operation in arms}
     try:
@@ -120,7 +120,7 @@ def _expect(right: bool) -> None:
 
 
 def _compare(blocks: dict[bytes, Buffer], store: RedisStore, values: dict[str, bytes], raw: Raw) -> None:
-    pairs = zip(blocks.values(), store.read(list(blocks)), raw.get(list(values)), strict=True)
+    pairs = zip(blocks.values(), store.read(0, list(blocks)), raw.get(list(values)), strict=True)
     if not all(ours is not None and buf.tobytes() == ours.tobytes() == theirs for buf, ours, theirs in pairs):
         raise WrongBytesError("blocks came back with other bytes than they were put with")
 

@@ -1,6 +1,6 @@
 """The `manthan` command."""
 
-from importlib.metadata import entry_points, version
+from importlib.metadata import version
 
 import typer
 from pydantic.fields import FieldInfo
@@ -11,11 +11,12 @@ from manthan.manager.commands.codecs import codecs
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
 from manthan.manager.commands.inspect import inspect
+from manthan.manager.commands.others import Commands
 from manthan.manager.commands.simulate import simulate
 from manthan.manager.simulator.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
-app = typer.Typer(name="manthan", no_args_is_help=True, help="Session memory manager for vLLM.")
+app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 config_app.command("check")(check)
@@ -23,8 +24,6 @@ app.command("codecs")(codecs)
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
 app.command("workload")(workload)
-for group in entry_points(group="manthan.commands"):
-    app.add_typer(group.load(), name=group.name)
 
 
 @app.command("version")

@@ -9,9 +9,8 @@ Like the manager it waits for nobody, and reads no clock.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic, NamedTuple
 
-from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.prefetcher import Prefetcher
@@ -20,6 +19,9 @@ from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome
 from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+
+if TYPE_CHECKING:
+    from manthan.manager.directory_link import DirectoryLink
 
 
 @dataclass
@@ -46,6 +48,8 @@ class Work:
     go_first: Sequence[GroupKeys]
     spills: Sequence[SpillBlock]
     loads: Sequence[Load]
+    lost: int = 0
+    """Blocks that were to be encoded and were not in the pool any more."""
 
 
 class Driver(Generic[B]):
@@ -64,13 +68,13 @@ class Driver(Generic[B]):
         high: float,
         ranks: int = 1,
         observer: Observer | None = None,
-        directory: DirectoryLink | None = None,
+        directory: "DirectoryLink | None" = None,
     ) -> None:
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._observer = observer or Observer()
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
-            manager, pool, self.pressure.runway, ranks, self.pressure.low, self._observer
+            manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
         )
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id
@@ -164,7 +168,7 @@ class Driver(Generic[B]):
         self._release()
         if self._directory is not None:
             self._directory.tell(drops, now)  # before room is asked for, which it may make
-        self._hold(now)
+        lost = self._hold(now)
         self.hear(now)
         self._loads += self.prefetcher.step(now)
         moves = self.manager.take_moves()
@@ -173,6 +177,7 @@ class Driver(Generic[B]):
             go_first=[GroupKeys(self._group, moves)] if moves else (),
             spills=[self._spill(self._held[key]) for key in self._granted],
             loads=self._loads,
+            lost=lost,
         )
         self._granted, self._loads = [], []
         self._tell_evictions()
@@ -182,13 +187,17 @@ class Driver(Generic[B]):
         order = held.order
         return SpillBlock(order.key, self._group, self._pool.block_id(held.block), order.first_token, order.exact)
 
-    def _hold(self, now: float) -> None:
-        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room."""
-        held = []
+    def _hold(self, now: float) -> int:
+        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
+
+        Returns how many are not there any more.
+        """
+        held, lost = [], 0
         for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
             block = self._pool.get(order.key)
             if block is None:
                 self.manager.lost(order.key, now)
+                lost += 1
                 continue
             self._pool.touch([block])
             self._held[order.key] = Held(order, block)
@@ -197,6 +206,7 @@ class Driver(Generic[B]):
             self._granted += [order.key for order in held]  # the manager's own count is all that there is to know
         else:
             self._directory.reserve(held)
+        return lost
 
     def hear(self, now: float) -> None:
         """What the store's directory says of blocks that wait for room, and of all else."""

@@ -40,7 +40,7 @@ class Ready(NamedTuple):
 class Prefetcher(Generic[B]):
     """One session at a time, so that whoever comes meanwhile waits for no other's.
 
-    ranks: how many answer each load. spare: blocks of the pool that are left to requests whatever comes.
+    ranks: how many answer each load. blocks: of the pool; `spare` of them are left to requests whatever comes.
     """
 
     def __init__(
@@ -49,11 +49,12 @@ class Prefetcher(Generic[B]):
         pool: Pool[B],
         runway: Runway,
         ranks: int,
+        blocks: int,
         spare: int,
         observer: Observer,
     ) -> None:
         self._manager, self._pool, self._runway, self._observer = manager, pool, runway, observer
-        self._ranks, self._spare = ranks, spare
+        self._ranks, self._spare, self._most = ranks, spare, blocks - spare
         self._under_way: UnderWay[B] | None = None
         self._count = 0
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
@@ -97,7 +98,7 @@ class Prefetcher(Generic[B]):
             self._must_look = True
             return []
         self._must_look = False
-        wanted = self._manager.prefetch_blocks(now)
+        wanted = self._manager.prefetch_blocks(now, self._most)
         if not wanted:
             return []
         taken = self._manager.take_prefetches(self._room(wanted), now, limit=1)

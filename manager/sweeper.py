@@ -4,17 +4,26 @@ from collections.abc import Callable
 
 from apscheduler.schedulers.background import BackgroundScheduler
 
+LATE_SHARE = 0.25
+"""A session goes cold at the latest so much of its idle time late."""
+SHORTEST_S = 0.01
+
 
 class Sweeper:
-    """Calls `due` every `interval_s` seconds and, when it says yes, `ring`. Both run on the job's thread."""
+    """Calls `due` again and again and, when it says yes, `ring`. Both run on the job's thread.
 
-    def __init__(self, interval_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
+    interval_s: between two calls, at most. idle_after_s: after so long sessions are due; see LATE_SHARE.
+    """
+
+    def __init__(
+        self, interval_s: float, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]
+    ) -> None:
         self._due, self._ring = due, ring
         self._scheduler = BackgroundScheduler(timezone="UTC")  # no look at the machine's time zone
         self._scheduler.add_job(
             self._tick,
             "interval",
-            seconds=interval_s,
+            seconds=min(interval_s, max(LATE_SHARE * idle_after_s, SHORTEST_S)),
             coalesce=True,
             max_instances=1,
             misfire_grace_time=None,  # on a busy machine a late sweep is better than none

@@ -70,10 +70,10 @@ def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:
     yaml.write_text("sweep_interval_s: 0.1\n")
     env = {"PYTHONPATH": path_with(site)}
     with VllmServer(str(MODEL), [*flags, *more, "--manthan-config", str(yaml)], tmp_path / "log", env) as server:
-        server.wait_until_ready(200)
+        server.wait_until_ready(600)
         messages = [{"role": "user", "content": "def f(x):\n    return x\n" * 40}]
         first = server.chat(messages, max_tokens=8, temperature=0, session_id="alice")
-        server.wait_for(lambda: "session alice went cold" in server.log.read_text(), 30, "say that alice went cold")
+        server.wait_for(lambda: "session alice went cold" in server.log.read_text(), 120, "say that alice went cold")
         again = server.chat(messages, max_tokens=8, temperature=0, session_id="alice")
         assert (first.cached_tokens, again.text) == (0, first.text)
         assert again.cached_tokens == (again.prompt_tokens - 1) // 32 * 32

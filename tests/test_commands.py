@@ -29,13 +29,13 @@ FOUND = [command for path in documents() for command in commands(path)]
 OURS = [command for command in FOUND if not command.needs_gpu]
 ALONE = ("manthan", "redis-server", "redis-cli", "openssl", "printf")
 """Programs whose commands are run as they stand ..."""
-SLOW = ("bench", "eval")
+GROUPS = ("bench", "eval")
 """... but for these groups of `manthan`, which need a line in the table."""
-MOST_SERVERS = 6
+MOST_SERVERS = 3
 NAMESPACE = "tiny-llama-3d840ca2edb3"
 """What the documents show of a Redis that engines have used."""
 HTTP = "http://127.0.0.1:8000"
-ANSWERED_S = 300.0
+ANSWERED_S = 600.0
 
 
 def first(command: Command) -> str:
@@ -44,7 +44,7 @@ def first(command: Command) -> str:
 
 
 def runs_alone(command: Command) -> bool:
-    return first(command) in ALONE and not (first(command) == "manthan" and {*command.words[1:2]} & {*SLOW})
+    return first(command) in ALONE and not (first(command) == "manthan" and {*command.words[1:2]} & {*GROUPS})
 
 
 def entry(table: str, command: Command) -> str | None:
@@ -74,10 +74,11 @@ def is_mention(command: Command) -> bool:
     """`manthan inspect` within a paragraph, without what it must be given."""
     if not command.inline or first(command) != "manthan":
         return command.inline and command.text == "vllm serve"
-    found, words = get_command(app), command.words[1:]
+    found: Any = get_command(app)
+    words = command.words[1:]
     while words and hasattr(found, "commands"):
-        assert words[0] in found.commands, f"{command}: `manthan` has no {words[0]}"
-        found, words = found.commands[words[0]], words[1:]
+        found, words = found.get_command(None, words[0]), words[1:]
+        assert found, f"{command}: `manthan` has no such command"
     needed = [param for param in found.params if param.required]
     return hasattr(found, "commands") or (not words and bool(needed))
 
@@ -109,7 +110,7 @@ def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
     )
 
 
-@pytest.mark.parametrize("table", ["run", "tested", "elsewhere"])
+@pytest.mark.parametrize("table", ["run", "slow", "tested", "elsewhere"])
 def test_the_table_has_no_command_that_no_document_has(table: str) -> None:
     texts = [f"{command.text} " for command in FOUND]
     assert [begin for begin in TABLE[table] if not any(text.startswith(f"{begin} ") for text in texts)] == []
@@ -129,8 +130,8 @@ def test_manthan_takes_these_arguments(command: Command) -> None:
     found: Any = get_command(app)
     while hasattr(found, "commands"):
         assert words[:1], f"{command}: {found.name} needs a command"
-        assert words[0] in found.commands, f"{command}: there is no {words[0]}"
-        found, words = found.commands[words[0]], words[1:]
+        name, found, words = words[0], found.get_command(None, words[0]), words[1:]
+        assert found, f"{command}: there is no {name}"
     found.make_context("manthan", words)
 
 
@@ -159,14 +160,18 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Read
         reader.leave()
 
 
-def by_themselves() -> list[Command]:
-    """In the order of the documents; what several have is run once."""
+def by_themselves() -> list[Any]:
+    """In the order of the documents; what several have is run once. Some run in `make test-all` only."""
     found: dict[str, Command] = {}
     for command in OURS:
         is_left = has_a_test_or_a_reason(command) or is_served(command) or is_mention(command)
         if not is_left and (smaller(command) is not None or runs_alone(command)):
             found.setdefault(command.text, command)
-    return list(found.values())
+    return [pytest.param(one, marks=pytest.mark.slow) if is_slow(one) else one for one in found.values()]
+
+
+def is_slow(command: Command) -> bool:
+    return any(f"{command.text} ".startswith(f"{begin} ") for begin in TABLE["slow"])
 
 
 @pytest.mark.parametrize("command", by_themselves(), ids=str)
@@ -207,8 +212,13 @@ class Serve(NamedTuple):
     def uses_redis(self) -> bool:
         return "--manthan-redis-url" in dict(self.flags)
 
-    def covers(self, other: "Serve") -> bool:
-        return self.variables >= other.variables and self.flags >= other.flags
+    def agrees_with(self, other: "Serve") -> bool:
+        """Nothing is set to two values."""
+        both = self.joined_with(other)
+        return all(len(dict(pairs)) == len(pairs) for pairs in both)
+
+    def joined_with(self, other: "Serve") -> "Serve":
+        return Serve(self.variables | other.variables, self.flags | other.flags)
 
 
 def serve(command: Command) -> Serve:
@@ -230,10 +240,16 @@ def serve(command: Command) -> Serve:
 
 
 def servers() -> list[Serve]:
-    """The fewest that have all flags of the documents: one with more flags does for one with fewer."""
+    """Few that have all flags of the documents: one server does for all commands that do not contradict each other."""
     asked = {serve(c) for c in OURS if "vllm serve " in c.text and not has_a_test_or_a_reason(c)}
-    largest = [one for one in asked if not any(other.covers(one) for other in asked - {one})]
-    return sorted(largest, key=lambda one: sorted(one.flags))
+    found: list[Serve] = []
+    for one in sorted(asked, key=lambda one: (-len(one.flags), sorted(one.flags))):
+        other = next((other for other in found if other.agrees_with(one)), None)
+        if other is None:
+            found.append(one)
+        else:
+            found[found.index(other)] = other.joined_with(one)
+    return found
 
 
 def name_of(one: Serve) -> str:
@@ -297,6 +313,6 @@ def look_into_redis(reader: Reader) -> None:
     key = reader.types(f'redis-cli LINDEX "manthan:{{{namespace}}}:chain:alice" 0').strip()
     for command in OURS:
         if is_about_sessions(command):
-            text = re.sub(r"^([A-Z])=\w+$", rf"\1={key}", command.text.replace(NAMESPACE, namespace))
+            text = re.sub(r"^([A-Z])=[\w:]+$", rf"\1={key}", command.text.replace(NAMESPACE, namespace))
             answer = reader.types(text)
             assert answer.strip() or "=" in text, text

@@ -76,7 +76,7 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
-        self._sweeper = Sweeper(config.sweep_interval_s, self._is_due, self._ring)
+        self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
 
     def bind(self, pool: "BlockPool") -> None:

@@ -11,12 +11,12 @@ from vllm.logger import init_logger
 from manthan.codec import wire
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.stores.cold_store import ColdStore
-from manthan.manager.stores.directory import Directory, LocalDirectory
+from manthan.manager.stores.directory import Directory
 from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
-from manthan.manager.stores.redis.store import RedisStore, TieredStore
+from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore, TieredStore
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -27,6 +27,9 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group
 
 logger = init_logger("vllm.manthan")
+
+LOAD_THREADS = 2
+"""Threads of a worker that read the store: one for requests, one for prefetches."""
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group") -> Namespace:
@@ -56,15 +59,13 @@ def engine_name() -> str:
 def make_directory(
     vllm_config: "VllmConfig",
     config: ManthanConfig,
-    namespace: Namespace | None,
+    namespace: Namespace,
     shape: "MemoryShape",
     capacity: int,
     owner: str,
     ring: Callable[[], None],
 ) -> Directory:
-    """The books of the configured cold store. namespace: None for a store of this engine alone."""
-    if namespace is None:
-        return LocalDirectory()
+    """The books of a cold store that engines share. capacity: its budget in bytes."""
     model, ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
     facts = {
         "model": model.model,
@@ -72,7 +73,6 @@ def make_directory(
         "dtype": str(model.dtype).removeprefix("torch."),
         "codec": config.codec.name,
         "block_tokens": shape.block_tokens,
-        "block_bytes": shape.cold_nbytes,
         "ranks": ranks,
         "budget_bytes": int(config.cold_store.max_bytes),
         "ttl_s": f"{config.redis.ttl_s:g}",
@@ -102,6 +102,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int) -> ColdStore:
     """One rank's blocks."""
-    behind = RedisStore(connect(config.redis), Circuit(), namespace, rank, config.redis.ttl_s)
+    client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
+    behind = RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)
     front = config.cold_store.front_bytes // ranks
     return TieredStore(behind, front) if front else behind

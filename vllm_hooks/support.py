@@ -1,6 +1,7 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
 import os
+import re
 from typing import TYPE_CHECKING, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
@@ -11,6 +12,8 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 DEVICES = ("cpu", "cuda")
+VLLM = ">=0.32,<0.33"
+"""The releases of vLLM whose insides Manthan knows."""
 KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
@@ -20,9 +23,11 @@ class UnsupportedError(ConfigError):
 
 def check_supported(vllm_config: "VllmConfig") -> None:
     """Refuse what can be told from vLLM's configuration alone; raises UnsupportedError."""
+    import vllm
     from vllm import envs
     from vllm.platforms import current_platform
 
+    check_version(vllm.__version__)
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     transfer = vllm_config.kv_transfer_config
     assert transfer is not None
@@ -104,6 +109,16 @@ class Group(NamedTuple):
     index: int
     spec: "FullAttentionSpec"
     layers: int
+
+
+def check_version(version: str) -> None:
+    """Refuse a vLLM whose insides are others; raises UnsupportedError. A build that knows no version is let in."""
+    release = re.match(r"\d+\.\d+", version)
+    if release and release[0] != "0.32":
+        raise UnsupportedError(
+            f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no "
+            f"other: install vllm{VLLM}."
+        )
 
 
 def only_group(kv_cache_config: "KVCacheConfig") -> Group:

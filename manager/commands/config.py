@@ -7,10 +7,9 @@ from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
-from manthan.codec.exact import exact_parts
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import FIELDS, CodecConfig
-from manthan.manager.config.model_shape import BF16, ModelShape, cold_blocks, encoded_nbytes
+from manthan.manager.config.model_shape import ModelShape, cold_nbytes
 from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 
@@ -74,34 +73,39 @@ def _value(config: ManthanConfig, key: str) -> str:
 
 def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
     """What the configuration means for a model. Raises ModelError."""
-    shape = ModelShape.of(model)
-    codec, header = config.codec, shape.header(config.codec.name, block_tokens, ranks)
-    nbytes = encoded_nbytes(header)
-    hot, cold = shape.token_nbytes * block_tokens, nbytes * ranks
-    blocks = cold_blocks(config, nbytes, ranks)
+    shape, codec = ModelShape.of(model), config.codec
+    sizes = {
+        exact: shape.block_nbytes(codec.name, block_tokens, ranks, exact)
+        for exact in (0, codec.sink_tokens % block_tokens, block_tokens)
+    }
+    hot, cold = shape.token_nbytes * block_tokens, sizes[0] * ranks
+    usable = cold_nbytes(config, max(sizes.values()), ranks)
     table = Table("for the model", model, box=None)
     table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
     table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
     table.add_row(f"the same as codes of {codec.name}", f"{cold / block_tokens:.0f} bytes, headers included")
     table.add_row("ratio", f"{hot / cold:.2f}x")
-    table.add_row("the cold store holds", f"{blocks * block_tokens} tokens")
+    table.add_row("the cold store holds", f"{usable // sizes[0] * block_tokens} tokens")
     for tokens in lengths:
-        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, blocks, block_tokens))
+        plain = [sizes[0]] * (tokens // block_tokens)
+        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, plain, block_tokens))
         if codec.keeps_exact:
-            parts = exact_parts(header, BF16) * _copies(codec, tokens // block_tokens, block_tokens)
-            table.add_row("… with their exact copies", _sessions(config, tokens, blocks, block_tokens, parts))
+            exact = [sizes[count] for count in _exact(codec, tokens // block_tokens, block_tokens)]
+            row = _sessions(config, tokens, usable, exact, block_tokens)
+            table.add_row("… with their exact tokens", row)
     return table
 
 
-def _copies(codec: CodecConfig, blocks: int, block_tokens: int) -> int:
-    """How many of a session's blocks have an exact copy."""
-    return min(blocks, sum(-(-tokens // block_tokens) for tokens in (codec.sink_tokens, codec.window_tokens)))
+def _exact(codec: CodecConfig, blocks: int, block_tokens: int) -> list[int]:
+    """How many tokens are kept exact in each block of a session."""
+    window = -(-codec.window_tokens // block_tokens)
+    sink = [min(max(codec.sink_tokens - depth * block_tokens, 0), block_tokens) for depth in range(blocks)]
+    return [block_tokens if depth >= blocks - window else sink[depth] for depth in range(blocks)]
 
 
-def _sessions(config: ManthanConfig, tokens: int, blocks: int, block_tokens: int, parts: int = 0) -> str:
-    """How many sessions so many blocks hold; parts: the room that a session's copies take, in encoded blocks."""
+def _sessions(config: ManthanConfig, tokens: int, usable: int, sizes: list[int], block_tokens: int) -> str:
+    """How many sessions fit whose blocks take so many bytes each."""
     if tokens < config.min_tokens:
         return f"none is kept: min_tokens is {config.min_tokens}"
-    full = tokens // block_tokens
-    return f"{blocks // (full + parts)}" if full else f"none is kept: a block has {block_tokens} tokens"
+    return f"{usable // sum(sizes)}" if sizes else f"none is kept: a block has {block_tokens} tokens"

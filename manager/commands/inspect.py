@@ -13,8 +13,9 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.console import make_console
-from manthan.manager.config.model import REDIS_PASSWORD, RedisConfig, nearest
+from manthan.manager.config.model import REDIS_PASSWORD, RedisConfig
 from manthan.manager.config.resolve import ConfigError, resolve_config
+from manthan.manager.config.sentences import nearest
 from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect, in_a_sentence
 from manthan.manager.stores.redis.index import BATCH
 from manthan.manager.stores.redis.reader import BlockRow, Listing, NamespaceRow, Reader, SessionRow, Whole

@@ -13,9 +13,10 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from manthan.manager.commands.completion import complete_policies
 from manthan.manager.commands.console import make_console
-from manthan.manager.config.model import PolicyConfig, nearest
+from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.sentences import nearest
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import total_blocks
 from manthan.manager.simulator.replay import Setup

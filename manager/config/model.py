@@ -3,7 +3,6 @@
 A field's description completes the sentence "KEY must be …".
 """
 
-import difflib
 import json
 from collections.abc import Collection, Iterable, Iterator, Mapping
 from typing import Annotated, Any, ClassVar, Literal, Self
@@ -11,6 +10,8 @@ from urllib.parse import urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
+
+from manthan.manager.config.sentences import nearest
 
 
 class ConfigError(ValueError):
@@ -279,17 +280,6 @@ def _fields() -> dict[str, FieldInfo]:
 
 FIELDS = _fields()
 """Every key that holds a value, by its dotted name: `idle_after_s`, `cold_store.max_bytes`."""
-
-
-def nearest(name: str, valid: Iterable[str]) -> str:
-    """` (did you mean 'x'?)`, or the list of what is valid when nothing comes near."""
-    valid = sorted(valid)
-    if not valid:
-        return " (there are none)"
-    close = difflib.get_close_matches(name, valid, n=1, cutoff=0.5)
-    if close:
-        return f" (did you mean '{close[0]}'?)"
-    return f" (valid: {', '.join(valid)})"
 
 
 def check_names(

@@ -6,9 +6,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from manthan.codec import CodecError, wire
-from manthan.manager.config.model import ManthanConfig
-from manthan.manager.config.resolve import ConfigError
+from manthan.codec import CodecError
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.wire import FINGERPRINT_LEN
+from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.stores.arena import room
 
 BF16 = 2
 FULL = "full_attention"
@@ -36,13 +38,19 @@ class ModelShape:
         """Bytes of one token's keys and values in bf16."""
         return 2 * BF16 * self.layers * self.heads * self.head_dim
 
-    def header(self, codec: str, block_tokens: int, ranks: int = 1) -> wire.BlockHeader:
-        """Of one rank's encoded blocks. Raises ModelError."""
+    def block_nbytes(self, codec: str, block_tokens: int, ranks: int, exact: int = 0) -> int:
+        """The most bytes that one rank's encoded block takes whose first `exact` tokens are kept exact, in a store that
+        rounds up to whole granules. Raises ModelError for what the codec does not take."""
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
-        fingerprint = bytes(wire.FINGERPRINT_LEN)
-        return wire.BlockHeader(codec, b"", fingerprint, self.layers, heads, block_tokens, self.head_dim)
+        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim)
+        try:
+            return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN)).max_nbytes(exact))
+        except CodecError as error:
+            raise ModelError(str(error).rstrip(".")) from None
+        except Exception as error:  # whatever another package's codec does when it is imported
+            raise ModelError(f"codec {codec} cannot be used: {type(error).__name__}: {error}") from error
 
     @classmethod
     def of(cls, model: str) -> "ModelShape":
@@ -50,21 +58,13 @@ class ModelShape:
         return shape_of(read_model_config(model), model)
 
 
-def encoded_nbytes(header: wire.BlockHeader) -> int:
-    """Bytes of an encoded block, header included. Raises ModelError for what its codec does not take."""
-    try:
-        return wire.block_nbytes(header)
-    except CodecError as error:
-        raise ModelError(str(error).rstrip(".")) from None
-    except Exception as error:  # whatever another package's codec does when it is imported
-        raise ModelError(f"codec {header.codec} cannot be used: {type(error).__name__}: {error}") from error
-
-
-def cold_blocks(config: ManthanConfig, nbytes: int, ranks: int = 1) -> int:
-    """How many blocks the cold store holds whose shards take so many bytes on each rank; tiers hold whole ones."""
+def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
+    """Usable bytes of the cold store on one rank: where a block lies in one of two tiers, less one of the `largest`."""
     store = config.cold_store
-    tiers = (store.max_bytes, store.host_bytes if store.kind == "device" else 0)
-    return sum(tier // ranks // nbytes for tier in tiers)
+    tiers = [store.max_bytes // ranks]
+    if store.kind == "device" and store.host_bytes:
+        tiers.append(store.host_bytes // ranks)
+    return sum(tiers) - (len(tiers) - 1) * largest
 
 
 def read_model_config(model: str) -> Mapping[str, Any]:

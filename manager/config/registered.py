@@ -7,7 +7,8 @@ from pydantic import ValidationError
 
 from manthan.codec import codec_names
 from manthan.manager.config.model import ConfigError, PolicyConfig
-from manthan.manager.config.resolve import Resolved, check_names, must_be
+from manthan.manager.config.resolve import Resolved, check_names
+from manthan.manager.config.sentences import first_mistake, must_be
 from manthan.manager.stores.cold_store import COLD_STORES
 from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_policy, policy_names
 
@@ -60,14 +61,14 @@ def _load(config: PolicyConfig, sources: Mapping[str, str] | None) -> type[Evict
 def _sentence(
     error: ValidationError, config: PolicyConfig, policy: type[EvictionPolicy], sources: Mapping[str, str]
 ) -> str:
-    first = error.errors()[0]
-    if not first["loc"]:  # a validator that compares several
+    first = first_mistake(error)
+    if not first.key:  # a validator that compares several
         written = ", ".join(dict.fromkeys(s for key, s in sources.items() if key.startswith("policy.")))
-        return f"{f'{written}: ' if written else ''}policy {config.name}: {first['msg'].removeprefix('Value error, ')}"
-    option = str(first["loc"][0])
+        return f"{f'{written}: ' if written else ''}policy {config.name}: {first.said}"
+    option = first.field
     field = policy.Options.model_fields.get(option)
-    right = field.description if field and field.description else f"what {config.name} takes ({first['msg']})"
-    if first["type"] == "missing":
+    right = field.description if field and field.description else f"what {config.name} takes ({first.said})"
+    if first.kind == "missing":
         return f"{_source(sources, 'policy.name')}policy {config.name} needs policy.{option}: {right}"
     return _source(sources, f"policy.{option}") + must_be(f"policy.{option}", right, config.options[option])
 

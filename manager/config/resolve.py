@@ -5,9 +5,11 @@
 Every mistake is a ConfigError of one sentence: the source, the key, the value and what would be right.
 """
 
+import logging
 import os
 import re
 from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,8 +23,8 @@ from manthan.manager.config.model import (
     ConfigError,
     ManthanConfig,
     check_names,
-    nearest,
 )
+from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 __all__ = [
     "FLAG_KEYS",
@@ -31,9 +33,10 @@ __all__ = [
     "Resolved",
     "check_names",
     "load_config",
-    "must_be",
     "resolve_config",
 ]
+
+logger = logging.getLogger("vllm.manthan")
 
 FLAG_KEYS = {
     "--manthan-policy": "policy",
@@ -83,12 +86,16 @@ def resolve_config(
     `cold_store.max_bytes`. `flags` has the names in FLAG_KEYS or dotted keys, None for what was not given.
     """
     given: dict[str, _Given] = {}
-    for layer in (_from_yaml(path), _from_env(os.environ if env is None else env), _from_flags(flags or {})):
+    env = os.environ if env is None else env
+    for layer in (_from_yaml(path), _from_env(env), _from_flags(flags or {})):
         _override(given, layer)
     try:
         config = ManthanConfig.model_validate(_nested(given))
     except ValidationError as error:
         raise ConfigError(_sentence(error, given)) from None
+    for variable in filter(_is_unknown, env):
+        if variable != config.redis.password_env:
+            _warn_once(variable)
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
 
@@ -122,18 +129,27 @@ def _read_yaml(path: str | Path) -> dict[object, object]:
 def _from_env(env: Mapping[str, str]) -> dict[str, _Given]:
     given: dict[str, _Given] = {}
     for variable, value in env.items():
-        if not variable.startswith(ENV_PREFIX) or variable == REDIS_PASSWORD or KUBERNETES.fullmatch(variable):
-            continue
-        key = variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
-        if not _is_known(key):
-            hint = nearest(variable, [_variable(known) for known in (*FIELDS, *GROUPS)])
-            raise ConfigError(f"environment: unknown variable '{variable}'{hint}")
-        given |= _leaves(key, value, variable)
+        if variable.startswith(ENV_PREFIX) and _is_known(key := _key_of(variable)):
+            given |= _leaves(key, value, variable)
     return given
 
 
-def _variable(key: str) -> str:
-    return ENV_PREFIX + key.replace(".", "__").upper()
+def _key_of(variable: str) -> str:
+    return variable.removeprefix(ENV_PREFIX).lower().replace("__", ".")
+
+
+def _is_unknown(variable: str) -> bool:
+    """Whether somebody may have meant us with it: a mistake, or another program's."""
+    if not variable.startswith(ENV_PREFIX) or _is_known(_key_of(variable)):
+        return False
+    return variable != REDIS_PASSWORD and not KUBERNETES.fullmatch(variable)
+
+
+@cache
+def _warn_once(variable: str) -> None:
+    """Once a process: whoever else chose this name cannot be asked to choose another, so nothing is refused."""
+    hint = nearest(variable, [ENV_PREFIX + key.replace(".", "__").upper() for key in (*FIELDS, *GROUPS)])
+    logger.warning("Manthan: the environment variable %s is unknown and ignored%s", variable, hint)
 
 
 def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
@@ -189,33 +205,12 @@ def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
     return nested
 
 
-_SECONDS_PER = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-
-
 def _sentence(error: ValidationError, given: Mapping[str, _Given]) -> str:
-    first = error.errors()[0]
-    key = ".".join(map(str, first["loc"]))
+    key, _, _, said = first_mistake(error)
     if not key or key in GROUPS:  # a validator that compares several values: of groups that it names, or of one
-        said = str(first["ctx"]["error"])
         about = [name for name in given if (name.startswith(f"{key}.") if key else name in said)]
         return f"{', '.join(dict.fromkeys(given[name].source for name in about))}: {said}"
     while key not in given:  # inside of a value that is a mapping
         key = key.rpartition(".")[0]
     value, source = given[key]
     return f"{source}: {must_be(key, FIELDS[key].description, value)}"
-
-
-def must_be(key: str, right: str | None, value: object) -> str:
-    """The sentence about a value that is not what `right` says it must be."""
-    shown = "empty" if value is None else repr(value)
-    if key == "redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
-        shown = "a URL with '@' or '?' in it"
-    return f"{key} must be {right}, not {shown}{_in_seconds(key, value)}"
-
-
-def _in_seconds(key: str, value: object) -> str:
-    """What someone who wrote `5m` should have written."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(ms|s|sec|m|min|h|d)", str(value).strip())
-    if not key.endswith("_s") or not match:
-        return ""
-    return f" (write {float(match[1]) * _SECONDS_PER[match[2]]:g})"

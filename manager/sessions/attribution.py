@@ -6,29 +6,29 @@ from manthan.manager.sessions.session import Session
 from manthan.manager.sessions.table import SessionTable
 
 
-def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, now: float) -> Session:
-    """The session that these prompt keys extend, one remembered whose KV is gone, or a new one.
+def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str, now: float) -> Session:
+    """The tenant's session that these prompt keys extend, one remembered whose KV is gone, or a new one.
 
     A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
     """
-    found = find(table, keys, asked_id)
+    found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
-    remembered = table.remembered.find(keys[known:], asked_id)
-    if remembered is not None and not _has_users(table, remembered.tip):
+    remembered = table.remembered.find(keys[known:], asked_id, tenant)
+    if remembered is not None and not _has_users(table, remembered, keys):
         if table.by_id.get(remembered.session_id) is not remembered:
             table.revive(remembered)
         return remembered
     if found is not None:
         return found
-    session = table.create(asked_id, now)
+    session = table.create(asked_id, tenant, now)
     _inherit(table, session, keys)
     return session
 
 
-def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None) -> Session | None:
-    """The session with KV that these keys extend."""
-    found = table.chains.find(keys, asked_id)
-    return None if found is None or _is_common_start(found, keys, asked_id) else found
+def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> Session | None:
+    """The tenant's session with KV that these keys extend."""
+    found = table.chains.find(keys, asked_id, tenant)
+    return None if found is None or _is_common_start(table, found, keys, asked_id) else found
 
 
 def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -> None:
@@ -45,23 +45,24 @@ def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -
     session.expected = None
 
 
-def _is_common_start(session: Session, keys: Sequence[bytes], asked_id: str | None) -> bool:
+def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes], asked_id: str | None) -> bool:
     """Whether others go on from where this session ends, as from a system prompt: then a new request is another."""
-    chain = session.chain
-    return asked_id is session.asked_id is None and len(keys) > len(chain) > 0 and chain[-1].users > 1
+    length = len(session.chain)
+    if asked_id is not None or session.asked_id is not None or not 0 < length < len(keys):
+        return False
+    return table.chains.of(session.tenant).has_several(keys[:length])
 
 
-def _has_users(table: SessionTable, key: bytes) -> bool:
-    """Whether sessions have the KV of this end of a conversation; then one that had lost it need not be meant."""
-    block = table.blocks.get(key)
-    return block is not None and block.users > 0
+def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:
+    """Whether sessions have the KV of where this one ended; then it, which had lost that, need not be meant."""
+    block = table.blocks.get(remembered.tip)
+    return block is not None and table.chains.of(remembered.tenant).first(keys[: block.depth + 1]) is not None
 
 
 def _inherit(table: SessionTable, session: Session, keys: Sequence[bytes]) -> None:
-    known = table.blocks.known(keys)
-    block = table.blocks.get(keys[known - 1]) if known else None
-    origin = block.first if block is not None and block.users == 1 else None
-    if origin is None or len(origin.chain) <= known or origin.requests:
+    chains = table.chains.of(session.tenant)
+    known, origin = chains.nearest(keys)
+    if origin is None or not 0 < known < len(origin.chain) or origin.requests or chains.has_several(keys[:known]):
         return
     session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
     session.left_tokens = (len(origin.chain) - known) * table.shape.block_tokens

@@ -65,7 +65,7 @@ class BlockTable:
         """The block of that key, new if need be; `depth` is its place in every chain, `session` needs it."""
         block = self._blocks.get(key)
         if block is None:
-            block = self._blocks[key] = Block(key, depth, first=session, tenant=session.tenant)
+            block = self._blocks[key] = Block(key, depth, tenant=session.tenant)
         return block
 
     def known(self, keys: Sequence[bytes]) -> int:

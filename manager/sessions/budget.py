@@ -73,10 +73,10 @@ class ColdBudget:
         room among its own.
         """
         wanted, tenant = sum(sizes), session.tenant
-        self._drop_redundant(wanted)
         if self.shares.of_tenant(tenant) < 1:
             self._drop_until(lambda: wanted - self.left(tenant), session, tenant)
             wanted = max(0, min(wanted, self.left(tenant)))
+        self._drop_redundant(wanted)
         self._drop_until(lambda: wanted - self.free, session)
         fits = min(wanted, self.free)
         return sum(1 for total in accumulate(sizes) if total <= fits)
@@ -124,9 +124,8 @@ class ColdBudget:
 
     # -- shares ---------------------------------------------------------------------------------------
 
-    def enter_tenant(self, session: Session, tenant: str) -> None:
-        """A new session's codes count towards this tenant's share."""
-        session.tenant = tenant
+    def enter_tenant(self, tenant: str) -> None:
+        """The codes of this tenant's sessions count towards its share."""
         if tenant not in self._table.cold_of and self.shares.of_tenant(tenant) < 1:
             self._table.cold_of[tenant] = Place(self._make_policy)
 

@@ -19,7 +19,7 @@ from pydantic import (
     model_validator,
 )
 
-from manthan.manager.config.model import nearest
+from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 WHERE = "kv_transfer_params.manthan"
 """Where a request carries its hints."""
@@ -121,8 +121,8 @@ def parse_hints(value: object) -> Hints:
 
 
 def _sentence(error: ValidationError, value: Mapping[str, object]) -> str:
-    first = error.errors()[0]
-    if not first["loc"]:
-        return str(first["ctx"]["error"])
-    hint = str(first["loc"][0])
-    return f"{WHERE}.{hint} must be {Hints.model_fields[hint].description}, not {reprlib.repr(value[hint])}"
+    first = first_mistake(error)
+    if not first.key:
+        return first.said
+    hint = first.field
+    return must_be(f"{WHERE}.{hint}", Hints.model_fields[hint].description, value[hint], show=reprlib.repr)

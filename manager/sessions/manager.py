@@ -5,6 +5,7 @@ driver`) calls the event methods from one thread and carries out, in this order,
 `take_spills`.
 """
 
+import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
@@ -35,6 +36,9 @@ from manthan.manager.sessions.session import (
 from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
 from manthan.policies import EvictionPolicy, PolicyOptions
+
+PATIENCE = 2.0
+"""A session that a request named is worth a prefetch for so many idle times: what is idle now has made room by then."""
 
 
 class SpillOrder(NamedTuple):
@@ -130,14 +134,13 @@ class SessionMemoryManager:
         tokens: of its prompt; those of its blocks if it is not said.
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
-        session = attribute(self.table, keys, asked_id, now)
-        if not session.uses:
-            self.budget.enter_tenant(session, tenant)
+        self.budget.enter_tenant(tenant)
+        session = attribute(self.table, keys, asked_id, tenant, now)
         self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
-            self._wishes.expect(hints.prefetch)
+            self._wishes.expect(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
         return session.session_id
 
     def request_finished(
@@ -166,19 +169,18 @@ class SessionMemoryManager:
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
-        return Outcome(session.session_id, session.pinned, refused)
+        return Outcome(session.told_id, session.pinned, refused)
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
 
     def _home(self, session: Session, keys: Sequence[bytes], now: float) -> Session:
         """Which session these keys extend, now that others may have grown, or that the answer is known."""
-        found = find(self.table, keys, session.asked_id)
+        found = find(self.table, keys, session.asked_id, session.tenant)
         if found is None:
             if not session.chain:
                 return session
-            found = self.table.create(session.asked_id, now)
-            self.budget.enter_tenant(found, session.tenant)
+            found = self.table.create(session.asked_id, session.tenant, now)
         return found
 
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
@@ -216,9 +218,11 @@ class SessionMemoryManager:
         """The restore ended; codes in `failed` could not be read and are dropped."""
         self._restores.finished(request_id, failed)
 
-    def prefetch_blocks(self, now: float) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none."""
-        return self._wishes.prefetch_blocks(now)
+    def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
+        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
+        which is all that there can ever be room for, are expected no more.
+        """
+        return self._wishes.prefetch_blocks(now, most)
 
     def take_prefetches(self, room: int, now: float, limit: int | None = None) -> list[Prefetch]:
         """Cold sessions, up to `limit`, that are expected and fit into so many blocks together; answer each with

@@ -78,8 +78,6 @@ class Block:
     """Those of them that are HOT."""
     pins: int = 0
     """Restores that read the codes right now; a pinned block is never dropped."""
-    first: "Session | None" = None
-    """The session that computed it first."""
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
     moved: bool = False
@@ -154,6 +152,16 @@ class Session:
     tenant: str = ""
     expected: float | None = None
 
+    @property
+    def told_id(self) -> str:
+        """Its id as its tenant is told it."""
+        return self.session_id.removeprefix(qualified("", self.tenant))
+
+
+def qualified(told_id: str, tenant: str) -> str:
+    """A session's id among those of all tenants, of whom two may call theirs alike."""
+    return f"{tenant}/{told_id}" if tenant else told_id
+
 
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
@@ -178,7 +186,10 @@ class SessionInfo(NamedTuple):
 
 
 class Outcome(NamedTuple):
-    """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty."""
+    """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty.
+
+    session_id: as its tenant is told it.
+    """
 
     session_id: str
     pinned: bool

@@ -40,9 +40,10 @@ class SessionTable:
 
     # -- sessions -------------------------------------------------------------------------------------
 
-    def create(self, asked_id: str | None, now: float) -> Session:
+    def create(self, asked_id: str | None, tenant: str, now: float) -> Session:
         """A new session with an empty chain, HOT: a request of it runs or has just ended."""
-        session = Session(self.chains.new_id(asked_id, self.by_id), asked_id, created=now, last_used=now)
+        session_id = self.chains.new_id(asked_id, tenant, self.by_id)
+        session = Session(session_id, asked_id, created=now, last_used=now, tenant=tenant)
         self.by_id[session.session_id] = session
         self.states[session.state] += 1
         return session
@@ -50,7 +51,7 @@ class SessionTable:
     def revive(self, session: Session) -> None:
         """A remembered session whose KV is gone has a request again: it is as a new one, but for its history."""
         if session.session_id in self.by_id:
-            session.session_id = self.chains.new_id(session.asked_id, self.by_id)
+            session.session_id = self.chains.new_id(session.asked_id, session.tenant, self.by_id)
         session.state, session.pending, session.retry_after = SessionState.HOT, 0, 0.0
         self.by_id[session.session_id] = session
         self.states[session.state] += 1

@@ -1,15 +1,26 @@
 """What clients say of their sessions, and what becomes of it: pins, times to live, expected returns."""
 
-import math
+import sys
 from collections.abc import Iterable
+from typing import NamedTuple
 
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
-from manthan.manager.sessions.session import HOT_STATES, DropCause, Prefetch, Session, SessionState
+from manthan.manager.sessions.session import DropCause, Prefetch, Session, SessionState, qualified
 from manthan.manager.sessions.table import SessionTable
+
+
+class Awaited(NamedTuple):
+    """A session to be prefetched, unless it is used before; `uses` it had when that was said.
+
+    late: after that time it is not worth it.
+    """
+
+    late: float
+    uses: int
 
 
 class Wishes:
@@ -30,7 +41,7 @@ class Wishes:
         self._lead_s = prefetch_lead_s
         self._ttls = Deadlines()
         self._expected = Deadlines()
-        self._to_prefetch: dict[str, float] = {}  # by session id, and when it is too late
+        self._to_prefetch: dict[str, Awaited] = {}  # by session id
 
     @property
     def next_deadline(self) -> float | None:
@@ -65,13 +76,24 @@ class Wishes:
 
     # -- prefetch -------------------------------------------------------------------------------------
 
-    def expect(self, session_ids: Iterable[str]) -> None:
-        """These sessions are about to be used."""
-        if self._lead_s is not None:
-            self._to_prefetch |= dict.fromkeys(session_ids, math.inf)
+    def expect(self, told_ids: Iterable[str], tenant: str, late: float) -> None:
+        """A client says that sessions of its own are about to be used; those of others, and hot ones, are ignored."""
+        if self._lead_s is None:
+            return
+        for told_id in told_ids:
+            session = self._table.by_id.get(qualified(told_id, tenant))
+            if session is None or session.tenant != tenant:
+                continue
+            if session.state in (SessionState.EVICTING, SessionState.COLD):
+                self._to_prefetch[session.session_id] = Awaited(late, session.uses)
 
-    def prefetch_blocks(self, now: float) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none."""
+    def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
+        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
+        which is all that there can ever be room for, are expected no more.
+        """
+        for session in self._awaited(now):
+            if len(session.chain) > most:
+                del self._to_prefetch[session.session_id]
         return max((len(session.chain) for session in self._awaited(now)), default=0)
 
     def take_prefetches(self, room: int, now: float, limit: int | None) -> list[Prefetch]:
@@ -98,11 +120,11 @@ class Wishes:
         for session_id in self._expected.pop_due(now):
             session = self._table.by_id.get(session_id)
             if session is not None and session.expected is not None:
-                self._to_prefetch[session_id] = session.expected
+                self._to_prefetch[session_id] = Awaited(session.expected, session.uses)
         awaited = []
-        for session_id, late in list(self._to_prefetch.items()):
+        for session_id, (late, uses) in list(self._to_prefetch.items()):
             session = self._table.by_id.get(session_id)
-            if session is None or late < now or _is_back(session, late):
+            if session is None or late < now or session.uses > uses:
                 del self._to_prefetch[session_id]
             elif session.state is SessionState.COLD and _prefetch_id(session_id) not in self._restores.under_way:
                 awaited.append(session)
@@ -112,9 +134,3 @@ class Wishes:
 def _prefetch_id(session_id: str) -> str:
     """What a prefetch is called among the restores of requests."""
     return f"prefetch of {session_id}"
-
-
-def _is_back(session: Session, late: float) -> bool:
-    if late < math.inf:
-        return session.expected is None
-    return session.state in HOT_STATES

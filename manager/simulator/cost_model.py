@@ -7,6 +7,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.model import ConfigError, Number
+from manthan.manager.config.sentences import first_mistake, must_be
 
 # One H200 and the shape of Qwen3-8B, a session of 32,000 tokens: time to first token in seconds (docs/benchmarks.md).
 _TOKENS = 32_000
@@ -64,10 +65,9 @@ class CostModel(BaseModel):
 
 
 def _sentence(error: ValidationError) -> str:
-    first = error.errors()[0]
-    key = ".".join(map(str, first["loc"]))
-    field = CostModel.model_fields.get(key)
+    first = first_mistake(error)
+    field = CostModel.model_fields.get(first.key)
     if field is None:
-        what = f"unknown key '{key}'" if key else "must be a mapping of keys to values"
+        what = f"unknown key '{first.key}'" if first.key else "must be a mapping of keys to values"
         return f"{what} (valid: {', '.join(CostModel.model_fields)})"
-    return f"{key} must be {field.description}, not {first['input']!r}"
+    return must_be(first.key, field.description, first.value)

@@ -249,7 +249,7 @@ class EngineReplay(Replay):
             seconds = self.cost.spill_s_per_token * len(work.spills) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
             self._at(self._encoded_until, self._encoded, work.spills)
-        if self._driver.has_orders:
+        if work.lost or work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
         self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
 

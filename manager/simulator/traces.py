@@ -9,7 +9,7 @@ from typing import NamedTuple, TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
-from manthan.manager.config.model import nearest
+from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 MOONCAKE_BLOCK_TOKENS = 512
 CSV_BLOCK_TOKENS = 16
@@ -238,12 +238,12 @@ def _checked(model: type[_AnyLine], values: object, name: str, number: int) -> _
     try:
         return model.model_validate(values)
     except ValidationError as error:
-        first = error.errors()[0]
-    if not first["loc"]:
+        first = first_mistake(error)
+    if not first.key:
         raise TraceError(f"{name}, line {number}: must be an object with {', '.join(model.model_fields)}")
-    key = str(first["loc"][0])
-    shown = "missing" if first["type"] == "missing" else repr(first["input"])
-    raise TraceError(f"{name}, line {number}: {key} must be {model.model_fields[key].description}, not {shown}")
+    show = (lambda _: "missing") if first.kind == "missing" else repr
+    right = model.model_fields[first.field].description
+    raise TraceError(f"{name}, line {number}: {must_be(first.field, right, first.value, show)}")
 
 
 def _trace(name: str, block_tokens: int, requests: list[TracedRequest], distinct: int) -> Trace:

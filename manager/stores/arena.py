@@ -3,6 +3,9 @@
 A block gets one extent wherever some hole is large enough for it: the smallest that is, of equal ones the lowest. Only
 where none is, it gets several, the largest holes first. So whatever is free can be used: what is lost is less than
 GRANULE a block. Blocks of one size leave holes of whole blocks, and are never in pieces.
+
+Filled to the last byte with blocks of many sizes, holes wear down to dust, and a block lies in hundreds of extents.
+With a fiftieth left free it lies in one or two: whoever fills an arena should leave so much.
 """
 
 from bisect import bisect_left, insort
@@ -26,6 +29,11 @@ class Extent(NamedTuple):
 def room(nbytes: int) -> int:
     """What a block of so many bytes takes: rounded up to a multiple of GRANULE."""
     return -(-nbytes // GRANULE) * GRANULE
+
+
+def usable(nbytes: int) -> int:
+    """So many of an arena's bytes should be used, so that holes stay large."""
+    return nbytes - nbytes // 50
 
 
 class Arena:

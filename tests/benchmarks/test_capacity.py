@@ -1,7 +1,6 @@
 """`manthan bench capacity` on real servers, at a small size: figures, files, plots, mistakes."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +31,7 @@ def served(tmp_path: Path) -> Served:
     return Served.choose(None, 0, tmp_path, on_gpu=False)
 
 
+@pytest.mark.slow
 def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[str, Any]) -> None:
     plain, host = (next(one for one in found_in(found) if one.arm == arm) for arm in ("plain", "host k3v3"))
     assert plain.budget == host.budget == BUDGET
@@ -42,12 +42,14 @@ def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[st
     assert host.nbytes < plain.nbytes / 4.8
 
 
+@pytest.mark.slow
 def test_neither_arm_has_more_memory_than_the_budget(found: dict[str, Any]) -> None:
     for one in found["runs"]:
         assert one["pool_bytes"] + one["store_bytes"] <= BUDGET
         assert max(level["cold_bytes"] for level in one["levels"]) <= one["store_bytes"]
 
 
+@pytest.mark.slow
 def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> None:
     returns = [one for run in found["runs"] for level in run["levels"] for one in level["returns"]]
     assert len(returns) >= 2 * (4 + 10)
@@ -55,6 +57,7 @@ def test_every_returning_session_is_answered_rightly(found: dict[str, Any]) -> N
     assert all(level["failures"] == 0 for run in found["runs"] for level in run["levels"])
 
 
+@pytest.mark.slow
 def test_more_sessions_came_than_were_kept(found: dict[str, Any]) -> None:
     for one in found["runs"]:
         last = one["levels"][-1]
@@ -62,6 +65,7 @@ def test_more_sessions_came_than_were_kept(found: dict[str, Any]) -> None:
         assert [level["came"] for level in one["levels"]] == sorted({level["came"] for level in one["levels"]})
 
 
+@pytest.mark.slow
 def test_what_was_kept_is_the_newest(found: dict[str, Any]) -> None:
     """They return newest first, so that no return pushes out a session that is yet to be counted."""
     for one in found["runs"]:
@@ -69,6 +73,7 @@ def test_what_was_kept_is_the_newest(found: dict[str, Any]) -> None:
         assert kept == sorted(kept, reverse=True)
 
 
+@pytest.mark.slow
 def test_runs_are_merged_into_one_plot(found: dict[str, Any], tmp_path: Path) -> None:
     """Two files with an arm each, as of two runs."""
     files = []
@@ -84,6 +89,7 @@ def test_runs_are_merged_into_one_plot(found: dict[str, Any], tmp_path: Path) ->
     assert is_png(found["folder"] / "capacity.png")
 
 
+@pytest.mark.slow
 def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any], tmp_path: Path) -> None:
     first, later, other = (tmp_path / name for name in ("first.json", "later.json", "other.json"))
     known = {key: value for key, value in found.items() if key != "folder"}
@@ -139,26 +145,8 @@ def test_without_a_model_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- a server that runs already -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, str]]:
-    """Two servers' addresses: one reports cached tokens, the other does not. Pools of 64 blocks."""
-    folder = tmp_path_factory.mktemp("given")
-    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
-    details = {"telling": ["--enable-prompt-tokens-details"], "silent": []}
-    servers = {name: VllmServer(str(MODEL), [*flags, *more], folder / name) for name, more in details.items()}
-    try:
-        for server in servers.values():
-            server.start()
-        for server in servers.values():
-            server.wait_until_ready(300)
-        yield {name: server.url for name, server in servers.items()}
-    finally:
-        for server in servers.values():
-            server.stop()
-
-
-def test_a_given_server_is_measured_alone(given: dict[str, str], tmp_path: Path) -> None:
-    found = report(tmp_path, "capacity", "--base-url", f"{given['telling']}/v1", "--tokens", TOKENS)
+def test_a_given_server_is_measured_alone(plain_server: VllmServer, tmp_path: Path) -> None:
+    found = report(tmp_path, "capacity", "--base-url", f"{plain_server.url}/v1", "--tokens", TOKENS)
     (one,) = found["runs"]
     assert max(level["kept"] for level in one["levels"]) == 3  # as plain vLLM in 8 MiB
     assert one["levels"][0]["came"] == 1
@@ -166,8 +154,12 @@ def test_a_given_server_is_measured_alone(given: dict[str, str], tmp_path: Path)
     assert is_png(tmp_path / "capacity.png")
 
 
-def test_a_server_that_does_not_report_cached_tokens_is_refused(given: dict[str, str], tmp_path: Path) -> None:
-    result = run("capacity", "--base-url", given["silent"], "--tokens", TOKENS, "--out", tmp_path)
+@pytest.mark.slow
+def test_a_server_that_does_not_report_cached_tokens_is_refused(tmp_path: Path) -> None:
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
+    with VllmServer(str(MODEL), flags, tmp_path / "log") as server:
+        server.wait_until_ready(600)
+        result = run("capacity", "--base-url", server.url, "--tokens", TOKENS, "--out", tmp_path)
     assert result.exit_code == 1
     assert "start it with --enable-prompt-tokens-details" in " ".join(result.output.split())
 
@@ -178,8 +170,8 @@ def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
     assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
 
 
-def test_prompts_too_long_for_a_given_server_are_refused(given: dict[str, str], tmp_path: Path) -> None:
-    sentence = refusal("capacity", "--base-url", given["telling"], "--tokens", 700, "--out", tmp_path)
+def test_prompts_too_long_for_a_given_server_are_refused(plain_server: VllmServer, tmp_path: Path) -> None:
+    sentence = refusal("capacity", "--base-url", plain_server.url, "--tokens", 700, "--out", tmp_path)
     assert "--tokens 700 is too long for that server" in sentence
 
 

@@ -1,6 +1,5 @@
 """`manthan bench concurrency` on two real servers, at a small size."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +8,6 @@ from bench_command import is_png, refusal, report, run
 
 from manthan.benchmarks.concurrency import USERS, read_users
 from manthan.benchmarks.concurrency_report import all_rate, ratio, user_rate
-from manthan.benchmarks.redis_store import MODEL
 from manthan.benchmarks.server import VllmServer
 
 TOKENS, REQUESTS, REPEATS = 12, 2, 2
@@ -23,6 +21,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report(folder, "concurrency", "--users", "3,1", *size, "--idle-after", 0.1) | {"folder": folder}
 
 
+@pytest.mark.slow
 def test_every_user_gets_every_token(found: dict[str, Any]) -> None:
     assert [level["users"] for level in found["levels"]] == [1, 3]
     for level in found["levels"]:
@@ -33,6 +32,7 @@ def test_every_user_gets_every_token(found: dict[str, Any]) -> None:
             assert all(len(turn["user_rates"]) == level["users"] for turn in turns)
 
 
+@pytest.mark.slow
 def test_rates_are_of_the_time_that_it_took(found: dict[str, Any]) -> None:
     for level in found["levels"]:
         for turn in (turn for turns in level["turns"].values() for turn in turns):
@@ -41,6 +41,7 @@ def test_rates_are_of_the_time_that_it_took(found: dict[str, Any]) -> None:
             assert user_rate(turn) > 0
 
 
+@pytest.mark.slow
 def test_manthan_was_on_and_had_work(found: dict[str, Any]) -> None:
     log = (found["folder"] / "concurrency-manthan.log").read_text()
     assert "Manthan is on: policy lru" in log
@@ -48,6 +49,7 @@ def test_manthan_was_on_and_had_work(found: dict[str, Any]) -> None:
     assert "Manthan is on" not in (found["folder"] / "concurrency-plain.log").read_text()
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
     plot = found["folder"] / "concurrency.png"
     assert is_png(plot)
@@ -61,21 +63,14 @@ def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
 # -- a server that runs already -------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def given(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """A server's address; it takes 640 tokens."""
-    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
-    with VllmServer(str(MODEL), flags, tmp_path_factory.mktemp("given") / "log") as server:
-        server.wait_until_ready(300)
-        yield server.url
-
-
 @pytest.mark.parametrize(("prompt", "tokens", "errors"), [(300, 2 * 4, 0), (700, 0, 2)])
-def test_a_given_server_is_measured_alone(given: str, tmp_path: Path, prompt: int, tokens: int, errors: int) -> None:
+def test_a_given_server_is_measured_alone(
+    plain_server: VllmServer, tmp_path: Path, prompt: int, tokens: int, errors: int
+) -> None:
     size = ("--users", 2, "--tokens", 4, "--prompt", prompt, "--requests", 1, "--repeats", 1)
-    (level,) = report(tmp_path, "concurrency", "--base-url", f"{given}/v1", *size)["levels"]
+    (level,) = report(tmp_path, "concurrency", "--base-url", f"{plain_server.url}/v1", *size)["levels"]
     ((turn,),) = level["turns"].values()
-    assert level["turns"].keys() == {given}
+    assert level["turns"].keys() == {plain_server.url}
     assert (turn["tokens"], turn["errors"]) == (tokens, errors)
     assert is_png(tmp_path / "concurrency.png")
 

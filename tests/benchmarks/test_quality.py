@@ -45,6 +45,7 @@ def found(report: dict[str, Any]) -> dict[str, Any]:
     return report["summary"]["transformers"]
 
 
+@pytest.mark.slow
 def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
     arms = report["arms"]["transformers"]
     names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 4+128", f" {PREFIX}+0")]
@@ -53,6 +54,7 @@ def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
         assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * 2
 
 
+@pytest.mark.slow
 def test_the_means_are_those_of_the_text(report: dict[str, Any], found: dict[str, Any]) -> None:
     """Not of tables, whose lookups the model is surer of."""
     pieces = report["arms"]["transformers"]["lloyd3"]["pieces"][:3]
@@ -63,12 +65,14 @@ def test_the_means_are_those_of_the_text(report: dict[str, Any], found: dict[str
         )
 
 
+@pytest.mark.slow
 def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) -> None:
     assert found["exact"]["nll"]["mean"] < 2.5
     assert found["exact"]["perplexity"] == pytest.approx(np.exp(found["exact"]["nll"]["mean"]))
     assert found["exact"]["recall"]["mean"] == 1
 
 
+@pytest.mark.slow
 def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
     """Left exact through the same code, to the bit; computed in one go, but for the rounding of bf16."""
     for codec in CODECS:
@@ -81,6 +85,7 @@ def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
     assert found["recomputed"]["kl"]["mean"] < 0.0005
 
 
+@pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     """tests/codec/test_quality.py has the bounds for longer pieces."""
     rotated, unrotated, more_bits = found["lloyd3"], found["lloyd3-unrotated"], found["k4v3"]
@@ -95,6 +100,7 @@ def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     assert more_bits["cosines"][1] == pytest.approx(rotated["cosines"][1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) -> None:
     part, none = found["lloyd3 4+128"], found["lloyd3"]
     assert part["kl"]["mean"] < none["kl"]["mean"]
@@ -102,6 +108,7 @@ def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) 
     assert part["bits"] > none["bits"]
 
 
+@pytest.mark.slow
 def test_the_report_is_shown_again(folder: Path) -> None:
     plot = folder / "quality.png"
     assert plot.read_bytes().startswith(b"\x89PNG")
@@ -111,6 +118,17 @@ def test_the_report_is_shown_again(folder: Path) -> None:
     assert plot.read_bytes().startswith(b"\x89PNG")
     assert "lloyd3-unrotated 4+128" in result.output
     assert "512 tokens of prefix" in result.output
+
+
+def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
+    """One codec and little text: what is left out above is measured in `make test-all`."""
+    sizes = ("--prefix", 128, "--continuation", 64, "--pieces", 2, "--tables", 0)
+    result = run(MODEL, "--engine", "transformers", "--codec", "k3v3", "--exact", "0+0", *sizes, "--out", tmp_path)
+    assert result.exit_code == 0, result.output
+    found = json.loads((tmp_path / "quality.json").read_text())["summary"]["transformers"]
+    assert 0.0005 < found["k3v3"]["kl"]["mean"] < 0.05
+    assert abs(found["recomputed"]["kl"]["mean"]) < 0.002
+    assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
 # -- sizes and scores -----------------------------------------------------------------------------------

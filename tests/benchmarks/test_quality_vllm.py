@@ -37,6 +37,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return json.loads((out / "quality.json").read_text())
 
 
+@pytest.mark.slow
 def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> None:
     assert list(report["arms"]) == ["vllm", "transformers"]
     for name in SETTINGS:
@@ -46,6 +47,7 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
     assert "vllm:manthan_restored_blocks_total" not in report["arms"]["vllm"]["exact"]["manthan"]
 
 
+@pytest.mark.slow
 def test_an_exact_prefix_costs_no_more_than_rounding(report: dict[str, Any]) -> None:
     found = report["summary"]["vllm"]
     assert found["exact"]["kl"]["mean"] == 0
@@ -53,6 +55,7 @@ def test_an_exact_prefix_costs_no_more_than_rounding(report: dict[str, Any]) -> 
     assert found["recomputed"]["kl"]["mean"] < 0.0005
 
 
+@pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
     found = report["summary"]["vllm"]
     assert found["exact"]["recall"]["mean"] == 1
@@ -60,6 +63,7 @@ def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
     assert 0.0005 < found["lloyd3 4+128"]["kl"]["mean"] < found["lloyd3"]["kl"]["mean"] < 0.03
 
 
+@pytest.mark.slow
 def test_vllm_and_transformers_agree(report: dict[str, Any]) -> None:
     """Both round to bf16, in other places: what that does to exact KV is their perplexities' difference."""
     vllm, plain = report["summary"]["vllm"], report["summary"]["transformers"]

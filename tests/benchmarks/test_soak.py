@@ -25,6 +25,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return report(folder, "soak", "--scale", 0.05, "--warm-up", 5) | {"folder": folder}
 
 
+@pytest.mark.slow
 def test_all_requests_of_a_round_are_answered_rightly(found: dict[str, Any]) -> None:
     assert found["rounds"] == 1
     assert {name: kind["requests"] for name, kind in found["kinds"].items()} == {
@@ -40,6 +41,7 @@ def test_all_requests_of_a_round_are_answered_rightly(found: dict[str, Any]) -> 
     assert found["messages"] == failed(found) == []
 
 
+@pytest.mark.slow
 def test_tokens_are_counted(found: dict[str, Any]) -> None:
     tokens = {name: kind["tokens"] for name, kind in found["kinds"].items()}
     assert tokens["left midway"] == 9 * LEAVE_AFTER
@@ -47,6 +49,7 @@ def test_tokens_are_counted(found: dict[str, Any]) -> None:
     assert tokens["multi-turn"] == 16 * 4
 
 
+@pytest.mark.slow
 def test_sessions_go_cold_and_return_and_the_store_overflows(found: dict[str, Any]) -> None:
     manthan = {name.removeprefix("vllm:manthan_"): value for name, value in found["manthan"].items()}
     chats = found["kinds"]["multi-turn"]
@@ -58,12 +61,14 @@ def test_sessions_go_cold_and_return_and_the_store_overflows(found: dict[str, An
     assert manthan["hints_total"] == chats["requests"]
 
 
+@pytest.mark.slow
 def test_nothing_is_left_when_all_is_quiet(found: dict[str, Any]) -> None:
     left = found["left"]
     assert left["pool_in_use"] == left["sessions_not_cold"] == 0
     assert 0 < left["cold_bytes"] <= left["cold_budget_bytes"]
 
 
+@pytest.mark.slow
 def test_memory_is_that_of_all_processes(found: dict[str, Any]) -> None:
     seconds, nbytes, processes = zip(*found["memory"], strict=True)
     assert min(processes) >= 2  # the server, and its engine
@@ -72,6 +77,7 @@ def test_memory_is_that_of_all_processes(found: dict[str, Any]) -> None:
     assert found["slope"] is not None
 
 
+@pytest.mark.slow
 def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
     plot = found["folder"] / "soak.png"
     assert is_png(plot)
@@ -82,6 +88,7 @@ def test_the_plot_is_drawn_again(found: dict[str, Any]) -> None:
     assert "Left when all is quiet: 0.0% of the pool" in result.output
 
 
+@pytest.mark.slow
 def test_what_is_wrong_is_said(found: dict[str, Any]) -> None:
     kinds = found["kinds"] | {"long": {"requests": 10, "errors": 2, "wrong": 3, "misled": 1}}
     left = {"pool_in_use": 0.25, "sessions_not_cold": 3.0, "cold_bytes": 2.0, "cold_budget_bytes": 1.0}

@@ -8,12 +8,11 @@ from typing import Any
 
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import CodeState, Outcome, Session
-from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.sessions.session import CodeState, MemoryShape, Outcome, Session
 from manthan.policies import get_policy
 
 IDLE_AFTER_S = 10.0
-SHAPE = MemoryShape(block_tokens=16, hot_nbytes=500, cold_nbytes=100)
+SHAPE = MemoryShape(block_tokens=16, hot_nbytes=500, bounds={0: 100, 4: 150, 16: 500})
 
 
 def chain(text: str) -> list[bytes]:
@@ -55,11 +54,11 @@ class Engine:
         self.manager.sweep(self.now)
 
     def spill(self, limit: int = 10_000) -> list[bytes]:
-        return self.manager.take_spills(limit)
+        return [order.key for order in self.manager.take_spills(limit)]
 
-    def stored(self, keys: Iterable[bytes]) -> None:
+    def stored(self, keys: Iterable[bytes], nbytes: int = SHAPE.cold_nbytes) -> None:
         for key in keys:
-            self.manager.spilled(key, self.now)
+            self.manager.spilled(key, nbytes, self.now)
 
     def evict(self) -> list[bytes]:
         """Everything idle goes cold; returns what had to be encoded."""

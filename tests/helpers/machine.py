@@ -1,6 +1,7 @@
 """A state machine: random requests, evictions, failures, restores and resets, and what must always hold."""
 
 import hypothesis.strategies as st
+from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from world import IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World
@@ -169,7 +170,7 @@ class Sessions(RuleBasedStateMachine):
 
 
 PROFILE = settings(
-    max_examples=150,
+    max_examples=examples(150),
     stateful_step_count=60,
     derandomize=True,
     deadline=None,

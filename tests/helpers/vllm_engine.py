@@ -1,6 +1,7 @@
 """A real vLLM engine, driven like a server drives it, and questions that it answers rightly or not."""
 
 import asyncio
+import multiprocessing
 import os
 import random
 import sys
@@ -9,17 +10,22 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from concurrent.futures import Future
 from dataclasses import dataclass
+from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import cloudpickle
 import prometheus_client
+import pytest
 
 os.environ |= {
     "HF_HUB_OFFLINE": "1",
     "VLLM_NO_USAGE_STATS": "1",
     "VLLM_CPU_KVCACHE_SPACE": "1",
     "VLLM_ALLOW_INSECURE_SERIALIZATION": "1",  # tests send functions to the worker
+    # One thread for a model, where other tests run beside: two that wait for each other would take all there is.
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "OMP_NUM_THREADS": "1",
 }
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -55,6 +61,19 @@ class Answer:
         return self.prompt_tokens // BLOCK
 
 
+def fork_engines() -> None:
+    """From now on engines are forked from one process that has imported vLLM, where there is no GPU."""
+    from vllm.platforms import current_platform
+    from vllm.v1.engine import utils
+
+    if current_platform.is_cpu():
+        multiprocessing.set_forkserver_preload(["warm_vllm"])
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
+            forkserver.ensure_running()
+        utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+
+
 class Engine:
     """A vLLM engine with Manthan, its core and its worker in processes of their own."""
 
@@ -64,6 +83,7 @@ class Engine:
 
         from manthan.vllm_hooks import kv_transfer_config
 
+        fork_engines()
         prometheus_client.REGISTRY._names_to_collectors.clear()  # an earlier engine's
         prometheus_client.REGISTRY._collector_to_names.clear()
         self.loop = asyncio.new_event_loop()
@@ -82,11 +102,11 @@ class Engine:
         async def start() -> AsyncLLM:
             return AsyncLLM.from_engine_args(args)
 
-        self.llm = self.run(start())
+        self.llm = self.start(start()).result(timeout=600)
         self._requests = 0
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
-        return self.start(coroutine).result(timeout=120)
+        return self.start(coroutine).result(timeout=240)
 
     def start(self, coroutine: Coroutine[Any, Any, Any]) -> Future[Any]:
         return asyncio.run_coroutine_threadsafe(coroutine, self.loop)
@@ -131,7 +151,7 @@ class Engine:
         return self.metric("manthan_sessions", state=state)
 
     def wait(self, condition: Callable[[], bool], what: str) -> None:
-        deadline = time.monotonic() + 60
+        deadline = time.monotonic() + 120
         while not condition():
             assert time.monotonic() < deadline, f"{what} did not come to pass"
             time.sleep(0.02)
@@ -171,10 +191,10 @@ def restore_worker(worker: Any) -> None:
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     path = get_kv_transfer_group().worker.path
-    for part in (getattr(path, "store", None), getattr(path, "blocks", None)):
-        if part is None:  # codes are made on a GPU
-            continue
-        for name in [name for name in vars(part) if name in ("get", "put", "encode", "decode")]:
+    if not hasattr(path, "store"):  # codes are made on a GPU
+        return
+    for part in (path.store, *path.blocks.values()):
+        for name in [name for name in vars(part) if name in ("read", "put_all", "encode_all", "decode_all")]:
             delattr(part, name)
 
 

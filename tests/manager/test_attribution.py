@@ -1,6 +1,6 @@
 """What is remembered of a session whose KV is gone, whose conversation was changed, or that only looks like another."""
 
-from engine import Engine, chain
+from engine import SHAPE, Engine, chain
 
 from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import Block, Session
@@ -15,7 +15,7 @@ def lose_everything(engine: Engine) -> None:
     """All codes of what is cold make room for one that is larger than the store."""
     engine.evict()
     engine.now += 1
-    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.capacity_blocks)), "large")
+    engine.talk(" ".join(f"w{i}" for i in range(engine.manager.budget.nbytes // SHAPE.cold_nbytes)), "large")
     engine.evict()
 
 
@@ -117,12 +117,13 @@ def test_the_oldest_are_forgotten() -> None:
     for i in range(5):
         key = b"%d" % i
         remembered.add(Session(f"s{i}", None, 0.0, 0.0, chain=[Block(key, 0)]), limit=3)
-    assert [remembered.find([b"%d" % i], None) is not None for i in range(5)] == [False, False, True, True, True]
+    assert [remembered.find([b"%d" % i], None, "") is not None for i in range(5)] == [False, False, True, True, True]
     assert len(remembered) == 3
 
 
 def test_a_name_is_known_by_that_name_or_none() -> None:
     remembered = Remembered()
     remembered.add(Session("s", "s", 0.0, 0.0, chain=[Block(b"k", 0)]), limit=3)
-    assert remembered.find([b"k"], None) is remembered.find([b"k"], "s") is not None
-    assert remembered.find([b"k"], "other") is None
+    assert remembered.find([b"k"], None, "") is remembered.find([b"k"], "s", "") is not None
+    assert remembered.find([b"k"], "other", "") is None
+    assert remembered.find([b"k"], "s", "somebody") is None

@@ -1,5 +1,6 @@
 """Belady's optimum against all choices that there are, and against what real caches find."""
 
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, best_of_all, block_lru, request
@@ -11,7 +12,7 @@ texts = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=7)
 
 
 @given(texts, st.integers(1, 4))
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=examples(150), deadline=None)
 def test_nobody_finds_more_and_somebody_as_much(texts: list[str], capacity: int) -> None:
     requests = [request(float(at), text) for at, text in enumerate(texts)]
     assert belady(requests, BLOCK, capacity) == best_of_all(requests, capacity)

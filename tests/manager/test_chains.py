@@ -1,7 +1,7 @@
 """Which session a request belongs to, by example."""
 
 import pytest
-from engine import SHAPE, Engine
+from engine import SHAPE, Engine, chain
 
 from manthan.manager.sessions.session import SessionState
 
@@ -132,3 +132,53 @@ def test_short_sessions_are_not_tracked() -> None:
     assert len(engine.manager.blocks) == 0
     engine.talk("a b c")
     assert list(engine.chains().values()) == ["a b c"]
+
+
+class CountedKey(bytes):
+    """A block key that counts how often any is compared."""
+
+    compared = 0
+    __hash__ = bytes.__hash__
+
+    def __eq__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return super().__eq__(other)
+
+    def __ne__(self, other: object) -> bool:
+        CountedKey.compared += 1
+        return super().__ne__(other)
+
+    def __gt__(self, other: bytes) -> bool:
+        CountedKey.compared += 1
+        return super().__gt__(other)
+
+
+def comparisons(conversations: int, last: str) -> int:
+    """Of keys, to tell where a prompt belongs under a name that so many conversations have."""
+    engine = Engine()
+    for n in range(conversations):
+        engine.talk(f"sys a b c d e f g h i j k l m n t{n} u v", "app")
+    keys = [CountedKey(key) for key in chain(f"sys a b c d e f g h i j k l m n {last}")]
+    CountedKey.compared = 0
+    engine.manager.request_started("counted", keys, "app", 0.0)
+    return CountedKey.compared
+
+
+@pytest.mark.parametrize("last", ["t7 u", "t7 u v w x", "new u v", ""])  # again, the next turn, a fork, a beginning
+def test_a_name_of_many_conversations_costs_no_look_at_each(last: str) -> None:
+    few, many = comparisons(10, last), comparisons(2000, last)
+    assert many < 300
+    assert many < 4 * few
+
+
+def test_conversations_of_one_name_are_told_apart_however_they_come_and_go() -> None:
+    engine = Engine()
+    for n in (5, 3, 8, 1):
+        engine.talk(f"sys t{n} u", "app")
+    engine.finish(engine.start("sys t3 u", "app", release=True), "sys t3 u")
+    engine.talk("sys t1 u v", "app")
+    again = {n: engine.start(f"sys t{n} u", "app") for n in (1, 5, 8)}
+    for n, request in again.items():
+        [session] = [s for s in engine.manager.table.by_id.values() if request in s.requests]
+        assert session.chain[1].key == f"sys t{n}".encode()
+    assert sorted(engine.chains().values()) == ["sys t1 u v", "sys t5 u", "sys t8 u"]

@@ -38,6 +38,18 @@ def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
     assert ["codec.name", "k3v3", "default"] in rows
 
 
+def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path) -> None:
+    (tmp_path / "x.yaml").write_text("")
+    command = [str(Path(sys.executable).with_name("manthan")), "config", "check", "x.yaml"]
+    env = os.environ | {"MANTHAN_MIN_TOKEN": "7", "MANTHAN_PORT": "tcp://10.0.0.1:80"}
+    result = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert result.returncode == 0, result.stderr
+    assert result.stderr == (
+        "Manthan: the environment variable MANTHAN_MIN_TOKEN is unknown and ignored (did you mean "
+        "'MANTHAN_MIN_TOKENS'?)\n"
+    )
+
+
 def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text("idle_after: 3")

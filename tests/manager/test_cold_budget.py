@@ -56,7 +56,7 @@ def test_room_is_made_before_anything_is_encoded() -> None:
     engine.talk("x y")
     engine.sweep()
     assert dropped(engine) == ["a", "b"]
-    assert engine.manager.blocks.reserved == engine.manager.capacity_blocks
+    assert engine.manager.blocks.reserved == engine.manager.budget.nbytes // 100 * 100
 
 
 def test_a_shared_prefix_is_stored_once_and_dropped_last() -> None:
@@ -200,7 +200,7 @@ def test_codes_whose_sessions_are_gone_are_dropped_when_the_last_restore_ends() 
     engine.evict()
     for reader in ("one", "two"):
         engine.manager.restore_started(reader, chain("a"))
-    engine.manager._cut(engine.session("anonymous-1"), 0, DropCause.ABANDONED)
+    engine.manager._pruning.cut(engine.session("anonymous-1"), 0, DropCause.ABANDONED)
     engine.manager.restore_finished("one")
     assert dropped(engine, DropCause.ABANDONED) == []
     engine.manager.restore_finished("two")
@@ -259,8 +259,8 @@ def test_an_aborted_restore_of_unreadable_codes_cuts_the_cold_session() -> None:
     engine.manager.restore_finished(request, chain("a b")[1:])
     assert engine.chains() == {"anonymous-1": "a"}
     assert engine.manager.take_drops() == [
-        Drop(chain("a b")[1:], DropCause.FAILED),
-        Drop(chain("a b c")[2:], DropCause.ABANDONED),
+        Drop(0, chain("a b")[1:], DropCause.FAILED),
+        Drop(0, chain("a b c")[2:], DropCause.ABANDONED),
     ]
 
 

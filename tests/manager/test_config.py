@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import yaml
+from logged import warnings
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS
@@ -104,8 +105,12 @@ def test_a_kubernetes_service_of_our_name_is_not_a_mistake() -> None:
         "MANTHAN_SERVICE_PORT_HTTP": "80",
         "MANTHAN_PORT": "tcp://10.0.0.1:80",
         "MANTHAN_PORT_80_TCP_ADDR": "10.0.0.1",
+        "MANTHAN_REDIS_SERVICE_HOST": "10.0.0.2",
+        "MANTHAN_REDIS_PORT_6379_TCP": "tcp://10.0.0.2:6379",
     }
-    assert load_config(env=env) == ManthanConfig()
+    with warnings() as messages:
+        assert load_config(env=env) == ManthanConfig()
+    assert messages == []
 
 
 def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,12 +257,23 @@ def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
     assert refusal(binary) == "binary.yaml: is not valid YAML"
 
 
-def test_unknown_variables_are_refused() -> None:
-    assert refusal(env={"MANTHAN_IDLE_AFTER": "3"}) == (
-        "environment: unknown variable 'MANTHAN_IDLE_AFTER' (did you mean 'MANTHAN_IDLE_AFTER_S'?)"
-    )
-    assert "(did you mean 'MANTHAN_COLD_STORE__MAX_BYTES'?)" in refusal(env={"MANTHAN_COLD_STORE_MAX_BYTES": "1"})
-    assert load(env={"VLLM_MANTHAN_POLICY": "x", "MANTHANX": "x"}) == load()
+def test_of_unknown_variables_there_is_one_warning_each() -> None:
+    env = {"MANTHAN_IDLE_AFTER": "3", "MANTHAN_COLD_STORE_MAX_BYTES": "1", "VLLM_MANTHAN_POLICY": "x", "MANTHANX": "x"}
+    with warnings() as messages:
+        assert load(env=env) == load()
+        load(env=env)  # once a process
+    assert messages == [
+        "Manthan: the environment variable MANTHAN_IDLE_AFTER is unknown and ignored (did you mean "
+        "'MANTHAN_IDLE_AFTER_S'?)",
+        "Manthan: the environment variable MANTHAN_COLD_STORE_MAX_BYTES is unknown and ignored (did you mean "
+        "'MANTHAN_COLD_STORE__MAX_BYTES'?)",
+    ]
+
+
+def test_the_variable_of_the_password_is_known_whatever_it_is_called() -> None:
+    with warnings() as messages:
+        load(env={"MANTHAN_SECRET": "hush", "MANTHAN_REDIS__PASSWORD_ENV": "MANTHAN_SECRET"})
+    assert messages == []
 
 
 def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> None:

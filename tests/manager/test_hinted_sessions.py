@@ -3,7 +3,7 @@
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
-from manthan.manager.sessions.cold_side import Shares
+from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.session import DropCause
 
 
@@ -52,8 +52,8 @@ def test_a_pin_beyond_the_share_is_refused_in_a_sentence() -> None:
     assert outcome == (
         "second",
         False,
-        "pin is refused: pinned sessions may take 2 blocks of the cold store (quotas.pinned_share is 0.25), 1 are "
-        "taken, and this session has 2",
+        "pin is refused: pinned sessions may take 224 bytes of the cold store (quotas.pinned_share is 0.25), 100 are "
+        "taken, and this session needs 200",
     )
     assert not engine.session("second").pinned
 
@@ -213,7 +213,7 @@ def test_a_tenant_never_has_more_than_its_share() -> None:
     engine.talk("a b c d e", tenant="small")
     engine.evict()
     assert engine.cold() == {"a", "b"}
-    assert engine.manager.blocks.reserved_of == {"small": 2}
+    assert engine.manager.blocks.reserved_of == {"small": 200}
 
 
 def test_without_a_share_anybody_takes_what_there_is() -> None:

@@ -4,6 +4,7 @@ On one rank and on two, with codes of random sizes, without exact tokens and wit
 """
 
 import pytest
+from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from machine import PROFILE, Sessions
@@ -39,4 +40,4 @@ def test_under_every_policy(name: str) -> None:
     class SessionsOfPolicy(SessionsWithExactTokens):
         policy = name
 
-    run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=75))
+    run_state_machine_as_test(SessionsOfPolicy, settings=settings(PROFILE, max_examples=examples(75)))

@@ -8,7 +8,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-from manthan.manager.config.model_shape import ModelError, ModelShape, cold_blocks, encoded_nbytes, shape_of
+from manthan.manager.config.model_shape import ModelError, ModelShape, cold_nbytes, shape_of
 from manthan.manager.config.resolve import load_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -27,12 +27,12 @@ QWEN2_5_7B = {
 }
 ROWS = {
     "KV of a token in bf16": "4096 bytes",
-    "the same as codes of k3v3": "805 bytes, headers included",
-    "ratio": "5.09x",
-    "the cold store holds": "83360 tokens",  # as tests/vllm_hooks/test_server.py has it from a server
+    "the same as codes of k3v3": "808 bytes, headers included",
+    "ratio": "5.07x",
+    "the cold store holds": "83040 tokens",  # as tests/vllm_hooks/test_server.py has it from a server
     "sessions of 40 tokens": "none is kept: min_tokens is 64",
-    "sessions of 64 tokens": "1302",
-    "sessions of 2000 tokens": "42",
+    "sessions of 64 tokens": "1297",
+    "sessions of 2000 tokens": "41",
 }
 
 
@@ -72,28 +72,29 @@ def test_what_is_not_served(config: dict[str, Any], why: str) -> None:
 
 
 def test_sizes_are_those_in_redis() -> None:
-    """Of docs/redis.md: a block of Qwen3-8B, and what ranks add, a header each."""
+    """A block of Qwen3-8B, rounded up to 256 bytes, and what ranks add, a header and two entries each."""
     shape = ModelShape(36, 8, 128)
 
     def nbytes(ranks: int) -> int:
-        return encoded_nbytes(shape.header("k3v3", 16, ranks))
+        return shape.block_nbytes("k3v3", 16, ranks)
 
-    assert nbytes(1) == 460960
-    assert nbytes(2) * 2 == 460960 + 160
+    assert nbytes(1) == 461056
+    assert nbytes(2) * 2 == 461056 + 256
+    assert shape.block_nbytes("k3v3", 16, 1, exact=16) == 36 * 8 * 16 * 128 * 4 + 256  # a header and one entry
     assert nbytes(16) == nbytes(8)  # heads are repeated
     with pytest.raises(ModelError, match="8 KV heads cannot be spread over 3 ranks"):
         nbytes(3)
     with pytest.raises(ModelError, match="head_dim 100 is not supported"):
-        encoded_nbytes(ModelShape(36, 8, 100).header("k3v3", 16))
+        ModelShape(36, 8, 100).block_nbytes("k3v3", 16, 1)
 
 
-def test_each_tier_of_each_rank_holds_whole_blocks(tmp_path: Path) -> None:
+def test_a_block_lies_in_one_of_two_tiers(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("cold_store: {kind: device, max_bytes: 1000, host_bytes: 500}")
-    assert cold_blocks(load_config(path, env={}), 400) == 2 + 1
-    assert cold_blocks(load_config(path, env={}), 200, 2) == 2 + 1
+    assert cold_nbytes(load_config(path, env={}), 400) == 1100
+    assert cold_nbytes(load_config(path, env={}), 200, 2) == 550
     path.write_text("cold_store: {kind: tiered, max_bytes: 1000, host_bytes: 500}")
-    assert cold_blocks(load_config(path, env={}), 400) == 2  # what is in front of Redis is a copy
+    assert cold_nbytes(load_config(path, env={}), 400) == 1000  # what is in front of Redis is a copy
 
 
 def run(*args: str) -> Any:
@@ -113,14 +114,19 @@ def test_config_check_says_what_a_file_means_for_a_model(tmp_path: Path) -> None
     }
 
 
-def test_exact_copies_take_room(tmp_path: Path) -> None:
-    """6 times an encoded block's: a block of the sink (4 tokens), and four of the window (128)."""
+def test_exact_tokens_take_room(tmp_path: Path) -> None:
+    """Four of the first block's, and four whole blocks at the end."""
     path = tmp_path / "x.yaml"
     path.write_text("{codec: {sink_tokens: 4, window_tokens: 128}, cold_store: {max_bytes: 64MiB}}")
     result = run(str(path), "--model", str(MODEL), "--block-size", "32", "--session-tokens", "2000")
     lines = result.stdout.splitlines()[-2:]
-    blocks, full = 83360 // 32, 2000 // 32
-    assert [int(line.split()[-1]) for line in lines] == [blocks // full, blocks // (full + 6 * 5)]
+    plain, first, whole = (ModelShape.of(str(MODEL)).block_nbytes("k3v3", 32, 1, exact) for exact in (0, 4, 32))
+    budget, full = 64 << 20, 2000 // 32
+    assert plain < first < whole
+    assert [int(line.split()[-1]) for line in lines] == [
+        budget // (full * plain),
+        budget // (first + (full - 5) * plain + 4 * whole),
+    ]
 
 
 @pytest.mark.parametrize(

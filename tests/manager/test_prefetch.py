@@ -93,6 +93,39 @@ def test_another_session_s_request_can_ask_for_it_even_when_it_is_late(engine: E
     assert taken(engine) == []  # X was hot when it was asked for
 
 
+def test_one_that_a_request_named_is_waited_for_until_others_have_gone_cold(engine: Engine) -> None:
+    talk(engine, "a b c", "A", Hints())
+    talk(engine, "d e f", "D", Hints())
+    engine.evict()
+    talk(engine, "x y", "X", Hints(prefetch=("A", "D")))
+    assert taken(engine, room=2) == []
+    engine.now += 2 * IDLE_AFTER_S
+    assert taken(engine, limit=1) == ["A"]
+    engine.now += 0.1
+    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, [])
+
+
+def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engine: Engine) -> None:
+    talk(engine, "a b c", "A", Hints())
+    engine.evict()
+    talk(engine, "x y", "X", Hints(prefetch=("A",)))
+    engine.now += 1
+    talk(engine, "a b c d", "A", Hints())
+    engine.manager.relieve(99, engine.now)
+    engine.stored(engine.spill())
+    assert engine.states()["A"] == "cold"
+    assert taken(engine) == []
+
+
+def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
+    talk(engine, "a b c", "A", expected_in(20))
+    talk(engine, "x y", "X", expected_in(20))
+    engine.evict()
+    engine.now = 18.0
+    assert engine.manager.prefetch_blocks(engine.now, most=2) == 2
+    assert taken(engine) == ["X"]
+
+
 def test_one_that_is_on_its_way_is_not_taken_again(engine: Engine) -> None:
     talk(engine, "a b c", "A", Hints())
     engine.evict()

@@ -154,8 +154,8 @@ def behind() -> Behind:
 
 @pytest.fixture
 def tiered(behind: Behind) -> TieredStore:
-    """RAM for ten granules."""
-    return TieredStore(behind, 10 * GRANULE)
+    """RAM for ten granules, and some bytes that are left free."""
+    return TieredStore(behind, 11 * GRANULE)
 
 
 def in_ram(tiered: TieredStore, blocks: Mapping[bytes, Buffer], group: int = 0) -> list[int]:

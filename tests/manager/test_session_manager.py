@@ -72,16 +72,17 @@ def test_an_eviction_is_accounted_for(engine: Engine) -> None:
     engine.now += 2
     engine.stored(keys)
     (eviction,) = engine.manager.take_evictions()
-    assert eviction == ("anonymous-1", 3, 48, 3, IDLE_AFTER_S, 2.0, 0)
+    assert eviction == ("anonymous-1", 3, 48, 3, 300, 300, IDLE_AFTER_S, 2.0, 0)
     assert engine.manager.take_evictions() == []
 
 
 def test_an_unknown_or_repeated_answer_is_ignored(engine: Engine) -> None:
     engine.talk("a b")
     engine.evict()
-    for answer in (engine.manager.spilled, engine.manager.spill_failed, engine.manager.lost):
-        answer(b"a", engine.now)
-        answer(b"unknown", engine.now)
+    for key in (b"a", b"unknown"):
+        engine.manager.spilled(key, 50, engine.now)
+        engine.manager.spill_failed(key, engine.now)
+        engine.manager.lost(key, engine.now)
     assert engine.states() == {"anonymous-1": "cold"}
     assert engine.cold() == {"a", "b"}
 
@@ -143,7 +144,7 @@ def test_lost_blocks_cut_their_session(engine: Engine) -> None:
     engine.stored([d, c])
     engine.manager.lost(b, engine.now)
     assert engine.chains() == {"anonymous-1": "a"}
-    assert engine.manager.take_drops() == [Drop([c, d], DropCause.ABANDONED)]
+    assert engine.manager.take_drops() == [Drop(0, [c, d], DropCause.ABANDONED)]
     engine.stored([a])
     assert engine.states() == {"anonymous-1": "cold"}
 
@@ -155,7 +156,7 @@ def test_a_session_whose_head_is_lost_is_gone(engine: Engine) -> None:
     engine.manager.lost(head, engine.now)
     assert engine.chains() == {}
     engine.stored([tail])  # nobody's by now
-    assert engine.manager.take_drops() == [Drop([tail], DropCause.ABANDONED)]
+    assert engine.manager.take_drops() == [Drop(0, [tail], DropCause.ABANDONED)]
     assert len(engine.manager.blocks) == 0
 
 
@@ -167,7 +168,7 @@ def test_a_failed_spill_leaves_the_session_hot_and_is_tried_again(engine: Engine
     engine.manager.spill_failed(head, engine.now)
     assert engine.states() == {"anonymous-1": "idle"}
     assert engine.manager.take_releases() == []
-    assert engine.manager.take_drops() == [Drop([head], DropCause.FAILED)]  # a rank may have stored it
+    assert engine.manager.take_drops() == [Drop(0, [head], DropCause.FAILED)]  # a rank may have stored it
     assert not engine.manager.relieve(10, engine.now + 1)
     assert engine.manager.next_deadline == engine.now + IDLE_AFTER_S
     assert engine.manager.relieve(10, engine.now + IDLE_AFTER_S)
@@ -241,14 +242,14 @@ def test_codes_from_before_a_reset_never_match_again(engine: Engine) -> None:
 
 @pytest.mark.parametrize("answer", ["spilled", "spill_failed", "lost"])
 def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, answer: str) -> None:
-    settle: Callable[[bytes, float], None] = getattr(engine.manager, answer)
+    settle: Callable[..., None] = getattr(engine.manager, answer)
     engine.talk("a b")
     engine.sweep()
     (tail,) = engine.spill(limit=1)
     engine.manager.reset()
     engine.talk("a b")  # computed anew, under the same keys
     engine.sweep()
-    settle(tail, engine.now)
+    settle(tail, *([100] if answer == "spilled" else []), engine.now)
     assert engine.manager.match(chain("a b")) == 0
     engine.manager.take_drops()
     engine.talk("a b")

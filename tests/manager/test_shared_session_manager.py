@@ -1,33 +1,32 @@
-"""The manager by example, where other engines share its store. The store's room is in blocks."""
+"""The manager by example, where other engines share its store. The store's room is in bytes: a block takes 100."""
 
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
+from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, DropCause, Session, Stranger
-from manthan.manager.sessions.shared import SharedSessionManager
 from manthan.policies import get_policy
 
 
 class Shared(Engine):
     """An engine of which `other` is another."""
 
-    manager: SharedSessionManager
-
     def __init__(self, capacity: int = 100, label: str = "") -> None:
         super().__init__(capacity)
-        self.manager = SharedSessionManager(
-            get_policy("lru"), SHAPE, capacity * SHAPE.cold_nbytes, IDLE_AFTER_S, label=label
+        self.manager = SessionMemoryManager(
+            get_policy("lru"), SHAPE, capacity * SHAPE.cold_nbytes, IDLE_AFTER_S, label=label, is_shared=True
         )
 
     def find(self, request: str, text: str, first: int = 0) -> None:
-        self.manager.found(request, chain(text), first)
+        sizes = [SHAPE.cold_nbytes] * (len(chain(text)) - first)
+        self.manager.elsewhere.found(request, chain(text), sizes)
 
     def changes(self) -> dict[str, Session | None]:
-        return dict(self.manager.take_changes())
+        return dict(self.manager.elsewhere.take_changes())
 
 
 def stranger(session_id: str, blocks: int, last_used: float) -> Stranger:
-    return Stranger(session_id, 1e9 + last_used, blocks, last_used)
+    return Stranger(session_id, 1e9 + last_used, blocks * SHAPE.cold_nbytes, last_used)
 
 
 @pytest.fixture
@@ -54,17 +53,17 @@ def test_what_is_found_extends_what_is_known(engine: Shared) -> None:
     engine.talk("a b", "alice")
     engine.evict()
     request = engine.start("a b c d", "alice")
-    assert engine.manager.known(chain("a b c d")) == 2
+    assert engine.manager.elsewhere.known(chain("a b c d")) == 2
     engine.find(request, "a b c", first=2)
     assert engine.manager.match(chain("a b c d")) == 3
 
 
 def test_known_is_what_is_hot_or_cold(engine: Shared) -> None:
     engine.talk("a b")
-    assert engine.manager.known(chain("a b c")) == 2
+    assert engine.manager.elsewhere.known(chain("a b c")) == 2
     engine.evict()
-    assert engine.manager.known(chain("a b c")) == 2
-    assert engine.manager.known(chain("x a")) == 0
+    assert engine.manager.elsewhere.known(chain("a b c")) == 2
+    assert engine.manager.elsewhere.known(chain("x a")) == 0
 
 
 def test_what_is_hot_is_not_taken_for_stored(engine: Shared) -> None:
@@ -97,16 +96,16 @@ def test_a_request_that_is_given_up_leaves_a_session_that_goes_cold_for_free(eng
 def test_codes_that_are_gone_end_a_cold_session_there(engine: Shared) -> None:
     engine.talk("a b c", "alice")
     engine.evict()
-    engine.manager.not_stored(chain("a b")[1:])
+    engine.manager.elsewhere.not_stored(chain("a b")[1:])
     assert engine.chains() == {"alice": "a"}
-    assert Drop([b"a b"], DropCause.FAILED) in engine.manager.take_drops()
+    assert Drop(0, [b"a b"], DropCause.FAILED) in engine.manager.take_drops()
 
 
 def test_codes_that_are_gone_cost_a_hot_session_nothing_but_an_encoding(engine: Shared) -> None:
     engine.talk("a b c", "alice")
     engine.evict()
     request = engine.start("a b c d", "alice")
-    engine.manager.not_stored(chain("a b")[1:])
+    engine.manager.elsewhere.not_stored(chain("a b")[1:])
     engine.finish(request, "a b c d")
     assert engine.evict() == [b"a b c d", b"a b"]
 
@@ -115,9 +114,9 @@ def test_a_session_that_expires_is_forgotten(engine: Shared) -> None:
     for text, name in (("s a", "alice"), ("s b", "bob")):
         engine.talk(text, name)
     engine.evict()
-    engine.manager.expire(["alice", "nobody"])
+    engine.manager.elsewhere.expire(["alice", "nobody"])
     assert engine.chains() == {"bob": "s b"}
-    assert engine.manager.take_drops() == [Drop([b"s a"], DropCause.EXPIRED)]
+    assert engine.manager.take_drops() == [Drop(0, [b"s a"], DropCause.EXPIRED)]
 
 
 def test_an_emptied_store_leaves_what_is_hot(engine: Shared) -> None:
@@ -125,7 +124,7 @@ def test_an_emptied_store_leaves_what_is_hot(engine: Shared) -> None:
     engine.talk("s b", "bob")
     engine.evict()
     request = engine.start("s b c", "bob")
-    engine.manager.emptied()
+    engine.manager.elsewhere.emptied()
     assert engine.chains() == {"alice": "s", "bob": "s b"}  # bob's request has the head as bf16
     assert engine.manager.take_drops() == []
     engine.finish(request, "s b c")
@@ -137,8 +136,8 @@ def test_an_emptied_store_leaves_what_is_hot(engine: Shared) -> None:
 
 def test_what_others_have_stored_takes_room() -> None:
     engine = Shared(capacity=5)
-    engine.manager.counted(3, None)
-    assert engine.manager.capacity_blocks == 2
+    engine.manager.elsewhere.counted(300, None)
+    assert engine.manager.budget.nbytes == 200
     engine.talk("a b c")
     engine.evict()
     assert engine.cold() == {"a", "b"}
@@ -146,11 +145,11 @@ def test_what_others_have_stored_takes_room() -> None:
 
 def test_what_is_found_is_counted_once() -> None:
     engine = Shared(capacity=5)
-    engine.manager.counted(3, None)
+    engine.manager.elsewhere.counted(300, None)
     engine.find(engine.start("a b c"), "a b c")
-    assert engine.manager.elsewhere == 0
-    engine.manager.counted(3, None)
-    assert engine.manager.capacity_blocks == 5
+    assert engine.manager.elsewhere.nbytes == 0
+    engine.manager.elsewhere.counted(300, None)
+    assert engine.manager.budget.nbytes == 500
 
 
 def test_the_oldest_goes_first_whoever_has_it() -> None:
@@ -158,14 +157,14 @@ def test_the_oldest_goes_first_whoever_has_it() -> None:
     engine.now = 100.0
     engine.talk("a b", "alice")
     engine.evict()
-    engine.manager.counted(6, [stranger("new", 2, last_used=500.0), stranger("old", 2, last_used=50.0)])
+    engine.manager.elsewhere.counted(600, [stranger("new", 2, last_used=500.0), stranger("old", 2, last_used=50.0)])
     engine.talk("x y", "bob")
     engine.evict()
-    assert [s.session_id for s in engine.manager.take_departed()] == ["old"]
+    assert [s.session_id for s in engine.manager.elsewhere.take_departed()] == ["old"]
     assert engine.cold() == {"a", "b", "x", "y"}
     engine.talk("z w", "carol")
     engine.evict()
-    assert engine.manager.take_departed() == []  # alice is older
+    assert engine.manager.elsewhere.take_departed() == []  # alice is older
     assert engine.chains() == {"bob": "x y", "carol": "z w"}
 
 
@@ -173,10 +172,10 @@ def test_a_session_that_came_here_is_no_stranger() -> None:
     engine = Shared(capacity=2)
     engine.talk("a b", "alice")
     engine.evict()
-    engine.manager.counted(2, [stranger("alice", 2, last_used=-5.0)])
+    engine.manager.elsewhere.counted(200, [stranger("alice", 2, last_used=-5.0)])
     engine.talk("x y", "bob")
     engine.evict()
-    assert engine.manager.take_departed() == []
+    assert engine.manager.elsewhere.take_departed() == []
 
 
 # -- what the directory is told -----------------------------------------------------------------------
@@ -195,7 +194,7 @@ def test_every_change_of_a_session_is_told_once(engine: Shared) -> None:
     assert engine.changes().keys() == {"alice"}  # progress
     engine.stored(keys[1:])
     engine.changes()
-    engine.manager.expire(["alice"])
+    engine.manager.elsewhere.expire(["alice"])
     assert engine.changes() == {"alice": None}
 
 
@@ -220,10 +219,10 @@ def test_sessions_without_a_name_carry_the_engines() -> None:
 def test_a_reset_leaves_nothing_to_tell(engine: Shared) -> None:
     engine.talk("a b", "alice")
     engine.evict()
-    engine.manager.counted(9, [stranger("x", 1, 0.0)])
+    engine.manager.elsewhere.counted(900, [stranger("x", 1, 0.0)])
     engine.manager.reset()
     assert engine.changes() == {}
-    assert engine.manager.capacity_blocks == 100
+    assert engine.manager.budget.nbytes == 10000
 
 
 def test_a_hot_session_that_expires_keeps_what_others_share(engine: Shared) -> None:
@@ -231,5 +230,5 @@ def test_a_hot_session_that_expires_keeps_what_others_share(engine: Shared) -> N
     engine.talk("s b", "bob")
     engine.evict()
     engine.finish(engine.start("s a", "alice"), "s a")
-    engine.manager.expire(["alice"])
+    engine.manager.elsewhere.expire(["alice"])
     assert engine.cold() == {"s", "b"}

@@ -101,7 +101,7 @@ TEXTS = st.lists(
 
 
 @given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.integers(0, 2), st.sampled_from([0.0, 3.0, 1e9]))
-@settings(max_examples=100, deadline=None)
+@settings(deadline=None)
 def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, slots, idle_after_s) -> None:
     requests, now = [], 0.0
     for wait, text, answer, rest in texts:

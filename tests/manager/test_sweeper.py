@@ -4,7 +4,9 @@ import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from manthan.manager.sweeper import Sweeper
+import pytest
+
+from manthan.manager.sweeper import SHORTEST_S, Sweeper
 
 OFTEN_S = 0.01
 PATIENCE_S = 30.0
@@ -21,7 +23,7 @@ def running(sweeper: Sweeper) -> Iterator[None]:
 
 def test_it_rings_when_something_is_due() -> None:
     rung = threading.Event()
-    with running(Sweeper(OFTEN_S, lambda: True, rung.set)):
+    with running(Sweeper(OFTEN_S, 60.0, lambda: True, rung.set)):
         assert rung.wait(PATIENCE_S)
 
 
@@ -39,7 +41,7 @@ def test_it_asks_again_and_again_and_rings_only_on_yes() -> None:
         rung_at.append(asked)
         rung.set()
 
-    with running(Sweeper(OFTEN_S, due, ring)):
+    with running(Sweeper(OFTEN_S, 60.0, due, ring)):
         assert rung.wait(PATIENCE_S)
     assert rung_at == [3]
 
@@ -52,7 +54,7 @@ def test_it_works_on_a_thread_of_its_own() -> None:
         threads.append(threading.current_thread())
         rung.set()
 
-    with running(Sweeper(OFTEN_S, lambda: True, ring)):
+    with running(Sweeper(OFTEN_S, 60.0, lambda: True, ring)):
         assert rung.wait(PATIENCE_S)
     assert threads[0] is not threading.main_thread()
     assert threads[0].daemon  # it never keeps a process alive
@@ -69,20 +71,32 @@ def test_an_error_does_not_stop_the_clock() -> None:
             raise RuntimeError("once")
         return True
 
-    with running(Sweeper(OFTEN_S, due, rung.set)):
+    with running(Sweeper(OFTEN_S, 60.0, due, rung.set)):
         assert rung.wait(PATIENCE_S)
 
 
 def test_a_late_sweep_is_run_all_the_same() -> None:
-    sweeper = Sweeper(OFTEN_S, lambda: True, lambda: None)
+    sweeper = Sweeper(OFTEN_S, 60.0, lambda: True, lambda: None)
     with running(sweeper):
         (job,) = sweeper._scheduler.get_jobs()
         assert job.misfire_grace_time is None
         assert job.coalesce
 
 
+@pytest.mark.parametrize(
+    ("interval_s", "idle_after_s", "every_s"),
+    [(10.0, 300.0, 10.0), (10.0, 40.0, 10.0), (10.0, 2.0, 0.5), (0.1, 2.0, 0.1), (10.0, 0.001, SHORTEST_S)],
+)
+def test_it_looks_at_the_latest_a_quarter_of_the_idle_time_late(
+    interval_s: float, idle_after_s: float, every_s: float
+) -> None:
+    with running(sweeper := Sweeper(interval_s, idle_after_s, lambda: False, lambda: None)):
+        (job,) = sweeper._scheduler.get_jobs()
+        assert job.trigger.interval.total_seconds() == every_s
+
+
 def test_stopping_twice_or_before_the_start_does_nothing() -> None:
-    sweeper = Sweeper(OFTEN_S, lambda: False, lambda: None)
+    sweeper = Sweeper(OFTEN_S, 60.0, lambda: False, lambda: None)
     sweeper.stop()
     sweeper.start()
     sweeper.stop()

@@ -1,7 +1,6 @@
 """Hints on a real `vllm serve` that takes tenants from a header: what passes, what is refused, and what is told."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,11 +10,6 @@ import pytest
 from manthan.benchmarks.server import VllmServer
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
-FLAGS = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-YAML = """
-{idle_after_s: 0.5, sweep_interval_s: 0.1, min_tokens: 64, cold_store: {max_bytes: 64MiB},
- quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
-"""  # 26 blocks for pinned sessions
 TEXT = "let us say hello " * 30
 ENDPOINTS = {
     "/v1/chat/completions": {"messages": [{"role": "user", "content": TEXT}]},
@@ -27,12 +21,8 @@ OPENAI = ["/v1/chat/completions", "/v1/completions"]
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("hints")
-    (folder / "manthan.yaml").write_text(YAML)
-    with VllmServer(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
-        server.wait_until_ready(300)
-        yield server
+def server(manthan_server: VllmServer) -> VllmServer:
+    return manthan_server
 
 
 def post(
@@ -81,7 +71,7 @@ def test_hints_pass_and_are_counted(server, path: str, stream: bool) -> None:
         assert chunks[-1] == "[DONE]"
         assert not [chunk for chunk in chunks[:-1] if "error" in json.loads(chunk)]
     server.wait_for(
-        lambda: all(hint_counts(server).get(hint, 0) == before.get(hint, 0) + 1 for hint in hints), 30, "count them"
+        lambda: all(hint_counts(server).get(hint, 0) == before.get(hint, 0) + 1 for hint in hints), 120, "count them"
     )
 
 
@@ -106,7 +96,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
     assert refusal["refused"].startswith("pin is refused: pinned sessions may take 26 blocks of the cold store")
     assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
-    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 30, "count the refusal")
+    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 60, "count the refusal")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])
@@ -116,7 +106,7 @@ def test_the_header_reaches_the_scheduler(server, path: str, stream: bool) -> No
     before = hint_counts(server).get("tenant", 0)
     assert post(server, path, stream=stream).status_code == 200
     assert post(server, path, tenants=("acme",), stream=stream).status_code == 200
-    server.wait_for(lambda: hint_counts(server).get("tenant", 0) == before + 1, 30, "count the tenant")
+    server.wait_for(lambda: hint_counts(server).get("tenant", 0) == before + 1, 120, "count the tenant")
 
 
 def test_a_tenant_has_its_quota(server) -> None:
@@ -128,9 +118,9 @@ def test_a_tenant_has_its_quota(server) -> None:
 
     def is_cold() -> bool:
         lines.extend(server.new_log_lines())
-        return any("session ivan went cold" in line for line in lines)
+        return any("session acme/ivan went cold" in line for line in lines)
 
-    server.wait_for(is_cold, 30, "compress a session")
+    server.wait_for(is_cold, 120, "compress a session")
     assert not any("heidi" in line for line in lines)  # it was idle before, and there is no room for it
 
 

@@ -262,6 +262,21 @@ def test_the_configuration_says_when(config: dict[str, Any], lead_s: float | Non
 # -- room ---------------------------------------------------------------------------------------------
 
 
+def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for(engine: Engine) -> None:
+    engine.compute(request("a", BLOCKS - SPARE + 1))
+    engine.compute(request("b", BLOCKS - SPARE))
+    engine.evict()
+    engine.compute(request("who asks", 1), prefetch=["a"])
+    assert engine.step() == []
+    engine.evict()
+    assert (engine.step(), engine.manager.prefetch_blocks(engine.now)) == ([], 0)
+    engine.compute(request("who asks", 1), prefetch=["b"])
+    assert engine.step() == []
+    engine.evict()
+    [load] = engine.step()
+    assert len(load.keys) == BLOCKS - SPARE
+
+
 def test_room_ends_where_a_session_is_hot_though_it_has_codes(engine: Engine) -> None:
     a, b = request("a", 5), request("b", 11)
     engine.compute(a)

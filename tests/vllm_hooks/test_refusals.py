@@ -1,11 +1,15 @@
 """What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
 
 import json
+from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import vllm
+from packaging.requirements import Requirement
+from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
@@ -14,7 +18,7 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.sessions.table import MemoryShape
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.support import check_supported, full_attention_spec
+from manthan.vllm_hooks.support import VLLM, check_supported, full_attention_spec
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -141,6 +145,27 @@ def test_transfer_roles(change: dict[str, str], why: str) -> None:
     for name, value in change.items():
         setattr(transfer, name, value)
     assert why in refusal(MODEL, kv_transfer_config=transfer)
+
+
+@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.33.0rc1", "0.33.1.dev7+g0123abc", "1.0"])
+def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    assert refusal(MODEL) == (
+        f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no other: "
+        "install vllm>=0.32,<0.33."
+    )
+
+
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.32.1.post1", "dev"])
+def test_patch_releases_of_vllm_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(vllm, "__version__", version)
+    kv = kv_transfer_config()
+    EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=kv, max_model_len=1024).create_engine_config()
+
+
+def test_what_is_installed_with_the_extra_is_served() -> None:
+    [wanted] = [r for r in map(Requirement, requires("manthan-kv") or []) if r.name == "vllm"]
+    assert wanted.specifier == SpecifierSet(VLLM)
 
 
 def test_several_kinds_of_kv_cache() -> None:

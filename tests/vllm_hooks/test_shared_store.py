@@ -2,10 +2,13 @@
 
 import os
 import shutil
+import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from redis_server import RedisServer, running
 from vllm import EngineArgs
@@ -13,8 +16,9 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec
 
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.shared_store import engine_name, namespace_of
+from manthan.vllm_hooks.shared_store import engine_name, make_store, namespace_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -124,3 +128,22 @@ def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, mo
     transfer = kv_transfer_config(cold_store="redis", redis={"url": redis_server.url})
     assert "do-not-carry-me" not in repr(transfer)
     assert load_config(env={"MANTHAN_REDIS_PASSWORD": "x"}).redis.password_env == "MANTHAN_REDIS_PASSWORD"
+
+
+def test_all_threads_of_a_worker_have_a_connection_at_once(redis_server: RedisServer) -> None:
+    """Eight that encode, one for restores, one for prefetches, and two that read ahead."""
+    flags = {"redis.url": redis_server.url, "redis.timeout_s": 5, "redis.connections": 2, "encode_threads": 8}
+    store = make_store(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0, 1, 8)
+    threads = 8 + 2 + 2
+    admin = redis_server.client
+    before = {client["id"] for client in admin.client_list()}
+    admin.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # so that none is done before all have begun
+    with ThreadPoolExecutor(threads) as pool:
+        puts = [pool.submit(store.put_all, {b"%d" % n: np.zeros(8, np.uint8)}) for n in range(threads)]
+        while len({client["id"] for client in admin.client_list()} - before) < threads and not any(
+            put.done() for put in puts
+        ):
+            time.sleep(0.02)
+        admin.execute_command("CLIENT", "UNPAUSE")
+    store.close()
+    assert [put.result() for put in puts] == [{}] * threads

@@ -3,6 +3,7 @@
 import hashlib
 from types import SimpleNamespace
 
+from examples import examples
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
@@ -102,5 +103,5 @@ class TwoPools(RuleBasedStateMachine):
         assert list(self.ours.keys()) == [None if one is None else get_block_hash(one) for one in hashes]
 
 
-TwoPools.TestCase.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTwoPools = TwoPools.TestCase

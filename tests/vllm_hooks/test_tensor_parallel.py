@@ -1,6 +1,5 @@
 """Two ranks: each keeps its own shard of heads, and a block is cold when both have said so."""
 
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -14,17 +13,14 @@ BOTH = pytest.mark.parametrize("rank", [0, 1])
 
 @pytest.fixture(scope="module")
 def pair(start_engine: Any) -> Iterator[Any]:
-    cores = sorted(os.sched_getaffinity(0))
-    with pytest.MonkeyPatch.context() as patch:  # a rank a core; by itself vLLM wants a NUMA node for each
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        yield from start_engine(
-            blocks=131,
-            ranks=2,
-            idle_after_s=0.5,
-            sweep_interval_s=0.1,
-            cold_store={"max_bytes": "64MiB"},
-            codec={"sink_tokens": 4, "window_tokens": 40},
-        )
+    yield from start_engine(
+        blocks=131,
+        ranks=2,
+        idle_after_s=0.5,
+        sweep_interval_s=0.1,
+        cold_store={"max_bytes": "64MiB"},
+        codec={"sink_tokens": 4, "window_tokens": 40},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -34,35 +30,32 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 def test_in_redis_each_rank_has_a_shard(start_engine: Any, redis_server: RedisServer, table) -> None:
     """Shards of a block lie side by side; one that is missing costs that block, and what follows it."""
-    cores = sorted(os.sched_getaffinity(0))
     prompt, right = table(5).question(3)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("VLLM_CPU_OMP_THREADS_BIND", f"{cores[0]}|{cores[-1]}")
-        for engine in start_engine(
-            blocks=131,
-            ranks=2,
-            idle_after_s=0.5,
-            sweep_interval_s=0.1,
-            cold_store={"kind": "redis", "max_bytes": "64MiB"},
-            redis={"url": redis_server.url},
-        ):
-            assert engine.ask(prompt, "duo").text == right
-            engine.wait_until_cold(1)
-            shards = sorted(redis_server.client.scan_iter("*:block:*"))
-            assert {name[-2:] for name in shards} == {":0", ":1"}
-            assert len(shards) % 2 == 0
-            answer = engine.ask(prompt, "duo")
-            assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
-            engine.wait_until_cold(1)
-            [chain] = redis_server.client.scan_iter("*:chain:duo")
-            third = redis_server.client.lindex(chain, 2)
-            [name] = redis_server.client.scan_iter(f"*:block:{{{third}}}:1")
-            redis_server.client.delete(name)
-            answer = engine.ask(prompt, "duo")
-            assert answer.text == right
-            assert engine.metric("manthan_failures_total", cause="missing") == 1
-            engine.wait_until_cold(1)
-            assert redis_server.client.exists(name)  # stored again, on both ranks
+    for engine in start_engine(
+        blocks=131,
+        ranks=2,
+        idle_after_s=0.5,
+        sweep_interval_s=0.1,
+        cold_store={"kind": "redis", "max_bytes": "64MiB"},
+        redis={"url": redis_server.url},
+    ):
+        assert engine.ask(prompt, "duo").text == right
+        engine.wait_until_cold(1)
+        shards = sorted(redis_server.client.scan_iter("*:block:*"))
+        assert {name[-2:] for name in shards} == {":0", ":1"}
+        assert len(shards) % 2 == 0
+        answer = engine.ask(prompt, "duo")
+        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+        engine.wait_until_cold(1)
+        [chain] = redis_server.client.scan_iter("*:chain:duo")
+        third = redis_server.client.lindex(chain, 2)
+        [name] = redis_server.client.scan_iter(f"*:block:{{{third}}}:1")
+        redis_server.client.delete(name)
+        answer = engine.ask(prompt, "duo")
+        assert answer.text == right
+        assert engine.metric("manthan_failures_total", cause="missing") == 1
+        engine.wait_until_cold(1)
+        assert redis_server.client.exists(name)  # stored again, on both ranks
 
 
 def stored_bytes(worker: Any) -> tuple[int, int]:

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
 
+from manthan.manager.config.sentences import must_be
 from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, parse_hints
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
@@ -141,7 +142,7 @@ def _tenant_in(header: str) -> str:
         return Hints(tenant=value).tenant
     except ValidationError:
         right = Hints.model_fields["tenant"].description
-        raise HintError(f"the header {header} must be {right}, not {reprlib.repr(value)}") from None
+        raise HintError(must_be(f"the header {header}", right, value, show=reprlib.repr)) from None
 
 
 # -- where requests are scheduled ---------------------------------------------------------------------

@@ -10,6 +10,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.registry import SPECS
 from manthan.manager.stores.cold_store import ColdStore, HostStore
+from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, exact_counts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
@@ -42,7 +43,7 @@ class WorkerHalf:
         self.path: WorkerPath | None = None
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        modules: dict[str, Any] = self._vllm_config.compilation_config.static_forward_context
+        modules: dict[str, Any] = attention_modules(self._vllm_config)
         spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         layers = probe_layers(kv_caches, modules, self._num_blocks, shape)

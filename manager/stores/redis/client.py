@@ -150,11 +150,12 @@ def password(config: RedisConfig) -> str | None:
     return os.environ.get(config.password_env) or None
 
 
-def connect(config: RedisConfig) -> Client:
+def connect(config: RedisConfig, threads: int = 1) -> Client:
     """A client whose commands end within their timeouts. Nothing is sent yet.
 
-    It is safe to use from several threads: one too many for the pool waits for a connection. The pools for Sentinel and
-    for a cluster's nodes would refuse it instead, so they have no limit but the threads. Raises ConfigError.
+    threads: how many will use it at once. Each has a connection of its own then, for one that waits for others' looks
+    as if the server did not answer; one too many for the pool waits all the same. The pools for Sentinel and for a
+    cluster's nodes would refuse it instead, so they have no limit but the threads. Raises ConfigError.
     """
     parts = urlsplit(config.url)
     scheme, _, kind = parts.scheme.partition("+")
@@ -193,7 +194,8 @@ def connect(config: RedisConfig) -> Client:
         tls = {"connection_class": redis.SSLConnection} if scheme == "rediss" else {}
         at = {"host": host, "port": port, "db": _db(parts.path.strip("/"), config), "socket_keepalive": True, **tls}
     options.pop("ssl", None)
-    pool = redis.BlockingConnectionPool(max_connections=config.connections, timeout=config.timeout_s, **at, **options)
+    most = max(config.connections, threads)
+    pool = redis.BlockingConnectionPool(max_connections=most, timeout=config.timeout_s, **at, **options)
     return redis.Redis(connection_pool=pool)
 
 

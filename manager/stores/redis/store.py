@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
+from manthan.manager.stores.arena import usable
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
 from manthan.manager.stores.redis.client import Circuit, Client, StoreOomError, pipelined
 from manthan.manager.stores.redis.index import BATCH, batches
@@ -20,6 +21,8 @@ BATCH_BYTES = 4 << 20
 """About what one pipeline moves."""
 FIRST_NBYTES = 256 << 10
 """What a block is taken for before one was seen."""
+AHEAD_THREADS = 2
+"""Threads of a store that fetch what is read next."""
 
 
 class RedisStore(ColdStore):
@@ -32,7 +35,7 @@ class RedisStore(ColdStore):
         self._client, self._circuit = client, circuit
         self.namespace, self._rank = namespace, rank
         self._ttl_ms = round(1250 * ttl_s)
-        self._ahead = ThreadPoolExecutor(2, "manthan-fetch")
+        self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
         self._nbytes = FIRST_NBYTES  # of a block, as the last ones were: those of one read are much alike
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
@@ -195,13 +198,14 @@ class TieredStore(ColdStore):
         return self.behind.room(nbytes)
 
     def _keep(self, group: int, key: bytes, buf: Buffer) -> None:
+        spare = self.ram.max_bytes - usable(self.ram.max_bytes)
         need = self.ram.room(buf.nbytes)
         with self._lock:
             self._order.pop((group, key), None)
             self.ram.drop(group, [key])
-            if need > self.ram.max_bytes:
+            if need + spare > self.ram.max_bytes:
                 return
-            while self._order and self.ram.available < need:
+            while self._order and self.ram.available < need + spare:
                 (of, oldest), _ = self._order.popitem(last=False)
                 self.ram.drop(of, [oldest])
             if not self.ram.put_all(group, {key: buf}):

@@ -1,0 +1,71 @@
+"""What all tests share: how property tests are tried, how tests are spread over processes, and servers."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import examples
+import pytest
+
+from manthan.benchmarks.server import VllmServer
+
+MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
+PURE = ("codec", "manager", "policies")
+"""Folders whose tests start no engine."""
+SHARE_SERVERS = (
+    *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py"),
+    *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
+)
+START_S = 600
+"""Long enough for a start beside all that other tests do."""
+
+examples.register()
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """What starts engines goes first: with several processes, none is left with the longest of them at the end."""
+    items.sort(key=lambda item: item.path.parent.name in PURE)
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With several processes a file's tests run in one, and those of all files that share servers too."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = super()._split_scope(nodeid)
+            return "servers" if file in SHARE_SERVERS else file
+
+    return ByServer(config, log)
+
+
+@pytest.fixture(scope="session")
+def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """`vllm serve` without Manthan, a pool of 64 blocks, 640 tokens at most."""
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
+    log = tmp_path_factory.mktemp("plain") / "log"
+    with VllmServer(MODEL, [*flags, "--enable-prompt-tokens-details"], log) as server:
+        server.wait_until_ready(START_S)
+        yield server
+        server.kill()  # a stop takes ten seconds
+
+
+SERVED = """
+{idle_after_s: 30, sweep_interval_s: 0.1, min_tokens: 64,
+ quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
+"""  # 26 blocks for pinned sessions
+
+
+@pytest.fixture(scope="session")
+def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """`vllm serve` with flags and a file that they go before, which takes tenants from a header."""
+    folder = tmp_path_factory.mktemp("manthan")
+    (folder / "manthan.yaml").write_text(SERVED)
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
+    flags += ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
+    flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
+    with VllmServer(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        server.wait_until_ready(START_S)
+        yield server
+        server.kill()

@@ -1,0 +1,20 @@
+"""A process that has imported vLLM, to fork engines from: each import takes seven seconds, and an engine needs two.
+
+Imported in that process, it has workers forked as well; the CPU build would import vLLM anew for each.
+"""
+
+import multiprocessing
+from multiprocessing.context import BaseContext
+
+import vllm.v1.engine.core
+import vllm.v1.executor.multiproc_executor as executor
+import vllm.v1.worker.cpu_worker  # noqa: F401
+
+import manthan.vllm_hooks.connector  # noqa: F401
+
+
+def forking() -> BaseContext:
+    return multiprocessing.get_context("fork")
+
+
+executor.get_mp_context = forking
