@@ -20,7 +20,15 @@ from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import (
+    FailedBlock,
+    GroupBlocks,
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    SpillBlock,
+    SpillResult,
+)
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
@@ -358,7 +366,7 @@ class GpuPath(WorkerPath):
     def _end_restore(self, ended: Restore) -> None:
         load, good = ended.load, self._good(ended)
         blocks = [(part.group, key) for part in load.parts for key in part.keys]
-        failed = [(*blocks[good], self._cause(ended, good))] if good < len(blocks) else []
+        failed = [FailedBlock(*blocks[good], self._cause(ended, good))] if good < len(blocks) else []
         nbytes, left = 0, good
         for chunk in ended.chunks:
             nbytes += chunk.nbytes * min(left, len(chunk.status))
@@ -377,7 +385,8 @@ class GpuPath(WorkerPath):
 
     def _model(self) -> torch.cuda.Event:
         """What the model's stream has been given up to now."""
-        return torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def _places(self, lane: Lane, exact: int) -> Places:
         """For as many blocks with so many exact tokens as fit into the staging buffer."""

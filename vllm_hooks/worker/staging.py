@@ -6,7 +6,7 @@ import torch
 
 from manthan.manager.stores.arena import Extent
 
-Places = Sequence[Sequence[Extent]]
+Places = Sequence[tuple[Extent, ...]]
 """The extents of each block of some."""
 
 
@@ -34,7 +34,7 @@ def pieces(sources: Places, targets: Places, nbytes: int) -> torch.Tensor:
     return torch.tensor(found, dtype=torch.int64).t().contiguous()
 
 
-def _pieces(source: Sequence[Extent], target: Sequence[Extent], left: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
     """Of one block: a piece ends where an extent of either side does."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)
