@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -28,7 +29,7 @@ def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
     """Put blocks into what is taken for them."""
     taken, demotions = tiers.take(nbytes, len(keys))
     for key, one in zip(keys, taken, strict=True):
-        tiers.put(one.tier, [((0, key), Stored(one.extents, nbytes, 0, 0))])
+        tiers.put(one.tier, {(0, key): Stored(one.extents, nbytes, 0, 0)})
     return demotions
 
 
@@ -150,7 +151,7 @@ class TierMachine(RuleBasedStateMachine):
         if real:
             self.bytes[name] = self.rng.randbytes(real)
             write(taken, self.bytes[name])
-            self.tiers.put(taken.tier, [(name, Stored(taken.extents, real, real % 2, real))])
+            self.tiers.put(taken.tier, {name: Stored(taken.extents, real, real % 2, real)})
         else:
             taken.tier.arena.free(taken.extents)
 
@@ -222,7 +223,7 @@ def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Exte
 
 
 TestTiers = TierMachine.TestCase
-TestTiers.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTiers.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -184,7 +185,7 @@ class GpuPath(WorkerPath):
         if not demotions or device is None or host is None:
             return
         with torch.cuda.stream(stream):
-            for nbytes, some in groupby(demotions, lambda demotion: demotion.nbytes):
+            for nbytes, some in groupby(demotions, attrgetter("nbytes")):
                 moved = list(some)
                 sources, targets = [move.source for move in moved], [move.target for move in moved]
                 _copy(device.codes, sources, host.codes, targets, nbytes)
@@ -193,16 +194,13 @@ class GpuPath(WorkerPath):
     def _encodings(self, exact: int, spills: Sequence[SpillBlock], taken: Sequence[Taken]) -> Iterator[Encoding]:
         """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
         nbytes, start = self.codec.form(exact).nbytes, 0
-        for (tier, in_place), some in groupby(taken, lambda one: (one.tier, self._is_in_place(one))):
+        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
             step = len(places) if in_place else len(self._spill_lane.staging.places(nbytes))
             for first in range(0, len(places), step):
                 part = places[first : first + step]
                 yield Encoding(spills[start : start + len(part)], tier, part, in_place, nbytes)
                 start += len(part)
-
-    def _is_in_place(self, taken: Taken) -> bool:
-        return taken.tier is self.tiers.device and len(taken.extents) == 1
 
     def _encode(self, encoding: Encoding) -> None:
         spills, tier, places, in_place, nbytes = encoding
@@ -237,14 +235,12 @@ class GpuPath(WorkerPath):
         """What was encoded is in its tier now."""
         spills, tier, places, _, nbytes = encoding
         taken, pairs = room(nbytes), list(zip(spills, places, statuses, strict=True))
-        self.tiers.put(
-            tier,
-            [
-                ((spill.group, spill.key), Stored(place, nbytes, spill.exact, spill.first_token))
-                for spill, place, status in pairs
-                if status == GOOD
-            ],
-        )
+        stored = {
+            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token)
+            for spill, place, status in pairs
+            if status == GOOD
+        }
+        self.tiers.put(tier, stored)
         for _, place, status in pairs:
             if status != GOOD:
                 tier.arena.free(place)
@@ -365,8 +361,10 @@ class GpuPath(WorkerPath):
 
     def _end_restore(self, ended: Restore) -> None:
         load, good = ended.load, self._good(ended)
-        blocks = [(part.group, key) for part in load.parts for key in part.keys]
-        failed = [FailedBlock(*blocks[good], self._cause(ended, good))] if good < len(blocks) else []
+        failed = []
+        if good < sum(len(part.keys) for part in load.parts):
+            blocks = [(part.group, key) for part in load.parts for key in part.keys]
+            failed.append(FailedBlock(*blocks[good], self._cause(ended, good)))
         nbytes, left = 0, good
         for chunk in ended.chunks:
             nbytes += chunk.nbytes * min(left, len(chunk.status))

@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -80,17 +80,17 @@ class Tier:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def __contains__(self, name: Name) -> bool:
-        return name in self._blocks
+    def put(self, blocks: Mapping[Name, Stored]) -> None:
+        """Blocks that are not here yet are in the extents that were allocated for them.
 
-    def put(self, name: Name, stored: Stored) -> None:
-        """A block that is not here yet is in the extents that were allocated for it.
-
-        What was allocated beyond its bytes is free again.
+        What was allocated beyond a block's bytes is free again.
         """
-        if sum(size for _, size in stored.extents) >= stored.nbytes + GRANULE:
-            stored = stored._replace(extents=self.arena.shrink(stored.extents, stored.nbytes))
-        self._blocks[name] = stored
+        for name, stored in blocks.items():
+            extents = stored.extents
+            taken = extents[0].nbytes if len(extents) == 1 else sum(size for _, size in extents)
+            if taken - stored.nbytes >= GRANULE:
+                stored = stored._replace(extents=self.arena.shrink(extents, stored.nbytes))
+            self._blocks[name] = stored
 
     def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
@@ -121,10 +121,10 @@ class Tier:
         """The block that was not used for longest."""
         return next(iter(self._blocks.items()), None)
 
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks; unknown keys are ignored."""
-        for key in keys:
-            stored = self._blocks.pop((group, key), None)
+    def drop(self, names: Iterable[Name]) -> None:
+        """Remove blocks; unknown names are ignored."""
+        for name in names:
+            stored = self._blocks.pop(name, None)
             if stored is not None:
                 self.arena.free(stored.extents)
 
@@ -151,10 +151,11 @@ class Demotion(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Room for a new block."""
+    """Room for a new block. in_place: it can be encoded there, rather than in a staging buffer."""
 
     tier: Tier
     extents: tuple[Extent, ...]
+    in_place: bool
 
 
 class Run(NamedTuple):
@@ -197,13 +198,11 @@ class Tiers:
                 return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
         return None
 
-    def put(self, tier: Tier, blocks: Iterable[tuple[Name, Stored]]) -> None:
+    def put(self, tier: Tier, blocks: Mapping[Name, Stored]) -> None:
         """Blocks are in the room that was taken for them, and in no tier where they were before."""
-        for name, stored in blocks:
-            for other in self.all:
-                if name in other:
-                    other.drop(name[0], [name[1]])
-            tier.put(name, stored)
+        for other in self.all:
+            other.drop(blocks)
+        tier.put(blocks)
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks move down before all others, in this order."""
@@ -211,7 +210,7 @@ class Tiers:
 
     def drop(self, group: int, keys: Sequence[bytes]) -> None:
         for tier in self.all:
-            tier.drop(group, keys)
+            tier.drop(zip(repeat(group), keys))
 
     def clear(self) -> None:
         for tier in self.all:
@@ -232,10 +231,10 @@ class Tiers:
         while extents is None and nbytes <= arena.nbytes and self._demote(demotions):
             extents = arena.allocate(nbytes)
         if extents is not None:
-            return Taken(self.first, extents)
+            return Taken(self.first, extents, self.first is self.device and len(extents) == 1)
         if self.host is None or self.host is self.first or (extents := self.host.arena.allocate(nbytes)) is None:
             return None
-        return Taken(self.host, extents)
+        return Taken(self.host, extents, False)
 
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host; whether there was one, and room for it."""
@@ -245,7 +244,7 @@ class Tiers:
         target = self.host.arena.allocate(stored.nbytes)
         if target is None:
             return False
-        self.first.drop(name[0], [name[1]])
-        self.host.put(name, stored._replace(extents=target))
+        self.first.drop([name])
+        self.host.put({name: stored._replace(extents=target)})
         demotions.append(Demotion(name, stored.extents, target, stored.nbytes))
         return True
