@@ -5,9 +5,9 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
+import gpu_worker
 import pytest
 from gpu_ways import WAYS
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, running
 
 
@@ -18,24 +18,6 @@ def way(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
         yield request.param, engine
 
 
-def tiers_of(worker: Any) -> dict[str, tuple[int, int, int]]:
-    """For each tier: blocks in it, slots that are free, slots in all."""
-    tiers = get_kv_transfer_group().worker.path.tiers
-    both = {"device": tiers.device, "host": tiers.host}
-    return {name: (len(t.slots), t.slots.free, len(t.codes)) for name, t in both.items() if t is not None}
-
-
-def path_of(worker: Any) -> str:
-    return type(get_kv_transfer_group().worker.path).__name__
-
-
-def damage(worker: Any) -> None:
-    """One byte of one block in the first tier changes."""
-    tier = get_kv_transfer_group().worker.path.tiers.first
-    slot = list(tier.slots._of.values())[3]
-    tier.codes[slot, 5000] ^= 1
-
-
 def gpu_memory(worker: Any) -> int:
     import torch
 
@@ -44,7 +26,7 @@ def gpu_memory(worker: Any) -> int:
 
 def test_every_session_returns_with_the_right_answer(way: tuple[str, Engine]) -> None:
     name, engine = way
-    assert engine.on_worker(path_of) == ("HostPath" if name == "numpy" else "GpuPath")
+    assert engine.on_worker(gpu_worker.path_name) == ("HostPath" if name == "numpy" else "GpuPath")
     tables = [Table(seed) for seed in range(6)]
     for n, table in enumerate(tables):
         prompt, right = table.question(0)
@@ -72,8 +54,8 @@ def test_the_device_spills_to_the_host(way: tuple[str, Engine]) -> None:
     for n, table in enumerate(tables):
         engine.ask(table.question(0)[0], f"spill {n}")
     engine.wait_until_cold(6)
-    tiers = engine.on_worker(tiers_of)
-    assert tiers["device"][0] == tiers["device"][2] == 60
+    tiers = engine.on_worker(gpu_worker.tiers)
+    assert tiers["device"][:2] == (60, 0)
     assert tiers["host"][0] >= 6 * 17 - 60
     for n, table in enumerate(tables):
         prompt, right = table.question(3)
@@ -89,7 +71,7 @@ def test_damaged_codes_are_recomputed(way: tuple[str, Engine]) -> None:
     prompt, right = Table(50).question(5)
     engine.ask(prompt, "damaged")
     engine.wait_until_cold(1)
-    engine.on_worker(damage)
+    engine.on_worker(gpu_worker.damage, 0)
     before = engine.metric("manthan_failures_total", cause="checksum")
     assert engine.ask(prompt, "damaged").text == right
     engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == before + 1, "a counted failure")
@@ -127,6 +109,6 @@ def test_a_thousand_returns_under_load_leave_nothing_behind(way: tuple[str, Engi
     assert engine.metric("manthan_evictions_total") - evictions >= rounds / 4
     engine.start_afresh()
     if name != "numpy":
-        assert all(used == 0 and free == slots for used, free, slots in engine.on_worker(tiers_of).values())
+        assert all(blocks == 0 and free == size for blocks, free, size in engine.on_worker(gpu_worker.tiers).values())
     assert engine.on_worker(gpu_memory) <= memory + (1 << 20)
     assert engine.ask(Table(1).question(1)[0]).text == Table(1).question(1)[1]

@@ -92,15 +92,16 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
         drops = [key for key in stored if rng.random() < 0.03]
         for key in drops:
             del stored[key]
-        metadata = ManthanMetadata(drops=[GroupKeys(GROUP, drops)], model_rests=rng.random() < 0.3)
+        loads, go_first = [], []
         if stored and len(free) > 40 and rng.random() < 0.7:
             keys = rng.sample(sorted(stored), min(len(stored), rng.randrange(1, 30)))
             targets = [free.pop(rng.randrange(len(free))) for _ in keys]
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
-            metadata.loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
+            loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
         if rng.random() < 0.3 and stored:
-            metadata.go_first.append(GroupKeys(GROUP, rng.sample(sorted(stored), min(3, len(stored)))))
-        path.submit_loads(metadata)
+            go_first.append(GroupKeys(GROUP, rng.sample(sorted(stored), min(3, len(stored)))))
+        rests = rng.random() < 0.3
+        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], go_first, loads=loads, model_rests=rests))
         spills = []
         for _ in range(rng.randrange(6)):
             key = rng.randbytes(32)

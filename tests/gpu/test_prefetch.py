@@ -3,11 +3,10 @@
 import asyncio
 import random
 from collections.abc import Iterator
-from typing import Any
 
+import gpu_worker
 import pytest
 from gpu_ways import WAYS
-from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine, Table, running
 
 
@@ -20,24 +19,6 @@ def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
 @pytest.fixture(autouse=True)
 def _afresh(engine: Engine) -> None:
     engine.start_afresh()
-
-
-def damage(worker: Any) -> None:
-    """One byte of one block changes."""
-    path = get_kv_transfer_group().worker.path
-    if hasattr(path, "tiers"):
-        tier = path.tiers.first
-        tier.codes[list(tier.slots._of.values())[5], 5000] ^= 1
-    else:
-        key = list(path.store._blocks)[5]
-        path.store._blocks[key] = path.store._blocks[key].copy()
-        path.store._blocks[key][5000] ^= 1
-
-
-def free_slots(worker: Any) -> list[tuple[int, int]]:
-    """For each tier: slots that are free, slots in all."""
-    tiers = getattr(get_kv_transfer_group().worker.path, "tiers", None)
-    return [] if tiers is None else [(tier.slots.free, len(tier.codes)) for tier in tiers._all]
 
 
 def total(engine: Engine, name: str) -> float:
@@ -66,7 +47,7 @@ def test_damaged_codes_are_recomputed(engine: Engine) -> None:
     engine.ask(prompt, "damaged")
     engine.wait_until_cold(1)
     failures = engine.metric("manthan_failures_total", cause="checksum")
-    engine.on_worker(damage)
+    engine.on_worker(gpu_worker.damage, 0)
     engine.ask("x", prefetch="damaged")
     engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == failures + 1, "a failure")
     assert engine.ask(prompt, "damaged").text == right
@@ -95,7 +76,7 @@ def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> Non
     assert total(engine, "prefetches") > prefetches + 10
     assert engine.failures() == failures
     engine.start_afresh()
-    assert all(free == slots for free, slots in engine.on_worker(free_slots))
+    assert engine.on_worker(gpu_worker.stored) == 0
 
 
 def test_a_reset_meanwhile_leaves_nothing(engine: Engine) -> None:

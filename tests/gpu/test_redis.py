@@ -3,12 +3,12 @@
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import gpu_worker
 import pytest
 import xxhash
 from redis_server import RedisServer
 from redis_server import running as redis_running
-from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm_engine import Engine, Table, running
+from vllm_engine import BLOCK, Engine, Table, running
 
 
 @pytest.fixture(scope="module")
@@ -26,10 +26,6 @@ def start(redis_server: RedisServer) -> Callable[..., Iterator[Engine]]:
     return start_one
 
 
-def blocks_of(worker: Any) -> str:
-    return type(get_kv_transfer_group().worker.path.blocks).__name__
-
-
 def ask_all(engine: Engine, seeds: range, index: int, least: float) -> None:
     """Everybody asks for an entry of his table, and gets the right answer, with that share of full blocks restored."""
     for seed in seeds:
@@ -45,7 +41,7 @@ def test_sessions_return_at_the_same_engine_and_at_the_next(
 ) -> None:
     redis_server.client.flushall()
     for engine in start(kind):
-        assert engine.on_worker(blocks_of) == "PagedBlocks"
+        assert engine.on_worker(gpu_worker.blocks_name) == "PagedBlocks"
         ask_all(engine, range(6), 0, 0)
         engine.wait_until_cold(6)
         ask_all(engine, range(6), 0, 0.95)
@@ -65,8 +61,33 @@ def test_codes_of_the_kernels_are_read_by_numpy(
         ask_all(engine, range(3), 0, 0)
         engine.wait_until_cold(3)
     for engine in start("redis", backend="numpy"):
-        assert engine.on_worker(blocks_of) == "DeviceBlocks"
+        assert engine.on_worker(gpu_worker.blocks_name) == "CpuBlocks"
         ask_all(engine, range(3), 0, 0.95)
+        assert engine.failures() == 0
+
+
+@pytest.mark.parametrize("kind", ["redis", "tiered"])
+@pytest.mark.parametrize("backend", ["cuda", "numpy"])
+def test_first_and_last_tokens_come_back_bit_for_bit(
+    start: Callable[..., Iterator[Engine]], redis_server: RedisServer, kind: str, backend: str
+) -> None:
+    """Kernels write them, and kernels or numpy read them, at another engine."""
+    redis_server.client.flushall()
+    codec, (prompt, right) = {"sink_tokens": 4, "window_tokens": 40}, Table(7).question(3)
+    for engine in start(kind, codec=codec):
+        assert engine.ask(prompt, "exact").text == right
+        whole, beginnings = (set(engine.on_worker(gpu_worker.digests, tokens)) for tokens in (BLOCK, 4))
+        engine.wait_until_cold(1)
+        assert engine.metric("manthan_exact_blocks") == 3
+        encoded = engine.metric("manthan_encoded_blocks_total")
+    for engine in start(kind, codec=codec, backend=backend):
+        empty, no_beginnings = (set(engine.on_worker(gpu_worker.digests, tokens)) for tokens in (BLOCK, 4))
+        assert engine.ask(prompt, "exact").text == right
+        restored = engine.metric("manthan_restored_blocks_total")
+        computed = int(encoded - restored)
+        assert computed <= 1 < 15 < restored
+        assert len(set(engine.on_worker(gpu_worker.digests, BLOCK)) & whole - empty) == 2 - computed
+        assert len(set(engine.on_worker(gpu_worker.digests, 4)) & beginnings - no_beginnings) == 3 - computed
         assert engine.failures() == 0
 
 

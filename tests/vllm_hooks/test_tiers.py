@@ -7,6 +7,7 @@ from itertools import pairwise
 import numpy as np
 import pytest
 import torch
+from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
@@ -26,9 +27,9 @@ def tier(nbytes: int) -> Tier:
 
 def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
     """Put blocks into what is taken for them."""
-    taken, demotions = tiers.take([nbytes] * len(keys))
+    taken, demotions = tiers.take(nbytes, len(keys))
     for key, one in zip(keys, taken, strict=True):
-        tiers.put((0, key), one.tier, Stored(one.extents, nbytes, 0, 0))
+        tiers.put(one.tier, {(0, key): Stored(one.extents, nbytes, 0, 0)})
     return demotions
 
 
@@ -49,13 +50,13 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert tiers.device.run(0, [b"c"], True)[0].extents == source
     assert len(tiers.find(0, [b"a", b"b"]).blocks) == 1  # a run ends where its tier does
     keep(tiers, b"d")
-    assert tiers.take([1])[0] == [None]
+    assert tiers.take(1, 2) == ([], [])
     assert tiers.used == 4 * GRANULE
     tiers.drop(0, [b"b", b"d"])
     tiers.drop(1, [b"c"])  # another group's
     assert tiers.find(0, [b"b"]) is None
     assert has(tiers.host, b"c")
-    assert tiers.take([1])[0] != [None]
+    assert len(tiers.take(1, 1)[0]) == 1
     tiers.clear()
     assert tiers.used == GRANULE  # what was taken and never put
 
@@ -69,22 +70,22 @@ def test_as_many_blocks_move_as_a_large_one_needs() -> None:
 
 def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
     tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
-    taken, demotions = tiers.take([GRANULE] * 6)
-    assert [t and t.tier for t in taken] == [tiers.device] * 2 + [tiers.host] * 3 + [None]
+    taken, demotions = tiers.take(GRANULE, 6)
+    assert [one.tier for one in taken] == [tiers.device] * 2 + [tiers.host] * 3
     assert demotions == []
 
 
 def test_what_never_fits_the_device_moves_nothing() -> None:
     tiers = Tiers(tier(2 * GRANULE), tier(8 * GRANULE))
     keep(tiers, b"a", b"b")
-    [taken], demotions = tiers.take([3 * GRANULE])
+    [taken], demotions = tiers.take(3 * GRANULE, 1)
     assert (taken.tier, demotions) == (tiers.host, [])
 
 
 def test_one_tier_is_full_when_it_is_full() -> None:
     tiers = Tiers(None, tier(GRANULE))
     assert keep(tiers, b"a") == []
-    assert tiers.take([1]) == ([None], [])
+    assert tiers.take(1, 1) == ([], [])
 
 
 def test_a_block_that_is_stored_again_is_in_one_tier() -> None:
@@ -130,18 +131,16 @@ class TierMachine(RuleBasedStateMachine):
     names = st.tuples(st.integers(0, 1), st.integers(0, 12).map(lambda n: bytes([n])))
     sizes = st.integers(1, 6 * GRANULE)
 
-    @rule(orders=st.lists(st.tuples(names, sizes), min_size=1, max_size=4))
-    def take(self, orders: list[tuple[tuple[int, bytes], int]]) -> None:
+    @rule(names=st.lists(names, min_size=1, max_size=4), nbytes=sizes)
+    def take(self, names: list[tuple[int, bytes]], nbytes: int) -> None:
         used = self.tiers.used
-        found, demotions = self.tiers.take(nbytes for _, nbytes in orders)
+        found, demotions = self.tiers.take(nbytes, len(names))
         for move in demotions:
             copy(self.tiers.device, move.source, self.tiers.host, move.target, move.nbytes)
-        for (name, nbytes), taken in zip(orders, found, strict=True):
-            assert taken is not None or used + room(nbytes) > self.usable  # what was promised is kept
-            used += room(nbytes) if taken else 0
-            if taken is not None:
-                self.taken.append((name, taken, nbytes))
+        used += len(found) * room(nbytes)
         assert self.tiers.used == used
+        assert len(found) == len(names) or used + room(nbytes) > self.usable  # what was promised is kept
+        self.taken += [(name, taken, nbytes) for name, taken in zip(names, found, strict=False)]
 
     @precondition(lambda self: self.taken)
     @rule(data=st.data())
@@ -152,7 +151,7 @@ class TierMachine(RuleBasedStateMachine):
         if real:
             self.bytes[name] = self.rng.randbytes(real)
             write(taken, self.bytes[name])
-            self.tiers.put(name, taken.tier, Stored(taken.extents, real, len(self.bytes[name]) % 2, real))
+            self.tiers.put(taken.tier, {name: Stored(taken.extents, real, real % 2, real)})
         else:
             taken.tier.arena.free(taken.extents)
 
@@ -224,7 +223,7 @@ def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Exte
 
 
 TestTiers = TierMachine.TestCase
-TestTiers.settings = settings(max_examples=100, stateful_step_count=40, deadline=None)
+TestTiers.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
 
 
 @given(st.data())

@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
+from operator import attrgetter
 from typing import NamedTuple
 
 import torch
@@ -20,7 +21,15 @@ from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import (
+    FailedBlock,
+    GroupBlocks,
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    SpillBlock,
+    SpillResult,
+)
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
@@ -42,13 +51,6 @@ class Lane:
         self.stream = torch.cuda.Stream(device, priority=priority)
 
 
-class Kept(NamedTuple):
-    """A block that is being encoded, and the room for its codes."""
-
-    spill: SpillBlock
-    taken: Taken
-
-
 @dataclass
 class Chunk:
     """A part of a job. status: int32 [n], pinned, valid once `checked` is reached. done: all work on it has ended.
@@ -60,8 +62,18 @@ class Chunk:
     nbytes: int
 
 
+class Encoding(NamedTuple):
+    """Blocks that are encoded together, and the room in a tier for the codes of each. in_place: they are made there."""
+
+    spills: Sequence[SpillBlock]
+    tier: Tier
+    places: Places
+    in_place: bool
+    nbytes: int
+
+
 class Spill(NamedTuple):
-    kept: Sequence[Kept]
+    encoding: Encoding
     chunk: Chunk
     began: float
 
@@ -118,25 +130,29 @@ class GpuPath(WorkerPath):
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
-        spills = metadata.spills
-        if not spills:
+        encodings: list[Encoding] = []
+        demotions: list[Demotion] = []
+        for exact, spills in _by_form(metadata.spills).items():
+            taken, moved = self.tiers.take(self.codec.form(exact).nbytes, len(spills))
+            encodings += self._encodings(exact, spills, taken)
+            demotions += moved
+            refused = spills[len(taken) :]
+            self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
+        if not (encodings or demotions):
             return
-        taken, demotions = self.tiers.take(self.codec.form(spill.exact).nbytes for spill in spills)
-        refused = [spill for spill, room in zip(spills, taken, strict=True) if room is None]
-        self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
-        kept = [Kept(spill, room) for spill, room in zip(spills, taken, strict=True) if room is not None]
         try:
             self._make_room(demotions)
         except Exception as error:
             for demotion in demotions:
                 self.tiers.drop(demotion.name[0], [demotion.name[1]])
-            self._fail(kept, error)
+            for encoding in encodings:
+                self._fail(encoding, error)
             return
-        for run in self._runs_of(kept):
+        for encoding in encodings:
             try:
-                self._encode(run)
+                self._encode(encoding)
             except Exception as error:  # whatever it is costs these blocks, not the model's thread
-                self._fail(run, error)
+                self._fail(encoding, error)
 
     def take_finished_loads(self) -> set[str]:
         """Polls; vLLM asks for this first in every step."""
@@ -169,71 +185,79 @@ class GpuPath(WorkerPath):
         if not demotions or device is None or host is None:
             return
         with torch.cuda.stream(stream):
-            for nbytes, some in groupby(demotions, lambda demotion: demotion.nbytes):
+            for nbytes, some in groupby(demotions, attrgetter("nbytes")):
                 moved = list(some)
                 sources, targets = [move.source for move in moved], [move.target for move in moved]
                 _copy(device.codes, sources, host.codes, targets, nbytes)
             self._demoted = stream.record_event()
 
-    def _runs_of(self, kept: Sequence[Kept]) -> Iterator[list[Kept]]:
-        """Blocks that are encoded together: into the same tier, in place or not, with as many exact tokens."""
-        by_kind: dict[tuple[Tier, bool, int], list[Kept]] = {}
-        for one in kept:
-            kind = one.taken.tier, self._is_in_place(one.taken), one.spill.exact
-            by_kind.setdefault(kind, []).append(one)
-        for (_, in_place, exact), blocks in by_kind.items():
-            step = len(blocks) if in_place else len(self._places(self._spill_lane, exact))
-            for start in range(0, len(blocks), step):
-                yield blocks[start : start + step]
+    def _encodings(self, exact: int, spills: Sequence[SpillBlock], taken: Sequence[Taken]) -> Iterator[Encoding]:
+        """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
+        nbytes, start = self.codec.form(exact).nbytes, 0
+        for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
+            places = [one.extents for one in some]
+            step = len(places) if in_place else len(self._spill_lane.staging.places(nbytes))
+            for first in range(0, len(places), step):
+                part = places[first : first + step]
+                yield Encoding(spills[start : start + len(part)], tier, part, in_place, nbytes)
+                start += len(part)
 
-    def _encode(self, run: Sequence[Kept]) -> None:
-        began, lane, tier, exact = time.monotonic(), self._spill_lane, run[0].taken.tier, run[0].spill.exact
-        extents, in_place = [one.taken.extents for one in run], self._is_in_place(run[0].taken)
-        places = extents if in_place else self._places(lane, exact)[: len(run)]
-        codes = tier.codes if in_place else lane.staging.codes
-        keys, _, block_ids, first_tokens, _ = zip(*(one.spill for one in run), strict=True)
+    def _encode(self, encoding: Encoding) -> None:
+        spills, tier, places, in_place, nbytes = encoding
+        began, lane = time.monotonic(), self._spill_lane
+        codes, ours = (
+            (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
+        )
+        keys, _, block_ids, first_tokens, (exact, *_) = zip(*spills, strict=True)
         with torch.cuda.stream(lane.stream):
-            batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in places])
+            batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
             self.codec.encode(batch, codes)
             if not in_place:
-                _copy(codes, places, tier.codes, extents, self.codec.form(exact).nbytes)
-            self._spills.append(Spill(run, self._chunk(batch, lane.stream), began))
-
-    def _is_in_place(self, taken: Taken) -> bool:
-        return taken.tier is self.tiers.device and len(taken.extents) == 1
+                _copy(codes, ours, tier.codes, places, nbytes)
+            self._spills.append(Spill(encoding, self._chunk(batch, lane.stream), began))
 
     def _end_spills(self) -> None:
         """Report those whose codes are there."""
         while self._spills:
-            kept, chunk, began = self._spills[0]
+            encoding, chunk, began = self._spills[0]
             try:
                 if not chunk.done.query():
                     return
                 statuses = chunk.status.tolist()
             except Exception as error:
                 self._spills.popleft()
-                self._fail(kept, error)
+                self._fail(encoding, error)
                 continue
             self._spills.popleft()
-            seconds = (time.monotonic() - began) / len(kept)
-            results = [self._put(*pair, chunk.nbytes, seconds) for pair in zip(kept, statuses, strict=True)]
-            self._spilled(results)
+            self._put(encoding, statuses, (time.monotonic() - began) / len(statuses))
 
-    def _put(self, one: Kept, status: int, nbytes: int, seconds: float) -> SpillResult:
-        """Put a block into its tier if it was encoded."""
-        spill, (tier, extents) = one
-        if status != GOOD:
-            tier.arena.free(extents)
-            return SpillResult(spill.key, spill.group, "encode", seconds)
-        stored = Stored(extents, nbytes, spill.exact, spill.first_token)
-        self.tiers.put((spill.group, spill.key), tier, stored)
-        return SpillResult(spill.key, spill.group, None, seconds, room(nbytes))
+    def _put(self, encoding: Encoding, statuses: Sequence[int], seconds: float) -> None:
+        """What was encoded is in its tier now."""
+        spills, tier, places, _, nbytes = encoding
+        taken, pairs = room(nbytes), list(zip(spills, places, statuses, strict=True))
+        stored = {
+            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token)
+            for spill, place, status in pairs
+            if status == GOOD
+        }
+        self.tiers.put(tier, stored)
+        for _, place, status in pairs:
+            if status != GOOD:
+                tier.arena.free(place)
+        self._spilled(
+            [
+                SpillResult(spill.key, spill.group, None, seconds, taken)
+                if status == GOOD
+                else SpillResult(spill.key, spill.group, "encode", seconds)
+                for spill, _, status in pairs
+            ]
+        )
 
-    def _fail(self, kept: Sequence[Kept], error: Exception) -> None:
+    def _fail(self, encoding: Encoding, error: Exception) -> None:
         logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
-        for one in kept:
-            one.taken.tier.arena.free(one.taken.extents)
-        self._spilled([SpillResult(one.spill.key, one.spill.group, "internal", 0.0) for one in kept])
+        for place in encoding.places:
+            encoding.tier.arena.free(place)
+        self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in encoding.spills])
 
     # -- restore --------------------------------------------------------------------------------------
 
@@ -337,8 +361,10 @@ class GpuPath(WorkerPath):
 
     def _end_restore(self, ended: Restore) -> None:
         load, good = ended.load, self._good(ended)
-        blocks = [(part.group, key) for part in load.parts for key in part.keys]
-        failed = [(*blocks[good], self._cause(ended, good))] if good < len(blocks) else []
+        failed = []
+        if good < sum(len(part.keys) for part in load.parts):
+            blocks = [(part.group, key) for part in load.parts for key in part.keys]
+            failed.append(FailedBlock(*blocks[good], self._cause(ended, good)))
         nbytes, left = 0, good
         for chunk in ended.chunks:
             nbytes += chunk.nbytes * min(left, len(chunk.status))
@@ -357,7 +383,8 @@ class GpuPath(WorkerPath):
 
     def _model(self) -> torch.cuda.Event:
         """What the model's stream has been given up to now."""
-        return torch.cuda.current_stream(self._device).record_event()
+        event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
+        return event
 
     def _places(self, lane: Lane, exact: int) -> Places:
         """For as many blocks with so many exact tokens as fit into the staging buffer."""
@@ -379,6 +406,14 @@ class GpuPath(WorkerPath):
                     batch = self.codec.batch(exact, [b""] * len(none), none, none, [place[0].start for place in places])
                     self.codec.encode(batch, lane.staging.codes)
                     self._chunk(batch, lane.stream).done.synchronize()
+
+
+def _by_form(spills: Sequence[SpillBlock]) -> dict[int, list[SpillBlock]]:
+    """By how many first tokens are kept exact."""
+    found: dict[int, list[SpillBlock]] = {}
+    for spill in spills:
+        found.setdefault(spill.exact, []).append(spill)
+    return found
 
 
 def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: int) -> None:

@@ -104,7 +104,9 @@ class PagedBlocks(Blocks):
             front = wire.peek(buf)
         except WireError as error:
             return error.cause
-        kind, *_, tokens, _, _ = wire.ENTRY.unpack_from(buf, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
+        kind, *_, tokens, _, _ = (
+            wire.ENTRY.unpack_from(buf.data, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
+        )
         exact = tokens if kind == SectionKind.BOTH else 0
         fits = exact <= self.codec.layout.tokens and self.codec.form(exact).nbytes == len(buf)
         return (exact, front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause

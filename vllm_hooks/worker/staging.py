@@ -6,7 +6,7 @@ import torch
 
 from manthan.manager.stores.arena import Extent
 
-Places = Sequence[Sequence[Extent]]
+Places = Sequence[tuple[Extent, ...]]
 """The extents of each block of some."""
 
 
@@ -27,14 +27,14 @@ class Staging:
 
 def pieces(sources: Places, targets: Places, nbytes: int) -> torch.Tensor:
     """How to copy blocks of so many bytes each: int64 [3, n], where pieces begin, where they go, and their sizes."""
-    if all(len(source) == len(target) == 1 for source, target in zip(sources, targets, strict=True)):
-        starts = [source[0][0] for source in sources], [target[0][0] for target in targets]
-        return torch.tensor([*starts, [nbytes] * len(sources)], dtype=torch.int64).view(3, -1)
+    if max(map(len, sources)) == max(map(len, targets)) == 1:
+        starts = [source[0].start for source in sources], [target[0].start for target in targets]
+        return torch.tensor([*starts, [nbytes] * len(sources)], dtype=torch.int64)
     found = [piece for pair in zip(sources, targets, strict=True) for piece in _pieces(*pair, nbytes)]
     return torch.tensor(found, dtype=torch.int64).t().contiguous()
 
 
-def _pieces(source: Sequence[Extent], target: Sequence[Extent], left: int) -> Iterator[tuple[int, int, int]]:
+def _pieces(source: tuple[Extent, ...], target: tuple[Extent, ...], left: int) -> Iterator[tuple[int, int, int]]:
     """Of one block: a piece ends where an extent of either side does."""
     froms, tos = iter(source), iter(target)
     (at, here), (to, there) = next(froms), next(tos)

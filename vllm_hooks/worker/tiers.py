@@ -2,7 +2,7 @@
 
 import time
 from collections import OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
@@ -11,7 +11,7 @@ from vllm.logger import init_logger
 from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import Arena, Extent
+from manthan.manager.stores.arena import GRANULE, Arena, Extent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
@@ -80,26 +80,28 @@ class Tier:
     def __len__(self) -> int:
         return len(self._blocks)
 
-    def put(self, name: Name, stored: Stored) -> None:
-        """A block is in the extents that were allocated for it. One that is there already under its name is replaced.
+    def put(self, blocks: Mapping[Name, Stored]) -> None:
+        """Blocks that are not here yet are in the extents that were allocated for them.
 
-        What was allocated beyond its bytes is free again.
+        What was allocated beyond a block's bytes is free again.
         """
-        self._remove(name)
-        extents = self.arena.shrink(stored.extents, stored.nbytes)
-        self._blocks[name] = stored._replace(extents=extents)
+        for name, stored in blocks.items():
+            extents = stored.extents
+            taken = extents[0].nbytes if len(extents) == 1 else sum(size for _, size in extents)
+            if taken - stored.nbytes >= GRANULE:
+                stored = stored._replace(extents=self.arena.shrink(extents, stored.nbytes))
+            self._blocks[name] = stored
 
     def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
         tokens and, where they are to be read in place, in one extent as well or not. Empty if the first is not here."""
         found: list[Stored] = []
-        alike = None
         for stored in map(self._blocks.get, zip(repeat(group), keys)):
             if stored is None:
                 break
-            form = stored.exact, in_place and len(stored.extents) == 1
-            alike = alike or form
-            if form != alike:
+            if found and stored.exact != found[0].exact:
+                break
+            if in_place and found and (len(stored.extents) == 1) != (len(found[0].extents) == 1):
                 break
             found.append(stored)
         return found
@@ -119,26 +121,24 @@ class Tier:
         """The block that was not used for longest."""
         return next(iter(self._blocks.items()), None)
 
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        """Remove blocks; unknown keys are ignored."""
-        for key in keys:
-            self._remove((group, key))
+    def drop(self, names: Iterable[Name]) -> None:
+        """Remove blocks; unknown names are ignored."""
+        for name in names:
+            stored = self._blocks.pop(name, None)
+            if stored is not None:
+                self.arena.free(stored.extents)
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
-        for name in list(self._blocks):
-            self._remove(name)
+        for stored in self._blocks.values():
+            self.arena.free(stored.extents)
+        self._blocks.clear()
 
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
         if self.codes.device.type == "cpu" and self.codes.is_pinned():
             torch.cuda.cudart().cudaHostUnregister(self.codes.data_ptr())
         self.codes = self.codes[:0]
-
-    def _remove(self, name: Name) -> None:
-        stored = self._blocks.pop(name, None)
-        if stored is not None:
-            self.arena.free(stored.extents)
 
 
 class Demotion(NamedTuple):
@@ -151,10 +151,11 @@ class Demotion(NamedTuple):
 
 
 class Taken(NamedTuple):
-    """Room for a new block."""
+    """Room for a new block. in_place: it can be encoded there, rather than in a staging buffer."""
 
     tier: Tier
     extents: tuple[Extent, ...]
+    in_place: bool
 
 
 class Run(NamedTuple):
@@ -179,10 +180,14 @@ class Tiers:
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
 
-    def take(self, sizes: Iterable[int]) -> tuple[list[Taken | None], list[Demotion]]:
-        """Room for new blocks of so many bytes, None where all is full; and what must be copied before it is used."""
+    def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
+        """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is
+        used."""
+        taken: list[Taken] = []
         demotions: list[Demotion] = []
-        return [self._take(nbytes, demotions) for nbytes in sizes], demotions
+        while len(taken) < count and (one := self._take(nbytes, demotions)):
+            taken.append(one)
+        return taken, demotions
 
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
         """The first of these blocks and its run; None if no tier has it."""
@@ -193,11 +198,11 @@ class Tiers:
                 return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
         return None
 
-    def put(self, name: Name, tier: Tier, stored: Stored) -> None:
-        """A block is in the room that was taken for it, and in no other tier any more."""
+    def put(self, tier: Tier, blocks: Mapping[Name, Stored]) -> None:
+        """Blocks are in the room that was taken for them, and in no tier where they were before."""
         for other in self.all:
-            other.drop(name[0], [name[1]])
-        tier.put(name, stored)
+            other.drop(blocks)
+        tier.put(blocks)
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks move down before all others, in this order."""
@@ -205,7 +210,7 @@ class Tiers:
 
     def drop(self, group: int, keys: Sequence[bytes]) -> None:
         for tier in self.all:
-            tier.drop(group, keys)
+            tier.drop(zip(repeat(group), keys))
 
     def clear(self) -> None:
         for tier in self.all:
@@ -226,10 +231,10 @@ class Tiers:
         while extents is None and nbytes <= arena.nbytes and self._demote(demotions):
             extents = arena.allocate(nbytes)
         if extents is not None:
-            return Taken(self.first, extents)
+            return Taken(self.first, extents, self.first is self.device and len(extents) == 1)
         if self.host is None or self.host is self.first or (extents := self.host.arena.allocate(nbytes)) is None:
             return None
-        return Taken(self.host, extents)
+        return Taken(self.host, extents, False)
 
     def _demote(self, demotions: list[Demotion]) -> bool:
         """Move the device's oldest block to the host; whether there was one, and room for it."""
@@ -239,7 +244,7 @@ class Tiers:
         target = self.host.arena.allocate(stored.nbytes)
         if target is None:
             return False
-        self.first.drop(name[0], [name[1]])
-        self.host.put(name, stored._replace(extents=target))
+        self.first.drop([name])
+        self.host.put({name: stored._replace(extents=target)})
         demotions.append(Demotion(name, stored.extents, target, stored.nbytes))
         return True
