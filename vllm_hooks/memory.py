@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.wire import FINGERPRINT_LEN, Dtype
+from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
