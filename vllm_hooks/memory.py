@@ -2,8 +2,9 @@
 
 from typing import TYPE_CHECKING
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.wire import FINGERPRINT_LEN, Dtype
+from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
@@ -44,5 +45,6 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int) -> MemoryShape:
 
 
 def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:
-    """How many of a block's first tokens may have to be kept exact: none, all, or what is left of the sink."""
-    return {0, block_tokens, codec.sink_tokens % block_tokens}
+    """How many of a block's first tokens may have to be kept exact: none, what is left of the sink, or all of them."""
+    whole = codec.window_tokens > 0 or codec.sink_tokens >= block_tokens
+    return {0, codec.sink_tokens % block_tokens, *([block_tokens] if whole else [])}

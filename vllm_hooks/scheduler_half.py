@@ -180,6 +180,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Empty the cold store: the KV that vLLM computes from now on is another's."""
+        self._pool.was_reset()  # it is known now, whoever said it
         self._place = self.driver.reset(time.monotonic())
         logger.info("Manthan: the cold store is emptied together with the prefix cache.")
 

@@ -16,9 +16,9 @@ from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
 
 from manthan.manager.config.resolve import ConfigError, load_config
-from manthan.manager.sessions.table import MemoryShape
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.support import VLLM, check_supported, full_attention_spec
+from manthan.vllm_hooks.memory import memory_shape
+from manthan.vllm_hooks.support import VLLM, Group, check_supported, only_group
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -172,16 +172,30 @@ def test_several_kinds_of_kv_cache() -> None:
     full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
     window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
     groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)]
-    assert full_attention_spec(KVCacheConfig(8, [], groups[:1])) is full
+    assert only_group(KVCacheConfig(8, [], groups[:1])) == Group(0, full, 1)
     with pytest.raises(ConfigError, match=r"KV cache groups are FullAttentionSpec, SlidingWindowSpec; only one group"):
-        full_attention_spec(KVCacheConfig(8, [], groups))
+        only_group(KVCacheConfig(8, [], groups))
 
 
-def test_a_cold_store_too_small_for_a_block() -> None:
-    shape = MemoryShape(block_tokens=32, hot_nbytes=131_072, cold_nbytes=25_760)
-    check_capacity(load_config(flags={"cold_store.max_bytes": 25_760}), shape, blocks=1)
-    with pytest.raises(ConfigError, match=r"cold_store.max_bytes is 25759, but one encoded block .* takes 25760 bytes"):
-        check_capacity(load_config(flags={"cold_store.max_bytes": 25_759}), shape, blocks=0)
+@pytest.mark.parametrize(
+    ("exact", "nbytes"),
+    [
+        ({}, 25_856),
+        ({"sink_tokens": 4}, 39_168),
+        ({"sink_tokens": 32}, 131_328),
+        ({"window_tokens": 1}, 131_328),
+    ],
+)
+def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) -> None:
+    """Of the largest kind that this configuration makes: with the tokens that are kept exact."""
+    config = load_config(flags={"codec": {"name": "lloyd3", **exact}, "cold_store.max_bytes": nbytes - 1})
+    spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    shape = memory_shape(config.codec, Group(0, spec, 4), ranks=1)
+    check_capacity(config, shape, capacity=nbytes)
+    with pytest.raises(
+        ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
+    ):
+        check_capacity(config, shape, capacity=nbytes - 1)
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:

@@ -19,6 +19,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import engine_name, make_store, namespace_of
+from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -76,7 +77,7 @@ def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32) -> str:
     config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
-    return namespace_of(vllm_config, config, spec, 4).name
+    return namespace_of(vllm_config, config, Group(0, spec, 4)).name
 
 
 def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -133,13 +134,13 @@ def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, mo
 def test_all_threads_of_a_worker_have_a_connection_at_once(redis_server: RedisServer) -> None:
     """Eight that encode, one for restores, one for prefetches, and two that read ahead."""
     flags = {"redis.url": redis_server.url, "redis.timeout_s": 5, "redis.connections": 2, "encode_threads": 8}
-    store = make_store(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0, 1, 8)
+    store = make_store(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0, 1)
     threads = 8 + 2 + 2
     admin = redis_server.client
     before = {client["id"] for client in admin.client_list()}
     admin.execute_command("CLIENT", "PAUSE", 60_000, "WRITE")  # so that none is done before all have begun
     with ThreadPoolExecutor(threads) as pool:
-        puts = [pool.submit(store.put_all, {b"%d" % n: np.zeros(8, np.uint8)}) for n in range(threads)]
+        puts = [pool.submit(store.put_all, 0, {b"%d" % n: np.zeros(8, np.uint8)}) for n in range(threads)]
         while len({client["id"] for client in admin.client_list()} - before) < threads and not any(
             put.done() for put in puts
         ):
