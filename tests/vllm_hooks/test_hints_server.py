@@ -94,7 +94,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
     assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None}
     refusal = told("frank", 4 * TEXT, True)
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
-    assert refusal["refused"].startswith("pin is refused: pinned sessions may take 26 blocks of the cold store")
+    assert refusal["refused"].startswith("pin is refused: pinned sessions may take 671088 bytes of the cold store")
     assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
     server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 60, "count the refusal")
 
