@@ -8,6 +8,7 @@ import json
 import os
 import random
 import sys
+import threading
 from typing import Any
 
 import vllm_engine  # sets the environment
@@ -42,12 +43,12 @@ class SteppedEngine:
 
         def noting_step(*args: Any) -> Any:
             metadata = step(*args)
-            self.actions += [["drop", key.hex()] for key in metadata.drops]
+            self.actions += [["drop", key.hex()] for drop in metadata.drops for key in drop.keys]
             self.actions += [["spill", spill.key.hex()] for spill in metadata.spills]
             return metadata
 
         def noting_allocated(request: Any, block_ids: Any, tokens: int) -> None:
-            first = half._first_external.get(request.request_id)
+            first = half._hot.get(request.request_id)
             if first is not None:  # otherwise a restore has ended, and it goes on
                 more = tokens // vllm_engine.BLOCK
                 self.found = [first, more]
@@ -92,7 +93,9 @@ class SteppedEngine:
 
         path = get_kv_transfer_group().worker.path
         for threads in (path._encoders, path._loaders):
-            threads.submit(int).result()
+            done = threading.Event()
+            threads.submit(done.set)
+            done.wait()
 
 
 def converse(engine: SteppedEngine, requests: int, seed: int) -> None:
@@ -119,7 +122,7 @@ def main() -> None:
     engine = SteppedEngine(job["blocks"], **job["manthan"])
     converse(engine, job["requests"], job["seed"])
     with report:
-        cold_blocks = engine.half.manager.total_blocks
+        cold_blocks = engine.half.manager.budget.total // engine.half.manager.shape.cold_nbytes
         json.dump({"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}, report)
 
 

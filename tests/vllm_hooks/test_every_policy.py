@@ -29,7 +29,7 @@ def policies() -> list[object]:
 @pytest.fixture(scope="module", params=policies())
 def pressed(request: pytest.FixtureRequest, start_engine: Any) -> Iterator[Any]:
     policy = {"name": request.param, **OPTIONS.get(request.param, {})}
-    yield from start_engine(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25728}, policy=policy)
+    yield from start_engine(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25856}, policy=policy)
 
 
 def test_answers_are_right_under_pressure(pressed, table) -> None:

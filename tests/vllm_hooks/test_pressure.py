@@ -18,27 +18,27 @@ def slow_store(worker: Any, seconds: float) -> None:
     """From now on every read, and every write, takes so long."""
     import time
 
-    half = get_kv_transfer_group().worker.path
-    get, put = type(half.store).get, type(half.store).put
+    store = get_kv_transfer_group().worker.path.store
+    read, put_all = type(store).read, type(store).put_all
 
-    def slow_get(keys: Any) -> Any:
+    def slow_read(group: int, keys: Any) -> Any:
         time.sleep(seconds)
-        return get(half.store, keys)
+        return read(store, group, keys)
 
-    def slow_put(key: Any, buf: Any) -> None:
-        time.sleep(seconds)
-        put(half.store, key, buf)
+    def slow_put_all(group: int, blocks: Any) -> Any:
+        time.sleep(seconds * len(blocks))
+        return put_all(store, group, blocks)
 
-    half.store.get, half.store.put = slow_get, slow_put
+    store.read, store.put_all = slow_read, slow_put_all
 
 
 def broken_store(worker: Any) -> None:
     """From now on nothing can be put."""
 
-    def put(key: Any, buf: Any) -> None:
+    def put_all(group: int, blocks: Any) -> None:
         raise OSError("the store is on fire")
 
-    get_kv_transfer_group().worker.path.store.put = put
+    get_kv_transfer_group().worker.path.store.put_all = put_all
 
 
 def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:

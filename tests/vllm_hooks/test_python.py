@@ -39,7 +39,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
             print("REFUSED", error)
         output = llm.generate({other!r}, hint(pin=True, tenant="acme"), use_tqdm=False)[0]
         told = output.kv_transfer_params["manthan"]
-        print("TOLD", told["pinned"], told["refused"], manager.table.by_id[told["session_id"]].pinned)
+        print("TOLD", told["pinned"], told["refused"], manager.table.by_id["acme/" + told["session_id"]].pinned)
         llm.generate("y" * 100, hint(tenant="acme"), use_tqdm=False)
         print("TENANTS", *sorted({{session.tenant for session in manager.table.by_id.values()}}))
         while session.state == "evicting":  # what was encoded is reported with a later step

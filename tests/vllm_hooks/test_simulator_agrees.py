@@ -22,7 +22,7 @@ from manthan.policies import get_policy
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "stepped_engine.py"
 POOL, COLD = 95, 120
-CODE_NBYTES = 25728
+CODE_NBYTES = 25856
 EVERY_S = 1000.0
 INSTANT = CostModel(restore_s_per_token=1e-6, spill_s_per_token=0)
 """As the engine's threads are waited for after each step. What is stored in the step in which a request is restored is
