@@ -17,9 +17,10 @@ from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, ManthanConfig, resolve_config
 from manthan.manager.config.sentences import nearest
+from manthan.manager.integrity import IntegrityError
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import total_blocks
-from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.replay import PROGRESS_EVERY, Setup
 from manthan.manager.simulator.report import check_matplotlib, results_table, save_plot, write_json
 from manthan.manager.simulator.runs import Result, Run, run_all
 from manthan.manager.simulator.traces import Trace, TraceError, read_trace
@@ -51,6 +52,7 @@ def simulate(
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = os.cpu_count() or 1,
     json_file: Annotated[_Path, typer.Option("--json", help="Write all figures into this file.")] = None,
     plot_file: Annotated[_Path, typer.Option("--plot", help="Draw found shares into this PNG.")] = None,
+    check: Annotated[bool, typer.Option("--check", help="See now and then if the manager's books agree.")] = False,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
     flags = {
@@ -77,8 +79,14 @@ def simulate(
         Run(label, Setup(kind, options, hot_blocks, cold_blocks, **common))
         for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
     ]
-    results = _run(trace, read, runs, jobs)
+    try:
+        results = _run(trace, read, runs, jobs, check)
+    except IntegrityError as error:
+        typer.echo(f"--check: the books do not agree, which is a bug of Manthan: {error}", err=True)
+        raise typer.Exit(1) from None
     make_console().print(results_table(results))
+    if check:
+        typer.echo(f"--check: the books of {len(runs)} replays agreed, each {PROGRESS_EVERY} requests and in the end.")
     if json_file is not None:
         write_json(json_file, read, results)
     if plot_file is not None:
@@ -98,12 +106,12 @@ def _common(config: ManthanConfig, cost: CostModel, slots: int, first: int, bloc
     }
 
 
-def _run(path: Path, trace: Trace, runs: list[Run], jobs: int) -> list[Result]:
+def _run(path: Path, trace: Trace, runs: list[Run], jobs: int, check: bool) -> list[Result]:
     total = len(runs) * len(trace.requests)
     columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
     with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
         task = bar.add_task("", total=total)
-        return run_all(path, trace, runs, jobs, lambda count: bar.update(task, completed=count))
+        return run_all(path, trace, runs, jobs, lambda count: bar.update(task, completed=count), check)
 
 
 # -- what was asked for -----------------------------------------------------------------------------------

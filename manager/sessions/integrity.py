@@ -1,6 +1,6 @@
 """Whether a manager's books agree with each other: every total counted again, every link followed both ways.
 
-For tests after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
+For tests, after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
 """
 
 from collections import Counter

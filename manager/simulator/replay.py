@@ -114,7 +114,7 @@ class Replay(ABC):
 
     @abstractmethod
     def run(self, progress: Callable[[int], None]) -> None:
-        """Serve all requests; `progress` is called now and then with the number of those that have come."""
+        """Serve all requests; `progress` is called every PROGRESS_EVERY with the number of those that have come."""
 
     def arrived(self, number: int) -> None:
         self.tally.measuring = number >= self.setup.first_measured

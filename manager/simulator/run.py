@@ -7,6 +7,8 @@ What it takes from reality and what is simplified is said in docs/simulate.md.
 
 from collections.abc import Callable, Sequence
 
+from manthan.manager.integrity import IntegrityError
+from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.simulator.engine import EngineReplay
 from manthan.manager.simulator.replay import OneCacheReplay, Replay, Setup, Tally
 from manthan.manager.simulator.traces import TracedRequest
@@ -17,13 +19,24 @@ def replay(
     setup: Setup,
     progress: Callable[[int], None] = lambda _: None,
     journal: bool = False,
+    check: bool = False,
 ) -> Tally:
     """Replay requests, which are in the order of their arrival.
 
-    progress: called now and then with the number of requests that have come. journal: whether to note every action.
-    Raises ValueError if a request does not fit into the pool.
+    progress: called every PROGRESS_EVERY requests with the number of those that have come. journal: whether to note
+    every action. check: whether to look each time, and in the end, if the manager's books agree with themselves; raises
+    IntegrityError if they do not. Raises ValueError if a request does not fit into the pool.
     """
     world: Replay = (EngineReplay if setup.hot_blocks else OneCacheReplay)(requests, setup, journal)
-    world.run(progress)
-    progress(len(requests))
+
+    def look(number: int) -> None:
+        progress(number)
+        if check:
+            try:
+                check_integrity(world.manager)
+            except IntegrityError as error:
+                raise IntegrityError(f"after {number} requests: {error}") from None
+
+    world.run(look)
+    look(len(requests))
     return world.tally

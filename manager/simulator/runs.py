@@ -13,6 +13,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from manthan.manager.integrity import IntegrityError
 from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.replay import Setup, Tally
 from manthan.manager.simulator.run import replay
@@ -98,12 +99,17 @@ def result_of(run: Run, replayed: tuple[Tally, float], best: int) -> Result:
 
 
 def run_all(
-    path: Path, trace: Trace, runs: Sequence[Run], jobs: int, progress: Callable[[int], None] = lambda _: None
+    path: Path,
+    trace: Trace,
+    runs: Sequence[Run],
+    jobs: int,
+    progress: Callable[[int], None] = lambda _: None,
+    check: bool = False,
 ) -> list[Result]:
     """The results in the order of the runs, which take place in up to `jobs` processes at a time.
 
     path: where the trace was read; each process reads it again. progress: called now and then with the number of
-    requests replayed so far, of all runs together.
+    requests replayed so far, of all runs together. check: as in `replay`; the IntegrityError names the run.
     """
     totals = {_total(run): run.setup for run in runs}
     spawn = multiprocessing.get_context("spawn")  # a progress bar's thread does not survive a fork
@@ -115,7 +121,7 @@ def run_all(
         if workers == 1
         else ProcessPoolExecutor(workers, spawn, initializer=begin) as executor
     ):
-        replays = [executor.submit(_replay, number, run.setup) for number, run in enumerate(runs)]
+        replays = [executor.submit(_replay, number, run, check) for number, run in enumerate(runs)]
         best = {total: executor.submit(_best, total, setup) for total, setup in totals.items()}
         pending: set[Future[Any]] = {*replays, *best.values()}
         while pending:
@@ -147,13 +153,19 @@ def _begin(path: Path, block_tokens: int, counts: Any) -> None:
     gc.freeze()  # the trace stays: nobody need look through it again and again
 
 
-def _replay(number: int, setup: Setup) -> tuple[Tally, float]:
+def _replay(number: int, run: Run, check: bool) -> tuple[Tally, float]:
     began = time.monotonic()
 
     def progress(count: int) -> None:
         _counts[number] = count
 
-    return replay(_requests, setup, progress), time.monotonic() - began
+    try:
+        return replay(_requests, run.setup, progress, check=check), time.monotonic() - began
+    except IntegrityError as error:
+        setup = run.setup
+        raise IntegrityError(
+            f"{run.label} with {setup.hot_blocks} hot and {setup.cold_blocks} cold blocks, {error}"
+        ) from None
 
 
 def _best(total: int, setup: Setup) -> int:

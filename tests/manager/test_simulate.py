@@ -1,6 +1,7 @@
 """`manthan simulate` and `manthan workload`, end to end."""
 
 import json
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,6 +12,8 @@ from traces import EXCERPT
 from typer.testing import CliRunner, Result
 
 from manthan.manager.cli import app
+from manthan.manager.sessions.blocks import BlockTable
+from manthan.manager.sessions.session import Block
 from manthan.manager.simulator.traces import read_trace
 from manthan.policies import policy_names
 
@@ -144,6 +147,36 @@ def test_other_mistakes_are_one_sentence_too(tmp_path: Path) -> None:
     )
     assert run("simulate", EXCERPT, "--policy", "lur").stderr.startswith("unknown policy 'lur': choose one of ")
     assert run("simulate", tmp_path / "no.csv").stderr.endswith("no.csv: cannot be read: No such file or directory\n")
+
+
+def test_the_books_are_counted_again(short: Path) -> None:
+    result = run("simulate", short, "--policy", "lru,arc", "--hot", "0,130k", "--cold", "2%", "--check", "--jobs", 2)
+    assert result.exit_code == 0, result.output
+    *_, last = result.stdout.splitlines()
+    assert last == "--check: the books of 4 replays agreed, each 200 requests and in the end."
+
+
+@pytest.mark.parametrize("hot", ["0", "130k"])
+def test_books_that_do_not_agree_are_told(short: Path, hot: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    forget = BlockTable.forget
+
+    def miscount(table: BlockTable, block: Block) -> None:
+        forget(table, block)
+        table.exact += 1
+
+    monkeypatch.setattr(BlockTable, "forget", miscount)
+    flags = ("--hot", hot, "--cold", "2%", "--jobs", 1)
+    assert run("simulate", short, *flags).exit_code == 0
+    result = run("simulate", short, *flags, "--check")
+    assert result.exit_code == 1
+    found = re.search(
+        r"--check: the books do not agree, which is a bug of Manthan: lru with (\d+) hot and \d+ cold blocks, after "
+        r"(\d+) requests: exact is kept as \d+, but there are 0\n",
+        result.stderr,
+    )
+    assert found, result.output
+    assert int(found[1]) == (0 if hot == "0" else 130_000 // 512)
+    assert int(found[2]) in (200, 300)
 
 
 def test_without_matplotlib_a_plot_is_refused_at_once(tmp_path: Path) -> None:

@@ -7,8 +7,8 @@ import hypothesis.strategies as st
 from engine import Engine, chain
 from hypothesis import given, settings
 
-from manthan.manager.sessions.cold_side import Shares
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.session import Drop, DropCause
 
 NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
 LEAD_S = 2.0
@@ -86,9 +86,9 @@ def test_blocks_that_two_tenants_use_stay_until_neither_does() -> None:
     engine.evict()
     engine.talk("sys b", "chat", tenant="b")
     engine.evict()
-    assert engine.manager.blocks.reserved_of == {"a": 2, "b": 1}
+    assert engine.manager.blocks.reserved_of == {"a": 200, "b": 100}
     engine.finish(engine.start("sys a", "chat", tenant="a", release=True), "sys a")
-    assert engine.manager.take_drops() == [([b"sys a"], DropCause.RELEASED)]
+    assert engine.manager.take_drops() == [Drop(0, [b"sys a"], DropCause.RELEASED)]
     assert engine.chains() == {"b/chat": "sys b"}
 
 
