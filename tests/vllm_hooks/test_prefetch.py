@@ -56,12 +56,12 @@ def close_gate(worker: Any) -> None:
     store = get_kv_transfer_group().worker.path.store
     store.gate, store.at_gate = threading.Event(), 0
 
-    def get(keys: Any) -> Any:
+    def read(group: int, keys: Any) -> Any:
         store.at_gate += 1
         assert store.gate.wait(600)  # longer than any test waits
-        return type(store).get(store, keys)
+        return type(store).read(store, group, keys)
 
-    store.get = get
+    store.read = read
 
 
 def at_gate(worker: Any) -> int:
@@ -82,17 +82,26 @@ def prefetch_at_the_gate(engine: Engine) -> Iterator[None]:
         engine.on_worker(open_gate)
 
 
+def at_depth(store: Any, place: int) -> tuple[int, bytes, Any]:
+    """Group, key and codes of the block that is the `place`-th from the end of the only session."""
+    from manthan.codec import wire
+
+    found = [(group, key, next(store.read(group, [key]))) for group, key in store._blocks]
+    return sorted(found, key=lambda block: wire.parse(block[2]).header.first_token)[-place]
+
+
 def damage(worker: Any, place: int) -> None:
-    """One byte changes in the block that was stored as the `place`-th; tails are stored first."""
-    blocks = get_kv_transfer_group().worker.path.store._blocks
-    key = list(blocks)[place]
-    blocks[key] = blocks[key].copy()
-    blocks[key][5000] ^= 1
+    """One byte of a block's codes changes."""
+    store = get_kv_transfer_group().worker.path.store
+    group, key, buf = at_depth(store, place)
+    buf[5000] ^= 1
+    assert store.put_all(group, {key: buf}) == {}
 
 
 def lose(worker: Any, place: int) -> None:
-    blocks = get_kv_transfer_group().worker.path.store._blocks
-    del blocks[list(blocks)[place]]
+    store = get_kv_transfer_group().worker.path.store
+    group, key, _ = at_depth(store, place)
+    store.drop(group, [key])
 
 
 def go_cold(engine: Engine, prompts: dict[str, str]) -> None:
@@ -209,7 +218,7 @@ def test_codes_that_cannot_be_read_are_recomputed(engine, table, spoil: Any, cau
     go_cold(engine, {"alice": prompt})
     failures = engine.metric("manthan_failures_total", cause=cause)
     counters = Counters(engine)
-    engine.on_worker(spoil, 5)  # the sixth from the end
+    engine.on_worker(spoil, 6)
     engine.ask("x", prefetch="alice")
     engine.wait(lambda: engine.metric("manthan_failures_total", cause=cause) == failures + 1, "a failure")
     answer = engine.ask(prompt, "alice")
