@@ -17,12 +17,12 @@ from rich.table import Table
 
 from manthan.benchmarks.arms import make_console
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.sessions.session import MemoryShape
 from manthan.policies import get_policy
 
 NAME = "app"
 LOOKS = 200
-SHAPE = MemoryShape(block_tokens=16, hot_nbytes=1, cold_nbytes=1)
+SHAPE = MemoryShape(block_tokens=16, hot_nbytes=1, bounds={0: 1})
 
 
 def key(*parts: object) -> bytes:

@@ -159,7 +159,7 @@ def _table(report: dict[str, Any], engine: str) -> Table:
 
 def _sizes(report: dict[str, Any]) -> Table:
     tokens = report["arguments"]["prefix"]
-    table = Table(title=f"What a prefix of {tokens:,} tokens takes, headers and exact copies counted", box=SIMPLE)
+    table = Table(title=f"What a prefix of {tokens:,} tokens takes, headers and exact tokens counted", box=SIMPLE)
     _columns(table, "bits a number", "bytes a token", "times smaller than bf16")
     for row in rows(report, next(iter(report["arms"]))):
         size = row.storage

@@ -7,7 +7,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.codec import CodecError, codec_names, get_codec, wire
+from manthan.codec import BlockFormat, BlockShape, CodecError, codec_names, get_codec, wire
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
@@ -73,9 +73,9 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A codec, and how many tokens at the beginning (sink) and at the end (window) of a prefix it leaves exact.
+    """A codec, and how many tokens at the beginning (sink) and at the end (window) of a prefix stay exact.
 
-    Whole blocks stay exact: those that hold any of these tokens.
+    As in the cold store: of the last tokens, whole blocks do.
     """
 
     codec: str
@@ -93,11 +93,10 @@ class Setting:
             return self.codec
         return {"name": self.codec, "sink_tokens": self.sink, "window_tokens": self.window}
 
-    def exact_blocks(self, blocks: int, block_size: int) -> NDArray[np.bool_]:
-        """Which of a prefix's full blocks are left exact."""
-        exact = np.zeros(blocks, bool)
-        exact[: math.ceil(self.sink / block_size)] = True
-        exact[max(0, blocks - math.ceil(self.window / block_size)) :] = True
+    def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
+        """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""
+        exact = np.clip(self.sink - block_size * np.arange(blocks), 0, block_size)
+        exact[max(0, blocks - math.ceil(self.window / block_size)) :] = block_size
         return exact
 
 
@@ -129,17 +128,14 @@ class Storage:
 
     @classmethod
     def of_prefix(cls, setting: Setting | None, shape: Shape, tokens: int, block_size: int) -> Self:
-        """Encoded blocks with their headers, and exact copies beside them; None for bf16 blocks."""
+        """Encoded blocks with their headers, exact tokens in them; None for bf16 blocks."""
         raw = 2 * shape.token_numbers * tokens
         nbytes = raw if setting is None else stored_nbytes(setting, shape, tokens // block_size, block_size)
         return cls(nbytes / tokens, 8 * nbytes / (shape.token_numbers * tokens), raw / nbytes)
 
 
 def stored_nbytes(setting: Setting, shape: Shape, blocks: int, block_size: int) -> int:
-    """An exact copy is cut into pieces that are each put into an encoded block's place, behind a header."""
-    header = wire.BlockHeader(
-        setting.codec, b"", bytes(wire.FINGERPRINT_LEN), shape.layers, shape.heads, block_size, shape.head_dim
-    )
-    encoded = wire.block_nbytes(header)
-    copy = math.ceil(2 * shape.token_numbers * block_size / (encoded - wire.HEADER.size)) * encoded
-    return blocks * encoded + int(setting.exact_blocks(blocks, block_size).sum()) * copy
+    """Bytes of a prefix's encoded blocks, headers included."""
+    block = BlockShape(shape.layers, shape.heads, block_size, shape.head_dim)
+    form = BlockFormat(setting.codec, block, bytes(wire.FINGERPRINT_LEN))
+    return sum(form.max_nbytes(exact) for exact in setting.exact_tokens(blocks, block_size).tolist())

@@ -17,7 +17,7 @@ from transformers.utils import logging
 from manthan.benchmarks.quality_pieces import Piece
 from manthan.benchmarks.quality_scores import Figures
 from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
-from manthan.codec import Codec, get_codec
+from manthan.codec import Codec, Kind, get_codec
 
 KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
 """Keys and values, bf16 as its bits: [layers, heads, tokens, head_dim]."""
@@ -97,10 +97,10 @@ class Reader:
         for name in dict.fromkeys(setting.codec for setting in settings):
             decoded = through_codec(get_codec(name, self._shape.head_dim), exact, self._block_size)
             for setting in (setting for setting in settings if setting.codec == name):
-                blocks = exact[0].shape[2] // self._block_size
-                is_exact = setting.exact_blocks(blocks, self._block_size).repeat(self._block_size)
+                counts = setting.exact_tokens(exact[0].shape[2] // self._block_size, self._block_size)
+                is_exact = (np.arange(self._block_size) < counts[:, None]).reshape(-1, 1)
                 keys, values = (
-                    np.where(is_exact[:, None], original, coded) for original, coded in zip(exact, decoded, strict=True)
+                    np.where(is_exact, original, coded) for original, coded in zip(exact, decoded, strict=True)
                 )
                 cosines = [_cosine(original, kept) for original, kept in zip(exact, (keys, values), strict=True)]
                 yield setting, self._with(cache, keys, values), cosines
@@ -116,7 +116,8 @@ class Reader:
 def through_codec(codec: Codec, kv: KV, block_size: int) -> KV:
     """Encoded and decoded, block by block."""
     decoded = tuple(np.empty_like(x) for x in kv)
-    for x, y, kind in zip(kv, decoded, ("key", "value"), strict=True):
+    kinds: tuple[Kind, ...] = ("key", "value")
+    for x, y, kind in zip(kv, decoded, kinds, strict=True):
         for start in range(0, x.shape[2], block_size):
             block = x[:, :, start : start + block_size]
             vectors = np.ascontiguousarray(block).reshape(-1, x.shape[-1])

@@ -25,7 +25,7 @@ SCRIPT = Path(__file__)
 POOL_PIECES = 2.5
 IDLE_AFTER_S = 0.05
 STORE_SHARE = 2.0
-"""Bytes of the cold store in bf16 sizes of all pieces: nothing is dropped, exact copies included."""
+"""Bytes of the cold store in bf16 sizes of all pieces: nothing is dropped, exact tokens included."""
 
 
 # -- in the measuring process ---------------------------------------------------------------------------
@@ -40,18 +40,18 @@ class ScoringOptions(EngineOptions):
 
 
 async def measure(
-    engine: Engine, report: Report, *, pieces: list[dict[str, Any]], top: int, ours: bool, copies: int, folder: str
+    engine: Engine, report: Report, *, pieces: list[dict[str, Any]], top: int, ours: bool, exact: int, folder: str
 ) -> dict[str, Any]:
     """Score each piece after its prefix: restored with Manthan (`ours`), hot without. Scores go into files.
 
-    copies: blocks of each prefix that must have an exact copy.
+    exact: blocks of each prefix of which tokens must be kept exact.
     """
     answers = []
     for number, piece in enumerate(pieces):
         report.step(f"piece {number + 1} of {len(pieces)}")
         prefix, rest, session = piece["prefix"], piece["rest"], f"piece-{number}"
         if ours:
-            await _go_cold(engine, prefix, session, number, copies)
+            await _go_cold(engine, prefix, session, number, exact)
         else:
             await engine.ask(prefix, session)
         answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, Path(folder, f"{number}.npz"))
@@ -64,14 +64,14 @@ async def measure(
     return {"prefix_tokens_not_computed": answers}
 
 
-async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, copies: int) -> None:
-    """Send a prefix after `number` others, and wait until it is cold with its exact copies. Raises WrongPathError."""
+async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> None:
+    """Send a prefix after `number` others, and wait until it is cold with its exact tokens. Raises WrongPathError."""
     await engine.until_cold(number)
     before = engine.metrics("manthan_exact_blocks")
     await engine.ask(prefix, session)
     await engine.until_cold(number + 1)
-    if (found := engine.metrics("manthan_exact_blocks") - before) != copies:
-        raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact copies, wanted are {copies}")
+    if (found := engine.metrics("manthan_exact_blocks") - before) != exact:
+        raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact tokens, wanted are {exact}")
 
 
 def check_origin(answer: Answer, prefix: int, ours: bool, number: int) -> None:
@@ -163,9 +163,9 @@ def arm(
     """An engine for this setting, or a plain one for None. folder: of its own, scores go there."""
     name = setting.name if setting else EXACT
     longest = max(len(piece.tokens) for piece in pieces) + 1
-    manthan, copies = None, 0
+    manthan, exact = None, 0
     if setting:
-        copies = int(setting.exact_blocks(len(pieces[0].prefix) // block_size, block_size).sum())
+        exact = np.count_nonzero(setting.exact_tokens(len(pieces[0].prefix) // block_size, block_size))
         nbytes = math.ceil(STORE_SHARE * len(pieces) * longest * 2 * shape.token_numbers)
         store = {"kind": "host", "max_bytes": nbytes}
         manthan = MANTHAN | {
@@ -189,7 +189,7 @@ def arm(
         "pieces": parts,
         "top": top,
         "ours": setting is not None,
-        "copies": copies,
+        "exact": exact,
         "folder": str(folder),
     }
     return Arm(name, "quality", engine, parameters)

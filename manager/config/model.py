@@ -111,7 +111,7 @@ class PolicyConfig(_Group):
 
 
 class CodecConfig(_Group):
-    """How KV is encoded, and which of a session's tokens are kept exact beside their codes, whole blocks of them."""
+    """How KV is encoded, and which of a session's tokens are kept as they are instead."""
 
     shorthand = "name"
 
@@ -249,15 +249,6 @@ class ManthanConfig(_Model):
     hot_pool: HotPoolConfig = HotPoolConfig()
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
-
-    @model_validator(mode="after")
-    def _check_exact_copies(self) -> Self:
-        if self.codec.keeps_exact and self.cold_store.is_shared:
-            raise ValueError(
-                f"cold_store.kind {self.cold_store.kind} holds codes only: set codec.sink_tokens and "
-                "codec.window_tokens to 0, or use cold_store.kind host or device"
-            )
-        return self
 
 
 GROUPS: dict[str, type[_Group]] = {

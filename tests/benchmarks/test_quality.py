@@ -13,6 +13,9 @@ from manthan.benchmarks.quality_pieces import Text
 from manthan.benchmarks.quality_scores import kl_of_top
 from manthan.benchmarks.quality_settings import Setting, Shape, Storage, parse_settings, stored_nbytes
 from manthan.codec import codec_names
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import MemoryShape
+from manthan.policies import get_policy
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
@@ -134,23 +137,37 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
 # -- sizes and scores -----------------------------------------------------------------------------------
 
 
-def test_blocks_that_hold_an_exact_token_stay_exact() -> None:
-    assert Setting("lloyd3", 4, 128).exact_blocks(8, 32).tolist() == [True] + 3 * [False] + 4 * [True]
-    assert Setting("lloyd3", 33, 1).exact_blocks(4, 32).tolist() == [True, True, False, True]
-    assert Setting("lloyd3").exact_blocks(2, 32).tolist() == [False, False]
-    assert Setting("lloyd3", 0, 999).exact_blocks(2, 32).tolist() == [True, True]
+def test_first_tokens_are_exact_and_whole_blocks_of_the_last_ones() -> None:
+    assert Setting("lloyd3", 4, 128).exact_tokens(8, 32).tolist() == [4, 0, 0, 0, 32, 32, 32, 32]
+    assert Setting("lloyd3", 33, 1).exact_tokens(4, 32).tolist() == [32, 1, 0, 32]
+    assert Setting("lloyd3").exact_tokens(2, 32).tolist() == [0, 0]
+    assert Setting("lloyd3", 0, 999).exact_tokens(2, 32).tolist() == [32, 32]
 
 
-def test_bytes_are_those_of_encoded_blocks_and_of_exact_copies() -> None:
-    encoded, raw = 25_760, 32 * 4096
+@pytest.mark.parametrize(("sink", "window"), [(0, 0), (4, 128), (40, 1)])
+def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int, window: int) -> None:
+    manager = SessionMemoryManager(
+        get_policy("lru"), MemoryShape(32, 1, dict.fromkeys(range(33), 1)), 100, 1.0,
+        sink_tokens=sink, window_tokens=window,
+    )  # fmt: skip
+    keys = [bytes([number]) for number in range(8)]
+    manager.request_started("request", keys, None, 0.0)
+    manager.request_finished("request", keys, 0.0)
+    manager.sweep(2.0)
+    orders = sorted(manager.take_spills(99), key=lambda order: order.first_token)
+    assert [order.exact for order in orders] == Setting("lloyd3", sink, window).exact_tokens(8, 32).tolist()
+
+
+def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
+    token, head = 800, 128 + 64  # of codes; of a header and a section
+    encoded = 32 * token + head + 64
     assert stored_nbytes(Setting("lloyd3"), SHAPE, 48, 32) == 48 * encoded
-    copy = 6 * encoded
-    assert copy - 6 * 160 >= raw > 5 * (encoded - 160)
-    assert stored_nbytes(Setting("lloyd3", 4, 128), SHAPE, 48, 32) == 48 * encoded + 5 * copy
+    first, exact = 4 * 4096 + 28 * token + head + 128, 32 * 4096 + head
+    assert stored_nbytes(Setting("lloyd3", 4, 128), SHAPE, 48, 32) == 43 * encoded + first + 4 * exact
     assert Storage.of_prefix(None, SHAPE, 1536, 32) == Storage(4096, 16, 1)
     size = Storage.of_prefix(Setting("lloyd3"), SHAPE, 1536, 32)
-    assert (size.bytes_per_token, size.bits) == (805, 805 * 8 / 2048)
-    assert size.ratio == pytest.approx(5.09, abs=0.005)
+    assert (size.bytes_per_token, size.bits) == (808, 808 * 8 / 2048)
+    assert size.ratio == pytest.approx(5.07, abs=0.005)
 
 
 def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:

@@ -169,12 +169,9 @@ def test_host_bytes_are_refused_where_there_is_no_second_tier(kind: str) -> None
     )
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiered"])
+@pytest.mark.parametrize("kind", ["host", "device", "redis", "tiered"])
 @pytest.mark.parametrize("key", ["codec.sink_tokens", "codec.window_tokens"])
-def test_exact_copies_are_refused_where_there_are_codes_only(kind: str, key: str) -> None:
-    env = {"MANTHAN_POLICY": "fifo"}  # has no part in it, and is not named
-    assert refusal(env, **{"cold_store.kind": kind, key: 4}) == (
-        f"argument: cold_store.kind {kind} holds codes only: set codec.sink_tokens and codec.window_tokens to 0, or "
-        "use cold_store.kind host or device"
-    )
-    assert load(**{"cold_store.kind": "device", key: 4}).codec.keeps_exact
+def test_every_store_takes_exact_tokens(kind: str, key: str) -> None:
+    config = load(**{"cold_store.kind": kind, key: 4})
+    assert config.codec.keeps_exact
+    assert config.cold_store.kind == kind
