@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import stored_codes
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine
 
@@ -80,28 +81,6 @@ def prefetch_at_the_gate(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.on_worker(open_gate)
-
-
-def at_depth(store: Any, place: int) -> tuple[int, bytes, Any]:
-    """Group, key and codes of the block that is the `place`-th from the end of the only session."""
-    from manthan.codec import wire
-
-    found = [(group, key, next(store.read(group, [key]))) for group, key in store._blocks]
-    return sorted(found, key=lambda block: wire.parse(block[2]).header.first_token)[-place]
-
-
-def damage(worker: Any, place: int) -> None:
-    """One byte of a block's codes changes."""
-    store = get_kv_transfer_group().worker.path.store
-    group, key, buf = at_depth(store, place)
-    buf[5000] ^= 1
-    assert store.put_all(group, {key: buf}) == {}
-
-
-def lose(worker: Any, place: int) -> None:
-    store = get_kv_transfer_group().worker.path.store
-    group, key, _ = at_depth(store, place)
-    store.drop(group, [key])
 
 
 def go_cold(engine: Engine, prompts: dict[str, str]) -> None:
@@ -212,13 +191,13 @@ def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> N
     assert counters["prefetches"] == counters["restores"] == 0
 
 
-@pytest.mark.parametrize(("spoil", "cause"), [(damage, "checksum"), (lose, "missing")])
+@pytest.mark.parametrize(("spoil", "cause"), [(stored_codes.damage, "checksum"), (stored_codes.lose, "missing")])
 def test_codes_that_cannot_be_read_are_recomputed(engine, table, spoil: Any, cause: str) -> None:
     prompt, right = table(70).question(6)
     go_cold(engine, {"alice": prompt})
     failures = engine.metric("manthan_failures_total", cause=cause)
     counters = Counters(engine)
-    engine.on_worker(spoil, 6)
+    engine.on_worker(spoil, -6)
     engine.ask("x", prefetch="alice")
     engine.wait(lambda: engine.metric("manthan_failures_total", cause=cause) == failures + 1, "a failure")
     answer = engine.ask(prompt, "alice")
