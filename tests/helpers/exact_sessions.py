@@ -10,14 +10,18 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import vllm_engine
+from numpy.typing import NDArray
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.observer import Restored
+from manthan.manager.sessions.session import Session, SessionState
 
-Blocks = dict[bytes, bytes]
-"""The numbers of paged blocks, by block key."""
+Blocks = dict[bytes, NDArray[Any]]
+"""Keys and values of paged blocks, [2, layers, heads, tokens, head_dim], by block key."""
+PATIENCE_S = 60.0
 
 
 class ExactSessions:
@@ -26,9 +30,16 @@ class ExactSessions:
     def __init__(self, engine: SteppedEngine) -> None:
         self.engine, self.half = engine, engine.half
         self.path = get_kv_transfer_group().worker.path
+        [(self.group, self.blocks)] = self.path.blocks.items()
         self.tokenizer = engine.engine.get_tokenizer()
         self.report: dict[str, Any] = {"right": [], "failures": []}
-        self.half.stats.copies_failed = self.report["failures"].extend
+        restored = self.half.telemetry.restored
+
+        def noting(what: Restored) -> None:
+            self.report["failures"] += what.causes
+            restored(what)
+
+        self.half.telemetry.restored = noting
 
     # -- what can be done -----------------------------------------------------------------------------
 
@@ -41,32 +52,40 @@ class ExactSessions:
         self.report["right"].append(self.tokenizer.decode(answer) == right)
         return tokens + answer
 
+    def session(self, name: str) -> Session:
+        found: Session = self.half.manager.table.by_id[name]
+        return found
+
     def pool(self, session: str) -> Blocks:
         """The numbers of a hot session's blocks, in order."""
-        chain = self.half.manager.table.by_id[session].chain
-        found = {block.key: self.half._pool.get_cached_block(block.key, [0]) for block in chain}
-        return {key: self.path.blocks.numbers(at[0].block_id).tobytes() for key, at in found.items() if at}
+        found = {block.key: self.half._pool.get(block.key) for block in self.session(session).chain}
+        return {key: np.stack(self.blocks._memory.gather(at.block_id)) for key, at in found.items() if at}
 
     def go_cold(self) -> None:
         """Everything is evicted, and nothing of it is left in the pool."""
         manager = self.half.manager
-        until = time.monotonic() + 30
+        manager.sweep(time.monotonic() + manager.idle_after_s)
+        until = time.monotonic() + PATIENCE_S
         while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
             assert time.monotonic() < until, "sessions do not go cold"
             self.half._rung = True
             self.engine.engine.step()
             self.engine._wait_for_threads()
-        for layer in self.path.blocks._layers:
-            layer.rows[:] = 0
+        for rows, _, _ in self.blocks._memory._layers:
+            rows[:] = 0
 
-    def copies(self, session: str) -> list[int]:
-        """Which of a session's blocks have exact copies."""
-        chain = self.half.manager.table.by_id[session].chain
-        return [block.depth for block in chain if block.exact]
+    def stored(self, session: str) -> dict[str, Any]:
+        """How many tokens of each block of a cold session are exact, and how many bytes its codes have."""
+        chain = self.session(session).chain
+        codes = list(self.path.store.read(self.group, [block.key for block in chain]))
+        sizes = [None if buf is None else len(buf) for buf in codes]
+        return {"exact": [block.encoding.exact for block in chain], "sizes": sizes}
 
-    def gauges(self) -> dict[str, float]:
-        shown = {name: values[""] for name, values in self.half.stats._gauges().items() if "" in values}
-        return shown | {"store": self.path.store.used, "peak": self.path.store.peak}
+    def usage(self) -> dict[str, Any]:
+        """What is cold as the manager counts it, and as the store does if it counts at all."""
+        usage, store = self.half.manager.usage, self.path.store
+        counted = {name: getattr(store, name, None) for name in ("used", "peak")}
+        return {"cold_bytes": usage.cold_nbytes, "exact_blocks": usage.exact_blocks} | counted
 
     # -- jobs -----------------------------------------------------------------------------------------
 
@@ -77,38 +96,33 @@ class ExactSessions:
         conversation, before = self.ask(table, 0, "user", []), self.pool("user")
         for turn in range(3):
             self.go_cold()
-            copies, gauges = self.copies("user"), self.gauges()
+            cold = self.stored("user") | self.usage()
             more = self.tokenizer.encode("\n" + table.text[:250], add_special_tokens=False)
             conversation = self.ask(table, turn + 1, "user", conversation + more)
             after = self.pool("user")
-            rounds.append(
-                {
-                    "same": [after[key] == numbers for key, numbers in before.items()],
-                    "copies": copies,
-                    "restored": self.engine.requests[-1]["found"][1],
-                }
-                | gauges
-            )
+            rounds.append({"same": same_tokens(before, after), "restored": self.engine.requests[-1]["found"][1]} | cold)
             before = after
 
     def damage(self) -> None:
-        """A byte of one part of the first block's copy changes, and a part of the last one's is lost."""
+        """A byte among a block's exact tokens changes: the last block but one of a session's."""
         table = vllm_engine.Table(2)
         conversation, before = self.ask(table, 0, "unlucky", []), self.pool("unlucky")
         self.go_cold()
-        first, *_, last = before
-        store = self.path.store._blocks
-        parts = {key: sorted(k for k in store if k.startswith(key + b"/exact")) for key in (first, last)}
-        damaged = store[parts[first][1]].copy()
-        damaged[5000] ^= 1
-        store[parts[first][1]] = damaged
-        self.path.store.drop([parts[last][-1]])
+        key = list(before)[-2]
+        [buf] = self.path.store.read(self.group, [key])
+        assert buf is not None
+        buf[len(buf) // 2] ^= 1
+        assert self.path.store.put_all(self.group, {key: buf}) == {}
         self.ask(table, 1, "unlucky", conversation)
+        report = self.report["damage"] = {"blocks": len(before), "restored": [self.engine.requests[-1]["found"][1]]}
+        computed = self.pool("unlucky")
+        report["same"] = same_tokens(before, computed)
+        self.go_cold()
+        report |= self.stored("unlucky")
+        self.ask(table, 1, "unlucky", conversation)
+        report["restored"].append(self.engine.requests[-1]["found"][1])
         after = self.pool("unlucky")
-        self.report["same"] = [after[key] == numbers for key, numbers in before.items()]
-        self.engine.ask([1, 2, 3], "other", 1)  # what is spoiled is dropped with a step
-        self.report["copies"] = self.copies("unlucky")
-        self.report["parts"] = [len([k for k in store if k.startswith(key + b"/")]) for key in before]
+        report |= {"as_computed": same_tokens(computed, after), "as_first": same_tokens(before, after)}
 
     def prefetch(self) -> None:
         """A session comes back before it is asked for."""
@@ -116,22 +130,30 @@ class ExactSessions:
         before = self.pool("expected")
         self.go_cold()
         self.engine.ask(list(range(100, 120)), "caller", 1, prefetch=["expected"])
-        after = self.pool("expected")
-        self.report["prefetched"] = [after.get(key) == numbers for key, numbers in before.items()]
+        self.report["prefetched"] = {"blocks": len(before), "same": same_tokens(before, self.pool("expected"))}
 
     def crowd(self) -> None:
-        """More and more sessions in a store that is too small for their copies, and at last for their codes."""
+        """More and more sessions in a store that is too small for them."""
         tables = [vllm_engine.Table(10 + n) for n in range(8)]
         conversations, rounds = {}, []
         for n, table in enumerate(tables):
             conversations[n] = self.ask(table, 2, f"user-{n}", [])
+            blocks = len(self.session(f"user-{n}").chain)
             self.go_cold()
-            chains = {s.session_id: len(s.chain) for s in self.half.manager.table.by_id.values()}
-            copies = {f"user-{m}": self.copies(f"user-{m}") for m in range(n + 1) if f"user-{m}" in chains}
-            rounds.append({"chains": chains, "copies": copies} | self.gauges())
+            cold = {name: self.stored(name) for name in self.half.manager.table.by_id}
+            rounds.append({"sessions": cold, "blocks": blocks} | self.usage())
         self.report["rounds"] = rounds
         for n in range(7, 3, -1):
             self.ask(tables[n], 14, f"user-{n}", conversations[n])
+
+
+def same_tokens(before: Blocks, after: Blocks) -> list[int]:
+    """Places in the chain of the tokens whose numbers are the same in all layers, bit for bit."""
+    same: list[int] = []
+    for depth, (key, numbers) in enumerate(before.items()):
+        tokens = np.all(numbers == after[key], axis=(0, 1, 2, 4))
+        same += (depth * len(tokens) + np.flatnonzero(tokens)).tolist()
+    return same
 
 
 def main() -> None:

@@ -92,7 +92,7 @@ class SteppedEngine:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
         path = get_kv_transfer_group().worker.path
-        for threads in (path._encoders, path._loaders):
+        for threads in (path._encoders, path._loaders, path._prefetchers):
             done = threading.Event()
             threads.submit(done.set)
             done.wait()

@@ -1,22 +1,33 @@
-"""Exact copies in a real engine: which blocks come back bit for bit, what they take, and what goes first."""
+"""Exact tokens in a real engine: which of them come back bit for bit, and what their blocks take in the store."""
 
 import json
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+from redis_server import RedisServer, running
+from vllm_engine import BLOCK
+
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.manager.config.resolve import load_config
+from manthan.manager.stores.arena import room
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
-CODE_NBYTES, PARTS = 25_760, 6
-EXACT = {"sink_tokens": 4, "window_tokens": 40}  # one block of 32 tokens, and two
+SINK, WINDOW = 4, 2
+"""In tokens, and in blocks."""
+EXACT = {"sink_tokens": SINK, "window_tokens": 40}
+FORM = BlockFormat(load_config(env={}).codec.name, BlockShape(4, 2, BLOCK, 128), bytes(16))
+SMALL = 100 * room(FORM.max_nbytes(0))
+"""Bytes for not quite four sessions."""
 
 
 def run(*what: str, **manthan: Any) -> dict[str, Any]:
     """What an engine does with these jobs."""
-    manthan = {"min_tokens": 64, "idle_after_s": 0.05, "sweep_interval_s": 0.05, "codec": EXACT} | manthan
+    manthan = {"min_tokens": 64, "idle_after_s": 3600, "codec": EXACT} | manthan
     job = {"what": what, "blocks": 131, "manthan": manthan}
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
@@ -32,69 +43,127 @@ def roomy() -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def crowded() -> dict[str, Any]:
-    """Room for five sessions and a half without their copies, and for not quite three with them."""
-    return run("crowd", cold_store={"max_bytes": 100 * CODE_NBYTES})
+    return run("crowd", cold_store={"max_bytes": SMALL})
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def in_redis(redis_server: RedisServer) -> dict[str, Any]:
+    redis = {"url": redis_server.url, "timeout_s": 30, "ttl_s": 3600}
+    return run("grow", cold_store={"kind": "redis", "max_bytes": "64MiB"}, redis=redis)
 
 
 def exact_of(blocks: int) -> list[int]:
-    return [0, blocks - 2, blocks - 1]
+    """How many tokens of each block of a session are exact, where its window is at its end."""
+    return [SINK] + [0] * (blocks - WINDOW - 1) + [BLOCK] * WINDOW
 
 
-def test_the_first_and_the_last_blocks_come_back_bit_for_bit(roomy: dict[str, Any]) -> None:
+def tokens_of(exact: list[int]) -> list[int]:
+    """The places of the exact tokens."""
+    return [depth * BLOCK + n for depth, tokens in enumerate(exact) for n in range(tokens)]
+
+
+def sizes_of(exact: list[int]) -> list[int]:
+    return [FORM.max_nbytes(tokens) for tokens in exact]
+
+
+def changed(now: dict[str, Any]) -> list[int]:
+    """Places of tokens that came back as their codes say, which was not what had been there."""
+    return [n for n in range(now["restored"] * BLOCK) if n not in now["same"]]
+
+
+def test_the_first_tokens_and_the_last_blocks_come_back_bit_for_bit_and_no_others(roomy: dict[str, Any]) -> None:
     first = roomy["rounds"][0]
-    blocks = len(first["same"])
-    assert first["restored"] == blocks > 16
-    assert [depth for depth, same in enumerate(first["same"]) if same] == exact_of(blocks) == first["copies"]
+    assert first["restored"] == len(first["exact"]) > 16
+    assert first["exact"] == exact_of(first["restored"])
+    assert first["same"] == tokens_of(first["exact"])
 
 
 def test_the_window_moves_as_the_session_grows(roomy: dict[str, Any]) -> None:
     """What has fallen out of it comes back as its codes say, and is the same from then on."""
+    assert len(roomy["rounds"]) == 3
     for last, now in zip(roomy["rounds"], roomy["rounds"][1:], strict=False):
-        old, blocks = len(last["same"]), len(now["same"])
-        assert now["restored"] == blocks >= old + 4
-        assert now["copies"] == exact_of(blocks)
-        decoded = [*range(old - 2, blocks - 2)]
-        assert [depth for depth, same in enumerate(now["same"]) if not same] == decoded
+        old, blocks = last["restored"], now["restored"]
+        assert blocks == len(now["exact"]) >= old + 4
+        assert now["exact"] == exact_of(blocks)
+        assert changed(now) == list(range((old - WINDOW) * BLOCK, (blocks - WINDOW) * BLOCK))
 
 
-def test_copies_are_part_of_what_is_stored(roomy: dict[str, Any]) -> None:
+def test_what_the_window_has_left_takes_fewer_bytes(roomy: dict[str, Any]) -> None:
+    for last, now in zip(roomy["rounds"], roomy["rounds"][1:], strict=False):
+        left = slice(last["restored"] - WINDOW, last["restored"])
+        assert last["sizes"][left] == [FORM.max_nbytes(BLOCK)] * WINDOW
+        assert now["sizes"][left] == [FORM.max_nbytes(0)] * WINDOW
+    assert 4 * FORM.max_nbytes(0) < FORM.max_nbytes(BLOCK)
+
+
+def test_what_is_stored_is_what_the_manager_counts(roomy: dict[str, Any]) -> None:
     for now in roomy["rounds"]:
-        assert now["exact_blocks"] == 3
-        assert now["cold_bytes"] == now["store"] == (len(now["same"]) + 3 * PARTS) * CODE_NBYTES
-
-
-def test_what_is_damaged_or_lost_comes_back_as_its_codes_say(roomy: dict[str, Any]) -> None:
-    assert roomy["failures"] == ["checksum", "missing"]
-    blocks = len(roomy["same"])
-    assert [depth for depth, same in enumerate(roomy["same"]) if same] == [blocks - 2] == roomy["copies"]
-    assert roomy["parts"] == [PARTS * (depth == blocks - 2) for depth in range(blocks)]
+        assert now["exact_blocks"] == 1 + WINDOW
+        assert now["sizes"] == sizes_of(now["exact"])
+        assert now["cold_bytes"] == now["used"] == sum(map(room, now["sizes"]))
 
 
 def test_a_prefetched_session_is_exact_in_the_same_places(roomy: dict[str, Any]) -> None:
-    blocks = len(roomy["prefetched"])
-    assert blocks > 16
-    assert [depth for depth, same in enumerate(roomy["prefetched"]) if same] == exact_of(blocks)
+    now = roomy["prefetched"]
+    assert now["blocks"] > 16
+    assert now["same"] == tokens_of(exact_of(now["blocks"]))
 
 
-def test_every_answer_is_right(roomy: dict[str, Any], crowded: dict[str, Any]) -> None:
-    assert len(roomy["right"]) == 7
-    assert len(crowded["right"]) == 12
-    assert all(roomy["right"] + crowded["right"])
+def test_a_damaged_block_is_computed_anew_and_is_exact_again(roomy: dict[str, Any]) -> None:
+    now, blocks = roomy["damage"], roomy["damage"]["blocks"]
+    assert roomy["failures"] == ["checksum"]  # and nothing else in any job
+    assert now["same"] == list(range(SINK))  # the last two were computed from what the others' codes say
+    assert now["exact"] == exact_of(len(now["exact"]))
+    assert now["sizes"] == sizes_of(now["exact"])
+    assert now["restored"] == [blocks, blocks]
+    last = list(range((blocks - 1) * BLOCK, blocks * BLOCK))  # its codes had never been read, and were good
+    assert now["as_computed"] == list(range((blocks - 1) * BLOCK))
+    assert now["as_first"] == list(range(SINK)) + last
 
 
-def test_copies_go_before_any_codes_the_oldest_first(crowded: dict[str, Any]) -> None:
-    kept = [[depths for depths in now["copies"].values() if depths] for now in crowded["rounds"]]
-    assert kept == [
-        [[0, 16, 17]],
-        [[0, 16, 17], [0, 16, 17]],
-        [[0], [0, 16, 17], [0, 16, 17]],  # its sink goes last
-        [[0], [0, 16, 17]],
-        [[0]],
-        [],
-        [],
-        [],
-    ]
+def test_every_answer_is_right(roomy: dict[str, Any], crowded: dict[str, Any], in_redis: dict[str, Any]) -> None:
+    assert [len(report["right"]) for report in (roomy, crowded, in_redis)] == [8, 12, 4]
+    assert all(roomy["right"] + crowded["right"] + in_redis["right"])
+    assert crowded["failures"] == in_redis["failures"] == []
+
+
+def test_a_store_that_is_too_small_is_never_over_its_budget(crowded: dict[str, Any]) -> None:
+    whole = []
     for number, now in enumerate(crowded["rounds"]):
-        assert now["peak"] <= 100 * CODE_NBYTES
-        lost = (number + 1) * 18 - sum(now["chains"].values())
-        assert not (lost and now["exact_blocks"]), "codes were dropped while there were copies"
+        wanted = exact_of(now["blocks"])
+        whole.append([name for name, cold in now["sessions"].items() if cold["exact"] == wanted])
+        sizes = []
+        for cold in now["sessions"].values():
+            assert cold["exact"] == wanted[: len(cold["exact"])]  # tails are dropped first
+            assert cold["sizes"] == sizes_of(cold["exact"])
+            sizes += cold["sizes"]
+        assert now["cold_bytes"] == now["used"] == sum(map(room, sizes)) <= now["peak"] <= SMALL
+        assert f"user-{number}" in whole[-1]
+    assert [len(names) for names in whole] == [1, 2, 3, 3, 3, 3, 3, 3]
+    assert whole[-1] == ["user-5", "user-6", "user-7"]
+
+
+def test_in_a_store_that_engines_share_what_was_exact_stays_so(in_redis: dict[str, Any]) -> None:
+    """Another engine may rely on it: nothing there is replaced."""
+    exact = exact_of(in_redis["rounds"][0]["restored"])
+    assert in_redis["rounds"][0]["same"] == tokens_of(exact)
+    for last, now in zip(in_redis["rounds"], in_redis["rounds"][1:], strict=False):
+        old, blocks = last["restored"], now["restored"]
+        exact += exact_of(blocks)[old:]
+        assert now["exact"] == exact
+        assert changed(now) == list(range(old * BLOCK, (blocks - WINDOW) * BLOCK))
+
+
+def test_redis_holds_what_the_manager_counts(in_redis: dict[str, Any], redis_server: RedisServer) -> None:
+    for now in in_redis["rounds"]:
+        assert now["sizes"] == sizes_of(now["exact"])
+        assert now["cold_bytes"] == sum(now["sizes"])
+    redis = redis_server.client
+    assert sum(redis.strlen(name) for name in redis.scan_iter("*:block:*")) == in_redis["rounds"][-1]["cold_bytes"]
+    [info] = redis.scan_iter("*:info")
+    assert int(redis.hget(info, "used_bytes")) == in_redis["rounds"][-1]["cold_bytes"]

@@ -6,6 +6,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import pytest
+import stored_codes
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import Engine
 
@@ -56,12 +57,12 @@ def close_gate(worker: Any) -> None:
     store = get_kv_transfer_group().worker.path.store
     store.gate, store.at_gate = threading.Event(), 0
 
-    def get(keys: Any) -> Any:
+    def read(group: int, keys: Any) -> Any:
         store.at_gate += 1
         assert store.gate.wait(600)  # longer than any test waits
-        return type(store).get(store, keys)
+        return type(store).read(store, group, keys)
 
-    store.get = get
+    store.read = read
 
 
 def at_gate(worker: Any) -> int:
@@ -80,19 +81,6 @@ def prefetch_at_the_gate(engine: Engine) -> Iterator[None]:
         yield
     finally:
         engine.on_worker(open_gate)
-
-
-def damage(worker: Any, place: int) -> None:
-    """One byte changes in the block that was stored as the `place`-th; tails are stored first."""
-    blocks = get_kv_transfer_group().worker.path.store._blocks
-    key = list(blocks)[place]
-    blocks[key] = blocks[key].copy()
-    blocks[key][5000] ^= 1
-
-
-def lose(worker: Any, place: int) -> None:
-    blocks = get_kv_transfer_group().worker.path.store._blocks
-    del blocks[list(blocks)[place]]
 
 
 def go_cold(engine: Engine, prompts: dict[str, str]) -> None:
@@ -203,13 +191,13 @@ def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> N
     assert counters["prefetches"] == counters["restores"] == 0
 
 
-@pytest.mark.parametrize(("spoil", "cause"), [(damage, "checksum"), (lose, "missing")])
+@pytest.mark.parametrize(("spoil", "cause"), [(stored_codes.damage, "checksum"), (stored_codes.lose, "missing")])
 def test_codes_that_cannot_be_read_are_recomputed(engine, table, spoil: Any, cause: str) -> None:
     prompt, right = table(70).question(6)
     go_cold(engine, {"alice": prompt})
     failures = engine.metric("manthan_failures_total", cause=cause)
     counters = Counters(engine)
-    engine.on_worker(spoil, 5)  # the sixth from the end
+    engine.on_worker(spoil, -6)
     engine.ask("x", prefetch="alice")
     engine.wait(lambda: engine.metric("manthan_failures_total", cause=cause) == failures + 1, "a failure")
     answer = engine.ask(prompt, "alice")

@@ -19,19 +19,20 @@ from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCache
 from vllm.v1.request import Request
 from vllm_engine import MODEL
 
+from manthan.manager.observer import Observer, Restored
+from manthan.manager.prefetcher import RETRY_S, Prefetcher
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
-from manthan.manager.sessions.table import MemoryShape
+from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult
 from manthan.policies import get_policy
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.messages import Load, LoadResult
-from manthan.vllm_hooks.pool_queue import PoolQueue
-from manthan.vllm_hooks.prefetcher import RETRY_S, Prefetcher
+from manthan.vllm_hooks.compat import VllmPool
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
-from manthan.vllm_hooks.telemetry.metrics import StatsRecorder
 
 TOKENS = 16
+GROUP = 0
 BLOCKS = 20
 SPARE = 4
 IDLE_AFTER_S = 10.0
@@ -53,23 +54,39 @@ def hash_of(text: str, n: int) -> int:
     return int.from_bytes(f"{text}{n}".encode()) % 50_000
 
 
+def part(load: Load) -> GroupBlocks:
+    """What a load is of, in the one group that there is."""
+    [only] = load.parts
+    assert only.group == GROUP
+    return only
+
+
+class Counted(Observer):
+    """Counts what is told of prefetches."""
+
+    def __init__(self) -> None:
+        self.prefetches, self.blocks, self.hits = 0, 0, 0
+
+    def restored(self, restored: Restored) -> None:
+        assert restored.is_prefetch
+        self.prefetches += 1
+        self.blocks += restored.good
+
+    def prefetch_hit(self) -> None:
+        self.hits += 1
+
+
 class Engine:
     """A block pool of vLLM's with sessions in it, and the prefetcher; codes are stored and loaded at once."""
 
     def __init__(self, ranks: int = 1) -> None:
         self.pool = BlockPool(BLOCKS + 1, True, TOKENS, enable_kv_cache_events=True)
-        shape = MemoryShape(TOKENS, 500, 100)
+        shape = MemoryShape(TOKENS, hot_nbytes=500, bounds={0: 100})
         self.manager = SessionMemoryManager(get_policy("lru"), shape, 10_000, IDLE_AFTER_S, prefetch_lead_s=1.0)
-        self.stats = StatsRecorder(self.manager, shape)
-        self.prefetcher = Prefetcher(
-            self.manager,
-            self.stats,
-            self.pool,
-            TOKENS,
-            ranks,
-            Runway(PoolQueue(self.pool), self.manager.blocks, 9),
-            SPARE,
-        )
+        self.counted = Counted()
+        blocks = VllmPool(self.pool, GROUP, TOKENS)
+        runway = Runway(blocks, self.manager, ahead=9)
+        self.prefetcher = Prefetcher(self.manager, blocks, runway, ranks, BLOCKS, SPARE, self.counted)
         self.now = 0.0
 
     def compute(self, asked: Request, **hints: Any) -> None:
@@ -89,8 +106,8 @@ class Engine:
         """All that is idle goes cold."""
         self.now += IDLE_AFTER_S
         self.manager.sweep(self.now)
-        for key in self.manager.take_spills(1000):
-            self.manager.spilled(key, self.now)
+        for order in self.manager.take_spills(1000):
+            self.manager.spilled(order.key, 100, self.now)
         for key in self.manager.take_releases():
             if found := self.pool.get_cached_block(key, [0]):
                 self.pool.touch(found)
@@ -105,7 +122,7 @@ class Engine:
         return self.prefetcher.step(self.now)
 
     def answer(self, load: Load, *failed: int, cause: str = "missing") -> None:
-        bad = [(load.keys[n], cause) for n in failed]
+        bad = [FailedBlock(GROUP, part(load).keys[n], cause) for n in failed]
         self.prefetcher.answered(LoadResult(load.request_id, bad, 0, 0.0, is_prefetch=True), self.now)
 
     def queue(self) -> list[bytes | None]:
@@ -116,8 +133,13 @@ class Engine:
     def cached(self, asked: Request) -> list[bool]:
         return [self.pool.get_cached_block(key, [0]) is not None for key in asked.block_hashes]
 
-    def counted(self, name: str) -> int:
-        return int(self.stats._counters[name][""])
+    def waits(self, asked: Request) -> None:
+        """vLLM considers a request; its last token's block counts as well."""
+        self.prefetcher.waits(asked.request_id, -(-asked.num_tokens // TOKENS))
+
+    def admitted(self, asked: Request, hot: int) -> None:
+        usable = (asked.num_tokens - 1) // TOKENS
+        self.prefetcher.admitted(asked.request_id, asked.block_hashes, hot, usable)
 
 
 @pytest.fixture
@@ -134,7 +156,7 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     assert engine.queue() == [None] * BLOCKS
     engine.pool.take_events()
     [load] = engine.prefetch("a")
-    assert load.keys == a.block_hashes
+    assert part(load).keys == a.block_hashes
     assert engine.pool.get_num_free_blocks() == BLOCKS - 5
     assert engine.cached(a) == [False] * 5  # until every code was checked
     engine.answer(load)
@@ -142,7 +164,7 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     assert engine.queue()[-5:] == a.block_hashes[::-1]
     blocks = [(engine.pool.get_cached_block(key, [0]) or [])[0] for key in a.block_hashes]
     assert [block.block_hash_num_tokens for block in blocks] == own == [16, 32, 48, 64, 80]
-    assert [block.block_id for block in blocks] == load.block_ids
+    assert [block.block_id for block in blocks] == part(load).block_ids
     told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)][1:]  # after who asked
     names = [maybe_convert_block_hash(key) for key in a.block_hashes]
     assert [event.block_hashes for event in told] == [[name] for name in names]
@@ -156,10 +178,10 @@ def test_what_is_hot_is_not_loaded_and_moves_to_the_tail_with_the_rest(engine: E
     engine.evict()
     engine.compute(b)
     [load] = engine.prefetch("a")
-    assert load.keys == a.block_hashes[2:]
+    assert part(load).keys == a.block_hashes[2:]
     engine.answer(load)
     assert engine.queue()[-5:] == a.block_hashes[::-1]
-    assert engine.counted("prefetched_blocks") == 3
+    assert engine.counted.blocks == 3
     assert engine.pool.reset_prefix_cache()
 
 
@@ -234,7 +256,7 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     engine.answer(load)
     assert engine.cached(a) == [False] * 3
     assert engine.pool.reset_prefix_cache()
-    assert (engine.counted("prefetches"), engine.prefetcher.is_busy) == (0, False)
+    assert (engine.counted.prefetches, engine.prefetcher.is_busy) == (0, False)
 
 
 def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
@@ -249,14 +271,18 @@ def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
     assert engine.manager.blocks.get(a.block_hashes[0]) is None
 
 
-@pytest.mark.parametrize(("config", "lead_s"), [({"lead_s": 3.5}, 3.5), ({"enabled": False}, None), ({}, 2.0)])
-def test_the_configuration_says_when(config: dict[str, Any], lead_s: float | None) -> None:
-    transfer = kv_transfer_config(prefetch=config)
+@pytest.mark.parametrize(("config", "due"), [({"lead_s": 3.5}, 16.5), ({"enabled": False}, 300.0), ({}, 18.0)])
+def test_the_configuration_says_when(config: dict[str, Any], due: float) -> None:
+    """A session is expected after 20 s; without prefetches, it is evicted after 300 s, and that is all."""
+    transfer = kv_transfer_config(prefetch=config, idle_after_s=300, min_tokens=64)
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
     half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]))
-    assert half.manager.prefetch_lead_s == lead_s
+    keys = [bytes([n]) * 32 for n in range(8)]
+    half.manager.request_started("r", keys, "expected", 0.0, hints=Hints(expect_return_s=20))
+    half.manager.request_finished("r", keys, 0.0)
+    assert half.manager.next_deadline == due
 
 
 # -- room ---------------------------------------------------------------------------------------------
@@ -274,7 +300,7 @@ def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for
     assert engine.step() == []
     engine.evict()
     [load] = engine.step()
-    assert len(load.keys) == BLOCKS - SPARE
+    assert len(part(load).keys) == BLOCKS - SPARE
 
 
 def test_room_ends_where_a_session_is_hot_though_it_has_codes(engine: Engine) -> None:
@@ -295,9 +321,9 @@ def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None
     engine.compute(request("a", 8))
     engine.evict()
     waiting = request("waiting", 9)
-    engine.prefetcher.waits(waiting)  # 10 blocks, with its last token's
+    engine.waits(waiting)  # 10 blocks, with its last token's
     assert engine.prefetch("a") == []
-    engine.prefetcher.admitted(waiting, hot=0)
+    engine.admitted(waiting, hot=0)
     assert engine.step() == []  # not at once
     assert engine.prefetcher.deadline == engine.now + RETRY_S
     engine.now += RETRY_S
@@ -308,7 +334,7 @@ def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None
 def test_an_aborted_request_waits_for_nothing(engine: Engine) -> None:
     engine.compute(request("a", 8))
     engine.evict()
-    engine.prefetcher.waits(request("waiting", 9))
+    engine.waits(request("waiting", 9))
     engine.prefetcher.forget("waiting")
     assert len(engine.prefetch("a")) == 1
 
@@ -321,7 +347,7 @@ def test_one_at_a_time(engine: Engine) -> None:
     loads = engine.prefetch(*lengths)
     for name, blocks in lengths.items():
         [load] = loads
-        assert load.keys == request(name, blocks).block_hashes
+        assert part(load).keys == request(name, blocks).block_hashes
         assert engine.step() == []
         engine.answer(load)
         loads = engine.step()
@@ -338,10 +364,10 @@ def test_a_hit_is_a_request_that_finds_all_of_it(engine: Engine, hot: int, hits:
     engine.evict()
     [load] = engine.prefetch("a")
     engine.answer(load)
-    engine.prefetcher.admitted(a, hot=hot)
-    assert engine.counted("prefetch_hits") == hits
-    engine.prefetcher.admitted(a, hot=5)
-    assert engine.counted("prefetch_hits") == (1 if hot != 4 else 0)  # each prefetch is used once
+    engine.admitted(a, hot=hot)
+    assert engine.counted.hits == hits
+    engine.admitted(a, hot=5)
+    assert engine.counted.hits == (1 if hot != 4 else 0)  # each prefetch is used once
 
 
 def test_sessions_that_went_cold_again_are_not_remembered(engine: Engine) -> None:

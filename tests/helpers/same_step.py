@@ -1,0 +1,117 @@
+"""A session of a real engine that is evicted in the very step that computes its blocks, and what became of them.
+
+Run as a script: a job as JSON on standard input, a report as JSON on standard output. See SteppedEngine.
+"""
+
+import json
+import os
+import sys
+import time
+from typing import Any
+
+import numpy as np
+import vllm_engine
+from exact_sessions import ExactSessions
+from stepped_engine import SteppedEngine
+
+
+class SameStep(ExactSessions):
+    """loads_first: vLLM has loads begun before each forward pass, as it does for connectors with synchronous ones."""
+
+    def __init__(self, engine: SteppedEngine, loads_first: bool) -> None:
+        super().__init__(engine)
+        self.steps: list[list[str]] = []
+        core = engine.engine.engine_core.engine_core
+        self._watch_scheduler(core.scheduler, loads_first)
+        self._watch_worker(core.model_executor.driver_worker.worker.model_runner)
+
+    def _watch_scheduler(self, scheduler: Any, loads_first: bool) -> None:
+        schedule = scheduler.schedule
+
+        def noting_schedule(*args: Any, **more: Any) -> Any:
+            self.steps.append([])
+            output = schedule(*args, **more)
+            output.has_sync_kv_loads = loads_first
+            return output
+
+        scheduler.schedule = noting_schedule
+
+    def _watch_worker(self, runner: Any) -> None:
+        """Note in which order a step's forward pass, loads and spills begin."""
+        forward, loads, spills = runner._model_forward, self.path.submit_loads, self.path.submit_spills
+
+        def noting_forward(*args: Any, **more: Any) -> Any:
+            computed = forward(*args, **more)
+            self.steps[-1].append("forward")
+            return computed
+
+        def noting_loads(metadata: Any) -> None:
+            self.steps[-1].append("loads")
+            loads(metadata)
+
+        def noting_spills(metadata: Any) -> None:
+            self.steps[-1] += ["spills"] if metadata.spills else []
+            spills(metadata)
+
+        runner._model_forward = noting_forward
+        self.path.submit_loads, self.path.submit_spills = noting_loads, noting_spills
+
+    def lose(self, session: str) -> None:
+        """vLLM does not have a session's blocks any more, of which the manager has not heard."""
+        pool = self.half._pool
+        ids = {pool.get(block.key).block_id for block in self.session(session).chain}
+        pool._pool.evict_blocks(ids)
+        for rows, _, _ in self.blocks._memory._layers:
+            rows[:] = 0
+
+    def evict_when_computed(self) -> None:
+        """Whoever is idle is evicted in the next step that computes a prompt."""
+        half, step, manager = self.half, self.half.step, self.half.manager
+
+        def evicting_step(tokens: int, requests: int) -> Any:
+            if tokens > 10 * vllm_engine.BLOCK:
+                manager.sweep(time.monotonic() + manager.idle_after_s)
+                half.step = step
+            metadata = step(tokens, requests)
+            if tokens > 10 * vllm_engine.BLOCK:
+                self.report["named"] = len(metadata.spills)
+            return metadata
+
+        half.step = evicting_step
+
+    def codes_are_right(self, session: str) -> list[bool]:
+        """Whether a session's codes are those of its blocks as they are in the pool now."""
+        right, numbers = [], self.pool(session)
+        for depth, (key, (keys, values)) in enumerate(numbers.items()):
+            [buf] = self.path.store.read(self.group, [key])
+            wanted = self.blocks.format.encode(keys, values, key=key, first_token=depth * vllm_engine.BLOCK, exact=0)
+            right.append(buf is not None and np.array_equal(buf, wanted))
+        return right
+
+    def go(self) -> None:
+        """Two sessions have the same prompt; the first is evicted while the second computes it anew."""
+        table = vllm_engine.Table(1)
+        self.ask(table, 0, "first", [])
+        self.lose("first")
+        self.evict_when_computed()
+        self.ask(table, 0, "second", [])
+        self.report["state"] = self.session("first").state
+        self.report["codes"] = self.codes_are_right("first")
+        self.go_cold()
+        self.ask(table, 3, "second", [])
+        self.report |= {"restored": self.engine.requests[-1]["found"][1], "steps": self.steps}
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    engine = SteppedEngine(131, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"})
+    sessions = SameStep(engine, job["loads_first"])
+    sessions.go()
+    with report:
+        json.dump(sessions.report, report)
+
+
+if __name__ == "__main__":
+    main()

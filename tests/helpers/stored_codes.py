@@ -1,0 +1,32 @@
+"""On a worker: what tests do to the codes of the only session in its store. To be sent with `Engine.on_worker`."""
+
+from typing import Any
+
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+
+def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
+    """Group, key and codes of each block, from the session's first one on; the codes are copies."""
+    from manthan.codec import wire
+
+    store = get_kv_transfer_group().worker.path.store
+    found = [(group, key, next(store.read(group, [key]))) for group, key in list(store._blocks)]
+    return sorted(found, key=lambda block: wire.parse(block[2]).header.first_token)
+
+
+def damage(worker: Any, depth: int) -> None:
+    """One byte of a block's codes changes; depth: its place in the chain, or from the end if negative."""
+    group, key, buf = stored_chain(worker)[depth]
+    buf[5000] ^= 1
+    assert get_kv_transfer_group().worker.path.store.put_all(group, {key: buf}) == {}
+
+
+def lose(worker: Any, depth: int) -> None:
+    """A block's codes are not there any more; depth: as above."""
+    group, key, _ = stored_chain(worker)[depth]
+    get_kv_transfer_group().worker.path.store.drop(group, [key])
+
+
+def count(worker: Any) -> int:
+    """How many blocks there are."""
+    return len(get_kv_transfer_group().worker.path.store._blocks)
