@@ -114,17 +114,17 @@ class DirectoryLink:
 
     def _record(self, session_id: str, session: Session | None, offset: float) -> SessionRecord:
         """offset: from the manager's clock to Unix seconds. A session without stored blocks has an empty chain."""
-        if session is None:
-            return SessionRecord(session_id, "gone", (), 0.0, 0.0, 0)
+        info = self._manager.session(session_id)
+        if session is None or info is None:
+            return SessionRecord(session_id)
         chain = session.chain
         end = next((i for i in range(len(chain), 0, -1) if chain[i - 1].code is CodeState.COLD), 0)
         stored = tuple(
             StoredBlock(block.key, self._group, block.code is CodeState.COLD, block.encoding.nbytes)
             for block in chain[:end]
         )
-        return SessionRecord(
-            session_id, str(session.state), stored, session.created + offset, session.last_used + offset, session.uses
-        )
+        in_unix_time = info._replace(created=info.created + offset, last_used=info.last_used + offset)
+        return SessionRecord(session_id, in_unix_time, stored)
 
     def reset(self) -> str:
         """See Directory.reset."""

@@ -294,8 +294,8 @@ class Driver(Generic[B]):
     @property
     def has_work(self) -> bool:
         """Whether a step is of use although no request asks for one."""
-        waits = self.prefetcher.is_busy or (self._directory is not None and self._directory.has_answers)
-        return self.manager.has_work or bool(self._granted) or waits
+        told = self._directory is not None and self._directory.has_answers
+        return self.manager.has_work or bool(self._granted) or self.prefetcher.has_work or told
 
     @property
     def has_orders(self) -> bool:

@@ -61,6 +61,7 @@ class Prefetcher(Generic[B]):
         self._ready: dict[bytes, Ready] = {}  # by the first key that was loaded
         self._look_after = 0.0
         self._must_look = False
+        self._was_settled = False
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -94,6 +95,7 @@ class Prefetcher(Generic[B]):
         """What the workers are to load, if a session is due and there is room that nobody would miss."""
         if self._under_way is not None:
             return []
+        self._was_settled = False
         if now < self._look_after:
             self._must_look = True
             return []
@@ -129,6 +131,11 @@ class Prefetcher(Generic[B]):
     def is_busy(self) -> bool:
         """Whether an answer is outstanding, with which blocks come free."""
         return self._under_way is not None
+
+    @property
+    def has_work(self) -> bool:
+        """Whether an answer is outstanding, or one came since the last look: the next session's turn may have come."""
+        return self._under_way is not None or self._was_settled
 
     @property
     def deadline(self) -> float | None:
@@ -169,7 +176,7 @@ class Prefetcher(Generic[B]):
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:
         """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
-        self._under_way = None
+        self._under_way, self._was_settled = None, True
         failed = {block.key: block.cause for answer in ended.answers for block in answer.failed}
         if not ended.is_stale:
             self._enter(ended, failed)

@@ -4,6 +4,8 @@ Everything here may change with any release of vLLM; everything else in `vllm_ho
 what vLLM documents.
 """
 
+import argparse
+import functools
 import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
@@ -16,14 +18,113 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
-from vllm.v1.engine import EngineCoreRequestType
-from vllm.v1.engine.core import EngineCoreProc
 
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.engine.core import EngineCoreProc
+
+# Every process of vLLM loads plugins: what only some of them need is imported where it is used.
+
+# -- flags and requests, in the process that takes them -----------------------------------------------
+
+
+def register_connector(name: str, module: str) -> bool:
+    """Register a connector by its class's name and module; returns whether it was not yet."""
+    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
+
+    if name in KVConnectorFactory._registry:
+        return False
+    KVConnectorFactory.register_connector(name, module, name)
+    return True
+
+
+def extend_engine_args(
+    add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
+    read_flags: "Callable[[argparse.Namespace], None]",
+    check: "Callable[[VllmConfig, bool], None]",
+) -> None:
+    """Have a say in vLLM's command line: plugins get no hook for flags of their own, so EngineArgs is wrapped.
+
+    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. check: is told each
+    engine's configuration once it is made, before any process starts, and whether it came from a command line.
+    """
+    from vllm.engine.arg_utils import EngineArgs
+
+    wrapped: Any = EngineArgs  # mypy allows nobody to assign to methods
+    add_cli_args, from_cli_args = wrapped.add_cli_args, wrapped.from_cli_args.__func__
+    create_engine_config = wrapped.create_engine_config
+
+    @functools.wraps(add_cli_args)
+    def with_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
+        with_theirs: FlexibleArgumentParser = add_cli_args(parser)
+        return add_flags(with_theirs)
+
+    @functools.wraps(from_cli_args)
+    def with_read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
+        read_flags(args)
+        engine_args = from_cli_args(cls, args)
+        engine_args.manthan_from_command_line = True
+        return engine_args
+
+    @functools.wraps(create_engine_config)
+    def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+        vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
+        check(vllm_config, hasattr(self, "manthan_from_command_line"))
+        return vllm_config
+
+    wrapped.add_cli_args = staticmethod(with_flags)
+    wrapped.from_cli_args = classmethod(with_read)
+    wrapped.create_engine_config = with_check
+
+
+def before_engine(check: "Callable[[VllmConfig, Any], object]", params_key: str) -> None:
+    """Have each request's `params_key` checked on its way to the engine; what `check` raises refuses the request.
+
+    What `check` returns takes the place of what it was given.
+    """
+    from vllm.v1.engine.input_processor import InputProcessor
+
+    wrapped: Any = InputProcessor
+    process_inputs = wrapped.process_inputs
+
+    @functools.wraps(process_inputs)
+    def with_check(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+        request = process_inputs(self, *args, **kwargs)
+        params = request.sampling_params
+        if params is not None:
+            extra = params.extra_args or {}
+            own = extra.get(params_key)
+            checked = check(self.vllm_config, own)
+            if checked is not own:
+                params.extra_args = {**extra, params_key: checked}  # these are the request's own, but `extra` is not
+        return request
+
+    wrapped.process_inputs = with_check
+
+
+def before_answer(check: "Callable[[VllmConfig, Any], object]", params_key: str) -> None:
+    """The same before the server begins to answer, so that a streamed answer has the right status too."""
+    from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    wrapped: Any = BaseServing
+    check_model = wrapped._check_model
+
+    @functools.wraps(check_model)
+    async def with_check(self: BaseServing, request: Any) -> Any:
+        error = await check_model(self, request)
+        processor = getattr(self, "input_processor", None)
+        if error is None and processor is not None:
+            check(processor.vllm_config, getattr(request, params_key, None))
+        return error
+
+    wrapped._check_model = with_check
+
+
+# -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
 def engine_waker() -> Callable[[], None]:
@@ -33,16 +134,21 @@ def engine_waker() -> Callable[[], None]:
     scheduler half is built inside the engine core's constructor, so the core is found on the stack. Where there is
     none (an in-process engine, stepped by its caller), the function does nothing: sweeps wait for the next step.
     """
+    from vllm.v1.engine.core import EngineCoreProc
+
     frame = sys._getframe(1)
     while frame is not None:
         core = frame.f_locals.get("self")
         if isinstance(core, EngineCoreProc):
-            return _ring(core.input_queue)
+            return _ring(core)
         frame = frame.f_back  # type: ignore[assignment]
     return lambda: None
 
 
-def _ring(inputs: "queue.Queue[Any]") -> Callable[[], None]:
+def _ring(core: "EngineCoreProc") -> Callable[[], None]:
+    from vllm.v1.engine import EngineCoreRequestType
+
+    inputs: queue.Queue[Any] = core.input_queue
     return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
@@ -120,10 +226,18 @@ class VllmPool:
         return was_reset
 
 
+# -- the model and the device, on workers -------------------------------------------------------------
+
+
 def attention_modules(vllm_config: "VllmConfig") -> dict[str, Any]:
     """The model's attention layers by name, as they write to the KV cache."""
     modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     return modules
+
+
+def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor", slots: Any) -> None:
+    """Write keys and values, [tokens, heads, head_dim] each, into a layer's paged cache as its backend does."""
+    module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:

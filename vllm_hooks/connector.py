@@ -41,8 +41,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
-        self.scheduler = SchedulerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.SCHEDULER else None
-        self.worker = WorkerHalf(vllm_config, kv_cache_config) if role is KVConnectorRole.WORKER else None
+        self.half: SchedulerHalf | WorkerHalf
+        if role is KVConnectorRole.SCHEDULER:
+            self.half = self.scheduler = SchedulerHalf(vllm_config, kv_cache_config)
+        else:
+            self.half = self.worker = WorkerHalf(vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -90,7 +93,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return True
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        return self.scheduler.telemetry.take() if self.scheduler else None
+        return self.scheduler.telemetry.take() if self.role is KVConnectorRole.SCHEDULER else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
@@ -141,6 +144,4 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.take_report()
 
     def shutdown(self) -> None:
-        for half in (self.scheduler, self.worker):
-            if half is not None:
-                half.shutdown()
+        self.half.shutdown()

@@ -2,34 +2,21 @@
 
 from typing import TYPE_CHECKING
 
-from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
 
 if TYPE_CHECKING:
-    import torch
-
     from manthan.vllm_hooks.support import Group
-
-DTYPES = {
-    "torch.bfloat16": Dtype.BFLOAT16,
-    "torch.float16": Dtype.FLOAT16,
-    "torch.float32": Dtype.FLOAT32,
-}
-
-
-def wire_dtype(dtype: "torch.dtype") -> Dtype:
-    """A cache's dtype as encoded blocks name it."""
-    return DTYPES[str(dtype)]
 
 
 def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
     spec = group.spec
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, wire_dtype(spec.dtype))
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
 
 
 def block_format(codec: str, group: "Group", fingerprint: bytes = bytes(FINGERPRINT_LEN)) -> BlockFormat:

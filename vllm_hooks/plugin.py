@@ -1,23 +1,24 @@
 """vLLM's general plugin: registers the connector and adds the flags. Without them it changes nothing.
 
-vLLM gives plugins no hook for flags of their own, so three methods of EngineArgs are wrapped: the one that builds the
-parser, the one that reads the parsed flags, and the one that makes the engine's configuration, where models and
-settings that Manthan cannot serve are refused, and GPU memory set aside, before any process starts; there too the
-checks of request_hints are put in place.
+Models and settings that Manthan cannot serve are refused where vLLM makes the engine's configuration.
 """
 
 import argparse
-import functools
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from typing import Any
+from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
+from manthan.vllm_hooks.compat import extend_engine_args, register_connector
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+    from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CONFIG_FLAG = "--manthan-config"
 HELP = {
@@ -36,44 +37,27 @@ HELP = {
 
 def register() -> None:
     """The entry point that vLLM calls in each of its processes."""
-    from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
-    from vllm.engine.arg_utils import EngineArgs
+    if register_connector(CONNECTOR, CONNECTOR_MODULE):
+        extend_engine_args(add_flags, read_flags, check)
 
-    if CONNECTOR in KVConnectorFactory._registry:
+
+def read_flags(args: argparse.Namespace) -> None:
+    """What flags were given takes effect: the connector, and the server's middleware."""
+    apply_flags(args)
+    keep_headers(args)
+
+
+def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
+    """Refuse what Manthan cannot serve before any process starts, set GPU memory aside, and watch requests."""
+    if not is_on(vllm_config):
         return
-    KVConnectorFactory.register_connector(CONNECTOR, CONNECTOR_MODULE, CONNECTOR)
-    add_cli_args, from_cli_args = EngineArgs.add_cli_args, EngineArgs.from_cli_args.__func__
-    create_engine_config = EngineArgs.create_engine_config
-
-    @functools.wraps(add_cli_args)
-    def with_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
-        return add_flags(add_cli_args(parser))
-
-    @functools.wraps(from_cli_args)
-    def with_manthan(cls: type[EngineArgs], args: argparse.Namespace) -> EngineArgs:
-        apply_flags(args)
-        engine_args = from_cli_args(cls, args)
-        engine_args.manthan_from_command_line = True
-        keep_headers(args)
-        return engine_args
-
-    @functools.wraps(create_engine_config)
-    def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> Any:
-        vllm_config = create_engine_config(self, *args, **kwargs)
-        if is_on(vllm_config):
-            from_command_line = hasattr(self, "manthan_from_command_line")
-            with one_sentence() if from_command_line else nullcontext():
-                check_supported(vllm_config)
-                check_redis(vllm_config)
-                set_gpu_memory_aside(vllm_config)
-            check_requests()
-            if from_command_line:
-                check_server_requests()
-        return vllm_config
-
-    EngineArgs.add_cli_args = staticmethod(with_flags)
-    EngineArgs.from_cli_args = classmethod(with_manthan)
-    EngineArgs.create_engine_config = with_check
+    with one_sentence() if from_command_line else nullcontext():
+        check_supported(vllm_config)
+        check_redis(vllm_config)
+        set_gpu_memory_aside(vllm_config)
+    check_requests()
+    if from_command_line:
+        check_server_requests()
 
 
 def keep_headers(args: argparse.Namespace) -> None:
@@ -83,7 +67,7 @@ def keep_headers(args: argparse.Namespace) -> None:
         args.middleware = [*middleware, MIDDLEWARE]
 
 
-def add_flags(parser: argparse.ArgumentParser) -> argparse.ArgumentParser:
+def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Add the group `Manthan` to vLLM's parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
     for flag, (metavar, text) in HELP.items():

@@ -21,7 +21,7 @@ from manthan.vllm_hooks.support import only_group
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
+from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier, is_on_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -43,8 +43,9 @@ class SchedulerHalf:
         self._group, self._block_size = group.index, group.spec.block_size
         self._shape = memory_shape(config.codec, group, self._ranks)
         tiers = TierBytes.of_a_rank(config.cold_store, self._ranks)
-        largest = max(self._shape.bounds.values()) // self._ranks
-        capacity = tiers.usable(largest) * self._ranks
+        sizes = {bound // self._ranks for bound in self._shape.bounds.values()}
+        in_arenas = is_on_gpu(vllm_config) and not config.cold_store.is_shared
+        capacity = tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
         namespace = namespace_of(vllm_config, config, group) if shared else None

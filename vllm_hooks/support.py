@@ -2,7 +2,8 @@
 
 import os
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -103,7 +104,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             raise UnsupportedError(f"Manthan cannot be used here: {why}.")
 
 
-class Group(NamedTuple):
+@dataclass(frozen=True)
+class Group:
     """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
 
     index: int
@@ -128,7 +130,12 @@ def only_group(kv_cache_config: "KVCacheConfig") -> Group:
     groups = kv_cache_config.kv_cache_groups
     names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if type(spec) is not FullAttentionSpec or spec.sliding_window or spec.attention_chunk_size:
+    if (
+        not isinstance(spec, FullAttentionSpec)
+        or type(spec) is not FullAttentionSpec
+        or spec.sliding_window
+        or spec.attention_chunk_size
+    ):
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
             "is supported."

@@ -1,5 +1,6 @@
 """Manthan's configuration as vLLM carries it to its processes: a KVTransferConfig and back."""
 
+from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.registered import check_registered
@@ -36,13 +37,13 @@ def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
     )
 
 
-def is_on(vllm_config: "VllmConfig") -> bool:
-    """Whether this engine runs with Manthan."""
-    transfer = vllm_config.kv_transfer_config
+def is_on(config: "VllmConfig | Namespace") -> bool:
+    """Whether this engine, or the one that these flags are for, runs with Manthan."""
+    transfer = config.kv_transfer_config
     return transfer is not None and transfer.kv_connector == CONNECTOR
 
 
-def from_vllm_config(vllm_config: "VllmConfig") -> ManthanConfig:
+def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
     """Manthan's configuration, in whatever process of the engine."""
-    assert vllm_config.kv_transfer_config is not None
-    return ManthanConfig.model_validate(vllm_config.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY])
+    assert config.kv_transfer_config is not None
+    return ManthanConfig.model_validate(config.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY])

@@ -12,7 +12,7 @@ import torch
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.codec.gpu.torch_codec import TorchPagedCodec
-from manthan.vllm_hooks.worker import gpu_path
+from manthan.vllm_hooks import compat
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 8, 32, 64
 
@@ -77,7 +77,7 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     monkeypatch.setattr(torch.cuda, "Stream", lambda *_, **__: Stream(gpu))
     monkeypatch.setattr(torch.cuda, "current_stream", lambda *_: Stream(gpu))
     monkeypatch.setattr(torch.cuda, "stream", current)
-    monkeypatch.setattr(gpu_path.ops, "swap_blocks_batch", copy)
+    monkeypatch.setattr(compat, "copy_blocks", copy)
     return gpu
 
 

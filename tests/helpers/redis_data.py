@@ -9,6 +9,7 @@ import numpy as np
 
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.config.resolve import load_config
+from manthan.manager.sessions.session import SessionInfo
 from manthan.manager.stores.directory import Room
 from manthan.manager.stores.redis.client import Circuit, Client, connect
 from manthan.manager.stores.redis.index import Grant, RedisIndex
@@ -43,7 +44,14 @@ def record(
 ) -> SessionRecord:
     used = time.time() if last_used is None else last_used
     chain = tuple(StoredBlock(key, GROUP, True, ranks * SHARD_BYTES) for key in keys)
-    return SessionRecord(session_id, "cold", chain, used - 60, used, requests)
+    return SessionRecord(session_id, session_info(session_id, used - 60, used, requests=requests), chain)
+
+
+def session_info(
+    session_id: str, created: float = 1.0e9, last_used: float = 1.1e9, *, state: str = "cold", requests: int = 1
+) -> SessionInfo:
+    """A session that is said to be stored; what its record does not tell is zero."""
+    return SessionInfo(session_id, "", state, 0, 0, 0, 0, 0, created, last_used, requests, False, 0, None)
 
 
 def rooms(keys: Sequence[bytes], ranks: int = 2) -> list[Room]:

@@ -8,6 +8,7 @@ import pytest
 import redis
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
+from redis_data import session_info
 from redis_server import RedisServer, running
 
 from manthan.manager.stores.directory import Room
@@ -61,7 +62,7 @@ def room(text: str, nbytes: int, group: int = 0) -> Room:
 def record(session_id: str, sizes: dict[str, int], group: int = 0) -> SessionRecord:
     """A session of which a block has so many bytes; 0 if it is not stored."""
     chain = tuple(StoredBlock(text.encode(), group, nbytes > 0, nbytes) for text, nbytes in sizes.items())
-    return SessionRecord(session_id, "cold", chain, 1.0e9, 1.1e9, 1)
+    return SessionRecord(session_id, session_info(session_id), chain)
 
 
 def write(raw: redis.Redis, blocks: list[BlockId]) -> None:

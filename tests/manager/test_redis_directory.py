@@ -8,6 +8,7 @@ from dataclasses import dataclass, fields
 import numpy as np
 import pytest
 import redis
+from redis_data import session_info
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import RedisConfig
@@ -121,7 +122,7 @@ def codes(key: bytes) -> np.ndarray:
 def record(session_id: str, text: str) -> SessionRecord:
     now = time.time()
     chain = tuple(StoredBlock(key, GROUP, True, NBYTES) for key in keys(text))
-    return SessionRecord(session_id, "cold", chain, now, now, 1)
+    return SessionRecord(session_id, session_info(session_id, now, now), chain)
 
 
 def wait(condition: Callable[[], object]) -> None:
@@ -228,7 +229,7 @@ def test_two_conversations_of_one_name(start: Callable[..., One], raw: redis.Red
         engine.hear(lambda a: a.used is not None)
     wait(lambda: raw.exists(two.namespace.session("alice~two")))
     assert raw.lindex(one.namespace.chain("alice"), 0) == f"{b'a'.hex()}:{GROUP}"
-    two.tell(SessionRecord("alice", "gone", (), 0, 0, 0))
+    two.tell(SessionRecord("alice"))
     wait(lambda: not raw.exists(two.namespace.session("alice~two")))
     assert raw.exists(one.namespace.session("alice"))
 

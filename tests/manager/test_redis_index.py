@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import redis
+from redis_data import session_info
 from redis_server import RedisServer, running
 
 from manthan.manager.stores.directory import Room
@@ -66,7 +67,7 @@ def record(session_id: str, text: str, stored: str | None = None, state: str = "
     """A session of which all blocks are stored, or those that `stored` has a letter of."""
     good = text if stored is None else stored
     chain = tuple(StoredBlock(key, GROUP, letter in good, NBYTES) for key, letter in zip(keys(text), text, strict=True))
-    return SessionRecord(session_id, state, chain, 1.0e9, 1.1e9, 3)
+    return SessionRecord(session_id, session_info(session_id, state=state, requests=3), chain)
 
 
 def store(index: RedisIndex, raw: redis.Redis, blocks: list[Room]) -> list[Reserved]:
@@ -195,7 +196,7 @@ def test_a_long_chain_is_found_in_a_few_questions(one: RedisIndex, raw: redis.Re
     chain = [f"{n:064}".encode() for n in range(3000)]
     store(one, raw, [Room(key, GROUP, BOUND) for key in chain])
     blocks = tuple(StoredBlock(key, GROUP, True, 1 + at % BOUND) for at, key in enumerate(chain))
-    one.save(SessionRecord("long", "cold", blocks, 0.0, 0.0, 1), FACTS)
+    one.save(SessionRecord("long", session_info("long"), blocks), FACTS)
     before = raw.info("commandstats")["cmdstat_eval"]["calls"]
     assert one.look_up(GROUP, [*chain, b"more"]) == [block.nbytes for block in blocks]
     assert raw.info("commandstats")["cmdstat_eval"]["calls"] - before <= 10

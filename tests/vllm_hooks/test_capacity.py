@@ -31,10 +31,15 @@ def test_each_rank_has_its_share_of_each_tier(store: dict[str, Any], device: int
 
 
 def test_two_tiers_promise_a_block_less_than_they_have() -> None:
-    assert TierBytes(0, 1000).usable(300) == 3 * GRANULE
-    assert TierBytes(1000, 0).usable(300) == 3 * GRANULE
-    assert TierBytes(1000, 2000).usable(512) == (3 + 7) * GRANULE - 512
-    assert TierBytes(256, 256).usable(1024) == 0
+    assert TierBytes(0, 1000).usable({300}) == 3 * GRANULE
+    assert TierBytes(1000, 0).usable({300}) == 3 * GRANULE
+    assert TierBytes(1000, 2000).usable({512}) == (3 + 7) * GRANULE - 512
+    assert TierBytes(256, 256).usable({1024}) == 0
+
+
+def test_blocks_of_several_sizes_leave_a_part_of_each_tier_free() -> None:
+    assert TierBytes(0, 100 * GRANULE).usable({300, 512}) == 98 * GRANULE
+    assert TierBytes(100 * GRANULE, 200 * GRANULE).usable({300, 512}) == (98 + 196) * GRANULE - 512
 
 
 def test_host_bytes_belong_to_two_kinds() -> None:

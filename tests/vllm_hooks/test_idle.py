@@ -145,4 +145,4 @@ def test_the_model_s_thread_neither_reads_nor_writes_the_store(engine, table) ->
     engine.ask(prompt, "threads")
     engine.wait_until_cold(1)
     assert engine.ask(prompt, "threads").text == right
-    assert engine.on_worker(noted_threads) == ["get on manthan-restore_0", "put on manthan-encode_0"]
+    assert engine.on_worker(noted_threads) == ["put_all on manthan-encode-0", "read on manthan-restore-0"]

@@ -147,6 +147,24 @@ def engine() -> Engine:
     return Engine()
 
 
+def test_the_next_session_s_turn_asks_for_a_step(engine: Engine) -> None:
+    """An engine without requests steps only while there is work."""
+    names = ("alice", "bob", "carol")
+    for name in names:
+        engine.compute(request(name, 3))
+    engine.evict()
+    [load] = engine.prefetch(*names)
+    for _ in names[1:]:
+        assert engine.prefetcher.has_work
+        engine.answer(load)
+        assert engine.prefetcher.has_work
+        [load] = engine.step()
+    engine.answer(load)
+    assert engine.step() == []
+    assert not engine.prefetcher.has_work
+    assert engine.counted.prefetches == 3
+
+
 def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) -> None:
     a = request("a", 5)
     engine.compute(a)

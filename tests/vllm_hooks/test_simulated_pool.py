@@ -52,7 +52,8 @@ class TwoPools(RuleBasedStateMachine):
         self.theirs.touch(found)
         blocks = hits + self.ours.take(wanted)
         assert [block.block_id - 1 for block in found + self.theirs.get_new_blocks(wanted)] == blocks
-        self.ours.cache(blocks[len(hits) : len(keys)], keys[len(hits) :])
+        for block, key in zip(blocks[len(hits) : len(keys)], keys[len(hits) :], strict=True):
+            self.ours.cache(block, key)
         self.theirs.cache_full_blocks(
             SimpleNamespace(block_hashes=keys), self.of_vllm(blocks), len(hits), len(keys), 16, 0
         )

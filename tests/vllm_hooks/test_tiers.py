@@ -126,7 +126,7 @@ class TierMachine(RuleBasedStateMachine):
         both = [tier(nbytes * GRANULE) if nbytes else None for nbytes in (device, host)]
         self.tiers = Tiers(*both)
         self.bound = 6 * GRANULE
-        self.usable = TierBytes(device * GRANULE, host * GRANULE).usable(self.bound)
+        self.usable = TierBytes(device * GRANULE, host * GRANULE).usable({self.bound})
 
     names = st.tuples(st.integers(0, 1), st.integers(0, 12).map(lambda n: bytes([n])))
     sizes = st.integers(1, 6 * GRANULE)

@@ -1,9 +1,8 @@
 """Hints on their way through vLLM: looked at where a request comes in, and read where it is scheduled.
 
-A request carries them as `kv_transfer_params: {"manthan": {…}}`. vLLM has no hook for who wants to refuse a request, so
-two of its methods are wrapped in the process that takes requests, once an engine with Manthan is made there: the one
-that every request passes on its way to the engine, and the one with which the server looks at a request before it
-answers, for a streamed answer has begun with status 200 when the former is called.
+A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked twice in the process that takes
+requests, once an engine with Manthan is made there: on every request's way to the engine, and before the server begins
+to answer, for a streamed answer has begun with status 200 by the former.
 """
 
 import difflib
@@ -11,6 +10,7 @@ import functools
 import hashlib
 import reprlib
 import secrets
+from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any
@@ -20,6 +20,7 @@ from vllm.exceptions import VLLMClientError
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, parse_hints
+from manthan.vllm_hooks.compat import before_answer, before_engine
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
 if TYPE_CHECKING:
@@ -56,46 +57,22 @@ class HeaderKeeper:
 @functools.cache
 def check_requests() -> None:
     """From now on no request with hints that cannot be used enters an engine with Manthan in this process."""
-    from vllm.v1.engine.input_processor import InputProcessor
-
-    process_inputs = InputProcessor.process_inputs
-
-    @functools.wraps(process_inputs)
-    def with_hints(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = process_inputs(self, *args, **kwargs)
-        params = request.sampling_params
-        if params is not None and is_on(self.vllm_config):
-            extra = params.extra_args or {}
-            own = extra.get(PARAMS)
-            checked = checked_params(own, tenant_header(self.vllm_config))
-            if checked is not own:
-                params.extra_args = {**extra, PARAMS: checked}  # these params are the request's own, but `extra` is not
-        return request
-
-    InputProcessor.process_inputs = with_hints
+    before_engine(_checked, PARAMS)
 
 
 @functools.cache
 def check_server_requests() -> None:
     """The same before the server begins to answer, so that a streamed answer has the right status too."""
-    from vllm.entrypoints.serve.engine.serving import BaseServing
-
-    check_model = BaseServing._check_model
-
-    @functools.wraps(check_model)
-    async def with_hints(self: BaseServing, request: Any) -> Any:
-        error = await check_model(self, request)
-        processor = getattr(self, "input_processor", None)
-        if error is None and processor is not None and is_on(processor.vllm_config):
-            checked_params(getattr(request, PARAMS, None), tenant_header(processor.vllm_config))
-        return error
-
-    BaseServing._check_model = with_hints
+    before_answer(_checked, PARAMS)
 
 
-def tenant_header(vllm_config: "VllmConfig") -> str:
+def _checked(vllm_config: "VllmConfig", params: object) -> object:
+    return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
+
+
+def tenant_header(config: "VllmConfig | Namespace") -> str:
     """`quotas.header` of an engine with Manthan."""
-    return from_vllm_config(vllm_config).quotas.header
+    return from_vllm_config(config).quotas.header
 
 
 def checked_params(params: object, header: str) -> object:

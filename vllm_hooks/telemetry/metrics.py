@@ -167,7 +167,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
         }
         self._metrics = {}
         for name, metric in METRICS.items():
-            extra = {"buckets": metric.buckets} if metric.buckets else {}
+            extra: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
             if metric.kind is prometheus_client.Gauge:
                 extra["multiprocess_mode"] = "mostrecent"
             labels = [*self._labelnames, *([metric.label] if metric.label else [])]

@@ -1,6 +1,7 @@
 """How many bytes the cold store holds, and the GPU memory that is set aside for it."""
 
 import math
+from collections.abc import Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
@@ -8,6 +9,7 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ColdStoreConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.sessions.fast_tier import Fast
+from manthan.manager.stores import arena
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -36,11 +38,16 @@ class TierBytes(NamedTuple):
             return cls(store.max_bytes // ranks, store.host_bytes // ranks)
         return cls(0, store.max_bytes // ranks)
 
-    def usable(self, bound: int) -> int:
-        """How many bytes may be promised to blocks, none of which takes more than `bound`: a block lies in one tier, so
-        that the room left over in two may be too little for it in either."""
+    def usable(self, sizes: Collection[int]) -> int:
+        """How many bytes may be promised to blocks that take at most one of these sizes each.
+
+        Blocks of several sizes leave a part of each tier free, so that holes stay large. A block lies in one tier, so
+        that the room left over in two may be too little for it in either.
+        """
         device, host = (tier - tier % GRANULE for tier in self)
-        return max(0, device + host - bound) if device and host else device + host
+        if len(sizes) > 1:
+            device, host = arena.usable(device), arena.usable(host)
+        return max(0, device + host - max(sizes)) if device and host else device + host
 
 
 def fast_tier(store: ColdStoreConfig) -> Fast | None:
@@ -50,6 +57,13 @@ def fast_tier(store: ColdStoreConfig) -> Fast | None:
     return Fast(store.front_bytes, fills_on_read=True) if store.front_bytes else None
 
 
+def is_on_gpu(vllm_config: "VllmConfig") -> bool:
+    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
+
+
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """Take what the tier on the device and the staging buffers need out of what vLLM would give its KV pool.
 
@@ -57,10 +71,9 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     """
     from vllm.platforms import current_platform
 
-    config = from_vllm_config(vllm_config)
-    if not current_platform.is_cuda() or config.backend == "numpy":
+    if not is_on_gpu(vllm_config):
         return
-    cache, store = vllm_config.cache_config, config.cold_store
+    cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).cold_store
     ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS * STAGING_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total

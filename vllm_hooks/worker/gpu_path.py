@@ -16,11 +16,11 @@ from operator import attrgetter
 from typing import NamedTuple
 
 import torch
-from vllm import _custom_ops as ops
 from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.stores.arena import room
+from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import (
     FailedBlock,
     GroupBlocks,
@@ -419,4 +419,4 @@ def _by_form(spills: Sequence[SpillBlock]) -> dict[int, list[SpillBlock]]:
 def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: int) -> None:
     """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
     starts, ends, sizes = pieces(froms, tos, nbytes)
-    ops.swap_blocks_batch(starts + source.data_ptr(), ends + target.data_ptr(), sizes)
+    compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

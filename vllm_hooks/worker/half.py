@@ -1,6 +1,7 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -47,7 +48,7 @@ class WorkerHalf:
         spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
-        group = self._group._replace(layers=len(layers))  # those that share a cache are one
+        group = replace(self._group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:

@@ -13,6 +13,7 @@ import torch
 from numpy.typing import NDArray
 
 from manthan.codec.gpu.paged import PagedLayout
+from manthan.vllm_hooks.compat import write_kv
 from manthan.vllm_hooks.support import UnsupportedError
 
 Index = NDArray[np.int64]
@@ -109,7 +110,7 @@ def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: tuple[in
     for shift in range(0, int(2 * size - 1).bit_length(), 8):
         digits = ((ordinals >> shift) & 255).to(cache.dtype)
         key, value = (part.transpose(0, 1).contiguous().to(cache.device) for part in digits)
-        module.impl.do_kv_cache_update(module, key, value, cache, slots.to(cache.device))
+        write_kv(module, key, value, cache, slots.to(cache.device))
         found += rows[SCRATCH_BLOCK].cpu().to(torch.int64) << shift
     rows[SCRATCH_BLOCK].zero_()
     order = torch.argsort(found, stable=True)

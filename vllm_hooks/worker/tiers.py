@@ -8,10 +8,10 @@ from typing import NamedTuple
 
 import torch
 from vllm.logger import init_logger
-from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Arena, Extent
+from manthan.vllm_hooks.compat import pin
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
 logger = init_logger("vllm.manthan.worker")
@@ -68,7 +68,7 @@ class Tier:
         try:
             codes = torch.empty(max_bytes, dtype=torch.uint8)
             if max_bytes:
-                pin_tensor(codes)
+                pin(codes)
         except RuntimeError as error:
             raise ConfigError(
                 f"the cold store's {size} of RAM cannot be pinned ({error}): lower "

@@ -27,6 +27,7 @@ from redis.sentinel import Sentinel
 
 from manthan.manager.config.model import ConfigError, RedisConfig
 from manthan.manager.stores.cold_store import ColdStoreError
+from manthan.manager.work import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis or RedisCluster: their annotations leave open what is bytes and what is str
 
@@ -41,7 +42,7 @@ OLDEST_VERSION = 7
 class StoreDownError(ColdStoreError):
     """Redis did not answer, or answers that it cannot serve."""
 
-    cause = "store_down"
+    cause = STORE_DOWN
 
 
 class StoreOomError(ColdStoreError):

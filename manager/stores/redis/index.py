@@ -288,17 +288,18 @@ def _signature(chain: Sequence[StoredBlock]) -> bytes:
 
 def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> list[str]:
     """A session's hash, as names and values by turns."""
-    stored = [block for block in record.chain if block.stored]
+    info, stored = record.info, [block for block in record.chain if block.stored]
+    assert info is not None
     values = {
         "id": record.session_id,
-        "state": record.state,
+        "state": info.state,
         "tokens": len(stored) * int(str(facts["block_tokens"])),
         "blocks": len(stored),
         "bytes": sum(block.nbytes for block in stored),
         "codec": facts["codec"],
-        "requests": record.requests,
-        "created": iso(record.created),
-        "last_used": iso(record.last_used),
+        "requests": info.requests,
+        "created": iso(info.created),
+        "last_used": iso(info.last_used),
         "owner": owner,
     }
     return [text for name, value in values.items() for text in (name, str(value))]

@@ -27,6 +27,8 @@ from datetime import UTC, datetime
 from typing import NamedTuple, TypeAlias
 from urllib.parse import quote
 
+from manthan.manager.sessions.session import SessionInfo
+
 BlockId: TypeAlias = tuple[int, bytes]
 """KV cache group and block key."""
 
@@ -111,11 +113,9 @@ class StoredBlock(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """A session as other engines and people see it. Times are Unix seconds; `chain` ends with the last stored block."""
+    """What the store is to know of a session: `info`, in which times are Unix seconds, and its chain up to the last
+    block that is stored. Of one that is gone neither."""
 
     session_id: str
-    state: str
-    chain: tuple[StoredBlock, ...]
-    created: float
-    last_used: float
-    requests: int
+    info: SessionInfo | None = None
+    chain: tuple[StoredBlock, ...] = ()
