@@ -60,15 +60,25 @@ class Arena:
 
     def allocate(self, nbytes: int) -> tuple[Extent, ...] | None:
         """Room for a block, room(nbytes) bytes in all; None if fewer are free."""
-        left = room(nbytes)
-        if left > self.available:
-            return None
-        taken = []
-        while left:
-            at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
-            taken.append(self._take(self._sizes[at], left))
-            left -= taken[-1].nbytes
-        return tuple(taken)
+        size = room(nbytes)
+        return None if size > self.available else self._in_pieces(size)
+
+    def allocate_some(self, nbytes: int, count: int) -> list[tuple[Extent, ...]]:
+        """Room for blocks of so many bytes each, or for as many of them as fit: what `allocate` would give one by one.
+
+        What is left of the hole that fits best fits best again, so a hole is cut up at once.
+        """
+        size = room(nbytes)
+        found: list[tuple[Extent, ...]] = []
+        while len(found) < count and size <= self.available:
+            at = bisect_left(self._sizes, size)
+            if at == len(self._sizes):
+                found.append(self._in_pieces(size))
+                continue
+            fit = min(count - len(found), self._sizes[at] // size)
+            start, taken = self._take(self._sizes[at], fit * size)
+            found += [(Extent(begin, size),) for begin in range(start, start + taken, size)]
+        return found
 
     def shrink(self, extents: Iterable[Extent], nbytes: int) -> tuple[Extent, ...]:
         """Free all of a block's extents but the first room(nbytes) bytes; returns what it keeps."""
@@ -114,6 +124,15 @@ class Arena:
             raise IntegrityError("the holes by size, by start and by end are not the same.")
         if any(not starts or starts != sorted(starts) for starts in self._starts.values()):
             raise IntegrityError("the holes of one size are not in order.")
+
+    def _in_pieces(self, left: int) -> tuple[Extent, ...]:
+        """One extent of so many bytes, which are free, or as few as possible."""
+        taken = []
+        while left:
+            at = min(bisect_left(self._sizes, left), len(self._sizes) - 1)
+            taken.append(self._take(self._sizes[at], left))
+            left -= taken[-1].nbytes
+        return tuple(taken)
 
     def _take(self, size: int, most: int) -> Extent:
         """The beginning of the lowest hole of this size, at most so many bytes."""

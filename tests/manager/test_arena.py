@@ -2,6 +2,7 @@
 
 import random
 from collections import Counter
+from copy import deepcopy
 
 import pytest
 from hypothesis import settings
@@ -121,6 +122,18 @@ class Blocks(RuleBasedStateMachine):
         self.count += 1
         self._mark(extents, None, self.count)
         self.blocks[self.count] = extents
+
+    @rule(nbytes=st.integers(1, 6 * GRANULE), count=st.integers(0, 8))
+    def allocate_some(self, nbytes: int, count: int) -> None:
+        """The same as one after the other."""
+        other, expected = deepcopy(self.arena), []
+        while len(expected) < count and (extents := other.allocate(nbytes)) is not None:
+            expected.append(extents)
+        assert self.arena.allocate_some(nbytes, count) == expected
+        for extents in expected:
+            self.count += 1
+            self._mark(extents, None, self.count)
+            self.blocks[self.count] = extents
 
     @rule(which=st.integers(0, 10**6))
     def free(self, which: int) -> None:

@@ -3,6 +3,7 @@
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import redis
@@ -63,11 +64,11 @@ def rooms(text: str, nbytes: int = BOUND) -> list[Room]:
     return [Room(key, GROUP, nbytes) for key in keys(text)]
 
 
-def record(session_id: str, text: str, stored: str | None = None, state: str = "cold") -> SessionRecord:
-    """A session of which all blocks are stored, or those that `stored` has a letter of."""
+def record(session_id: str, text: str, stored: str | None = None, **info: Any) -> SessionRecord:
+    """A session of which all blocks are stored, or those that `stored` has a letter of. info: see session_info."""
     good = text if stored is None else stored
     chain = tuple(StoredBlock(key, GROUP, letter in good, NBYTES) for key, letter in zip(keys(text), text, strict=True))
-    return SessionRecord(session_id, session_info(session_id, state=state, requests=3), chain)
+    return SessionRecord(session_id, session_info(session_id, requests=3, **info), chain)
 
 
 def store(index: RedisIndex, raw: redis.Redis, blocks: list[Room]) -> list[Reserved]:
@@ -238,7 +239,7 @@ def test_the_engine_that_takes_a_session_further_owns_it(one: RedisIndex, two: R
     store(one, raw, rooms("ab"))
     one.save(record("alice", "ab"), FACTS)
     store(two, raw, rooms("abc"))
-    assert two.save(record("alice", "abc")._replace(created=2.0e9), FACTS).verdict == "saved"
+    assert two.save(record("alice", "abc", created=2.0e9), FACTS).verdict == "saved"
     assert raw.hmget(NAMESPACE.session("alice"), "owner", "created") == ["two", "2001-09-09T01:46:40Z"]
     assert not one.forget("alice")
     assert one.save(record("alice", "ab"), FACTS).verdict == "stale"
@@ -320,7 +321,7 @@ def test_a_use_that_changes_no_block_writes_none(one: RedisIndex, two: RedisInde
     raw.expire(NAMESPACE.session("alice"), 5)
     raw.zadd(NAMESPACE.key("sessions"), {"alice": 5})
     raw.config_resetstat()
-    used = record("alice", "abc", state="idle")._replace(last_used=1.2e9)
+    used = record("alice", "abc", state="idle", last_used=1.2e9)
     assert one.save(used, FACTS) == ("saved", [], [])
     assert raw.hmget(NAMESPACE.session("alice"), "state", "last_used", "created") == [
         "idle",

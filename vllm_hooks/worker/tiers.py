@@ -183,8 +183,9 @@ class Tiers:
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
         """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is
         used."""
-        taken: list[Taken] = []
-        demotions: list[Demotion] = []
+        on_device, demotions = self.first is self.device, list[Demotion]()
+        found = self.first.arena.allocate_some(nbytes, count)
+        taken = [Taken(self.first, extents, on_device and len(extents) == 1) for extents in found]
         while len(taken) < count and (one := self._take(nbytes, demotions)):
             taken.append(one)
         return taken, demotions
