@@ -80,6 +80,7 @@ class Driver(Generic[B]):
         self._session_of: dict[str, str] = {}  # by request id
         self._held: dict[bytes, Held[B]] = {}
         self._granted: list[bytes] = []
+        self._done: list[B] = []  # to be given back, all at once
         self._answers: dict[bytes, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
@@ -220,16 +221,19 @@ class Driver(Generic[B]):
             self.manager.spilled(key, nbytes, now)
         for key, cause in answers.refused:
             self._refuse(key, {cause}, now)
+        self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------
 
     def spill_answered(self, answer: SpillResult, now: float) -> None:
-        """A rank has encoded a block and stored it, or has not; it is settled when every rank has answered."""
-        answers = self._answers.setdefault(answer.key, [])
-        answers.append(answer)
+        """A rank has encoded a block and stored it, or has not; it is settled when every rank has answered.
+
+        `settle` is to be called when the step's answers are all told.
+        """
+        answers = [*self._answers.pop(answer.key, ()), answer]
         if len(answers) < self._ranks:
+            self._answers[answer.key] = answers
             return
-        del self._answers[answer.key]
         if causes := {one.cause for one in answers if one.cause is not None}:
             self._refuse(answer.key, causes, now)
             return
@@ -250,6 +254,7 @@ class Driver(Generic[B]):
 
     def settle(self) -> None:
         """The step's answers are all told: release what is not needed any more, say what has gone cold."""
+        self._give_back()
         self._release()
         self._tell_evictions()
 
@@ -269,11 +274,16 @@ class Driver(Generic[B]):
         self.manager.spill_failed(key, now)
 
     def _let_go(self, key: bytes) -> None:
-        self._pool.give_back([self._held.pop(key).block])
+        self._done.append(self._held.pop(key).block)
+
+    def _give_back(self) -> None:
+        if self._done:
+            done, self._done = self._done, []
+            self._pool.give_back(done)
 
     def _release(self) -> None:
-        for key in self.manager.take_releases():
-            self._pool.release(key)
+        if keys := self.manager.take_releases():
+            self._pool.release(keys)
 
     def _tell_evictions(self) -> None:
         for eviction in self.manager.take_evictions():
@@ -289,6 +299,7 @@ class Driver(Generic[B]):
         granted, self._granted = self._granted, []
         for key in granted:
             self._refuse(key, {"reset"}, now)
+        self._give_back()
         return place
 
     @property

@@ -32,5 +32,5 @@ class Pool(FreeQueue, Protocol[B]):
     def give_back(self, blocks: Sequence[B]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
 
-    def release(self, key: bytes) -> None:
-        """Blocks with this key that nobody uses hold nothing any more, and are overwritten next."""
+    def release(self, keys: Sequence[bytes]) -> None:
+        """Blocks with these keys that nobody uses hold nothing any more, and are overwritten next, the last first."""

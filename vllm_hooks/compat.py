@@ -205,12 +205,15 @@ class VllmPool:
     def give_back(self, blocks: "Sequence[KVCacheBlock]") -> None:
         self._pool.free_blocks(blocks)
 
-    def release(self, key: bytes) -> None:
+    def release(self, keys: "Sequence[bytes]") -> None:
         """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
-        while (block := self.get(key)) is not None and block.ref_cnt == 0:
-            self._pool.touch([block])
-            self._pool.evict_blocks({block.block_id})
-            self._pool.free_blocks([block])
+        released = []
+        for key in keys:
+            while (block := self.get(key)) is not None and block.ref_cnt == 0:
+                self._pool.touch([block])
+                self._pool.evict_blocks({block.block_id})
+                released.append(block)
+        self._pool.free_blocks(reversed(released))
 
     @property
     def usable_blocks(self) -> int:

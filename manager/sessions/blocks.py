@@ -106,7 +106,10 @@ class BlockTable:
 
     def begin(self, block: Block) -> None:
         """A queued block is being encoded."""
-        self._set(block, CodeState.SPILLING, block.encoding, block.old)
+        for change in (-1, +1):
+            self._count[block.code] += change
+            self._nbytes[block.code] += change * block.encoding.nbytes
+            block.code = CodeState.SPILLING
 
     def store(self, block: Block, encoding: Encoding, tenant: str | None = None) -> None:
         """The codes are in the cold store, and this is what they take; older ones are replaced."""
@@ -131,26 +134,27 @@ class BlockTable:
     def _set(
         self, block: Block, code: CodeState, encoding: Encoding, old: Encoding | None, tenant: str | None = None
     ) -> None:
-        was_exposed = block.exposed
         if block.moved:
             self.mark_moved(block, False)
-        self._add(block, -1)
+        was_exposed = block.exposed
+        if block.code is not CodeState.NONE:
+            self._add(block, -1)
         block.code, block.encoding, block.old = code, encoding, old
         if tenant is not None:
             block.tenant = tenant
-        self._add(block, +1)
+        if code is not CodeState.NONE:
+            self._add(block, +1)
+        else:
+            self._forget_if_unused(block)
         self.exposed += block.exposed - was_exposed
-        self._forget_if_unused(block)
 
     def _add(self, block: Block, sign: int) -> None:
         """Add a block with codes to the totals, or take it out."""
-        code = block.code
-        if code is CodeState.NONE:
-            return
-        nbytes, exact = block.encoding
+        code, (nbytes, exact) = block.code, block.encoding
         self._count[code] += sign
         self._nbytes[code] += sign * nbytes
-        self.exact += sign * (code is CodeState.COLD and exact > 0)
+        if exact and code is CodeState.COLD:
+            self.exact += sign
         taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
         self.reserved += taken
         self.reserved_of[block.tenant] += taken

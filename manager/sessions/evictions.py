@@ -34,6 +34,7 @@ class Evictions:
     ) -> None:
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
+        self._bounds = table.shape.bounds
         self._stale: set[bytes] = set()  # being encoded since before a reset
 
     def evict(self, session: Session, now: float) -> None:
@@ -42,11 +43,12 @@ class Evictions:
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is CodeState.NONE]
-        fits = self._budget.make_room([self._budget.bound(block) for block in needed], session)
+        wanted = list(map(self._wanted, needed))
+        fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)
-        for block in reversed(needed[:fits]):
-            self._encode(block, session.tenant)  # who has it stored pays for it
+        for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
+            self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
         if self._may_replace:
             self._replace(session)
         for block in session.chain:
@@ -57,8 +59,10 @@ class Evictions:
                 self._orders.releases.append(block.key)
         self._finish(session, now)
 
-    def _encode(self, block: Block, tenant: str) -> None:
-        self._orders.encode(block, Encoding(self._budget.bound(block), self._exact.wanted(block)), tenant)
+    def _wanted(self, block: Block) -> Encoding:
+        """What its codes would be, should it be encoded now."""
+        exact = self._exact.wanted(block)
+        return Encoding(self._bounds[exact], exact)
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -66,9 +70,9 @@ class Evictions:
         This loses no more than once either: what was exact came back as it was.
         """
         for block in self._exact.finer(session):
-            bound = self._budget.bound(block)
-            if bound <= min(self._budget.free, self._budget.left(block.tenant)):
-                self._encode(block, block.tenant)
+            wanted = self._wanted(block)
+            if wanted.nbytes <= min(self._budget.free, self._budget.left(block.tenant)):
+                self._orders.encode(block, wanted, block.tenant)
 
     def relieve(self, wanted: int, now: float) -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""

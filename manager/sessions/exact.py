@@ -19,7 +19,8 @@ class ExactTokens:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:
             return self._block_tokens
-        return min(max(self._sink - block.depth * self._block_tokens, 0), self._block_tokens)
+        left = self._sink - block.depth * self._block_tokens
+        return min(left, self._block_tokens) if left > 0 else 0
 
     def move_window(self, session: Session) -> None:
         """The session is about to be evicted: its window is the end of its chain now."""

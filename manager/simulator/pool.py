@@ -81,11 +81,12 @@ class SimulatedPool:
         for block in reversed(empty):
             self._free.move_to_end(block, last=False)
 
-    def release(self, key: bytes) -> None:
-        """Blocks of that key which nobody uses hold nothing any more, and are overwritten next."""
-        while (block := self._cached.get(key)) is not None and not self._users[block]:
-            self._uncache(block)
-            self._free.move_to_end(block, last=False)
+    def release(self, keys: Iterable[bytes]) -> None:
+        """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
+        for key in keys:
+            while (block := self._cached.get(key)) is not None and not self._users[block]:
+                self._uncache(block)
+                self._free.move_to_end(block, last=False)
 
     def _uncache(self, block: int) -> None:
         key = self._key[block]

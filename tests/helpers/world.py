@@ -4,7 +4,7 @@ A block's content is its key and the epoch in which it was computed; a reset beg
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -73,12 +73,13 @@ class Pool:
     def uncache(self, block: int) -> None:
         self.cached = {key: other for key, other in self.cached.items() if other != block}
 
-    def release(self, key: bytes) -> None:
+    def release(self, keys: Iterable[bytes]) -> None:
         """To the head of the queue, unless a request uses it."""
-        block = self.cached.get(key)
-        if block is not None and not self.refs[block]:
-            self.uncache(block)
-            self.free.move_to_end(block, last=False)
+        for key in keys:
+            block = self.cached.get(key)
+            if block is not None and not self.refs[block]:
+                self.uncache(block)
+                self.free.move_to_end(block, last=False)
 
 
 @dataclass
@@ -282,7 +283,7 @@ class World:
             if block is not None:  # otherwise it is nobody's: the policy gave it up, or it was lost
                 assert self.stored_everywhere(key) or key in self.unreadable, f"{key!r} is released without codes"
                 assert not block.hot
-            self.pool.release(key)
+            self.pool.release([key])
 
     def answer(self, spill: Spill, rank: int, ok: bool) -> None:
         """One rank has encoded and stored a block, or has failed to."""

@@ -11,6 +11,7 @@ from vllm.v1.core.block_pool import BlockPool
 from vllm.v1.core.kv_cache_utils import get_block_hash
 
 from manthan.manager.simulator.pool import SimulatedPool
+from manthan.vllm_hooks.compat import VllmPool
 
 BLOCKS = 12
 GROUP = [0]
@@ -85,15 +86,12 @@ class TwoPools(RuleBasedStateMachine):
         self.ours.give_back([block])
         self.theirs.free_blocks(self.of_vllm([block]))
 
-    @rule(text=st.text("ab", min_size=1, max_size=5))
-    def release(self, text: str) -> None:
+    @rule(texts=st.lists(st.text("ab", min_size=1, max_size=5), max_size=4))
+    def release(self, texts: list[str]) -> None:
         """As the scheduler half does it."""
-        key = keys_of(text)[-1]
-        self.ours.release(key)
-        while (found := self.theirs.get_cached_block(key, GROUP)) and found[0].ref_cnt == 0:
-            self.theirs.touch(found)
-            self.theirs.evict_blocks({found[0].block_id})
-            self.theirs.free_blocks(found)
+        keys = [keys_of(text)[-1] for text in texts]
+        self.ours.release(keys)
+        VllmPool(self.theirs, 0, 16).release(keys)
 
     @invariant()
     def the_same_blocks_are_free_in_the_same_order(self) -> None:
