@@ -13,8 +13,8 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-# Engines wait as much as they compute: two processes share two cores well. More cores bear more: make test WORKERS=4
-WORKERS := 2
+# Engines wait as much as they compute: three processes share two cores well. More cores bear more: make test WORKERS=6
+WORKERS := 3
 SPREAD := --numprocesses $(WORKERS) --no-loadscope-reorder
 
 .PHONY: setup test test-all lint demo docs clean

@@ -2,7 +2,7 @@
 
     request comes      started -> wanted (how much can be restored?) -> admitted -> restoring -> ... -> finished
     each step          step: sweep, relieve, drop, release, hold blocks to be encoded, prefetch
-    each answer        spill_answered, load_answered, once for each rank
+    each answer        answered, once for each rank
 
 Like the manager it waits for nobody, and reads no clock.
 """
@@ -225,11 +225,20 @@ class Driver(Generic[B]):
 
     # -- answers --------------------------------------------------------------------------------------
 
-    def spill_answered(self, answer: SpillResult, now: float) -> None:
-        """A rank has encoded a block and stored it, or has not; it is settled when every rank has answered.
+    def answered(self, spills: Iterable[SpillResult], loads: Iterable[LoadResult], now: float) -> None:
+        """Ranks have encoded blocks and stored them, or have not; have decoded what was asked for, or not all of it.
 
-        `settle` is to be called when the step's answers are all told.
+        What every rank has answered is settled, and what is not needed any more released.
         """
+        for spill in spills:
+            self._spill_answered(spill, now)
+        for load in loads:
+            self._load_answered(load, now)
+        self._give_back()
+        self._release()
+        self._tell_evictions()
+
+    def _spill_answered(self, answer: SpillResult, now: float) -> None:
         answers = [*self._answers.pop(answer.key, ()), answer]
         if len(answers) < self._ranks:
             self._answers[answer.key] = answers
@@ -241,8 +250,7 @@ class Driver(Generic[B]):
         self._observer.spilled(answers)
         self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now)
 
-    def load_answered(self, answer: LoadResult, now: float) -> None:
-        """A rank has decoded what was asked for, or not all of it; likewise."""
+    def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:
             self.prefetcher.answered(answer, now)
             return
@@ -251,12 +259,6 @@ class Driver(Generic[B]):
         if len(restore.answers) == self._ranks:
             del self._restores[answer.request_id]
             self._settle(restore)
-
-    def settle(self) -> None:
-        """The step's answers are all told: release what is not needed any more, say what has gone cold."""
-        self._give_back()
-        self._release()
-        self._tell_evictions()
 
     def _settle(self, restore: Restore) -> None:
         failed = {block.key: block.cause for answer in restore.answers for block in answer.failed}

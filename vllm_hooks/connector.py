@@ -41,11 +41,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
-        self.half: SchedulerHalf | WorkerHalf
         if role is KVConnectorRole.SCHEDULER:
-            self.half = self.scheduler = SchedulerHalf(vllm_config, kv_cache_config)
+            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config)
         else:
-            self.half = self.worker = WorkerHalf(vllm_config, kv_cache_config)
+            self.worker = WorkerHalf(vllm_config, kv_cache_config)
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -109,7 +108,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self.worker.submit_loads(self._metadata)
+        self.worker.path.submit_loads(self._metadata)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -126,9 +125,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
         it: encodings begin here, behind that.
         """
-        self.worker.submit_spills(self._metadata)
+        path = self.worker.path
+        path.submit_spills(self._metadata)
         return KVConnectorTransferResults(
-            finished_recving=self.worker.take_finished_loads(), failed_recving=self.worker.take_failed_loads()
+            finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
         )
 
     @property
@@ -138,10 +138,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.take_failed_blocks()
+        return self.worker.path.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
-        return self.worker.take_report()
+        return self.worker.path.take_report()
 
     def shutdown(self) -> None:
-        self.half.shutdown()
+        (self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker.path).shutdown()

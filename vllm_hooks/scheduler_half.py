@@ -165,12 +165,7 @@ class SchedulerHalf:
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
-        now = time.monotonic()
-        for result in report.spills:
-            self.driver.spill_answered(result, now)
-        for load in report.loads:
-            self.driver.load_answered(load, now)
-        self.driver.settle()
+        self.driver.answered(report.spills, report.loads, time.monotonic())
         self._set_deadline()
 
     @property

@@ -167,7 +167,7 @@ class EngineReplay(Replay):
             self._compute(request)
 
     def _restored(self, request: _Request) -> None:
-        self._driver.load_answered(LoadResult(request.name, (), 0, 0.0), self.now)
+        self._driver.answered((), [LoadResult(request.name, (), 0, 0.0)], self.now)
         self._key(request, len(request.blocks))
         self._compute(request)
 
@@ -255,8 +255,7 @@ class EngineReplay(Replay):
 
     def _encoded(self, spills: Sequence[SpillBlock]) -> None:
         self._counting.stored([spill.key for spill in spills])
-        for spill in spills:
-            self._held.discard(spill.block_id)
-            nbytes = self.manager.shape.cold_nbytes
-            self._driver.spill_answered(SpillResult(spill.key, spill.group, None, 0.0, nbytes), self.now)
-        self._driver.settle()
+        self._held.difference_update(spill.block_id for spill in spills)
+        nbytes = self.manager.shape.cold_nbytes
+        answers = [SpillResult(spill.key, spill.group, None, 0.0, nbytes) for spill in spills]
+        self._driver.answered(answers, (), self.now)

@@ -14,7 +14,6 @@ from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, exact_counts
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -23,7 +22,7 @@ from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
-from manthan.vllm_hooks.worker.path import WorkerPath
+from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -33,7 +32,7 @@ logger = init_logger("vllm.manthan.worker")
 
 
 class WorkerHalf:
-    """Hands a step's metadata to the path that fits the device, and what has ended back to vLLM."""
+    """Chooses the path that fits the device. Until then, as in a profiling run, there is nothing to do."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
@@ -41,7 +40,7 @@ class WorkerHalf:
         self._group = only_group(kv_cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
-        self.path: WorkerPath | None = None
+        self.path: WorkerPath = Resting()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
@@ -91,30 +90,6 @@ class WorkerHalf:
         if store is None:
             store = HostStore(tier_bytes.host)
         return HostPath({form.group: blocks}, store, threads, device, self._fails_whole)
-
-    def submit_loads(self, metadata: ManthanMetadata) -> None:
-        if self.path is not None:  # None in a profiling run, which has nothing to do either
-            self.path.submit_loads(metadata)
-
-    def submit_spills(self, metadata: ManthanMetadata) -> None:
-        if self.path is not None:
-            self.path.submit_spills(metadata)
-
-    def take_finished_loads(self) -> set[str]:
-        return self.path.take_finished_loads() if self.path else set()
-
-    def take_failed_loads(self) -> set[str]:
-        return self.path.take_failed_loads() if self.path else set()
-
-    def take_failed_blocks(self) -> set[int]:
-        return self.path.take_failed_blocks() if self.path else set()
-
-    def take_report(self) -> ManthanWorkerMetadata | None:
-        return self.path.take_report() if self.path else None
-
-    def shutdown(self) -> None:
-        if self.path is not None:
-            self.path.shutdown()
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:

@@ -77,3 +77,16 @@ class WorkerPath(ABC):
         """The codes of a load are not needed any more."""
         with self._lock:
             self._report.loads.append(result)
+
+
+class Resting(WorkerPath):
+    """There is no KV cache yet: nothing is asked for, and nothing comes back."""
+
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
+        pass
+
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        pass
+
+    def shutdown(self) -> None:
+        pass
