@@ -195,12 +195,11 @@ class Driver(Generic[B]):
         """
         held, lost = [], 0
         for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
-            block = self._pool.get(order.key)
+            block = self._pool.hold(order.key)
             if block is None:
                 self.manager.lost(order.key, now)
                 lost += 1
                 continue
-            self._pool.touch([block])
             self._held[order.key] = Held(order, block)
             held.append(order)
         if self._directory is None:

@@ -14,14 +14,11 @@ class Pool(FreeQueue, Protocol[B]):
     A free block still holds what its key says until it is taken, from the head of the queue.
     """
 
-    def get(self, key: bytes) -> B | None:
-        """A block that holds this."""
-
     def block_id(self, block: B) -> int:
         """Its number in the paged cache."""
 
-    def touch(self, blocks: Sequence[B]) -> None:
-        """One more user for each; nobody overwrites a block with users."""
+    def hold(self, key: bytes) -> B | None:
+        """A block that holds this, with one more user: nobody overwrites a block with users."""
 
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""

@@ -162,8 +162,7 @@ class Prefetcher(Generic[B]):
         """Hold what of the chain is hot, and take blocks for the rest."""
         hot = {}
         for key in chain:
-            if (block := self._pool.get(key)) is not None:
-                self._pool.touch([block])
+            if (block := self._pool.hold(key)) is not None:
                 hot[key] = block
         missing = [key for key in chain if key not in hot]
         both = hot | dict(zip(missing, self._pool.take(len(missing)), strict=True))
@@ -204,8 +203,7 @@ class Prefetcher(Generic[B]):
             if key in failed or not self._manager.is_used(key):
                 break
             if key in ended.loading:
-                if (other := self._pool.get(key)) is not None:
-                    self._pool.touch([other])
+                if (other := self._pool.hold(key)) is not None:
                     self._pool.give_back([block])
                     ended.blocks[key] = other
                 else:

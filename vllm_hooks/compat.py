@@ -173,8 +173,11 @@ class VllmPool:
     def block_id(self, block: "KVCacheBlock") -> int:
         return block.block_id
 
-    def touch(self, blocks: "Sequence[KVCacheBlock]") -> None:
-        self._pool.touch(blocks)
+    def hold(self, key: bytes) -> "KVCacheBlock | None":
+        block = self.get(key)
+        if block is not None:
+            self._pool.touch([block])
+        return block
 
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)

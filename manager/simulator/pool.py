@@ -44,6 +44,13 @@ class SimulatedPool:
             blocks.append(block)
         return blocks
 
+    def hold(self, key: bytes) -> int | None:
+        """The block with that key, with one more user."""
+        block = self._cached.get(key)
+        if block is not None:
+            self.touch([block])
+        return block
+
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each."""
         for block in blocks:
