@@ -165,7 +165,7 @@ def arm(
     longest = max(len(piece.tokens) for piece in pieces) + 1
     manthan, exact = None, 0
     if setting:
-        exact = np.count_nonzero(setting.exact_tokens(len(pieces[0].prefix) // block_size, block_size))
+        exact = int(np.count_nonzero(setting.exact_tokens(len(pieces[0].prefix) // block_size, block_size)))
         nbytes = math.ceil(STORE_SHARE * len(pieces) * longest * 2 * shape.token_numbers)
         store = {"kind": "host", "max_bytes": nbytes}
         manthan = MANTHAN | {
