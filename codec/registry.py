@@ -10,6 +10,7 @@ from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.cpu.vectors import VectorSections
 from manthan.codec.errors import UnknownBackendError, UnknownCodecError
+from manthan.codec.model import NO_FACTS, ModelFacts
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -47,10 +48,10 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
 
 
-def section_codec(name: str, head_dim: int, profile: object | None = None) -> SectionCodec:
+def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> SectionCodec:
     """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
 
-    profile: of the model, for codecs that want one; none does yet. Raises UnknownCodecError, HeadDimError.
+    facts: of the model. Raises UnknownCodecError, HeadDimError.
     """
     return ExactSections() if name == EXACT else VectorSections(get_codec(name, head_dim))
 
