@@ -19,10 +19,11 @@ class Agreement(NamedTuple):
         """Of each chat's answers as tokens, {"hot": [...], "later": [...]}; None without chats."""
         if not answers:
             return None
-        same = sum(chat["hot"] == chat["later"] for chat in answers)
-        return cls(same, len(answers), statistics.fmean(_agree(chat["hot"], chat["later"]) for chat in answers))
+        pairs = [(chat["hot"], chat["later"]) for chat in answers]
+        shares = [alike(hot, later) / len(hot) for hot, later in pairs]
+        return cls(sum(hot == later for hot, later in pairs), len(pairs), statistics.fmean(shares))
 
 
-def _agree(hot: Sequence[int], later: Sequence[int]) -> float:
-    alike = takewhile(lambda pair: pair[0] == pair[1], zip(hot, later, strict=False))
-    return sum(1 for _ in alike) / len(hot)
+def alike(hot: Sequence[int], later: Sequence[int]) -> int:
+    """How many tokens are the same up to the first difference."""
+    return sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(hot, later, strict=False)))

@@ -4,10 +4,10 @@ It goes through whole encoded blocks, as in the cold store. A prefix is computed
 """
 
 import copy
+import itertools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from itertools import groupby
 from typing import Any
 
 import numpy as np
@@ -17,15 +17,13 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
+from manthan.benchmarks.quality_answers import alike
 from manthan.benchmarks.quality_blocks import KV, CodedPrefix
 from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Figures
 from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
 from manthan.codec import BlockFormat, BlockShape, wire
 from manthan.codec.model import ModelFacts
-
-ROWS = 4
-"""Answers that are generated side by side."""
 
 
 class Reader:
@@ -57,7 +55,7 @@ class Reader:
             kv = _bits(cache)
             for setting, coded in self._coded(kv, settings):
                 arm, changed = found[setting.name], coded.kv(setting)
-                after = self._go_on(piece, self._cache([changed]))
+                after = self._go_on(piece, self._cache(changed))
                 arm["pieces"].append(self._figures(piece, exact, after))
                 arm["cosines"].append([_cosine(x, y) for x, y in zip(kv, changed, strict=True)])
                 arm["stored"].append([coded.nbytes(setting), coded.long_nbytes(setting)])
@@ -70,22 +68,21 @@ class Reader:
     ) -> dict[str, Any]:
         """{name of the setting: {"answers": [{"hot": tokens, "later": tokens} of each chat]}}; step: after each chat.
 
-        hot: what is answered when all of the prompt is computed, at most so many tokens, greedily. later: the answer
-        with the prompt's full blocks as they come back, or, of the arm EXACT, as they were.
+        hot: what is answered when all of the prompt is computed, at most so many tokens, greedily. later: with the
+        prompt's full blocks as they come back, or, of the arm EXACT, as they were, up to the first difference. One pass
+        over the hot answer tells that: as long as it would be given again, its next tokens are the likeliest.
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
             cache = self._prefix(chat.prompt[:-1])
-            kv = _bits(cache)
-            hot = self._generate(chat.prompt[-1:], cache, tokens)[0]
             prefix = chat.prefix(self._block_size)
-            kept = (kv[0][:, :, :prefix], kv[1][:, :, :prefix])
-            returned = [kept, *(coded.kv(setting) for setting, coded in self._coded(kept, settings))]
-            later = []
-            for at in range(0, len(returned), ROWS):
-                later += self._generate(chat.prompt[prefix:], self._cache(returned[at : at + ROWS]), tokens)
-            for arm, answer in zip(found.values(), later, strict=True):
-                arm["answers"].append({"hot": chat.answer(hot), "later": chat.answer(answer)})
+            keys, values = _bits(cache)
+            kv = (keys[:, :, :prefix], values[:, :, :prefix])
+            hot = chat.answer(self._generate(chat.prompt[-1], cache, tokens))
+            returned = (coded.kv(setting) for setting, coded in self._coded(kv, settings))
+            for arm, changed in zip(found.values(), itertools.chain([kv], returned), strict=True):
+                later = self._likeliest(chat.prompt[prefix:], hot, self._cache(changed))
+                arm["answers"].append({"hot": hot, "later": later[: alike(hot, later) + 1]})
             step()
         return found
 
@@ -131,33 +128,33 @@ class Reader:
         """Each setting, and the blocks of its codec, which settings of the same codec share."""
         shape = self._shape
         block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
-        for codec, group in groupby(settings, lambda setting: setting.codec):
+        for codec, group in itertools.groupby(settings, lambda setting: setting.codec):
             form = BlockFormat(codec, block, bytes(wire.FINGERPRINT_LEN), facts=self._facts)
             blocks = CodedPrefix(form, kv, self._threads)
             for setting in group:
                 yield setting, blocks
 
-    def _cache(self, rows: Sequence[KV]) -> DynamicCache:
-        """A cache with these prefixes side by side."""
+    def _cache(self, kv: KV) -> DynamicCache:
         cache = DynamicCache()
-        for layer in range(self._shape.layers):
-            keys, values = (
-                torch.stack([_tensor(row[which][layer]) for row in rows]).to(self._model.device) for which in (0, 1)
-            )
-            cache.update(keys, values, layer)
+        for layer, (keys, values) in enumerate(zip(*kv, strict=True)):
+            cache.update(*(_tensor(x)[None].to(self._model.device) for x in (keys, values)), layer)
         return cache
 
-    def _generate(self, prompt: list[int], cache: DynamicCache, tokens: int) -> list[list[int]]:
-        """What follows greedily in each row of a cache after the rest of a prompt: [rows, tokens]. It uses up the
-        cache."""
-        rows = cache.layers[0].keys.shape[0]
-        next_tokens, found = self._tensor(prompt).expand(rows, -1), []
+    def _generate(self, token: int, cache: DynamicCache, tokens: int) -> list[int]:
+        """What follows greedily after a prompt's last token. It uses up the cache."""
+        found = [token]
         for _ in range(tokens):
-            logits = self._model(next_tokens, past_key_values=cache, logits_to_keep=1).logits
-            next_tokens = logits[:, -1].argmax(-1, keepdim=True)
-            found.append(next_tokens)
-        answers: list[list[int]] = torch.cat(found, 1).tolist()
-        return answers
+            logits = self._model(self._tensor(found[-1:]), past_key_values=cache).logits
+            found.append(int(logits[0, -1].argmax()))
+        return found[1:]
+
+    def _likeliest(self, prompt: list[int], answer: list[int], cache: DynamicCache) -> list[int]:
+        """In place of each of an answer's tokens, given those before. prompt: what of it the cache, which is used up, does
+        not have."""
+        tokens = self._tensor(prompt + answer[:-1])
+        logits = self._model(tokens, past_key_values=cache, logits_to_keep=len(answer)).logits
+        likeliest: list[int] = logits[0].argmax(-1).tolist()
+        return likeliest
 
 
 def _bits(cache: DynamicCache) -> KV:
