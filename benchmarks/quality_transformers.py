@@ -149,8 +149,8 @@ class Reader:
         return found[1:]
 
     def _likeliest(self, prompt: list[int], answer: list[int], cache: DynamicCache) -> list[int]:
-        """In place of each of an answer's tokens, given those before. prompt: what of it the cache, which is used up, does
-        not have."""
+        """In place of each of an answer's tokens, given those before. prompt: what is not in the cache, which is used
+        up."""
         tokens = self._tensor(prompt + answer[:-1])
         logits = self._model(tokens, past_key_values=cache, logits_to_keep=len(answer)).logits
         likeliest: list[int] = logits[0].argmax(-1).tolist()
