@@ -254,9 +254,8 @@ def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, aske
     manthan, exact = None, {}
     if setting:
         lengths = {len(piece.prefix) for piece in asked.pieces}
-        exact = {
-            str(length): np.count_nonzero(setting.exact_tokens(length // block_size, block_size)) for length in lengths
-        }
+        counts = {length: setting.exact_tokens(length // block_size, block_size) for length in lengths}
+        exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # keys of JSON
         store = {"kind": "host", "max_bytes": math.ceil(STORE_SHARE * asked.tokens * 2 * shape.token_numbers)}
         manthan = MANTHAN | {
             "idle_after_s": IDLE_AFTER_S,

@@ -13,7 +13,7 @@ from manthan.benchmarks.quality_pieces import Text
 from manthan.benchmarks.quality_vllm import check_origin
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-PREFIX, PIECES, TABLES, CHATS = 512, 2, 1, 3
+PREFIX, PIECES, TABLES, CHATS, NEEDLE = 512, 2, 1, 3, 1000
 SETTINGS = ("lloyd3", "lloyd3 4+128")
 
 
@@ -21,7 +21,7 @@ SETTINGS = ("lloyd3", "lloyd3 4+128")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("quality")
     sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
-    sizes += ("--needle", 1000, "--chats", CHATS, "--document", 400)
+    sizes += ("--needle", NEEDLE, "--chats", CHATS, "--document", 400)
     arguments = [
         "quality",
         str(MODEL),
@@ -46,8 +46,11 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
         arm = report["arms"]["vllm"][name]
         *short, long = arm["prefix_tokens_not_computed"]
         assert short == [PREFIX] * (PIECES + TABLES)
-        assert 700 < long <= 1000
-        chats = sum(chat.prefix(32) for chat in Text(str(MODEL), None).chats(CHATS, 400))
+        text = Text(str(MODEL), None)
+        needles = text.needles(NEEDLE, 32, 0)
+        assert needles is not None
+        assert long == len(needles.prefix)
+        chats = sum(chat.prefix(32) for chat in text.chats(CHATS, 400))
         assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (sum(short) + long + chats) / 32
     assert "vllm:manthan_restored_blocks_total" not in report["arms"]["vllm"]["exact"]["manthan"]
 
