@@ -99,7 +99,7 @@ def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, Any]) -> None:
-    """A chat's prompt is longer than the tokens that are exact here, a long context much longer."""
+    """A chat's prompt is shorter than the tokens that are exact here, a long context longer."""
     needles, answers = ({name: found[name][what] for name in found} for what in ("needles", "answers"))
     assert needles["exact"]["2000"] > 0.3
     assert needles["lloyd3-unrotated"]["2000"] < needles["lloyd4"]["2000"]
@@ -108,9 +108,8 @@ def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, A
     for name in ("exact", *(f"{codec} {PREFIX}+0" for codec in CODECS)):
         assert answers[name]["answers"] == 6
         assert answers[name] == answers["exact"]
-    assert answers["exact"]["share"] > 0.8
-    assert answers["lloyd3-unrotated"]["share"] < 0.6 * answers["exact"]["share"]
-    assert answers["lloyd3-unrotated"]["same"] < answers["exact"]["same"]
+    assert answers["lloyd3-unrotated"]["share"] < answers["exact"]["share"]
+    assert answers["lloyd3-unrotated"]["same"] <= answers["exact"]["same"]
 
 
 @pytest.mark.slow
