@@ -13,6 +13,7 @@ from manthan.codec.block import BlockFormat  # noqa: E402
 from manthan.codec.cpu.numpy_codec import NumpyCodec  # noqa: E402
 from manthan.codec.errors import ShapeError  # noqa: E402
 from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
+from manthan.codec.gpu import torch_vectors  # noqa: E402
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedLayout, status_cause  # noqa: E402
 from manthan.codec.registry import SPECS  # noqa: E402
 from manthan.codec.tables.constants import tables  # noqa: E402
@@ -59,14 +60,14 @@ def test_vectors_agree_with_numpy_bit_for_bit(name, head_dim, vectors):
         for kind in KINDS:
             codes = plain(name, head_dim).encode(x, kind)
             scales, planes = split(codes, len(x), SPECS[name].bits(kind), head_dim)
-            made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, head_dim, kind))
+            made = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, head_dim, kind))
             assert made[2].all(), what
             assert np.array_equal(made[0].numpy(), scales), what
             assert np.array_equal(made[1].numpy(), planes), what
-            found, finite = torch_backend.decode_vectors(*made[:2], *constants(name, head_dim, kind))
+            found, finite = torch_vectors.decode_vectors(*made[:2], *constants(name, head_dim, kind))
             assert finite.all(), what
             assert same_bits(found.numpy(), plain(name, head_dim).decode(codes, len(x), kind)), what
-            bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+            bf16 = torch_vectors.cast(found, torch.bfloat16).view(torch.uint16).numpy()
             assert same_bits(bf16, plain(name, head_dim).decode(codes, len(x), kind, np.uint16)), what
 
 
@@ -75,18 +76,18 @@ def test_every_step_is_the_same_to_the_last_bit(head_dim):
     """Another order of additions, or a root that is off in its last bit, shows in one of thousands of vectors."""
     x = np.random.default_rng(0).standard_normal((200_000, head_dim)).astype(np.float32)
     codes = split(plain("lloyd4", head_dim).encode(x), len(x), 4, head_dim)
-    made = torch_backend.encode_vectors(torch.tensor(x), *constants("lloyd4", head_dim, "key"))
+    made = torch_vectors.encode_vectors(torch.tensor(x), *constants("lloyd4", head_dim, "key"))
     assert all(map(np.array_equal, (part.numpy() for part in made[:2]), codes))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vectors_that_are_not_finite_leave_the_others_alone(name):
     x = np.random.default_rng(0).standard_normal((20, 64)).astype(np.float32)
-    clean = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    clean = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
     bad = {3: np.nan, 7: np.inf, 8: -np.inf, 19: -np.nan}
     for row, number in bad.items():
         x[row, row] = number
-    made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    made = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
     assert made[2].tolist() == [row not in bad for row in range(20)]
     for before, after in zip(clean[:2], made[:2], strict=True):
         assert torch.equal(before[made[2]], after[made[2]])
@@ -95,10 +96,10 @@ def test_vectors_that_are_not_finite_leave_the_others_alone(name):
 @pytest.mark.parametrize("scale", [0x7F80, 0x7FC0, 0xFF80, 0xFFFF])
 def test_scales_that_are_not_finite_leave_the_others_alone(scale):
     x = torch.randn((20, 64), generator=torch.Generator().manual_seed(0))
-    scales, planes, _ = torch_backend.encode_vectors(x, *constants("lloyd3", 64, "key"))
-    clean, _ = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    scales, planes, _ = torch_vectors.encode_vectors(x, *constants("lloyd3", 64, "key"))
+    clean, _ = torch_vectors.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
     scales[5] = torch.tensor([scale & 255, scale >> 8], dtype=torch.uint8)
-    found, finite = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    found, finite = torch_vectors.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
     assert finite.tolist() == [row != 5 for row in range(20)]
     assert torch.equal(found[finite], clean[finite])
 
@@ -115,18 +116,18 @@ def test_any_codes_decode_to_the_same_numbers(name, head_dim):
         codes = rng.integers(0, 256, codec.encoded_nbytes(len(every), kind), np.uint8)
         codes[: 2 * len(every)] = np.frombuffer(every.tobytes(), np.uint8)
         parts = split(codes, len(every), SPECS[name].bits(kind), head_dim)
-        found, _ = torch_backend.decode_vectors(*map(torch.tensor, parts), *constants(name, head_dim, kind))
+        found, _ = torch_vectors.decode_vectors(*map(torch.tensor, parts), *constants(name, head_dim, kind))
         assert same_bits(found.numpy(), codec.decode(codes, len(every), kind))
-        bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+        bf16 = torch_vectors.cast(found, torch.bfloat16).view(torch.uint16).numpy()
         assert same_bits(bf16, codec.decode(codes, len(every), kind, np.uint16))
-        fp16 = torch_backend.cast(found, torch.float16).numpy()
+        fp16 = torch_vectors.cast(found, torch.float16).numpy()
         assert same_bits(fp16, np.clip(found.numpy(), -65504, 65504).astype(np.float16))
 
 
 def test_no_vectors():
-    made = torch_backend.encode_vectors(torch.empty((0, 80)), *constants("k4v3", 80, "key"))
+    made = torch_vectors.encode_vectors(torch.empty((0, 80)), *constants("k4v3", 80, "key"))
     assert [tuple(part.shape) for part in made] == [(0, 2), (0, 40), (0,)]
-    found, finite = torch_backend.decode_vectors(*made[:2], *constants("k4v3", 80, "key"))
+    found, finite = torch_vectors.decode_vectors(*made[:2], *constants("k4v3", 80, "key"))
     assert (found.shape, finite.shape) == ((0, 80), (0,))
 
 
