@@ -44,7 +44,15 @@ def centre(x: Any, bf16: bool, cos: Floats, sin: Floats, mean: Mean, steps: Byte
 
 
 def uncentre(
-    x: Floats, cos: Floats, sin: Floats, mean: Mean, steps: Bytes, means: Bytes, bf16: bool, largest: np.float32, out: Any
+    x: Floats,
+    cos: Floats,
+    sin: Floats,
+    mean: Mean,
+    steps: Bytes,
+    means: Bytes,
+    bf16: bool,
+    largest: np.float32,
+    out: Any,
 ) -> None:
     """Put the means back: [runs, tokens, head_dim] float32 to uint16 or uint32, the bits of bf16 or float32."""
     runs, _, dim = x.shape

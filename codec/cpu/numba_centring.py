@@ -72,7 +72,9 @@ def _quantize_mean(average: Floats, mean: Mean, words: Words, planes: Bytes) -> 
         code = min(max(np.rint(average[i] / room[0]), -most), most) if step > 0 else ZERO
         whole = np.uint32(abs(code)) | np.uint32(code < 0) << np.uint32(bits - 1)
         for p in range(bits):
-            planes[p * width + i // 8] |= np.uint8(((whole >> np.uint32(bits - 1 - p)) & np.uint32(1)) << np.uint32(i % 8))
+            planes[p * width + i // 8] |= np.uint8(
+                ((whole >> np.uint32(bits - 1 - p)) & np.uint32(1)) << np.uint32(i % 8)
+            )
         average[i] = code * room[0] + ZERO
     return step
 

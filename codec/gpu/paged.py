@@ -70,9 +70,9 @@ class Batch(NamedTuple):
     """Blocks of one form, on the caches' device.
 
     exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
-    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines and
-    sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status: int32
-    [n], written.
+    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines and sines
+    of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status: int32 [n],
+    written.
     """
 
     exact: int
@@ -98,7 +98,7 @@ class PagedCodec(ABC):
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}
-        self._turns = Turns(format.facts.rope if self.spec.mean_bits else None, layout.tokens)
+        self._place_turns = Turns(format.facts.rope if self.spec.mean_bits else None, layout.tokens)
 
     def form(self, exact: int) -> Form:
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
@@ -123,7 +123,7 @@ class PagedCodec(ABC):
         n, form = len(keys), self.form(exact)
         numbers = np.array([block_ids, offsets], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
-        turns = self._turns.of(first_tokens)
+        turns = self._place_turns.of(first_tokens)
         host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers, turns)]))
         if self.device.type == "cuda":
             host = host.pin_memory()

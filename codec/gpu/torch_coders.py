@@ -24,7 +24,6 @@ from manthan.codec.gpu.torch_vectors import (
     unpack,
 )
 from manthan.codec.rope import Rope
-from manthan.codec.tables.constants import Tables
 from manthan.codec.tables.constants import tables as tables_of
 
 

@@ -28,7 +28,11 @@ KINDS = {
 def llama(kind, head_dim=64, **parameters):
     rope = {"rope_type": kind, "rope_theta": 10000.0, **parameters}
     return LlamaConfig(
-        hidden_size=4 * head_dim, num_attention_heads=4, head_dim=head_dim, max_position_embeddings=16384, rope_parameters=rope
+        hidden_size=4 * head_dim,
+        num_attention_heads=4,
+        head_dim=head_dim,
+        max_position_embeddings=16384,
+        rope_parameters=rope,
     )
 
 
@@ -82,7 +86,9 @@ def test_what_is_turned_can_be_turned_back(turned, interleaved):
     assert (there[:, 0, :turned]) == pytest.approx(1.3 * x[:, 0, :turned], abs=1e-6)  # at the first place
     assert rope.turn_back(there, PLACES) == pytest.approx(x, abs=1e-5)
     pair = np.array([0, 1] if interleaved else [0, turned // 2])
-    assert np.linalg.norm(there[..., pair], axis=-1) == pytest.approx(1.3 * np.linalg.norm(x[..., pair], axis=-1), rel=1e-5)
+    assert np.linalg.norm(there[..., pair], axis=-1) == pytest.approx(
+        1.3 * np.linalg.norm(x[..., pair], axis=-1), rel=1e-5
+    )
 
 
 @pytest.mark.parametrize(
@@ -91,7 +97,9 @@ def test_what_is_turned_can_be_turned_back(turned, interleaved):
         llama("dynamic", factor=2.0),
         SimpleNamespace(),
         SimpleNamespace(rope_parameters=None),
-        SimpleNamespace(rope_parameters={"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}),
+        SimpleNamespace(
+            rope_parameters={"full_attention": {"rope_theta": 1e4}, "sliding_attention": {"rope_theta": 1e4}}
+        ),
         SimpleNamespace(rope_parameters={"rope_type": "longrope", "rope_theta": 1e4}),
         SimpleNamespace(rope_parameters={"rope_type": "default", "rope_theta": 1e4, "mrope_section": [16, 24, 24]}),
     ],

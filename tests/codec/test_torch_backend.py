@@ -15,6 +15,7 @@ from manthan.codec.errors import ShapeError  # noqa: E402
 from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
 from manthan.codec.gpu import torch_vectors  # noqa: E402
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedLayout, status_cause  # noqa: E402
+from manthan.codec.model import NO_FACTS, ModelFacts  # noqa: E402
 from manthan.codec.registry import SPECS  # noqa: E402
 from manthan.codec.rope import Rope  # noqa: E402
 from manthan.codec.tables.constants import tables  # noqa: E402
