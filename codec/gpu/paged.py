@@ -70,9 +70,9 @@ class Batch(NamedTuple):
     """Blocks of one form, on the caches' device.
 
     exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
-    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines and sines
-    of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status: int32 [n],
-    written.
+    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines
+    and sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status:
+    int32 [n], written.
     """
 
     exact: int

@@ -309,7 +309,7 @@ def test_the_mean_is_the_one_before_rope():
 
 @pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES])
 def test_vectors_of_a_run_may_be_of_any_length(kind, fused):
-    """Down to 2**-15 of the longest; what is shorter still comes back as zeros. Keys have a mean of the longest's size."""
+    """Down to 2**-15 of the longest; what is shorter still comes back as zeros."""
     codec = CentredSections(CENTRED["k4v2c"], 64, rope(64), fused=fused)
     section = keys_section(kind=kind, tokens=12)
     lengths = 2.0 ** -np.arange(0, 24, 2)
