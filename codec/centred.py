@@ -83,11 +83,8 @@ class Places:
         for size in sizes:
             parts.append(slice(at, at + size))
             at += align16(size)
-        return cls(*parts, at)
-
-    @property
-    def parts(self) -> tuple[slice, slice, slice, slice]:
-        return (self.steps, self.means, self.scales, self.planes)
+        steps, means, scales, planes = parts
+        return cls(steps, means, scales, planes, at)
 
 
 class Mean(NamedTuple):
@@ -108,14 +105,16 @@ def halves(rope: Rope | None, head_dim: int) -> Order | None:
     if rope is None or not rope.interleaved:
         return None
     turned = 2 * len(rope.frequencies)
-    return np.concatenate([np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, head_dim)])
+    order: Order = np.concatenate([np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, head_dim)])
+    return order
 
 
 def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
     """bf16 scales [runs, tokens], finite and not negative, as octave and bytes [runs, 1 + tokens]."""
     short = np.minimum((scales.astype(np.int32) + 4) >> 3, SCALE_MAX)
     octaves = np.maximum(short.max(axis=1, keepdims=True) >> 4, 15) - 15
-    return np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
+    codes: Codes = np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
+    return codes
 
 
 def from_bytes(codes: Codes) -> npt.NDArray[np.uint16]:

@@ -32,11 +32,11 @@ def centre(x: Any, bf16: bool, cos: Floats, sin: Floats, mean: Mean, steps: Byte
         words = x[part].astype(np.uint32) << np.uint32(16 * bf16)
         bad = ((words & MAGNITUDE) >= LIMIT_BITS).any(axis=2).ravel()
         if bad.any():
-            return first * tokens + int(bad.argmax())
+            return int(first * tokens + bad.argmax())
         keys = words.view(np.float32)
         average = _fold(_turned(keys, cos, -sin)) * np.float32(1 / tokens)
-        step = _round((np.abs(average).max(axis=1) * mean.inverse).view(np.uint32))
-        step = np.where(step < 1 << 7, 0, step).astype(np.uint16)
+        rounded = _round((np.abs(average).max(axis=1) * mean.inverse).view(np.uint32))
+        step = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
         code = _codes(average, step, mean)
         all_steps[part], all_means[part] = step, _pack(code, mean.bits)
         out[part] = keys - _turned((code * _wide(step)[:, None])[:, None], cos, sin)
@@ -91,10 +91,11 @@ def _fold(rows: Floats) -> Floats:
 
 def _codes(average: Floats, step: npt.NDArray[np.uint16], mean: Mean) -> Floats:
     """Whole numbers, [runs, head_dim]."""
-    code = np.rint(average / np.maximum(_wide(step), SMALLEST)[:, None])
+    code: Floats = np.rint(average / np.maximum(_wide(step), SMALLEST)[:, None])
     np.clip(code, -mean.top, mean.top, out=code)
     code[step == 0] = 0
-    return code + np.float32(0)  # no negative zeros
+    code += np.float32(0)  # no negative zeros
+    return code
 
 
 def _pack(code: Floats, bits: int) -> Bytes:

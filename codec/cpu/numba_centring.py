@@ -104,7 +104,7 @@ def _centre(x: Any, bf16: bool, cos: Turns, sin: Turns, mean: Mean, steps: Bytes
                 row[i] = np.uint32(source[i]) << shift
                 top = max(top, row[i] & MAGNITUDE)
             if top >= TOO_LARGE:
-                return run * tokens + t
+                return int(run * tokens + t)
             _turn_back(keys[t], cos[t], sin[t], rows[t])
         _fold_tokens(rows)
         average = rows[0]

@@ -46,7 +46,11 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
     weights = load_file(folder / "model.safetensors")
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}.self_attn"
-        sizes = {"q": heads * dim * config["num_attention_heads"] // heads, "v": heads * dim, "o": config["hidden_size"]}
+        sizes = {
+            "q": heads * dim * config["num_attention_heads"] // heads,
+            "v": heads * dim,
+            "o": config["hidden_size"],
+        }
         for which, size in sizes.items():
             weights[f"{name}.{which}_proj.bias"] = torch.zeros(size, dtype=torch.bfloat16)
         bias = torch.zeros(heads, dim)
