@@ -8,10 +8,21 @@ import sys
 from pathlib import Path
 from typing import Any
 
+import fake_cuda
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import MODEL
+
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
+from manthan.codec.model import ModelFacts
+from manthan.codec.registry import takes_facts
+from manthan.codec.rope import Rope
+from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.worker.half import paged_codec
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
 BIAS = 40.0
@@ -47,7 +58,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
     for layer in range(config["num_hidden_layers"]):
         name = f"model.layers.{layer}.self_attn"
         sizes = {
-            "q": heads * dim * config["num_attention_heads"] // heads,
+            "q": dim * config["num_attention_heads"],
             "v": heads * dim,
             "o": config["hidden_size"],
         }
@@ -59,6 +70,23 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
         weights[f"{name}.k_proj.bias"] = bias.flatten().to(torch.bfloat16)
     save_file(weights, folder / "model.safetensors", {"format": "pt"})
     return str(folder)
+
+
+def test_a_gpu_is_given_pytorchs_operations() -> None:
+    """There are no CUDA kernels for it."""
+    made = fake_cuda.paged_codec("k4v2c", facts=ModelFacts(Rope((1.0, 0.1))))
+    assert type(paged_codec(made.layout, made.format)) is TorchPagedCodec
+
+
+def test_codes_of_another_rope_are_not_read() -> None:
+    """The fingerprint names the codec and the rope; codecs that ask for no place have none in it."""
+    config = EngineArgs(MODEL).create_engine_config()
+    spec = FullAttentionSpec(block_size=16, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+    ropes = [None, Rope((1.0, 0.1)), Rope((1.0, 0.2)), Rope((1.0, 0.1), interleaved=True)]
+    marks = {fingerprint(config, Group(0, spec, 4), "k4v2c", facts=ModelFacts(rope)) for rope in ropes}
+    assert len(marks) == 4
+    assert takes_facts("k4v2c")
+    assert not takes_facts("k3v3")
 
 
 def test_a_session_returns_by_way_of_the_models_own_rope() -> None:
