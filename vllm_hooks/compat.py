@@ -263,13 +263,13 @@ def rotary_modules() -> list[RotaryModule]:
 def _base(module: Any) -> float | None:
     """vLLM fixes dynamic NTK for the longest prompt that it allows, as these classes reckon it; Transformers follows
     each prompt."""
-    from vllm.model_executor.layers import rotary_embedding as made
+    from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
 
     power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
-    if isinstance(module, made.DynamicNTKScalingRotaryEmbedding):
+    if isinstance(module, dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding):
         share = module.max_position_embeddings / module.max_trained_positions
         return float(module.base * (module.scaling_factor * share - (module.scaling_factor - 1)) ** power)
-    if isinstance(module, made.DynamicNTKAlphaRotaryEmbedding):
+    if isinstance(module, dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding):
         return float(module.base * module.scaling_alpha**power)
     return None
 
