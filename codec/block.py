@@ -58,7 +58,7 @@ class BlockFormat:
     def __init__(
         self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
     ) -> None:
-        self.codec, self.shape, self.fingerprint, self.group = codec, shape, fingerprint, group
+        self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
         self._codecs = {name: section_codec(name, shape.head_dim, facts) for name in (codec, EXACT)}
 
     def warm_up(self) -> None:
