@@ -7,10 +7,12 @@ from importlib.metadata import EntryPoint, entry_points
 
 from manthan.codec.base import Codec, CodecSpec, SectionCodec
 from manthan.codec.cpu.exact import EXACT, ExactSections
+from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.cpu.vectors import VectorSections
-from manthan.codec.errors import UnknownBackendError, UnknownCodecError
+from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import PRESETS, Profile
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -32,6 +34,16 @@ def codec_names() -> list[str]:
     return [*SPECS, *sorted(_others().keys() - SPECS.keys())]
 
 
+def section_codec_names() -> list[str]:
+    """Every name that section_codec knows but "exact": those of get_codec, and those that take a profile."""
+    return [*codec_names(), *PRESETS]
+
+
+def needs_profile(name: str) -> bool:
+    """Whether the codec of this name is made from a profile of the model."""
+    return name in PRESETS
+
+
 def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     """The codec of this name for vectors of head_dim numbers, a multiple of 8 from 32 to 512, in the CPU's memory.
 
@@ -44,6 +56,8 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
+    if needs_profile(name):
+        raise UnknownCodecError(f"codec {name} is of whole sections, not of single vectors: section_codec makes it.")
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
 
@@ -51,9 +65,16 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
 def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> SectionCodec:
     """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
 
-    facts: of the model. Raises UnknownCodecError, HeadDimError.
+    facts: of the model. Raises UnknownCodecError, HeadDimError, and ProfileError where a profile is missing or does not
+    fit.
     """
-    return ExactSections() if name == EXACT else VectorSections(get_codec(name, head_dim))
+    if name == EXACT:
+        return ExactSections()
+    if not needs_profile(name):
+        return VectorSections(get_codec(name, head_dim))
+    if not isinstance(facts.profile, Profile):
+        raise ProfileError(f"codec {name} needs a profile of the model: run `manthan calibrate MODEL`.")
+    return KltSections(name, head_dim, facts.profile, facts.rope)
 
 
 @lru_cache
