@@ -1,9 +1,10 @@
 """A profile out of keys and values as they come by: second moments, and a few tokens held back to measure on.
 
 What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token costs
-e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U of the
-covariance there give the transform L U: components that do not correlate, and one step for all of them is best (Goyal,
-"Theoretical Foundations of Transform Coding", 2001).
+e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, of all layers, and the
+eigenvectors U of the covariance there give the transform L U: components that do not correlate. One step for all of
+them is then best (Goyal, "Theoretical foundations of transform coding", 2001). Without a metric, directions of a layer
+cost the same, and layers what their numbers' deviation says.
 """
 
 from collections.abc import Mapping, Sequence
@@ -27,8 +28,10 @@ BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
 MARGIN = 1.02
 """A preset is made so much smaller than its name says: another text takes a little more."""
-LEAST = 1e-6
-"""Of the largest direction's weight, every direction has at least so much."""
+EVEN = 0.02
+"""Share of a metric's weight that all directions have alike."""
+SHARES = (1.0, 2.0)
+"""Steps of keys and of values without a metric, relative to their deviation."""
 HALVINGS = 8
 SURE = 1 / 2000
 """A component that is zero but for fewer tokens than this is left out, and those behind it."""
@@ -45,13 +48,15 @@ class _Moments:
     tokens: int = 0
     sums: Doubles = field(init=False)
     products: Doubles = field(init=False)
-    weights: Doubles | None = None
+    weighed: int = 0
+    weights: Doubles = field(init=False)
     held: list[Floats] = field(default_factory=list)
     held_tokens: int = 0
     every: int = 1
 
     def __post_init__(self) -> None:
         self.sums, self.products = np.zeros(self.size), np.zeros((self.size, self.size))
+        self.weights = np.zeros((self.size, self.size))
 
     def add(self, x: Floats) -> None:
         kept = len(x) - len(x) // HELD_BACK
@@ -60,6 +65,11 @@ class _Moments:
         self.sums += rows.sum(0)
         self.products += rows.T @ rows
         self._hold(x[kept :: self.every])
+
+    def weigh(self, gradients: Floats) -> None:
+        rows = gradients.astype(np.float64)
+        self.weighed += len(rows)
+        self.weights += rows.T @ rows
 
     def _hold(self, rows: Floats) -> None:
         self.held.append(rows.copy())
@@ -71,6 +81,15 @@ class _Moments:
     @property
     def mean(self) -> Doubles:
         made: Doubles = self.sums / self.tokens
+        return made
+
+    def metric(self, at: slice) -> Doubles:
+        """With a share of what the directions weigh on average in each, for few tokens say little of small ones."""
+        size = at.stop - at.start
+        if not self.weighed:
+            return np.eye(size)
+        weights = self.weights[at, at] / self.weighed
+        made: Doubles = (1 - EVEN) * weights + EVEN * np.trace(weights) / size * np.eye(size)
         return made
 
     def covariance(self, at: slice) -> Doubles:
@@ -104,10 +123,15 @@ class ProfileBuilder:
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
 
-    def weigh(self, layer: int, keys: Doubles, values: Doubles) -> None:
-        """Add to the metric of a layer: [C, C] each, of keys before RoPE and of values."""
-        for moments, weights in zip(self._layers[layer], (keys, values), strict=True):
-            moments.weights = weights + (0 if moments.weights is None else moments.weights)
+    def weigh(self, layer: int, keys: Numbers, values: Numbers, positions: Positions) -> None:
+        """Gradients of the log-probability of what a model may say next, with respect to the keys, as the cache has
+        them, and values of a layer; shapes as in `add`. Their second moments are the metric."""
+        k, v = as_floats(keys), as_floats(values)
+        if self._info.rope is not None:
+            k = self._info.rope.turn_back(k, positions) * np.float32(self._info.rope.scale**2)
+        for moments, x in zip(self._layers[layer], (k, v), strict=True):
+            rows = x.transpose(1, 0, 2).reshape(len(positions), -1)
+            moments.weigh(rows[(positions >= self._sinks) & np.isfinite(rows).all(1)])
 
     def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
         """presets: names, and how many times smaller than bf16 each is to be. Raises ProfileError for too few tokens."""
@@ -118,7 +142,11 @@ class ProfileBuilder:
         for rank in range(ranks):
             heads = rank_heads(self._info.heads, rank, ranks)
             at = slice(heads.start * self._info.head_dim, heads.stop * self._info.head_dim)
-            sources = [_Source(_basis(moments, at), moments, at) for layer in self._layers for moments in layer]
+            sources = [
+                _Source(_basis(moments, at), moments, at, share)
+                for layer in self._layers
+                for moments, share in zip(layer, SHARES, strict=True)
+            ]
             for preset, ratio in presets.items():
                 sizes[preset] += _set_steps(sources, preset, ratio) / ranks
             bases = [source.basis for source in sources]
@@ -131,11 +159,11 @@ class _Source:
     """A basis with the components of tokens that were held back. step: in proportion to the others'. front: bits a token
     that a row takes beside its words."""
 
-    def __init__(self, basis: Basis, moments: _Moments, at: slice) -> None:
+    def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
         self.y: Floats = (np.concatenate(moments.held)[:, at] - basis.mean) @ basis.forward
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
-        self.step = 1.0 if moments.weights is not None else float(np.sqrt(np.square(self.y).mean()))
+        self.step = 1.0 if moments.weighed else share * float(np.sqrt(np.square(self.y).mean()))
 
     def coded(self, step: float) -> tuple[float, npt.NDArray[np.uint8]]:
         """Bits a token, and the cheapest tables."""
@@ -153,17 +181,12 @@ _COSTS = costs(family())
 
 
 def _basis(moments: _Moments, at: slice) -> Basis:
-    covariance = moments.covariance(at)
-    size = len(covariance)
-    weights = np.eye(size) if moments.weights is None else moments.weights[at, at] / np.trace(moments.weights) * size
-    most = float(np.linalg.eigvalsh(weights)[-1])
-    root = np.linalg.cholesky(weights + LEAST * most * np.eye(size))
-    _, directions = np.linalg.eigh(root.T @ covariance @ root)
+    root = np.linalg.cholesky(moments.metric(at))
+    _, directions = np.linalg.eigh(root.T @ moments.covariance(at) @ root)
     forward = root @ directions[:, ::-1]
     scale = np.linalg.norm(forward, axis=1)
-    return Basis(
-        moments.mean[at].astype(np.float32), scale.astype(np.float32), (forward / scale[:, None]).astype(np.float16)
-    )
+    transform = (forward / scale[:, None]).astype(np.float16)
+    return Basis(moments.mean[at].astype(np.float32), scale.astype(np.float32), transform)
 
 
 def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
