@@ -134,7 +134,7 @@ class ProfileBuilder:
             moments.weigh(rows[(positions >= self._sinks) & np.isfinite(rows).all(1)])
 
     def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
-        """presets: names, and how many times smaller than bf16 each is to be. Raises ProfileError for too few tokens."""
+        """presets: names, and how many times smaller than bf16 each is to be. ProfileError: too few tokens."""
         size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
@@ -156,12 +156,13 @@ class ProfileBuilder:
 
 
 class _Source:
-    """A basis with the components of tokens that were held back. step: in proportion to the others'. front: bits a token
-    that a row takes beside its words."""
+    """A basis with the components of tokens that were held back. step: in proportion to the others'. front: bits of a
+    token that a row takes beside its words."""
 
     def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
-        self.y: Floats = (np.concatenate(moments.held)[:, at] - basis.mean) @ basis.forward
+        held = np.concatenate(moments.held)[:, at].astype(np.float32)
+        self.y: Floats = (held - basis.mean) @ basis.forward
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
         self.step = 1.0 if moments.weighed else share * float(np.sqrt(np.square(self.y).mean()))
 
@@ -197,10 +198,10 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     def bits(factor: float) -> float:
         return sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers
 
-    low = high = 1.0
+    low = high = float(np.mean([source.y.std() / source.step for source in sources]))
     while bits(high) > wanted:
         low, high = high, 2 * high
-    while bits(low) <= wanted:
+    while low > 0 and bits(low) <= wanted:
         low, high = low / 2, low
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
@@ -209,4 +210,4 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
         step = float(np.float32(high * source.step))
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
         source.basis = replace(source.basis, steps=steps, tables=tables)
-    return bits(high)
+    return float(bits(high))

@@ -109,8 +109,8 @@ class Profile:
         """What one rank of a tensor-parallel model needs. Raises ProfileError for another number of ranks."""
         if len(self.ranks) != ranks:
             raise ProfileError(
-                f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are {ranks}: "
-                f"run `manthan calibrate {self.info.model} --tensor-parallel-size {ranks}`."
+                f"the profile of {self.info.model} is for {len(self.ranks)} tensor-parallel ranks, and there are "
+                f"{ranks}: run `manthan calibrate {self.info.model} --tensor-parallel-size {ranks}`."
             )
         return replace(self, ranks=(self.ranks[rank],))
 
@@ -127,7 +127,9 @@ class Profile:
     def layers(self) -> tuple[LayerProfile, ...]:
         """Of the one rank that a cut is for. Raises ProfileError for a profile of several."""
         if len(self.ranks) != 1:
-            raise ProfileError(f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first.")
+            raise ProfileError(
+                f"the profile is for {len(self.ranks)} tensor-parallel ranks: cut it with for_rank first."
+            )
         return self.ranks[0]
 
     def save(self, path: Path) -> None:
@@ -169,7 +171,9 @@ class Profile:
         try:
             told = dict(metadata["info"])
             rope = told.pop("rope")
-            info = ProfileInfo(**told, rope=Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None)
+            info = ProfileInfo(
+                **told, rope=Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
+            )
             frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
             ranks = tuple(
                 tuple(_layer(info, f"{rank}.{layer}", tensors, len(frequencies)) for layer in range(info.layers))
@@ -256,5 +260,7 @@ def _safetensors() -> Any:
     try:
         from safetensors import numpy
     except ImportError:
-        raise ProfileError("profiles take the package safetensors, which is not installed: pip install safetensors") from None
+        raise ProfileError(
+            "profiles take the package safetensors, which is not installed: pip install safetensors"
+        ) from None
     return numpy

@@ -113,10 +113,14 @@ class KltSections(SectionCodec):
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
         """Raises SizeError, DamagedError."""
         if not START <= codes.size <= self.max_nbytes(section):
-            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {self.max_nbytes(section)} are.")
+            raise SizeError(
+                f"{codes.size} bytes are not the codes of {section}: {START} to {self.max_nbytes(section)} are."
+            )
         form = codes[1]
         if tuple(codes[:START]) not in ((VERSION, CODED, 0, 0), (VERSION, RAW, 0, 0)):
-            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do.")
+            raise DamagedError(
+                f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do."
+            )
         steps = self._of(section)
         if form == RAW:
             return self._raw(codes, section)
@@ -176,7 +180,9 @@ def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> Non
     if head_dim != info.head_dim:
         raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")
     if not _same(info.rope, rope):
-        raise ProfileError(f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again.")
+        raise ProfileError(
+            f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
+        )
     _ = profile.layers
 
 
@@ -223,5 +229,3 @@ def _parse(codes: Codes, section: Section, rows: Rows) -> Coded:
     sizes = codes[START:at].copy().view(dtype).astype(np.int64)
     states = codes[at:front].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
     return Coded(states, sizes, codes[front:].copy().view("<u2").astype(np.uint16, copy=False))
-
-

@@ -124,7 +124,12 @@ encode = jit(
 decode = jit(
     [
         types.boolean(
-            _in(types.uint32, 2), _in(types.int64, 1), _in(types.uint16, 1), *ROWS, _in(types.uint32, 2), types.int16[::1]
+            _in(types.uint32, 2),
+            _in(types.int64, 1),
+            _in(types.uint16, 1),
+            *ROWS,
+            _in(types.uint32, 2),
+            types.int16[::1],
         )
     ]
 )(_decode)

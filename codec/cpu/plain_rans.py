@@ -1,4 +1,4 @@
-"""rANS in plain numpy: all streams of all rows take a step together. `manthan.codec.cpu.rans` says what the steps are."""
+"""rANS in plain numpy: all streams of all rows take a step together. What a step is, `manthan.codec.cpu.rans` says."""
 
 from typing import Any
 

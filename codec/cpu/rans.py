@@ -12,9 +12,9 @@ coders", 2014), so that as many threads can decode it in step: each knows from t
         s = the symbol with c <= x % 2**12 < c + f;  x = f * (x // 2**12) + x % 2**12 - c
         x < 2**16:  x = x * 2**16 + the next word
 
-A state begins at 2**16, where the decoder must find it again. Integers of -127 to 127 are symbols; what has no frequency
-is the symbol ESCAPE, and behind it, as a word of its own, the integer: -32,768 to 32,767. Words stand in the order in
-which they are decoded.
+A state begins at 2**16, where the decoder must find it again. Integers of -127 to 127 are symbols; what has no
+frequency is the symbol ESCAPE, and behind it, as a word of its own, the integer: -32,768 to 32,767. Words stand in the
+order in which they are decoded.
 """
 
 from functools import lru_cache

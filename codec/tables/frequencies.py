@@ -53,7 +53,9 @@ def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
     density = np.exp(-((points / deviation * _root(shape)) ** shape))
     right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
     right[0] *= 2
-    return np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]]) / (2 * right.sum() - right[0])
+    both: npt.NDArray[np.float64] = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
+    shares: npt.NDArray[np.float64] = both / (2 * right.sum() - right[0])
+    return shares
 
 
 def _root(shape: float) -> float:

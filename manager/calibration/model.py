@@ -29,11 +29,11 @@ PREFIX, CONTINUATION = 1536, 512
 
 
 class Reader:
-    """The model in bf16, or in float32 where it runs on a CPU. Raises ProfileError for one that cannot be calibrated."""
+    """The model in bf16, or, on a CPU, in float32. Raises ProfileError for one that cannot be calibrated."""
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
-        logging.disable_progress_bar()
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
         try:
@@ -89,12 +89,14 @@ class Reader:
 
     def _weigh(self, builder: ProfileBuilder, prefix: Any, ids: list[int]) -> None:
         cache = DynamicCache(config=self._config)
-        asked = [(layer.keys.detach().requires_grad_(), layer.values.detach().requires_grad_()) for layer in prefix.layers]
+        asked = [
+            (layer.keys.detach().requires_grad_(), layer.values.detach().requires_grad_()) for layer in prefix.layers
+        ]
         for layer, (keys, values) in enumerate(asked):
             cache.update(keys, values, layer)
         logits = self._model(torch.tensor([ids], device=self._device), past_key_values=cache).logits[0].float()
         drawn = torch.distributions.Categorical(logits=logits.detach()).sample()
-        (-torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")).backward()  # type: ignore[no-untyped-call]
+        (-torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")).backward()
         for layer, (keys, values) in enumerate(asked):
             builder.weigh(layer, _numpy(keys.grad[0]), _numpy(values.grad[0]), np.arange(keys.shape[2]))
 

@@ -57,7 +57,8 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
         raise ProfileError(f"it takes {' and '.join(missing)}, which is not installed here.")
     from manthan.manager.calibration.model import Reader
 
-    words = (text or files("manthan.manager.calibration") / "text.txt").read_text(encoding="utf-8", errors="replace")
+    source = text or files("manthan.manager.calibration") / "text.txt"
+    words = source.read_bytes().decode("utf-8", "replace")
     reader = Reader(model)
     info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
     if info.rope is None:

@@ -71,7 +71,7 @@ def _swap(made, section):
 
 
 def test_a_mean_however_large_costs_nothing():
-    """Keys with a bias, as Qwen2.5 has them: means here are ten times the deviation, and errors are of the deviation."""
+    """Keys with a bias, as Qwen2.5 has them: means here are several times the deviation that errors are relative to."""
     section = replace(SECTION, codec="klt-8x", dtype=Dtype.FLOAT32)
     assert error(section_codec("klt-8x", profiles.HEAD_DIM, FACTS), section) < 0.1
 
@@ -170,7 +170,8 @@ def test_lengths_that_cannot_be():
 
 
 @pytest.mark.parametrize(
-    "change", [{"layers": 4}, {"first_layer": 1}, {"heads": 3}, {"kind": SectionKind.STATE}, {"head_dim": 64, "heads": 1}]
+    "change",
+    [{"layers": 4}, {"first_layer": 1}, {"heads": 3}, {"kind": SectionKind.STATE}, {"head_dim": 64, "heads": 1}],
 )
 def test_a_section_that_the_profile_is_not_of(change):
     codec = section_codec("klt-5x", profiles.HEAD_DIM, FACTS)

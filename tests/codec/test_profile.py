@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import profiles
 import pytest
-from safetensors.numpy import load, save
+from safetensors.numpy import save
 
 from manthan.codec.calibration import SAMPLE, ProfileBuilder
 from manthan.codec.errors import ProfileError
@@ -45,7 +45,12 @@ def test_what_is_saved_is_loaded(tmp_path, rope, ranks):
 def test_a_digest_is_of_everything():
     info = PROFILE.info
     digests = {PROFILE.digest, profiles.built(512).digest}
-    for other in (replace(info, model="x"), replace(info, text="x"), replace(info, rope=None), replace(info, metric="x")):
+    for other in (
+        replace(info, model="x"),
+        replace(info, text="x"),
+        replace(info, rope=None),
+        replace(info, metric="x"),
+    ):
         digests.add(Profile.of(other, PROFILE.frequencies, PROFILE.ranks).digest)
     other = PROFILE.frequencies.copy()
     other[0, 0:2] += np.array([1, -1], np.int16).astype(np.uint16)
