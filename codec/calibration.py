@@ -33,8 +33,7 @@ EVEN = 0.02
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, relative to their deviation."""
 HALVINGS = 8
-SURE = 1 / 2000
-"""A component that is zero but for fewer tokens than this is left out, and those behind it."""
+"""Of the interval in which a step is looked for."""
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -170,9 +169,8 @@ class _Source:
         """Bits a token, and the cheapest tables."""
         q = np.rint(self.y / np.float32(step))
         symbols = np.where(np.abs(q) <= LARGEST, q + LARGEST, ESCAPE).astype(np.int64)
-        kept = max(1, int(np.flatnonzero((q != 0).mean(0) > SURE).max(initial=0)) + 1)
-        cells = symbols[:, :kept] + 256 * np.arange(kept)
-        counts = np.bincount(cells.ravel(), minlength=256 * kept).reshape(kept, 256)
+        size = q.shape[1]
+        counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
         bits = counts @ _COSTS.T
         tables = bits.argmin(1).astype(np.uint8)
         return float(bits.min(1).sum()) / len(self.y), tables

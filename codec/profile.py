@@ -2,8 +2,7 @@
 
 Of keys (before RoPE) and of values of each layer, all heads of a rank together: their mean; a transform to components
 that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and, for each
-preset, the quantizer's step, how many of the components are kept, and which table of frequencies each has. With tensor
-parallelism every rank has its own, for a transform over all heads cannot be cut.
+preset, the quantizer's step, and which table of frequencies each component has. With tensor parallelism every rank has its own, for a transform over all heads cannot be cut.
 """
 
 import hashlib
@@ -35,8 +34,7 @@ class Basis:
     """Of keys or of values of one layer: row vectors x to components (x - mean) @ forward, and back.
 
     mean, scale: float32 [C]. transform: float16 [C, C], its rows of length 1; forward is scale[:, None] * transform.
-    steps, tables: by preset, the quantizer's step, and uint8 [R], the table of each of the R first components, which
-    alone are kept.
+    steps, tables: by preset, the quantizer's step, and uint8 [C], the table of each component.
     """
 
     mean: Floats
@@ -207,9 +205,9 @@ def _basis(info: ProfileInfo, name: str, tensors: Mapping[str, Any], tables: int
     for preset in info.ratios:
         step = _checked(tensors[f"{name}.{preset}.step"], (1,), np.float32)
         steps[preset] = float(step[0])
-        chosen[preset] = _checked(tensors[f"{name}.{preset}.tables"], (None,), np.uint8)
-        if not steps[preset] > 0 or not 0 < len(chosen[preset]) <= size or chosen[preset].max() >= tables:
-            raise ValueError(f"{name}.{preset} has a step of {steps[preset]} and {len(chosen[preset])} tables")
+        chosen[preset] = _checked(tensors[f"{name}.{preset}.tables"], (size,), np.uint8)
+        if not steps[preset] > 0 or chosen[preset].max(initial=0) >= tables:
+            raise ValueError(f"{name}.{preset} has a step of {steps[preset]}, or a table of number {tables} or higher")
     if size % info.head_dim or len(scale) != size or not (scale > 0).all():
         raise ValueError(f"{name} has {size} components, {len(scale)} scales and heads of {info.head_dim}")
     return Basis(mean, scale, transform, steps, chosen)

@@ -5,13 +5,13 @@ Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrat
 "KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
 
     keys: x is turned back to place 0; values: x is as it is
-    q = rint((x - mean) @ (forward / step)), the first R components;   x^ = q @ (step * inverse) + mean
+    q = rint((x - mean) @ (forward / step));   x^ = q @ (step * inverse) + mean
 
 in float32. Products of matrices round as the machine's BLAS does: where it differs, an encoder may round another way to
 q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
 rounded to bf16. The integers are the same everywhere.
 
-Codes, little-endian. A row is a layer's keys or values, [R, tokens]; of keys and values together, keys come first:
+Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
 
     | version u8, 1 | form u8 | 2 zero bytes | words of each row | states of each row's streams, u32 | words, u16 |
 
@@ -44,23 +44,22 @@ Floats = npt.NDArray[np.float32]
 
 
 class _Step:
-    """One basis at one preset. forward: [C, R], inverse: [R, C]: with the step in them."""
+    """One basis at one preset. forward, inverse: [C, C], with the step in them."""
 
     def __init__(self, basis: Basis, preset: str) -> None:
         step, self.tables = np.float32(basis.steps[preset]), basis.tables[preset]
-        kept = len(self.tables)
         self.mean = basis.mean
-        self.forward = np.ascontiguousarray(basis.forward[:, :kept] / step)
-        self.inverse = np.ascontiguousarray(basis.inverse[:kept] * step)
+        self.forward = basis.forward / step
+        self.inverse = basis.inverse * step
 
     def rounded(self, x: Floats) -> Floats:
-        """[tokens, C] to [R, tokens]."""
+        """[tokens, C] to [C, tokens]."""
         with np.errstate(over="ignore", invalid="ignore"):
             made: Floats = np.rint(((x - self.mean) @ self.forward).T)
         return made
 
     def back(self, q: npt.NDArray[np.int16]) -> Floats:
-        """[R, tokens] to [tokens, C]."""
+        """[C, tokens] to [tokens, C]."""
         made: Floats = q.T.astype(np.float32) @ self.inverse + self.mean
         return made
 
@@ -141,10 +140,11 @@ class KltSections(SectionCodec):
     def _numbers(
         self, x: Floats, section: Section, positions: Positions, steps: Sequence[_Step]
     ) -> npt.NDArray[np.int16] | None:
-        """Row by row [R, tokens]; None where one cannot be written as an int16."""
+        """Row by row [C, tokens]; None where one cannot be written as an int16."""
         parts = x.reshape(-1, section.layers, *x.shape[-3:])
         if section.kind is not SectionKind.VALUES and self._rope is not None:
-            turned = self._rope.turn_back(parts[0], positions)
+            with np.errstate(over="ignore", invalid="ignore"):
+                turned = self._rope.turn_back(parts[0], positions)
             parts = np.concatenate([turned[None], parts[1:]])
         vectors = parts.transpose(0, 1, 3, 2, 4).reshape(len(steps), section.tokens, -1)
         rounded = [step.rounded(row).ravel() for step, row in zip(steps, vectors, strict=True)]

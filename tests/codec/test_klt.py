@@ -6,7 +6,7 @@ from dataclasses import replace
 import numpy as np
 import profiles
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from manthan.codec import BlockFormat, BlockShape, CodecError, NonFiniteError, ProfileError, section_codec
@@ -131,6 +131,7 @@ def test_what_is_not_finite_is_refused(bad):
     assert caught.value.index == 37
 
 
+@settings(deadline=None)
 @given(st.data())
 def test_damaged_codes_are_refused_or_are_numbers_of_the_shape(data_):
     codec = section_codec("klt-8x", profiles.HEAD_DIM, FACTS)
