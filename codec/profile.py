@@ -2,7 +2,8 @@
 
 Of keys (before RoPE) and of values of each layer, all heads of a rank together: their mean; a transform to components
 that do not correlate, largest first (Karhunen and Loeve's), in whose space all errors weigh the same; and, for each
-preset, the quantizer's step, and which table of frequencies each component has. With tensor parallelism every rank has its own, for a transform over all heads cannot be cut.
+preset, the quantizer's step, and which table of frequencies each component has. With tensor parallelism every rank has
+its own, for a transform over all heads cannot be cut.
 """
 
 import hashlib
