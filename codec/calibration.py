@@ -1,10 +1,9 @@
 """A profile out of keys and values as they come by: second moments, and a few tokens held back to measure on.
 
-What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token costs
-e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, of all layers, and the
-eigenvectors U of the covariance there give the transform L U: components that do not correlate. One step for all of
-them is then best (Goyal, "Theoretical foundations of transform coding", 2001). Without a metric, directions of a layer
-cost the same, and layers what their numbers' deviation says.
+What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token
+costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U of the
+covariance there give the transform L U: components that do not correlate. One step for all of a layer's is then best
+(Goyal, "Theoretical foundations of transform coding", 2001); between layers, steps are as the components' deviations.
 """
 
 from collections.abc import Mapping, Sequence
@@ -28,10 +27,10 @@ BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
 MARGIN = 1.02
 """A preset is made so much smaller than its name says: another text takes a little more."""
-EVEN = 0.02
-"""Share of a metric's weight that all directions have alike."""
-SHARES = (1.0, 2.0)
-"""Steps of keys and of values without a metric, relative to their deviation."""
+EVEN = 0.001
+"""What every direction weighs at least, of what they do on average."""
+SHARES, SHARES_WEIGHED = (1.0, 2.0), (1.0, 1.25)
+"""Steps of keys and of values, relative to the deviation of their layer's components, without a metric and with one."""
 HALVINGS = 8
 """Of the interval in which a step is looked for."""
 
@@ -47,15 +46,13 @@ class _Moments:
     tokens: int = 0
     sums: Doubles = field(init=False)
     products: Doubles = field(init=False)
-    weighed: int = 0
-    weights: Doubles = field(init=False)
+    weights: Doubles | None = None
     held: list[Floats] = field(default_factory=list)
     held_tokens: int = 0
     every: int = 1
 
     def __post_init__(self) -> None:
         self.sums, self.products = np.zeros(self.size), np.zeros((self.size, self.size))
-        self.weights = np.zeros((self.size, self.size))
 
     def add(self, x: Floats) -> None:
         kept = len(x) - len(x) // HELD_BACK
@@ -64,11 +61,6 @@ class _Moments:
         self.sums += rows.sum(0)
         self.products += rows.T @ rows
         self._hold(x[kept :: self.every])
-
-    def weigh(self, gradients: Floats) -> None:
-        rows = gradients.astype(np.float64)
-        self.weighed += len(rows)
-        self.weights += rows.T @ rows
 
     def _hold(self, rows: Floats) -> None:
         self.held.append(rows.copy())
@@ -83,12 +75,12 @@ class _Moments:
         return made
 
     def metric(self, at: slice) -> Doubles:
-        """With a share of what the directions weigh on average in each, for few tokens say little of small ones."""
-        size = at.stop - at.start
-        if not self.weighed:
-            return np.eye(size)
-        weights = self.weights[at, at] / self.weighed
-        made: Doubles = (1 - EVEN) * weights + EVEN * np.trace(weights) / size * np.eye(size)
+        """1 on average."""
+        even = np.eye(at.stop - at.start)
+        if self.weights is None:
+            return even
+        weights = self.weights[at, at]
+        made: Doubles = weights / np.trace(weights) * len(weights) + EVEN * even
         return made
 
     def covariance(self, at: slice) -> Doubles:
@@ -122,15 +114,10 @@ class ProfileBuilder:
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
 
-    def weigh(self, layer: int, keys: Numbers, values: Numbers, positions: Positions) -> None:
-        """Gradients of the log-probability of what a model may say next, with respect to the keys, as the cache has
-        them, and values of a layer; shapes as in `add`. Their second moments are the metric."""
-        k, v = as_floats(keys), as_floats(values)
-        if self._info.rope is not None:
-            k = self._info.rope.turn_back(k, positions) * np.float32(self._info.rope.scale**2)
-        for moments, x in zip(self._layers[layer], (k, v), strict=True):
-            rows = x.transpose(1, 0, 2).reshape(len(positions), -1)
-            moments.weigh(rows[(positions >= self._sinks) & np.isfinite(rows).all(1)])
+    def weigh(self, layer: int, keys: Doubles, values: Doubles) -> None:
+        """Add to the metrics of a layer, [C, C]: of keys before RoPE, and of values. Their size does not matter."""
+        for moments, weights in zip(self._layers[layer], (keys, values), strict=True):
+            moments.weights = weights + (0 if moments.weights is None else moments.weights)
 
     def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
         """presets: names, and how many times smaller than bf16 each is to be. ProfileError: too few tokens."""
@@ -144,7 +131,7 @@ class ProfileBuilder:
             sources = [
                 _Source(_basis(moments, at), moments, at, share)
                 for layer in self._layers
-                for moments, share in zip(layer, SHARES, strict=True)
+                for moments, share in zip(layer, SHARES if layer[0].weights is None else SHARES_WEIGHED, strict=True)
             ]
             for preset, ratio in presets.items():
                 sizes[preset] += _set_steps(sources, preset, ratio) / ranks
@@ -163,7 +150,7 @@ class _Source:
         held = np.concatenate(moments.held)[:, at].astype(np.float32)
         self.y: Floats = (held - basis.mean) @ basis.forward
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
-        self.step = 1.0 if moments.weighed else share * float(np.sqrt(np.square(self.y).mean()))
+        self.step = share * float(np.sqrt(np.square(self.y).mean())) or 1.0
 
     def coded(self, step: float) -> tuple[float, npt.NDArray[np.uint8]]:
         """Bits a token, and the cheapest tables."""
@@ -196,7 +183,7 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     def bits(factor: float) -> float:
         return sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers
 
-    low = high = float(np.mean([source.y.std() / source.step for source in sources]))
+    low = high = 0.5
     while bits(high) > wanted:
         low, high = high, 2 * high
     while low > 0 and bits(low) <= wanted:

@@ -2,21 +2,22 @@
 
 Needs torch and Transformers.
 
-What an error in a key or a value costs is measured on the model itself. After a prefix the model goes on, one token is
-drawn from each of its predictions, and the gradient g of their log-probability is taken with respect to every key and
-value of the prefix: E[g g^T] is the Fisher information, and an error e changes the predictions by e E[g g^T] e^T / 2
-nats (Kullback and Leibler), to the second order (Amari, "Natural gradient works efficiently in learning", 1998). In it
-is what queries ask of keys, how the output projection weighs values, and how much the layer matters.
+What errors in keys weigh is what queries make of them: RoPE turns pairs of numbers by the distance of query and key, so
+that over all distances both numbers of a pair weigh the queries' mean energy in it. What errors in values weigh is what
+the output projection makes of them: W^T W of the part of its matrix W that takes a head.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.cache_utils import DynamicLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import logging
 
 from manthan.codec.calibration import ProfileBuilder
@@ -24,8 +25,13 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.profile import ProfileInfo
 from manthan.codec.rope import Rope
 
-PREFIX, CONTINUATION = 1536, 512
-"""Tokens of a piece of text, of which the second part asks and the first is asked."""
+PIECE = 2048
+"""Tokens of a piece of text."""
+NAME = "manthan_calibration"
+OUTPUTS = ("o_proj", "out_proj", "dense")
+"""What models call the output projection of their attention, [hidden, query heads * head_dim]."""
+
+Doubles = npt.NDArray[np.float64]
 
 
 class Reader:
@@ -55,50 +61,95 @@ class Reader:
         return ProfileInfo(self._name, config.num_hidden_layers, kv_heads, head_dim, rope, metric, text)
 
     def pieces(self, text: str, tokens: int) -> list[list[int]]:
-        """At most so many tokens of it, in pieces of at most PREFIX + CONTINUATION. Raises ProfileError for none."""
-        longest = getattr(self._config, "max_position_embeddings", None) or PREFIX + CONTINUATION
+        """At most so many tokens of it, in pieces of at most PIECE. Raises ProfileError for none."""
+        longest = getattr(self._config, "max_position_embeddings", None) or PIECE
         ids = self._tokenizer(text, add_special_tokens=False).input_ids[:tokens]
         begin = self._tokenizer("").input_ids
-        length = min(PREFIX + CONTINUATION, longest) - len(begin)
+        length = min(PIECE, longest) - len(begin)
         made = [begin + ids[at : at + length] for at in range(0, len(ids), length)]
         whole = [piece for piece in made if len(piece) >= length // 2]
         if not whole:
             raise ProfileError(f"the text has {len(ids)} tokens, and calibrating takes {length // 2} at least.")
         return whole
 
+    @torch.no_grad()
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
         """Add all pieces' keys and values, and, if so, what they weigh; step: called after each piece."""
-        for piece in pieces:
-            prefix = len(piece) * PREFIX // (PREFIX + CONTINUATION)
-            cache = self._prefix(piece[:prefix])
-            for layer, found in enumerate(cache.layers):
-                builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(prefix))
-            if weigh:
-                self._weigh(builder, cache, piece[prefix:])
-            step()
+        with _seen(self._model, self.info("", "")) as seen:
+            for piece in pieces:
+                self._read(builder, piece)
+                step()
+        if weigh:
+            for layer, attention in seen.items():
+                builder.weigh(layer, attention.keys(), attention.values())
 
-    @torch.no_grad()
-    def _prefix(self, ids: list[int]) -> Any:
+    def _read(self, builder: ProfileBuilder, ids: list[int]) -> None:
         cache = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(
                 f"{self._name} cannot be calibrated: its cache is not keys and values of all tokens in all layers."
             )
-        return cache
+        for layer, found in enumerate(cache.layers):
+            builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
 
-    def _weigh(self, builder: ProfileBuilder, prefix: Any, ids: list[int]) -> None:
-        cache = DynamicCache(config=self._config)
-        asked = [
-            (layer.keys.detach().requires_grad_(), layer.values.detach().requires_grad_()) for layer in prefix.layers
-        ]
-        for layer, (keys, values) in enumerate(asked):
-            cache.update(keys, values, layer)
-        logits = self._model(torch.tensor([ids], device=self._device), past_key_values=cache).logits[0].float()
-        drawn = torch.distributions.Categorical(logits=logits.detach()).sample()
-        (-torch.nn.functional.cross_entropy(logits, drawn, reduction="sum")).backward()
-        for layer, (keys, values) in enumerate(asked):
-            builder.weigh(layer, _numpy(keys.grad[0]), _numpy(values.grad[0]), np.arange(keys.shape[2]))
+
+class _Attention:
+    """What a layer's attention asks of keys and does with values. energy: of queries, [query heads, head_dim]."""
+
+    def __init__(self, module: Any, info: ProfileInfo) -> None:
+        self._module, self._info = module, info
+        self.energy: Any = 0.0
+
+    def see(self, queries: Any) -> None:
+        """[1, query heads, tokens, head_dim], turned as the model turns them."""
+        self.energy = self.energy + queries[0].float().square().sum(1)
+
+    def keys(self) -> Doubles:
+        """[C, C], diagonal."""
+        info = self._info
+        energy = self.energy.double().cpu().numpy().reshape(info.heads, -1, info.head_dim).sum(1)
+        if info.rope is not None:
+            pairs = len(info.rope.frequencies)
+            first, second = (
+                (np.s_[:, 0 : 2 * pairs : 2], np.s_[:, 1 : 2 * pairs : 2])
+                if info.rope.interleaved
+                else (np.s_[:, :pairs], np.s_[:, pairs : 2 * pairs])
+            )
+            energy[first] = energy[second] = (energy[first] + energy[second]) / 2
+        return np.diag(energy.ravel())
+
+    def values(self) -> Doubles:
+        """[C, C], of each head by itself; all alike where there is no output projection that is known."""
+        info = self._info
+        size = info.heads * info.head_dim
+        weight = next((getattr(self._module, name).weight for name in OUTPUTS if hasattr(self._module, name)), None)
+        if weight is None or weight.shape[1] % size:
+            return np.eye(size)
+        heads = weight.double().cpu().numpy().reshape(len(weight), info.heads, -1, info.head_dim)
+        made = np.zeros((info.heads, info.head_dim, info.heads, info.head_dim))
+        for head in range(info.heads):
+            made[head, :, head] = np.einsum("ogd,oge->de", heads[:, head], heads[:, head])
+        return made.reshape(size, size)
+
+
+@contextmanager
+def _seen(model: Any, info: ProfileInfo) -> Iterator[dict[int, _Attention]]:
+    """By layer, what the model's attention is asked while this lasts."""
+    seen: dict[int, _Attention] = {}
+
+    def attend(module: Any, query: Any, key: Any, value: Any, *rest: Any, **named: Any) -> Any:
+        seen.setdefault(module.layer_idx, _Attention(module, info)).see(query)
+        return sdpa_attention_forward(module, query, key, value, *rest, **named)
+
+    AttentionInterface.register(NAME, attend)
+    AttentionMaskInterface.register(NAME, sdpa_mask)
+    before = model.config._attn_implementation
+    model.set_attn_implementation(NAME)
+    try:
+        yield seen
+    finally:
+        model.set_attn_implementation(before)
 
 
 def _numpy(x: Any) -> npt.NDArray[np.float32]:

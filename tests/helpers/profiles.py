@@ -25,14 +25,6 @@ def kv(tokens, seed=0, first=0, rope=ROPE):
     return made[0], made[1], positions
 
 
-def gradients(rope):
-    """Of which the last numbers of the last head have the most; and positions."""
-    positions = np.arange(4, 516)
-    x = np.random.default_rng(1).standard_normal((512, SIZE)) * np.geomspace(1, 10, SIZE)
-    x = x.reshape(512, HEADS, HEAD_DIM).transpose(1, 0, 2).astype(np.float32)
-    return (rope.turn(x, positions) if rope else x), x, positions
-
-
 def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model="made-up"):
     info = ProfileInfo(model, LAYERS, HEADS, HEAD_DIM, rope, "queries" if metric else "none")
     builder = ProfileBuilder(info)
@@ -42,5 +34,5 @@ def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model=
             builder.add(layer, keys[layer], values[layer], positions)
     if metric:
         for layer in range(LAYERS):
-            builder.weigh(layer, *gradients(rope))
+            builder.weigh(layer, np.diag(np.geomspace(1, 100, SIZE)), np.eye(SIZE))
     return builder.finish(ranks=ranks, **({"presets": presets} if presets else {}))

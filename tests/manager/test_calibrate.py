@@ -62,11 +62,11 @@ def test_every_rank_has_its_heads(calibrated):
     assert not np.array_equal(profile.ranks[0][0].keys.mean, profile.ranks[1][0].keys.mean)
 
 
-def test_layers_get_steps_by_what_they_matter(calibrated):
-    """The metric says in nats what an error costs: a step of one size, and other bits in other layers."""
-    layers = calibrated[1].for_rank(0, 2).layers
-    assert len({layer.keys.steps["klt-8x"] for layer in layers}) == 1
-    assert len({layer.keys.tables["klt-8x"].tobytes() for layer in layers}) == len(layers)
+def test_the_queries_metric_is_not_none(calibrated):
+    """Pairs of numbers that queries have little in get a small row in the transform."""
+    layer = calibrated[1].for_rank(0, 2).layers[0].keys
+    assert np.allclose(layer.scale[:64], layer.scale[64:], rtol=1e-3)
+    assert layer.scale.max() > 1.5 * layer.scale.min()
 
 
 def test_without_queries_it_lies_in_the_cache_folder(cache):
@@ -116,19 +116,3 @@ def test_without_torch(monkeypatch):
     result = run(MODEL)
     assert result.exit_code == 1
     assert "it takes torch, which is not installed here" in result.output
-
-
-def test_gradients_are_undone_as_keys_are():
-    """A key's change along the gradient is the same whether the key was turned or not."""
-    from manthan.codec.calibration import ProfileBuilder
-    from manthan.codec.profile import ProfileInfo
-
-    rope, rng = Rope((1.0, 0.3, 0.1, 0.01), scale=1.3), np.random.default_rng(0)
-    positions = np.arange(4, 20)
-    builder = ProfileBuilder(ProfileInfo("m", 1, 1, 8, rope, "queries"))
-    gradient, change = rng.standard_normal((2, 1, 16, 8)).astype(np.float32)
-    seen = []
-    builder._layers[0][0].weigh = lambda rows: seen.append(rows)
-    builder.weigh(0, gradient, gradient, positions)
-    turned = rope.turn(change, positions)
-    assert np.allclose((gradient * turned).sum(-1)[0], (seen[0] * change[0]).sum(-1), atol=1e-5)
