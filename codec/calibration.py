@@ -1,9 +1,10 @@
 """A profile out of keys and values as they come by: second moments, and a few tokens held back to measure on.
 
 What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token
-costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U of the
-covariance there give the transform L U: components that do not correlate. One step for all of a layer's is then best
-(Goyal, "Theoretical foundations of transform coding", 2001); between layers, steps are as the components' deviations.
+costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U
+of the covariance there give the transform L U: components that do not correlate. One step for all of a layer's is then
+best (Goyal, "Theoretical foundations of transform coding", 2001); between layers, steps are as the components'
+deviations.
 """
 
 from collections.abc import Mapping, Sequence
