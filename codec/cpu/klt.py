@@ -23,13 +23,14 @@ most that a section takes is known.
 import math
 from collections.abc import Sequence
 from functools import cached_property
+from typing import NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import Coded, Coder, Rows, streams_of
+from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
@@ -40,27 +41,39 @@ FURTHEST = 32767
 WORDS_A_NUMBER = 28 / 16
 """At most: 12 bits for the escape, and 16 behind it."""
 
+PARTS = {
+    SectionKind.KEYS: (SectionKind.KEYS,),
+    SectionKind.VALUES: (SectionKind.VALUES,),
+    SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
+}
 Floats = npt.NDArray[np.float32]
 
 
-class _Step:
-    """One basis at one preset. forward, inverse: [C, C], with the step in them."""
+class _Bases(NamedTuple):
+    """Of rows, the step in them. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
 
-    def __init__(self, basis: Basis, preset: str) -> None:
-        step, self.tables = np.float32(basis.steps[preset]), basis.tables[preset]
-        self.mean = basis.mean
-        self.forward = basis.forward / step
-        self.inverse = basis.inverse * step
+    mean: Floats
+    forward: Floats
+    inverse: Floats
+    tables: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, bases: Sequence[Basis], preset: str) -> Self:
+        steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
+        forward, inverse = (np.stack([getattr(basis, way) for basis in bases]) for way in ("forward", "inverse"))
+        means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
+        return cls(np.stack(means), forward / steps, inverse * steps, np.stack(tables))
 
     def rounded(self, x: Floats) -> Floats:
-        """[tokens, C] to [C, tokens]."""
+        """[rows, tokens, C] to [rows, C, tokens]."""
         with np.errstate(over="ignore", invalid="ignore"):
-            made: Floats = np.rint(((x - self.mean) @ self.forward).T)
+            made: Floats = np.rint((x - self.mean[:, None]) @ self.forward).transpose(0, 2, 1)
         return made
 
-    def back(self, q: npt.NDArray[np.int16]) -> Floats:
-        """[C, tokens] to [tokens, C]."""
-        made: Floats = q.T.astype(np.float32) @ self.inverse + self.mean
+    def back(self, q: Integers) -> Floats:
+        """[rows, C, tokens] to [rows, tokens, C]."""
+        made: Floats = q.transpose(0, 2, 1).astype(np.float32) @ self.inverse
+        made += self.mean[:, None]
         return made
 
 
@@ -81,26 +94,26 @@ class KltSections(SectionCodec):
 
     def warm_up(self) -> None:
         self._coder.warm_up()
-        _ = self._steps
+        _ = self._bases
 
     @cached_property
-    def _steps(self) -> dict[SectionKind, tuple[_Step, ...]]:
+    def _bases(self) -> dict[SectionKind, _Bases]:
         layers = self._profile.layers
-        keys = tuple(_Step(layer.keys, self.name) for layer in layers)
-        values = tuple(_Step(layer.values, self.name) for layer in layers)
-        return {SectionKind.KEYS: keys, SectionKind.VALUES: values, SectionKind.BOTH: keys + values}
+        keys = _Bases.of([layer.keys for layer in layers], self.name)
+        values = _Bases.of([layer.values for layer in layers], self.name)
+        return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
 
     def max_nbytes(self, section: Section) -> int:
         return START + math.prod(section.shape) * section.dtype.numpy.itemsize
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        steps = self._of(section)
+        bases = self._of(section)
         vectors = as_floats(x)
         if not np.isfinite(vectors).all():
             bad = int(np.argmin(np.isfinite(vectors).reshape(-1, section.head_dim).all(1)))
             raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
-        numbers = self._numbers(vectors, section, positions, steps)
-        rows = _rows(section, steps)
+        numbers = self._numbers(vectors, section, positions, bases)
+        rows = _rows(section, bases)
         most = (self.max_nbytes(section) - _front(section, rows)) // 2
         coded = self._coder.encode(numbers, rows, most) if numbers is not None and most > 0 else None
         out[:START] = (VERSION, CODED if coded else RAW, 0, 0)
@@ -120,47 +133,39 @@ class KltSections(SectionCodec):
             raise DamagedError(
                 f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do."
             )
-        steps = self._of(section)
+        bases = self._of(section)
         if form == RAW:
             return self._raw(codes, section)
-        rows = _rows(section, steps)
+        rows = _rows(section, bases)
         numbers = self._coder.decode(_parse(codes, section, rows), rows)
-        return as_numbers(self._vectors(numbers, section, positions, steps), section.dtype)
+        return as_numbers(self._vectors(numbers, section, positions, bases), section.dtype)
 
-    def _of(self, section: Section) -> Sequence[_Step]:
-        """A step for each row of the section. Raises SizeError for one that the profile is not of."""
-        found, layers = self._steps.get(section.kind, ()), len(self._profile.layers)
-        size = section.heads * section.head_dim
+    def _of(self, section: Section) -> _Bases:
+        """Of each row of the section. Raises SizeError for one that the profile is not of."""
+        layers, size = len(self._profile.layers), section.heads * section.head_dim
         last = section.first_layer + section.layers
-        if not found or last > layers or found[0].mean.size != size or section.head_dim != self._head_dim:
+        fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
+        if not fits or section.kind not in PARTS:
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
-        starts = range(0, len(found), layers)
-        return [step for start in starts for step in found[start + section.first_layer : start + last]]
+        found = [self._bases[kind] for kind in PARTS[section.kind]]
+        if section.layers < layers:
+            found = [_Bases(*(part[section.first_layer : last] for part in bases)) for bases in found]
+        return found[0] if len(found) == 1 else _Bases(*map(np.concatenate, zip(*found, strict=True)))
 
-    def _numbers(
-        self, x: Floats, section: Section, positions: Positions, steps: Sequence[_Step]
-    ) -> npt.NDArray[np.int16] | None:
-        """Row by row [C, tokens]; None where one cannot be written as an int16."""
-        parts = x.reshape(-1, section.layers, *x.shape[-3:])
+    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | None:
+        """Of all rows; None where one cannot be written as an int16."""
+        parts = x.reshape(-1, *x.shape[-4:])
         if section.kind is not SectionKind.VALUES and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 turned = self._rope.turn_back(parts[0], positions)
             parts = np.concatenate([turned[None], parts[1:]])
-        vectors = parts.transpose(0, 1, 3, 2, 4).reshape(len(steps), section.tokens, -1)
-        rounded = [step.rounded(row).ravel() for step, row in zip(steps, vectors, strict=True)]
-        flat = np.concatenate(rounded)
-        return flat.astype(np.int16) if np.abs(flat).max(initial=0) <= FURTHEST else None
+        rows = parts.transpose(0, 1, 3, 2, 4).reshape(len(bases.mean), section.tokens, -1)
+        rounded = bases.rounded(rows)
+        furthest = np.abs(rounded).max(initial=0)
+        return rounded.astype(np.int16, order="C").ravel() if furthest <= FURTHEST else None
 
-    def _vectors(
-        self, numbers: npt.NDArray[np.int16], section: Section, positions: Positions, steps: Sequence[_Step]
-    ) -> Floats:
-        shape = (len(steps), section.tokens, section.heads * section.head_dim)
-        rows = np.empty(shape, np.float32)
-        at = 0
-        for row, step in zip(rows, steps, strict=True):
-            end = at + len(step.tables) * section.tokens
-            row[...] = step.back(numbers[at:end].reshape(-1, section.tokens))
-            at = end
+    def _vectors(self, numbers: Integers, section: Section, positions: Positions, bases: _Bases) -> Floats:
+        rows = bases.back(numbers.reshape(len(bases.mean), -1, section.tokens))
         heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
         x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
         if section.kind is not SectionKind.VALUES and self._rope is not None:
@@ -196,10 +201,9 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
     )
 
 
-def _rows(section: Section, steps: Sequence[_Step]) -> Rows:
-    components = np.array([len(step.tables) for step in steps], np.int64)
-    streams = streams_of(section.tokens * section.heads * section.head_dim)
-    return Rows(components, np.concatenate([step.tables for step in steps]), section.tokens, streams)
+def _rows(section: Section, bases: _Bases) -> Rows:
+    count, size = bases.tables.shape
+    return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))
 
 
 def _size_dtype(section: Section) -> np.dtype[np.unsignedinteger]:
