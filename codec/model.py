@@ -2,16 +2,17 @@
 
 from dataclasses import dataclass
 
+from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 
 
 @dataclass(frozen=True)
 class ModelFacts:
     """rope: how keys are turned by their place; None where they are not, or nobody knows how. profile: what was
-    measured of the model, for codecs that want it."""
+    measured of the model, cut to the layers of the KV cache group and to the rank's heads."""
 
     rope: Rope | None = None
-    profile: object | None = None
+    profile: Profile | None = None
 
 
 NO_FACTS = ModelFacts()

@@ -8,10 +8,12 @@ from importlib.metadata import EntryPoint, entry_points
 from manthan.codec.base import Codec, CodecSpec, SectionCodec
 from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
+from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.cpu.vectors import VectorSections
-from manthan.codec.errors import UnknownBackendError, UnknownCodecError
+from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import PRESETS, Profile
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -32,7 +34,7 @@ CENTRED = {spec.name: spec for spec in (CodecSpec("k4v2c", 4, 2, unbiased=True, 
 
 
 def codec_names() -> list[str]:
-    """Every name that section_codec knows, ours first."""
+    """Every name that section_codec knows without a profile, ours first."""
     ours = [*SPECS, *CENTRED]
     return [*ours, *sorted(_others().keys() - set(ours))]
 
@@ -40,6 +42,16 @@ def codec_names() -> list[str]:
 def takes_facts(name: str) -> bool:
     """Whether the codec of this name encodes by what is known of the model, so that codes of one do not fit another."""
     return name in CENTRED
+
+
+def section_codec_names() -> list[str]:
+    """Every name that section_codec knows but "exact": those that take a profile as well."""
+    return [*codec_names(), *PRESETS]
+
+
+def needs_profile(name: str) -> bool:
+    """Whether the codec of this name is made from a profile of the model."""
+    return name in PRESETS
 
 
 def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
@@ -55,7 +67,7 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
-    if name in CENTRED:
+    if name in CENTRED or needs_profile(name):
         raise UnknownCodecError(f"codec {name!r} is not one of single vectors: section_codec makes it.")
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
@@ -64,11 +76,18 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
 def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> SectionCodec:
     """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
 
-    facts: of the model. Raises UnknownCodecError, HeadDimError.
+    facts: of the model. Raises UnknownCodecError, HeadDimError, and ProfileError where a profile is missing or does not
+    fit.
     """
+    if name == EXACT:
+        return ExactSections()
     if name in CENTRED:
         return CentredSections(CENTRED[name], head_dim, facts.rope)
-    return ExactSections() if name == EXACT else VectorSections(get_codec(name, head_dim))
+    if not needs_profile(name):
+        return VectorSections(get_codec(name, head_dim))
+    if not isinstance(facts.profile, Profile):
+        raise ProfileError(f"codec {name} needs a profile of the model: run `manthan calibrate MODEL`.")
+    return KltSections(name, head_dim, facts.profile, facts.rope)
 
 
 @lru_cache
