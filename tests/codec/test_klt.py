@@ -187,7 +187,7 @@ def test_names():
     assert not any(map(needs_profile, codec_names()))
     with pytest.raises(ProfileError, match=r"klt-8x needs a profile of the model: run `manthan calibrate MODEL`\."):
         section_codec("klt-8x", profiles.HEAD_DIM)
-    with pytest.raises(CodecError, match="codec klt-8x is of whole sections"):
+    with pytest.raises(CodecError, match="'klt-8x' is not one of single vectors"):
         get_codec("klt-8x", profiles.HEAD_DIM)
 
 
