@@ -18,6 +18,7 @@ from transformers.cache_utils import Cache, DynamicLayer
 from manthan.codec.base import Codes, Dtype, Section, SectionCodec, SectionKind
 from manthan.codec.errors import CodecError
 from manthan.codec.model import ModelFacts
+from manthan.codec.profile import Profile
 from manthan.codec.registry import DEFAULT, section_codec
 from manthan.codec.rope import Rope
 
@@ -47,7 +48,7 @@ class ManthanCache(Cache):
         sink_tokens: int = 4,
         window_tokens: int = 128,
         block_tokens: int = 32,
-        profile: object | None = None,
+        profile: Profile | None = None,
     ) -> None:
         text = config.get_text_config(decoder=True)
         others = set(getattr(text, "layer_types", None) or ()) - {FULL_ATTENTION}
@@ -56,22 +57,26 @@ class ManthanCache(Cache):
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // text.num_attention_heads
         made = section_codec(codec, head_dim, ModelFacts(Rope.of_config(text, head_dim), profile))
         sizes = (sink_tokens, window_tokens, block_tokens)
-        super().__init__(layers=[CodedLayer(made, layer, *sizes) for layer in range(text.num_hidden_layers)])
+        self._coded = [CodedLayer(made, layer, *sizes) for layer in range(text.num_hidden_layers)]
+        super().__init__(layers=list(self._coded))
 
     @property
     def nbytes(self) -> int:
         """What keys and values take now, codes and exact tokens together."""
-        return sum(layer.nbytes for layer in self.layers)
+        return sum(layer.nbytes for layer in self._coded)
 
 
 class CodedLayer(DynamicLayer):
     """One layer: first tokens, then blocks of codes, then the last tokens in `keys` and `values`,
     [batch, heads, tokens, head_dim]."""
 
+    keys: torch.Tensor
+    values: torch.Tensor
+
     def __init__(
         self, codec: SectionCodec, layer: int, sink_tokens: int, window_tokens: int, block_tokens: int
     ) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._codec, self._layer = codec, layer
         self._sink, self._window, self._block = sink_tokens, window_tokens, block_tokens
         self._first: list[torch.Tensor] = []  # keys and values, once there are so many tokens

@@ -10,7 +10,8 @@ import numpy as np
 from numba import types
 
 from manthan.codec.centred import LIMIT_BITS, Mean
-from manthan.codec.cpu.numba_kernels import BYTES_IN, MAGNITUDE, Bytes, Floats, Words, _jit, _round
+from manthan.codec.cpu.jit import jit
+from manthan.codec.cpu.numba_kernels import BYTES_IN, MAGNITUDE, Bytes, Floats, Words, _round
 from manthan.codec.rope import Floats as Turns
 
 TOO_LARGE = np.uint32(LIMIT_BITS)
@@ -18,7 +19,7 @@ FIRST_NORMAL = np.uint32(1 << 7)
 ZERO = np.float32(0)
 
 
-@_jit()
+@jit()
 def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
     """One vector."""
     n = len(cos)
@@ -30,7 +31,7 @@ def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
         out[i] = x[i]
 
 
-@_jit()
+@jit()
 def _turn_back(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
     n = len(cos)
     for i in range(n):
@@ -41,7 +42,7 @@ def _turn_back(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
         out[i] = x[i]
 
 
-@_jit()
+@jit()
 def _fold_tokens(rows: Floats) -> None:
     """The sum of [tokens, head_dim] is left in row 0; the others are overwritten."""
     n, dim = rows.shape
@@ -54,7 +55,7 @@ def _fold_tokens(rows: Floats) -> None:
         n = half
 
 
-@_jit()
+@jit()
 def _quantize_mean(average: Floats, mean: Mean, words: Words, planes: Bytes) -> np.uint32:
     """The average becomes its codes times their step, whose bf16 bits are returned. words: room for one."""
     bits, top, inverse = mean
@@ -79,7 +80,7 @@ def _quantize_mean(average: Floats, mean: Mean, words: Words, planes: Bytes) -> 
     return step
 
 
-@_jit()
+@jit()
 def _read_mean(steps: Bytes, planes: Bytes, bits: int, words: Words, out: Floats) -> None:
     words[0] = np.uint32(steps[0]) << np.uint32(16) | np.uint32(steps[1]) << np.uint32(24)
     step, width = words.view(np.float32)[0], len(out) // 8
@@ -177,5 +178,5 @@ def _uncentre_signature(word: Any) -> Any:
     )
 
 
-centre = _jit([_centre_signature(types.uint16), _centre_signature(types.uint32)])(_centre)
-uncentre = _jit([_uncentre_signature(types.uint16), _uncentre_signature(types.uint32)])(_uncentre)
+centre = jit([_centre_signature(types.uint16), _centre_signature(types.uint32)])(_centre)
+uncentre = jit([_uncentre_signature(types.uint16), _uncentre_signature(types.uint32)])(_uncentre)
