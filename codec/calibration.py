@@ -148,7 +148,7 @@ class _Source:
 
     def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
-        held = np.concatenate(moments.held)[:, at].astype(np.float32)
+        held: Floats = np.concatenate(moments.held)[:, at]
         self.y: Floats = (held - basis.mean) @ basis.forward
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
         self.step = share * float(np.sqrt(np.square(self.y).mean())) or 1.0
@@ -161,7 +161,7 @@ class _Source:
         counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
         bits = counts @ _COSTS.T
         tables = bits.argmin(1).astype(np.uint8)
-        return float(bits.min(1).sum()) / len(self.y), tables
+        return float(bits.min(1).sum() / len(self.y)), tables
 
 
 _COSTS = costs(family())
@@ -182,7 +182,7 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     wanted = 16 / (ratio * MARGIN)
 
     def bits(factor: float) -> float:
-        return sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers
+        return float(sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers)
 
     low = high = 0.5
     while bits(high) > wanted:
@@ -196,4 +196,4 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
         step = float(np.float32(high * source.step))
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
         source.basis = replace(source.basis, steps=steps, tables=tables)
-    return float(bits(high))
+    return bits(high)
