@@ -26,7 +26,9 @@ SAMPLE = 2048
 """Tokens that are held back at most, of each layer."""
 BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
-MARGIN = 1.02
+HEADER = 256
+"""Bytes of such a block's header and entries."""
+MARGIN = 1.04
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
@@ -182,7 +184,8 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     wanted = 16 / (ratio * MARGIN)
 
     def bits(factor: float) -> float:
-        return float(sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers)
+        coded = sum(source.coded(factor * source.step)[0] + source.front for source in sources)
+        return float((coded + 8 * HEADER / BLOCK) / numbers)
 
     low = high = 0.5
     while bits(high) > wanted:
