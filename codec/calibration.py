@@ -151,7 +151,7 @@ class _Source:
     def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
         held: Floats = np.concatenate(moments.held)[:, at]
-        self.y: Floats = (held - basis.mean) @ basis.forward
+        self.y = ((held - basis.mean) @ basis.forward).astype(np.float32)
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
         self.step = share * float(np.sqrt(np.square(self.y).mean())) or 1.0
 
