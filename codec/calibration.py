@@ -28,7 +28,7 @@ BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
 HEADER = 256
 """Bytes of such a block's header and entries."""
-MARGIN = 1.04
+MARGIN = 1.01
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
