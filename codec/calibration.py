@@ -26,7 +26,9 @@ SAMPLE = 2048
 """Tokens that are held back at most, of each layer."""
 BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
-MARGIN = 1.02
+HEADER = 256
+"""Bytes of such a block's header and entries."""
+MARGIN = 1.01
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
@@ -148,8 +150,8 @@ class _Source:
 
     def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
-        held = np.concatenate(moments.held)[:, at].astype(np.float32)
-        self.y: Floats = (held - basis.mean) @ basis.forward
+        held: Floats = np.concatenate(moments.held)[:, at]
+        self.y = ((held - basis.mean) @ basis.forward).astype(np.float32)
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
         self.step = share * float(np.sqrt(np.square(self.y).mean())) or 1.0
 
@@ -161,7 +163,7 @@ class _Source:
         counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
         bits = counts @ _COSTS.T
         tables = bits.argmin(1).astype(np.uint8)
-        return float(bits.min(1).sum()) / len(self.y), tables
+        return float(bits.min(1).sum() / len(self.y)), tables
 
 
 _COSTS = costs(family())
@@ -182,7 +184,8 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     wanted = 16 / (ratio * MARGIN)
 
     def bits(factor: float) -> float:
-        return sum(source.coded(factor * source.step)[0] + source.front for source in sources) / numbers
+        coded = sum(source.coded(factor * source.step)[0] + source.front for source in sources)
+        return float((coded + 8 * HEADER / BLOCK) / numbers)
 
     low = high = 0.5
     while bits(high) > wanted:
@@ -196,4 +199,4 @@ def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
         step = float(np.float32(high * source.step))
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
         source.basis = replace(source.basis, steps=steps, tables=tables)
-    return float(bits(high))
+    return bits(high)

@@ -9,7 +9,6 @@ its own, for a transform over all heads cannot be cut.
 import hashlib
 import json
 import os
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from functools import cached_property
@@ -136,14 +135,12 @@ class Profile:
         metadata = {"manthan": json.dumps(_metadata(self) | {"digest": self.digest})}
         made = _safetensors().save(dict(_tensors(self)), metadata)
         path.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}", delete=False) as file:
-            try:
-                file.write(made)
-                file.close()
-                os.replace(file.name, path)
-            except BaseException:
-                os.unlink(file.name)
-                raise
+        written = path.with_name(f".{path.name}.{os.getpid()}")
+        try:
+            written.write_bytes(made)
+            written.replace(path)
+        finally:
+            written.unlink(missing_ok=True)
 
     @classmethod
     def load(cls, path: Path) -> Self:

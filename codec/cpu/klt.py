@@ -23,7 +23,7 @@ most that a section takes is known.
 import math
 from collections.abc import Sequence
 from functools import cached_property
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -60,9 +60,16 @@ class _Bases(NamedTuple):
     @classmethod
     def of(cls, bases: Sequence[Basis], preset: str) -> Self:
         steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
-        forward, inverse = (np.stack([getattr(basis, way) for basis in bases]) for way in ("forward", "inverse"))
+        forward: Floats = np.stack([basis.forward for basis in bases]) / steps
+        inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps
         means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
-        return cls(np.stack(means), forward / steps, inverse * steps, np.stack(tables))
+        return cls(np.stack(means), forward, inverse, np.stack(tables))
+
+    def some(self, first: int, last: int) -> Self:
+        at = slice(first, last)
+        return self._replace(
+            mean=self.mean[at], forward=self.forward[at], inverse=self.inverse[at], tables=self.tables[at]
+        )
 
     def rounded(self, x: Floats) -> Floats:
         """[rows, tokens, C] to [rows, C, tokens]."""
@@ -149,8 +156,9 @@ class KltSections(SectionCodec):
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
         found = [self._bases[kind] for kind in PARTS[section.kind]]
         if section.layers < layers:
-            found = [_Bases(*(part[section.first_layer : last] for part in bases)) for bases in found]
-        return found[0] if len(found) == 1 else _Bases(*map(np.concatenate, zip(*found, strict=True)))
+            found = [bases.some(section.first_layer, last) for bases in found]
+        joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        return found[0] if len(found) == 1 else _Bases(*joined)
 
     def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | None:
         """Of all rows; None where one cannot be written as an int16."""

@@ -84,7 +84,7 @@ class Reader:
                 builder.weigh(layer, attention.keys(), attention.values())
 
     def _read(self, builder: ProfileBuilder, ids: list[int]) -> None:
-        cache = DynamicCache(config=self._config)
+        cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(

@@ -96,7 +96,7 @@ def test_a_text_of_one_s_own(tmp_path):
     result = run(MODEL, "--text", text, "--out", out)
     assert result.exit_code == 1
     assert "the text has" in result.output
-    assert "calibrating takes 1024 at least" in result.output
+    assert "calibrating takes 1023 at least" in result.output
     assert not out.exists()
 
 
