@@ -17,7 +17,6 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
-from manthan.benchmarks.quality_answers import alike
 from manthan.benchmarks.quality_blocks import KV, CodedPrefix
 from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Figures
@@ -69,8 +68,7 @@ class Reader:
         """{name of the setting: {"answers": [{"hot": tokens, "later": tokens} of each chat]}}; step: after each chat.
 
         hot: what is answered when all of the prompt is computed, at most so many tokens, greedily. later: with the
-        prompt's full blocks as they come back, or, of the arm EXACT, as they were, up to the first difference. One pass
-        over the hot answer tells that: as long as it would be given again, its next tokens are the likeliest.
+        prompt's full blocks as they come back, or, of the arm EXACT, as they were, up to the first difference.
         """
         found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
         for chat in chats:
@@ -78,11 +76,11 @@ class Reader:
             prefix = chat.prefix(self._block_size)
             keys, values = _bits(cache)
             kv = (keys[:, :, :prefix], values[:, :, :prefix])
-            hot = chat.answer(self._generate(chat.prompt[-1], cache, tokens))
+            hot = chat.answer(self._generate(chat.prompt[-1:], cache, tokens))
             returned = (coded.kv(setting) for setting, coded in self._coded(kv, settings))
             for arm, changed in zip(found.values(), itertools.chain([kv], returned), strict=True):
-                later = self._likeliest(chat.prompt[prefix:], hot, self._cache(changed))
-                arm["answers"].append({"hot": hot, "later": later[: alike(hot, later) + 1]})
+                later = self._generate(chat.prompt[prefix:], self._cache(changed), len(hot), hot)
+                arm["answers"].append({"hot": hot, "later": later})
             step()
         return found
 
@@ -140,21 +138,16 @@ class Reader:
             cache.update(*(_tensor(x)[None].to(self._model.device) for x in (keys, values)), layer)
         return cache
 
-    def _generate(self, token: int, cache: DynamicCache, tokens: int) -> list[int]:
-        """What follows greedily after a prompt's last token. It uses up the cache."""
-        found = [token]
-        for _ in range(tokens):
-            logits = self._model(self._tensor(found[-1:]), past_key_values=cache).logits
+    def _generate(
+        self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
+    ) -> list[int]:
+        """What follows greedily after the rest of a prompt, up to the first difference from `like`. It uses up the
+        cache."""
+        found: list[int] = []
+        while len(found) < tokens and (like is None or found == like[: len(found)]):
+            logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits
             found.append(int(logits[0, -1].argmax()))
-        return found[1:]
-
-    def _likeliest(self, prompt: list[int], answer: list[int], cache: DynamicCache) -> list[int]:
-        """In place of each of an answer's tokens, given those before. prompt: what is not in the cache, which is used
-        up."""
-        tokens = self._tensor(prompt + answer[:-1])
-        logits = self._model(tokens, past_key_values=cache, logits_to_keep=len(answer)).logits
-        likeliest: list[int] = logits[0].argmax(-1).tolist()
-        return likeliest
+        return found
 
 
 def _bits(cache: DynamicCache) -> KV:

@@ -74,7 +74,7 @@ async def measure(
     answers = []
     for number, chat in enumerate(chats):
         report.step(f"chat {number + 1} of {len(chats)}")
-        answers.append(await _answer_twice(engine, chat, ours, len(pieces), number))
+        answers.append(await _answer_twice(engine, chat, ours, number))
     return {"prefix_tokens_not_computed": cached, "answers": answers} | ({"stored": stored} if ours else {})
 
 
@@ -96,17 +96,17 @@ async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int,
     return nbytes
 
 
-async def _answer_twice(
-    engine: Engine, chat: dict[str, Any], ours: bool, others: int, number: int
-) -> dict[str, list[int]]:
+async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number: int) -> dict[str, list[int]]:
     """The answer when all is computed, and the one after that: restored with Manthan, hot without."""
-    if ours:
-        await engine.until_cold(others + number)
     session, what = f"chat-{number}", f"chat {number}"
+    if ours:
+        await engine.until_cold()
+    cold = engine.sessions("cold")  # also what became of earlier chats whose answers differed
     hot, first = await _answer(engine, chat, session, "hot")
     check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
     if ours:
-        await engine.until_cold(others + number + 1)
+        await engine.until(lambda: engine.sessions("cold") > cold, f"{what} was not cold")
+        await engine.until_cold()
     later, second = await _answer(engine, chat, session, "later")
     check_origin(second, chat["prefix"], ours, what)
     return {"hot": hot, "later": later}

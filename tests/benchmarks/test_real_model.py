@@ -134,7 +134,7 @@ def test_what_codecs_cost_the_real_model(text: Path, tmp_path: Path) -> None:
     assert found["exact"]["recall"]["mean"] > 0.6
     assert found["recomputed"]["kl"]["mean"] < 0.002
     assert found["lloyd4 4+0"]["kl"]["mean"] < 0.5 * found["k3v3 4+0"]["kl"]["mean"] < 0.05
-    assert found["exact"]["answers"]["share"] > 0.7
+    assert found["exact"]["answers"]["share"] > 0.3  # two chats
 
 
 @pytest.mark.slow
