@@ -39,7 +39,7 @@ class Reader:
 
     def __init__(self, model: str, device: str | None = None) -> None:
         self._name = model
-        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+        logging.disable_progress_bar()
         self._device = device or ("cuda" if torch.cuda.is_available() else "cpu")
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
         try:
