@@ -2,9 +2,9 @@
 
 What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token
 costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U
-of the covariance there give the transform L U: components that do not correlate. One step for all of a layer's is then
-best (Goyal, "Theoretical foundations of transform coding", 2001); between layers, steps are as the components'
-deviations.
+of the covariance there give the transform L U: components that do not correlate. One step for all is then best (Goyal,
+"Theoretical foundations of transform coding", 2001), of all layers, keys and values. Without metrics, nobody knows how
+layers compare: steps are as their components' deviations then.
 """
 
 from collections.abc import Mapping, Sequence
@@ -32,8 +32,8 @@ MARGIN = 1.01
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
-SHARES, SHARES_WEIGHED = (1.0, 2.0), (1.0, 1.25)
-"""Steps of keys and of values, relative to the deviation of their layer's components, without a metric and with one."""
+SHARES = (1.0, 2.0)
+"""Steps of keys and of values without a metric, relative to the deviation of their layer's components."""
 HALVINGS = 8
 """Of the interval in which a step is looked for."""
 
@@ -77,13 +77,16 @@ class _Moments:
         made: Doubles = self.sums / self.tokens
         return made
 
+    def weight(self, at: slice) -> float | None:
+        """Of a number, on average; None where nobody knows."""
+        return None if self.weights is None else float(np.trace(self.weights[at, at])) / (at.stop - at.start)
+
     def metric(self, at: slice) -> Doubles:
         """1 on average."""
         even = np.eye(at.stop - at.start)
         if self.weights is None:
             return even
-        weights = self.weights[at, at]
-        made: Doubles = weights / np.trace(weights) * len(weights) + EVEN * even
+        made: Doubles = self.weights[at, at] / (self.weight(at) or 1.0) + EVEN * even
         return made
 
     def covariance(self, at: slice) -> Doubles:
@@ -118,7 +121,7 @@ class ProfileBuilder:
             moments.add(x[good])
 
     def weigh(self, layer: int, keys: Doubles, values: Doubles) -> None:
-        """Add to the metrics of a layer, [C, C]: of keys before RoPE, and of values. Their size does not matter."""
+        """Add to the metrics of a layer, [C, C]: of keys before RoPE, and of values; of all layers in one measure."""
         for moments, weights in zip(self._layers[layer], (keys, values), strict=True):
             moments.weights = weights + (0 if moments.weights is None else moments.weights)
 
@@ -134,7 +137,7 @@ class ProfileBuilder:
             sources = [
                 _Source(_basis(moments, at), moments, at, share)
                 for layer in self._layers
-                for moments, share in zip(layer, SHARES if layer[0].weights is None else SHARES_WEIGHED, strict=True)
+                for moments, share in zip(layer, SHARES, strict=True)
             ]
             for preset, ratio in presets.items():
                 sizes[preset] += _set_steps(sources, preset, ratio) / ranks
@@ -153,7 +156,8 @@ class _Source:
         held: Floats = np.concatenate(moments.held)[:, at]
         self.y = ((held - basis.mean) @ basis.forward).astype(np.float32)
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
-        self.step = share * float(np.sqrt(np.square(self.y).mean())) or 1.0
+        deviation, weight = float(np.sqrt(np.square(self.y).mean())), moments.weight(at)
+        self.step = (share * deviation if weight is None else weight and weight**-0.5) or 1.0
 
     def coded(self, step: float) -> tuple[float, npt.NDArray[np.uint8]]:
         """Bits a token, and the cheapest tables."""

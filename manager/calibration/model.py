@@ -2,13 +2,19 @@
 
 Needs torch and Transformers.
 
-What errors in keys weigh is what queries make of them: RoPE turns pairs of numbers by the distance of query and key, so
-that over all distances both numbers of a pair weigh the queries' mean energy in it. What errors in values weigh is what
-the output projection makes of them: W^T W of the part of its matrix W that takes a head.
+What errors weigh is what they do to the next tokens' probabilities. For small ones that is Fisher's information: the
+mean of g g^T over tokens, with g the gradient of the log-probability of what the model itself would say, in the keys
+and values of a prefix (Amari, 1998). It tells layers, keys and values apart well, and single directions with noise, so
+it is mixed, half and half and of the same size in each layer, with what is known of directions without a gradient:
+
+- of keys, what queries make of them: RoPE turns pairs of numbers by the distance of query and key, so that over all
+  distances both numbers of a pair weigh the queries' mean energy in it;
+- of values, what the output projection makes of them: W^T W of the part of its matrix W that takes a head.
 """
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -27,6 +33,10 @@ from manthan.codec.rope import Rope
 
 PIECE = 2048
 """Tokens of a piece of text."""
+ASKED = 4
+"""The last quarter of a piece asks its prefix: gradients are of its tokens' log-probabilities."""
+DRAWS = 2
+"""Tokens drawn at each place, for a gradient each."""
 NAME = "manthan_calibration"
 OUTPUTS = ("o_proj", "out_proj", "dense")
 """What models call the output projection of their attention, [hidden, query heads * head_dim]."""
@@ -72,26 +82,76 @@ class Reader:
             raise ProfileError(f"the text has {len(ids)} tokens, and calibrating takes {length // 2} at least.")
         return whole
 
-    @torch.no_grad()
     def read(self, builder: ProfileBuilder, pieces: Sequence[list[int]], weigh: bool, step: Callable[[], None]) -> None:
         """Add all pieces' keys and values, and, if so, what they weigh; step: called after each piece."""
-        with _seen(self._model, self.info("", "")) as seen:
-            for piece in pieces:
+        info = self.info("", "")
+        weights = [_Weights(info) for _ in range(info.layers)]
+        with _seen(self._model, info) as seen:
+            for number, piece in enumerate(pieces):
                 self._read(builder, piece)
+                if weigh:
+                    self._feel(weights, piece, number)
                 step()
         if weigh:
             for layer, attention in seen.items():
-                builder.weigh(layer, attention.keys(), attention.values())
+                builder.weigh(layer, *weights[layer].with_directions(attention.keys(), attention.values()))
 
-    def _read(self, builder: ProfileBuilder, ids: list[int]) -> None:
+    @torch.no_grad()
+    def _compute(self, ids: list[int]) -> Any:
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(
                 f"{self._name} cannot be calibrated: its cache is not keys and values of all tokens in all layers."
             )
-        for layer, found in enumerate(cache.layers):
+        return cache
+
+    def _read(self, builder: ProfileBuilder, ids: list[int]) -> None:
+        for layer, found in enumerate(self._compute(ids).layers):
             builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
+
+    def _feel(self, weights: Sequence["_Weights"], ids: list[int], seed: int) -> None:
+        """Add what the last tokens' probabilities feel of the others' keys and values."""
+        cut = len(ids) - len(ids) // ASKED
+        cache = self._compute(ids[:cut])
+        leaves = []
+        for layer in cache.layers:
+            layer.keys, layer.values = (x.detach().requires_grad_() for x in (layer.keys, layer.values))
+            leaves += [layer.keys, layer.values]
+        logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
+        told = logits.float().log_softmax(-1)
+        drawing = torch.Generator(self._device).manual_seed(seed)
+        for draw in range(DRAWS):
+            tokens = torch.multinomial(told.detach().exp(), 1, generator=drawing)
+            said = told.gather(-1, tokens).sum()
+            found = torch.autograd.grad(said, leaves, retain_graph=draw < DRAWS - 1)
+            for weight, keys, values in zip(weights, found[::2], found[1::2], strict=True):
+                weight.add(_numpy(keys[0]), _numpy(values[0]))
+
+
+class _Weights:
+    """What errors in a layer's keys, before RoPE, and values weigh: Fisher's information, [C, C] each."""
+
+    def __init__(self, info: ProfileInfo) -> None:
+        size = info.heads * info.head_dim
+        self._rope = replace(info.rope, scale=1 / info.rope.scale) if info.rope else None
+        self._keys, self._values = np.zeros((size, size)), np.zeros((size, size))
+
+    def add(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> None:
+        """Gradients, [heads, tokens, head_dim], of what the cache has."""
+        if self._rope is not None:
+            keys = self._rope.turn_back(keys, np.arange(keys.shape[1]))
+        for total, x in ((self._keys, keys), (self._values, values)):
+            rows = x.transpose(1, 0, 2).reshape(x.shape[1], -1).astype(np.float64)
+            total += rows.T @ rows
+
+    def with_directions(self, keys: Doubles, values: Doubles) -> tuple[Doubles, Doubles]:
+        """Half of it, and half of these, made as large."""
+        mixed = [
+            (fisher + known * (np.trace(fisher) / np.trace(known))) / 2
+            for fisher, known in ((self._keys, keys), (self._values, values))
+        ]
+        return mixed[0], mixed[1]
 
 
 class _Attention:
@@ -103,7 +163,7 @@ class _Attention:
 
     def see(self, queries: Any) -> None:
         """[1, query heads, tokens, head_dim], turned as the model turns them."""
-        self.energy = self.energy + queries[0].float().square().sum(1)
+        self.energy = self.energy + queries[0].detach().float().square().sum(1)
 
     def keys(self) -> Doubles:
         """[C, C], diagonal."""

@@ -24,7 +24,7 @@ NEEDED = ("torch", "transformers", "safetensors")
 class Metric(StrEnum):
     """What errors are weighed by."""
 
-    queries = "queries"
+    fisher = "fisher"
     none = "none"
 
 
@@ -35,8 +35,8 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
     metric: Annotated[
-        Metric, typer.Option(help="What errors weigh: what the model's own queries make of them, or all alike.")
-    ] = Metric.queries,
+        Metric, typer.Option(help="What errors weigh: what they do to the model's predictions, or all alike.")
+    ] = Metric.fisher,
 ) -> None:
     """Measure a model's keys and values, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
     console, began = make_console(), time.monotonic()
@@ -67,7 +67,7 @@ def made(console: Console, model: str, text: Path | None, tokens: int, ranks: in
     columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
     with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
         task = progress.add_task("reading", total=len(pieces))
-        reader.read(builder, pieces, metric is Metric.queries, lambda: progress.advance(task))
+        reader.read(builder, pieces, metric is Metric.fisher, lambda: progress.advance(task))
         progress.update(task, description="making the profile")
         return builder.finish(ranks=ranks)
 

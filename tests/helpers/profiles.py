@@ -26,7 +26,7 @@ def kv(tokens, seed=0, first=0, rope=ROPE):
 
 
 def built(tokens=1024, *, rope=ROPE, metric=False, presets=None, ranks=1, model="made-up"):
-    info = ProfileInfo(model, LAYERS, HEADS, HEAD_DIM, rope, "queries" if metric else "none")
+    info = ProfileInfo(model, LAYERS, HEADS, HEAD_DIM, rope, "fisher" if metric else "none")
     builder = ProfileBuilder(info)
     for start in range(0, tokens, 128):
         keys, values, positions = kv(128, seed=start, first=start, rope=rope)

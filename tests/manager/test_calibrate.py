@@ -1,12 +1,13 @@
 """`manthan calibrate`: a profile of a small model, where it lies, and what is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import PRESETS, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.manager.calibration.places import profile_path, profiles_folder
 from manthan.manager.cli import app
@@ -14,6 +15,8 @@ from manthan.manager.commands.calibrate import Metric
 
 pytest.importorskip("torch")
 pytest.importorskip("transformers")
+from manthan.manager.calibration.model import _Weights
+
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 
 
@@ -29,7 +32,7 @@ def cache(tmp_path, monkeypatch):
 
 @pytest.fixture(scope="module")
 def calibrated(tmp_path_factory):
-    """By the model's queries, of 4,096 tokens, for two ranks: (what was printed, profile)."""
+    """By what errors do to its predictions, of 4,096 tokens, for two ranks: (what was printed, profile)."""
     path = tmp_path_factory.mktemp("profiles") / "tiny.safetensors"
     result = run(MODEL, "--tokens", 4096, "--out", path, "--tensor-parallel-size", 2)
     assert result.exit_code == 0, result.output
@@ -39,7 +42,7 @@ def calibrated(tmp_path_factory):
 def test_what_it_says(calibrated):
     said, profile = calibrated
     assert "4 layers, 2 KV heads of 128 numbers" in said
-    assert "metric queries" in said
+    assert "metric fisher" in said
     for preset, ratio in profile.info.ratios.items():
         assert f"{preset}: {ratio:.2f} times smaller than bf16" in said
         assert ratio >= PRESETS[preset]
@@ -62,14 +65,28 @@ def test_every_rank_has_its_heads(calibrated):
     assert not np.array_equal(profile.ranks[0][0].keys.mean, profile.ranks[1][0].keys.mean)
 
 
-def test_the_queries_metric_is_not_none(calibrated):
-    """Pairs of numbers that queries have little in get a small row in the transform."""
-    layer = calibrated[1].for_rank(0, 2).layers[0].keys
-    assert np.allclose(layer.scale[:64], layer.scale[64:], rtol=1e-3)
-    assert layer.scale.max() > 1.5 * layer.scale.min()
+def test_the_metric_is_not_none(calibrated):
+    """Numbers in which errors do little get a small row in the transform; layers in which they do, a large step."""
+    layers = calibrated[1].for_rank(0, 2).layers
+    assert layers[0].keys.scale.max() > 1.5 * layers[0].keys.scale.min()
+    spread = [np.sqrt(np.square(layer.keys.forward).sum() / 128) / layer.keys.steps["klt-8x"] for layer in layers]
+    assert max(spread) > 1.2 * min(spread)
 
 
-def test_without_queries_it_lies_in_the_cache_folder(cache):
+def test_gradients_are_of_keys_before_they_are_turned():
+    """What the log-probability gains with a small change of keys before RoPE is the same, reckoned on either side."""
+    rng, places, rope = np.random.default_rng(0), np.arange(5), Rope((1.0, 0.1), scale=2.0)
+    keys, gradient, change = rng.standard_normal((3, 1, 5, 6)).astype(np.float32)
+    weights = _Weights(ProfileInfo("made-up", 1, 1, 6, rope, "fisher"))
+    weights.add(gradient, gradient)
+    gained = ((rope.turn(keys + change, places) - rope.turn(keys, places)) * gradient).sum((0, 2))
+    own, _ = weights.with_directions(weights._keys, weights._values)
+    before = replace(rope, scale=1 / rope.scale).turn_back(gradient, places)
+    assert np.allclose((change * before).sum((0, 2)), gained, rtol=1e-4)
+    assert np.allclose(own, before[0].T @ before[0], rtol=1e-4)
+
+
+def test_without_a_metric_it_lies_in_the_cache_folder(cache):
     result = run(MODEL, "--tokens", 1024, "--metric", "none")
     assert result.exit_code == 0, result.output
     path = profile_path(str(MODEL))
