@@ -1,15 +1,19 @@
 """What compression costs a model: the loss and the answers of what follows a prefix that went cold and came back.
 
 For each codec, and for each number of tokens that are left exact: perplexity of a continuation, divergence of the next
-token's distribution from the one after the exact prefix, lookups in a table, cosines, and bytes. On a real engine
-(vllm), where the prefix is evicted and restored, and with Transformers, where its KV cache is replaced.
+token's distribution from the one after the exact prefix, lookups in a table and in long contexts, greedy answers,
+cosines, and bytes. On a real engine (vllm), where the prefix is evicted and restored, and with Transformers, where its
+KV cache is replaced.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0+0,4+128] [--engine vllm]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
 
 import json
+import math
+import statistics
 import tempfile
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from enum import StrEnum
 from importlib.util import find_spec
@@ -18,23 +22,26 @@ from typing import Annotated, Any
 
 import typer
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.quality_pieces import Piece, Text
+from manthan.benchmarks.progress import Bar
+from manthan.benchmarks.quality_pieces import Chat, Piece, Text
 from manthan.benchmarks.quality_report import show, summary
 from manthan.benchmarks.quality_settings import (
     EXACT,
-    RECOMPUTED,
     QualityError,
     Setting,
     Shape,
     Storage,
     parse_settings,
 )
+from manthan.codec import DEFAULT
+from manthan.codec.model import ModelFacts
 from manthan.manager.commands.completion import complete_codecs
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
+ANSWER = 48
+"""Tokens of an answer, at most."""
 
 
 class On(StrEnum):
@@ -50,15 +57,19 @@ NEEDS = {On.vllm: ("vllm", "transformers"), On.transformers: ("torch", "transfor
 
 @dataclass(frozen=True)
 class Sizes:
-    """Tokens of a prefix, of what follows, and of a block (0 for the default); how many pieces at most, and tables.
+    """Tokens of a prefix, of what follows, of a document and of a block (0 for the default); how many pieces at most,
+    tables and chats.
 
-    top: tokens of which the engine tells probabilities. seed: of the tables.
+    needles: lengths of long contexts. top: tokens of which the engine tells probabilities. seed: of tables and needles.
     """
 
     prefix: int
     continuation: int
     pieces: int
     tables: int
+    needles: tuple[int, ...]
+    chats: int
+    document: int
     block: int
     top: int
     seed: int
@@ -70,19 +81,25 @@ class Job:
 
     model: str
     shape: Shape
+    facts: ModelFacts
     block_size: int
     settings: list[Setting]
     pieces: list[Piece]
+    chats: list[Chat]
     top: int
 
-    def storage(self) -> dict[str, dict[str, float]]:
-        """Of each arm, by name."""
-        tokens = len(self.pieces[0].prefix)
-        arms = {EXACT: None, RECOMPUTED: None} | {setting.name: setting for setting in self.settings}
-        return {
-            name: asdict(Storage.of_prefix(setting, self.shape, tokens, self.block_size))
-            for name, setting in arms.items()
-        }
+    def with_storage(self, arms: Mapping[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+        """Arms by name, with what their prefixes take."""
+        return {name: arm | {"storage": asdict(self._storage(arm.get("stored")))} for name, arm in arms.items()}
+
+    def _storage(self, stored: Sequence[Any] | None) -> Storage:
+        """stored: of each piece, its bytes, and those of a long session; None for bf16. Long contexts are left out."""
+        if stored is None:
+            return Storage.of_bf16(self.shape)
+        short = [sizes for sizes, piece in zip(stored, self.pieces, strict=True) if not piece.context]
+        nbytes, long = zip(*short, strict=True)
+        mean_long = None if None in long else statistics.fmean(long)
+        return Storage.of_bytes(statistics.fmean(nbytes), len(self.pieces[0].prefix), mean_long, self.shape)
 
 
 def engines(on: On | None) -> list[On]:
@@ -106,7 +123,8 @@ def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) ->
             f"{max(1, prefix // block_size) * block_size}, or another --block-size."
         )
     shape = Shape.of(model)
-    settings = parse_settings(codec, exact, shape.head_dim)
+    facts = ModelFacts(shape.rope)
+    settings = parse_settings(codec, exact, shape.head_dim, facts)
     source = Text(model, text)
     pieces = source.pieces(prefix, sizes.continuation, sizes.pieces) + source.tables(prefix, sizes.tables, sizes.seed)
     longest = max(len(piece.tokens) for piece in pieces) + 1
@@ -115,7 +133,19 @@ def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) ->
             f"{model} takes {shape.positions:,} tokens, and the longest piece has {longest:,} (--prefix {prefix}, "
             f"--continuation {sizes.continuation}, lookups in tables and one generated): make them smaller."
         )
-    return Job(model, shape, block_size, settings, pieces, -1 if sizes.top >= shape.vocabulary else sizes.top)
+    room = shape.positions or math.inf
+    needles = [source.needles(length, block_size, sizes.seed) for length in sizes.needles if length < room]
+    chats = [chat for chat in source.chats(sizes.chats, sizes.document) if len(chat.prompt) + ANSWER <= room]
+    top = -1 if sizes.top >= shape.vocabulary else sizes.top
+    return Job(model, shape, facts, block_size, settings, pieces + [piece for piece in needles if piece], chats, top)
+
+
+def lengths(needle: str) -> tuple[int, ...]:
+    """Of long contexts; raises QualityError."""
+    parts = [part.strip() for part in needle.split(",")]
+    if not all(part.isdecimal() for part in parts):
+        raise QualityError(f"--needle {needle} is no list of lengths in tokens, such as 4000,8000 (0 for none).")
+    return tuple(int(part) for part in parts if int(part))
 
 
 def default_block_size() -> int:
@@ -127,31 +157,38 @@ def default_block_size() -> int:
 def with_transformers(job: Job, console: Console) -> dict[str, Any]:
     from manthan.benchmarks.quality_transformers import Reader
 
-    with console.status(f"{On.transformers}: the model is loaded"):
-        reader = Reader(job.model, job.shape, job.block_size)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task(On.transformers, total=len(job.pieces) * len(job.settings))
-        return reader.measure(job.pieces, job.settings, lambda: progress.advance(task))
+    with Bar(console, On.transformers) as bar:
+        bar.begin("the model is loaded")
+        reader = Reader(job.model, job.shape, job.block_size, job.facts)
+        bar.begin("pieces and codecs", total=len(job.pieces) * len(job.settings))
+        found = reader.measure(job.pieces, job.settings, bar.step)
+        bar.begin("chats", total=len(job.chats))
+        answered = reader.answer(job.chats, job.settings, ANSWER, bar.step)
+    return {name: arm | answered.get(name, {}) for name, arm in found.items()}
 
 
 def with_vllm(
     job: Job, out: Path, console: Console, timeout_s: float
 ) -> tuple[dict[str, Any], list[Arm], dict[str, str]]:
     """Results of arms that did not fail; none if the exact one did. Also the arms, and errors by name."""
-    from manthan.benchmarks.quality_vllm import SCRIPT, arm, read_scores
+    from manthan.benchmarks.quality_vllm import SCRIPT, Questions, arm, read_scores, told
 
+    asked = Questions(job.pieces, job.chats, job.top, ANSWER)
     with tempfile.TemporaryDirectory() as folder:
         arms = []
         for setting in (None, *job.settings):
             place = Path(folder, setting.name if setting else EXACT)
             place.mkdir()
-            arms.append(arm(setting, job.model, job.shape, job.block_size, job.pieces, job.top, place))
+            arms.append(arm(setting, job.model, job.shape, job.block_size, asked, place))
         results, errors = run_arms(SCRIPT, arms, out, console, timeout_s)
         found = {}
         if EXACT in results:
             found = read_scores(Path(folder), list(results), job.pieces, job.shape.vocabulary)
-        return {name: found[name] | results.get(name, {}) for name in found}, arms, errors
+    for setting in (None, *job.settings):
+        name = setting.name if setting else EXACT
+        if name in found:
+            found[name] |= told(results[name], setting, asked, job.block_size, job.shape)
+    return found, arms, errors
 
 
 def main(
@@ -168,9 +205,14 @@ def main(
     continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
     pieces: Annotated[int, typer.Option(min=1, help="Pieces of the text, at most.")] = 8,
     tables: Annotated[int, typer.Option(min=0, help="Tables to look values up in; 0 for none.")] = 4,
+    needle: Annotated[str, typer.Option(help="Lengths of long contexts to look values up in, by comma; 0: none.")] = (
+        "4000,8000"
+    ),
+    chats: Annotated[int, typer.Option(min=0, help="Chats whose greedy answers are compared; 0 for none.")] = 24,
+    document: Annotated[int, typer.Option(min=1, help="Tokens of the text that a chat is about.")] = 1700,
     block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32 on a CPU, 16 on a GPU.")] = 0,
     kl_top: Annotated[int, typer.Option(min=1, help="On vLLM: KL over so many likeliest tokens and the rest.")] = 1024,
-    seed: Annotated[int, typer.Option(help="Of the tables.")] = 0,
+    seed: Annotated[int, typer.Option(help="Of tables and needles.")] = 0,
     timeout: Annotated[float, typer.Option(help="Seconds that an engine may take.")] = 1800,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
@@ -182,7 +224,7 @@ def main(
             return show(read_report(plot_only), plot_only.with_suffix(".png"), console)
         leave_on_signals()
         wanted = engines(engine)
-        sizes = Sizes(prefix, continuation, pieces, tables, block_size, kl_top, seed)
+        sizes = Sizes(prefix, continuation, pieces, tables, lengths(needle), chats, document, block_size, kl_top, seed)
         report = run(plan(model, text, codec, exact, sizes), wanted, context.params, out, timeout, console)
     except QualityError as error:
         typer.echo(error, err=True)
@@ -207,7 +249,7 @@ def run(
     job: Job, wanted: list[On], arguments: dict[str, Any], out: Path, timeout_s: float, console: Console
 ) -> dict[str, Any]:
     """vLLM first: its engines want the GPU to themselves."""
-    found: dict[str, Any] = {}
+    found: dict[str, dict[str, Any]] = {}
     arms: list[Arm] = []
     errors: dict[str, str] = {}
     if On.vllm in wanted:
@@ -219,12 +261,11 @@ def run(
         found[On.vllm], arms, errors = with_vllm(job, out, console, timeout_s)
     if On.transformers in wanted:
         found[On.transformers] = with_transformers(job, console)
-    sizes = job.storage()
-    found = {on: {name: arm | {"storage": sizes[name]} for name, arm in by.items()} for on, by in found.items() if by}
+    found = {on: job.with_storage(by) for on, by in found.items() if by}
     bucket = f"the {job.top} likeliest tokens and the rest, a lower bound"
     report = new_report("quality", arguments, arms, found, errors)
     report["kl"] = {On.vllm: "all tokens" if job.top < 0 else bucket, On.transformers: "all tokens"}
-    report["block_size"] = job.block_size
+    report |= {"block_size": job.block_size, "default": DEFAULT}
     return report | {"summary": summary(report)}
 
 

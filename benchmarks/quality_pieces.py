@@ -1,4 +1,5 @@
-"""What the model reads for quality.py: pieces of a text, and tables with lookups in them."""
+"""What the model reads for quality.py: pieces of a text, tables with lookups in them, needles in long contexts, and
+chats about documents."""
 
 import random
 import re
@@ -16,12 +17,21 @@ HELD_OUT = "held_tokens.u16"
 ENTRIES, LEAST_ENTRIES = 64, 4
 TABLE_SHARE = 0.5
 """Of a prefix: what a table may take, filler follows it."""
+NEEDLES = 32
 CONSONANTS, VOWELS = "bcdfghjklmnprstvz", "aeiou"
+NAMES = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
+QUESTIONS = (
+    "Summarize the text above in a few sentences.",
+    "What is the text above about?",
+    "Which names occur in the text above, and what does it say about them?",
+    "Quote the most important passage of the text above, and say why it is important.",
+)
 
 
 @dataclass(frozen=True)
 class Piece:
     """A prefix that goes cold, and what follows it. values: where in rest the tokens of looked-up values are.
+    context: the length that was asked for, of a long one with needles; 0 of others.
 
     Tokens of rest are scored from the second on: the first one follows from the prefix alone.
     """
@@ -29,10 +39,27 @@ class Piece:
     prefix: list[int]
     rest: list[int]
     values: list[int]
+    context: int = 0
 
     @property
     def tokens(self) -> list[int]:
         return self.prefix + self.rest
+
+
+@dataclass(frozen=True)
+class Chat:
+    """A question about a document, as the model is asked it. end: the token that ends an answer, None for none."""
+
+    prompt: list[int]
+    end: int | None
+
+    def prefix(self, block_size: int) -> int:
+        """Tokens that can come back from the cold store: full blocks, and never the last token."""
+        return (len(self.prompt) - 1) // block_size * block_size
+
+    def answer(self, tokens: list[int]) -> list[int]:
+        """What was generated, up to its end."""
+        return tokens[: tokens.index(self.end) + 1] if self.end in tokens else tokens
 
 
 class Text:
@@ -80,8 +107,7 @@ class Text:
 
     def _table(self, prefix: int, entries: int, rng: random.Random) -> Piece | None:
         """None if the table is too long."""
-        names = [a + b + c for a in CONSONANTS for b in VOWELS for c in CONSONANTS]
-        table = {name: rng.randrange(1000, 10000) for name in rng.sample(names, entries)}
+        table = {name: rng.randrange(1000, 10000) for name in rng.sample(NAMES, entries)}
         tokens = self._begin + self._ids("".join(f"{name} = {value}\n" for name, value in table.items()))
         filler = prefix - len(tokens)
         if len(tokens) > TABLE_SHARE * prefix or filler > len(self._tokens):
@@ -89,6 +115,45 @@ class Text:
         start = rng.randrange(len(self._tokens) - filler + 1)
         tokens += self._tokens[start : start + filler].tolist()
         return Piece(tokens, *self._lookups({name: table[name] for name in rng.sample(sorted(table), entries)}))
+
+    def needles(self, context: int, block_size: int, seed: int) -> Piece | None:
+        """Lines as in a table, spread over a prefix of filler, and lookups of all, `context` tokens together at most.
+
+        None where values cannot be told apart, or the text is too short.
+        """
+        if not self._tokenizer.is_fast:
+            return None
+        rng = random.Random(seed + context)
+        table = {name: rng.randrange(1000, 10000) for name in rng.sample(NAMES, NEEDLES)}
+        rest, values = self._lookups({name: table[name] for name in rng.sample(sorted(table), NEEDLES)})
+        lines = [self._ids(f"\n{name} = {value}\n") for name, value in table.items()]
+        length = (context - len(rest)) // block_size * block_size
+        filler = length - len(self._begin) - sum(map(len, lines))
+        if not 0 <= filler <= len(self._tokens):
+            return None
+        start = rng.randrange(len(self._tokens) - filler + 1)
+        parts = np.array_split(self._tokens[start : start + filler], NEEDLES)
+        spread = [token for part, line in zip(parts, lines, strict=True) for token in [*line, *part.tolist()]]
+        return Piece(self._begin + spread, rest, values, context)
+
+    def chats(self, count: int, document: int) -> list[Chat]:
+        """At most so many, each about a passage of so many tokens, none overlapping, with a question by turns."""
+        count = min(count, len(self._tokens) // document)
+        starts = np.linspace(0, len(self._tokens) // document, count, endpoint=False).astype(int) * document
+        return [
+            self._chat(self._tokens[start : start + document].tolist(), QUESTIONS[number % len(QUESTIONS)])
+            for number, start in enumerate(starts)
+        ]
+
+    def _chat(self, passage: list[int], question: str) -> Chat:
+        content = f"{self._tokenizer.decode(passage)}\n\n{question}"
+        end = self._tokenizer.eos_token_id
+        if not self._tokenizer.chat_template:
+            return Chat(self._begin + self._ids(f"{content}\n"), end)
+        asked = self._tokenizer.apply_chat_template(
+            [{"role": "user", "content": content}], add_generation_prompt=True, tokenize=False
+        )
+        return Chat(self._ids(asked), end)
 
     def _lookups(self, asked: dict[str, int]) -> tuple[list[int], list[int]]:
         """Tokens, and which of them are values."""

@@ -12,7 +12,8 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.benchmarks.arms import save_plot, where
-from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED
+from manthan.benchmarks.quality_answers import Agreement
+from manthan.benchmarks.quality_settings import EXACT, LONG, RECOMPUTED
 
 MARKERS = {"vllm": "o", "transformers": "D"}
 FILLS = {"vllm": None, "transformers": "none"}
@@ -37,7 +38,8 @@ class Mean(NamedTuple):
 
 @dataclass(frozen=True)
 class Row:
-    """One setting on one engine. added: nats per token more than after the exact prefix, paired piece by piece."""
+    """One setting on one engine. added: nats per token more than after the exact prefix, paired piece by piece.
+    needles: recall by the length of the context. answers: beside those when all was hot."""
 
     name: str
     nll: Mean
@@ -45,8 +47,10 @@ class Row:
     kl: Mean
     top1: Mean
     recall: Mean | None
+    needles: dict[int, float]
+    answers: Agreement | None
     cosines: tuple[float, float] | None
-    storage: dict[str, float]
+    storage: dict[str, float | None]
 
     @property
     def perplexity(self) -> float:
@@ -60,10 +64,11 @@ def rows(report: dict[str, Any], engine: str) -> list[Row]:
 
 
 def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
-    texts = [(found, base) for found, base in zip(arm["pieces"], exact, strict=True) if found["recall"] is None]
-    recalls = [found["recall"] for found in arm["pieces"] if found["recall"] is not None]
-    pairs = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
-    cosines = [pair for pair, found in pairs if found["recall"] is None]
+    pairs = list(zip(arm["pieces"], exact, strict=False))  # long contexts are not recomputed
+    texts = [(found, base) for found, base in pairs if found["recall"] is None]
+    recalls = [found["recall"] for found, _ in pairs if found["recall"] is not None and not found["context"]]
+    coded = zip(arm.get("cosines", []), arm["pieces"], strict=False)  # exact KV has no cosines
+    cosines = [pair for pair, found in coded if found["recall"] is None]
     return Row(
         name,
         Mean.of([found["nll"] for found, _ in texts]),
@@ -71,6 +76,8 @@ def _row(name: str, arm: dict[str, Any], exact: list[dict[str, Any]]) -> Row:
         Mean.of([found["kl"] for found, _ in texts]),
         Mean.of([found["top1"] for found, _ in texts]),
         Mean.of(recalls) if recalls else None,
+        {found["context"]: found["recall"] for found, _ in pairs if found["context"]},
+        Agreement.of(arm.get("answers", [])),
         (statistics.fmean(k for k, _ in cosines), statistics.fmean(v for _, v in cosines)) if cosines else None,
         arm["storage"],
     )
@@ -91,7 +98,7 @@ def differences(report: dict[str, Any]) -> list[Difference]:
     for name in (name for name in vllm if name in plain and name != EXACT):
         added, kl = [], []
         parts = (vllm[name], vllm[EXACT], plain[name], plain[EXACT])
-        for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=True):
+        for a, a0, b, b0 in zip(*(part["pieces"] for part in parts), strict=False):  # as above
             if a["recall"] is None:
                 added.append(a["nll"] - a0["nll"] - b["nll"] + b0["nll"])
                 kl.append(a["kl"] - b["kl"])
@@ -107,6 +114,8 @@ def summary(report: dict[str, Any]) -> dict[str, Any]:
                 "perplexity": row.perplexity,
                 **{name: getattr(row, name)._asdict() for name in ("nll", "added", "kl", "top1")},
                 "recall": row.recall and row.recall._asdict(),
+                "needles": row.needles,
+                "answers": row.answers and row.answers._asdict(),
                 "cosines": row.cosines,
                 **row.storage,
             }
@@ -124,6 +133,8 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
         console.print(_sizes(report))
     for engine in report["arms"]:
         console.print(_table(report, engine))
+        if (table := _answers(report, engine)).columns[1:]:
+            console.print(table)
     if found := differences(report):
         console.print(_agreement(found))
     if report["arms"]:
@@ -132,8 +143,9 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
 
 def _measured_on(report: dict[str, Any]) -> str:
     arguments, pieces = report["arguments"], next(iter(report["arms"].values()), {EXACT: {"pieces": []}})
-    tables = sum(found["recall"] is not None for found in pieces[EXACT]["pieces"])
-    texts = len(pieces[EXACT]["pieces"]) - tables
+    short = [found for found in pieces[EXACT]["pieces"] if not found["context"]]
+    tables = sum(found["recall"] is not None for found in short)
+    texts = len(short) - tables
     return (
         f"{arguments['model']}: {texts} pieces of {arguments['text'] or 'the text it brings'} and {tables} tables, "
         f"{arguments['prefix']} tokens of prefix, {arguments['continuation']} of continuation, blocks of "
@@ -157,13 +169,29 @@ def _table(report: dict[str, Any], engine: str) -> Table:
     return table
 
 
+def _answers(report: dict[str, Any], engine: str) -> Table:
+    """Long contexts and chats; without columns but the first where neither was asked for."""
+    found = rows(report, engine)
+    table = Table(title=f"Long contexts and answers: {engine}", box=SIMPLE)
+    lengths, answered = list(found[0].needles), any(row.answers for row in found)
+    headers = [f"recall at {length:,}, %" for length in lengths]
+    _columns(table, *headers, *(("same answers", "alike up to") if answered else ()))
+    for row in found:
+        recall = [f"{100 * row.needles[length]:.1f}" if length in row.needles else "" for length in lengths]
+        answers = [f"{row.answers.same} of {row.answers.answers}", f"{row.answers.share:.2f}"] if row.answers else []
+        if recall or answers:
+            table.add_row(row.name, *recall, *answers)
+    return table
+
+
 def _sizes(report: dict[str, Any]) -> Table:
     tokens = report["arguments"]["prefix"]
     table = Table(title=f"What a prefix of {tokens:,} tokens takes, headers and exact tokens counted", box=SIMPLE)
-    _columns(table, "bits a number", "bytes a token", "times smaller than bf16")
+    _columns(table, "bits a number", "bytes a token", "times smaller than bf16", f"ratio at {LONG:,} tokens")
     for row in rows(report, next(iter(report["arms"]))):
         size = row.storage
-        table.add_row(row.name, f"{size['bits']:.2f}", f"{size['bytes_per_token']:,.0f}", f"{size['ratio']:.2f}")
+        ratios = (f"{size[name]:.2f}" if size[name] else "" for name in ("ratio", "ratio_long"))
+        table.add_row(row.name, f"{size['bits']:.2f}", f"{size['bytes_per_token']:,.0f}", *ratios)
     return table
 
 

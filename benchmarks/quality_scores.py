@@ -18,21 +18,29 @@ class Figures(NamedTuple):
 
     nll: negative log-likelihood, nats. kl: Kullback-Leibler divergence of the next token's distribution from the one
     after the exact prefix, nats. top1: share of tokens at which both have the same likeliest one. recall: share of
-    the looked-up values' tokens that are the likeliest; None without a table.
+    the looked-up values' tokens that are the likeliest; None without a table. context: the length of a long context
+    with needles, whose values these are; 0 of other pieces.
     """
 
     nll: float
     kl: float
     top1: float
     recall: float | None
+    context: int
 
     @classmethod
     def mean(
-        cls, nll: Floats, kl: Floats, same: NDArray[np.bool_], right: NDArray[np.bool_], values: Sequence[int]
+        cls,
+        nll: Floats,
+        kl: Floats,
+        same: NDArray[np.bool_],
+        right: NDArray[np.bool_],
+        values: Sequence[int],
+        context: int,
     ) -> Self:
         """Of arrays [scored tokens]. values: token numbers, the first scored token being 1."""
         recall = float(right[np.array(values) - 1].mean()) if values else None
-        return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall)
+        return cls(float(nll.mean()), float(kl.mean()), float(same.mean()), recall, context)
 
 
 class Top(NamedTuple):
@@ -47,13 +55,13 @@ class Top(NamedTuple):
     ids: NDArray[np.integer[Any]]
     logs: Floats
 
-    def figures(self, exact: Self, vocabulary: int, values: Sequence[int]) -> Figures:
+    def figures(self, exact: Self, vocabulary: int, values: Sequence[int], context: int) -> Figures:
         kl = [
             kl_of_top(*(part[at : at + CHUNK] for part in (exact.ids, exact.logs, self.ids, self.logs)), vocabulary)
             for at in range(0, len(self.chosen), CHUNK)
         ]
         same = self.ids[:, 0] == exact.ids[:, 0]
-        return Figures.mean(-self.chosen.astype(np.float64), np.concatenate(kl), same, self.rank == 1, values)
+        return Figures.mean(-self.chosen.astype(np.float64), np.concatenate(kl), same, self.rank == 1, values, context)
 
 
 def kl_of_top(

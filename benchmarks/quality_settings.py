@@ -7,12 +7,16 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.codec import BlockFormat, BlockShape, CodecError, codec_names, get_codec, wire
+from manthan.codec import CodecError, codec_names, section_codec
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.rope import Rope
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
 """Exact KV too, of prefix and continuation computed in one go: what rounding alone does to the figures."""
 FULL_ATTENTION = "full_attention"
+LONG = 8192
+"""Tokens of the session to which bytes are extrapolated: in it the exact tokens are as rare as they are in use."""
 
 
 class QualityError(ValueError):
@@ -21,13 +25,17 @@ class QualityError(ValueError):
 
 @dataclass(frozen=True)
 class Shape:
-    """What the sizes follow from. heads: KV heads. positions: the longest context, 0 where the model does not say."""
+    """What the sizes follow from. heads: KV heads. positions: the longest context, 0 where the model does not say.
+
+    rope: how keys are turned, None where nobody knows.
+    """
 
     layers: int
     heads: int
     head_dim: int
     vocabulary: int
     positions: int
+    rope: Rope | None = None
 
     @property
     def token_numbers(self) -> int:
@@ -49,7 +57,8 @@ class Shape:
         head_dim = getattr(text, "head_dim", None) or text.hidden_size // heads
         kv_heads = getattr(text, "num_key_value_heads", None) or heads
         positions = getattr(text, "max_position_embeddings", None) or 0
-        return cls(text.num_hidden_layers, kv_heads, head_dim, text.vocab_size, positions)
+        rope = Rope.of_config(text, head_dim)
+        return cls(text.num_hidden_layers, kv_heads, head_dim, text.vocab_size, positions, rope)
 
 
 def _check_attention(model: str, config: Any, text: Any) -> None:
@@ -84,7 +93,8 @@ class Setting:
 
     @property
     def name(self) -> str:
-        return f"{self.codec} {self.sink}+{self.window}" if self.sink or self.window else self.codec
+        codec = "exact, encoded" if self.codec == EXACT else self.codec  # not the arm of that name
+        return f"{codec} {self.sink}+{self.window}" if self.sink or self.window else codec
 
     @property
     def config(self) -> str | dict[str, Any]:
@@ -100,15 +110,37 @@ class Setting:
         return exact
 
 
-def parse_settings(codecs: str, exact: str, head_dim: int) -> list[Setting]:
-    """Each codec with each `SINK+WINDOW`, both lists by comma; all registered codecs for an empty list."""
-    names = [name.strip() for name in codecs.split(",")] if codecs else codec_names()
+def parse_settings(codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> list[Setting]:
+    """Each codec with each `SINK+WINDOW`, both lists by comma.
+
+    An empty list of codecs: all that are registered and can encode with these facts, and vectors of this size.
+    """
     try:
-        for name in names:
-            get_codec(name, head_dim)
+        names = _named(codecs, head_dim, facts) if codecs else _able(head_dim, facts)
     except CodecError as error:
         raise QualityError(f"--codec {codecs}: {error}" if codecs else str(error)) from None
     return [Setting(name, *_tokens(part, exact)) for name in dict.fromkeys(names) for part in exact.split(",")]
+
+
+def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
+    """Raises CodecError."""
+    names = [name.strip() for name in codecs.split(",")]
+    for name in names:
+        section_codec(name, head_dim, facts)
+    return names
+
+
+def _able(head_dim: int, facts: ModelFacts) -> list[str]:
+    """Raises CodecError if there is none."""
+    names, refusal = [], None
+    for name in codec_names():
+        try:
+            names += _named(name, head_dim, facts)
+        except CodecError as error:
+            refusal = error
+    if refusal and not names:
+        raise refusal
+    return names
 
 
 def _tokens(part: str, exact: str) -> tuple[int, int]:
@@ -120,22 +152,30 @@ def _tokens(part: str, exact: str) -> tuple[int, int]:
 
 @dataclass(frozen=True)
 class Storage:
-    """What a prefix takes in the cold store. bits: per number of the KV. ratio: bf16 bytes over it."""
+    """What a prefix takes in the cold store, headers and exact tokens counted in. bits: per number of the KV. ratio:
+    bf16 bytes over it. ratio_long: the same of a session of LONG tokens; None where too little is known."""
 
     bytes_per_token: float
     bits: float
     ratio: float
+    ratio_long: float | None
 
     @classmethod
-    def of_prefix(cls, setting: Setting | None, shape: Shape, tokens: int, block_size: int) -> Self:
-        """Encoded blocks with their headers, exact tokens in them; None for bf16 blocks."""
-        raw = 2 * shape.token_numbers * tokens
-        nbytes = raw if setting is None else stored_nbytes(setting, shape, tokens // block_size, block_size)
-        return cls(nbytes / tokens, 8 * nbytes / (shape.token_numbers * tokens), raw / nbytes)
+    def of_bf16(cls, shape: Shape) -> Self:
+        return cls(2 * shape.token_numbers, 16, 1, 1)
+
+    @classmethod
+    def of_bytes(cls, nbytes: float, tokens: int, long_nbytes: float | None, shape: Shape) -> Self:
+        """nbytes: of these tokens. long_nbytes: of LONG tokens."""
+        raw = 2 * shape.token_numbers
+        per_token = nbytes / tokens
+        return cls(per_token, 16 * per_token / raw, raw / per_token, long_nbytes and raw * LONG / long_nbytes)
 
 
-def stored_nbytes(setting: Setting, shape: Shape, blocks: int, block_size: int) -> int:
-    """Bytes of a prefix's encoded blocks, headers included."""
-    block = BlockShape(shape.layers, shape.heads, block_size, shape.head_dim)
-    form = BlockFormat(setting.codec, block, bytes(wire.FINGERPRINT_LEN))
-    return sum(form.max_nbytes(exact) for exact in setting.exact_tokens(blocks, block_size).tolist())
+def long_nbytes(setting: Setting, nbytes: float, tokens: int, block_size: int, shape: Shape) -> float | None:
+    """Bytes of LONG tokens, where so many take nbytes and nothing is known of single blocks; None if all are exact."""
+    raw = 2 * shape.token_numbers
+    exact, long_exact = (int(setting.exact_tokens(n // block_size, block_size).sum()) for n in (tokens, LONG))
+    if exact == tokens:
+        return None
+    return raw * long_exact + (nbytes - raw * exact) / (tokens - exact) * (LONG - long_exact)

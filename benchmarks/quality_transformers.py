@@ -1,10 +1,13 @@
 """Quality without an engine: the KV cache of a prefix is replaced by what the codec gives back, and the model goes on.
 
-Blocks are encoded one by one as the engine does it, vectors in the order [layers, heads, tokens].
+It goes through whole encoded blocks, as in the cold store. A prefix is computed once for all settings.
 """
 
 import copy
+import itertools
+import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
@@ -14,20 +17,20 @@ from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.utils import logging
 
-from manthan.benchmarks.quality_pieces import Piece
+from manthan.benchmarks.quality_blocks import KV, CodedPrefix
+from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Figures
 from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
-from manthan.codec import Codec, Kind, get_codec
-
-KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
-"""Keys and values, bf16 as its bits: [layers, heads, tokens, head_dim]."""
+from manthan.codec import BlockFormat, BlockShape, wire
+from manthan.codec.model import ModelFacts
 
 
 class Reader:
     """The model in bf16, on the GPU where there is one."""
 
-    def __init__(self, model: str, shape: Shape, block_size: int) -> None:
-        self._name, self._shape, self._block_size = model, shape, block_size
+    def __init__(self, model: str, shape: Shape, block_size: int, facts: ModelFacts) -> None:
+        self._name, self._shape, self._block_size, self._facts = model, shape, block_size, facts
+        self._threads = ThreadPoolExecutor(len(os.sched_getaffinity(0)))
         device = "cuda" if torch.cuda.is_available() else "cpu"
         logging.disable_progress_bar()
         try:
@@ -38,27 +41,56 @@ class Reader:
 
     @torch.inference_mode()
     def measure(self, pieces: Sequence[Piece], settings: Sequence[Setting], step: Callable[[], None]) -> dict[str, Any]:
-        """{name of the setting: {"pieces": figures of each, "cosines": [K, V] of each}}; step: called after each."""
+        """{name of the setting: {"pieces": figures of each, "cosines": [K, V] of each, "stored": bytes of each, and of
+        a long session}}; step: called after each. Long contexts are not recomputed."""
         found: dict[str, Any] = {name: {"pieces": []} for name in (EXACT, RECOMPUTED)}
-        found |= {setting.name: {"pieces": [], "cosines": []} for setting in settings}
+        found |= {setting.name: {"pieces": [], "cosines": [], "stored": []} for setting in settings}
         for piece in pieces:
-            cache = self._prefix(piece)
+            cache = self._prefix(piece.prefix)
             exact = self._go_on(piece, copy.deepcopy(cache))
             found[EXACT]["pieces"].append(self._figures(piece, exact, exact))
-            found[RECOMPUTED]["pieces"].append(self._figures(piece, exact, self._in_one_go(piece)))
-            for setting, changed, cosines in self._compressed(cache, settings):
-                found[setting.name]["pieces"].append(self._figures(piece, exact, self._go_on(piece, changed)))
-                found[setting.name]["cosines"].append(cosines)
+            if not piece.context:
+                found[RECOMPUTED]["pieces"].append(self._figures(piece, exact, self._in_one_go(piece)))
+            kv = _bits(cache)
+            for setting, coded in self._coded(kv, settings):
+                arm, changed = found[setting.name], coded.kv(setting)
+                after = self._go_on(piece, self._cache(changed))
+                arm["pieces"].append(self._figures(piece, exact, after))
+                arm["cosines"].append([_cosine(x, y) for x, y in zip(kv, changed, strict=True)])
+                arm["stored"].append([coded.nbytes(setting), coded.long_nbytes(setting)])
                 step()
+        return found
+
+    @torch.inference_mode()
+    def answer(
+        self, chats: Sequence[Chat], settings: Sequence[Setting], tokens: int, step: Callable[[], None]
+    ) -> dict[str, Any]:
+        """{name of the setting: {"answers": [{"hot": tokens, "later": tokens} of each chat]}}; step: after each chat.
+
+        hot: what is answered when all of the prompt is computed, at most so many tokens, greedily. later: with the
+        prompt's full blocks as they come back, or, of the arm EXACT, as they were, up to the first difference.
+        """
+        found: dict[str, Any] = {name: {"answers": []} for name in (EXACT, *(setting.name for setting in settings))}
+        for chat in chats:
+            cache = self._prefix(chat.prompt[:-1])
+            prefix = chat.prefix(self._block_size)
+            keys, values = _bits(cache)
+            kv = (keys[:, :, :prefix], values[:, :, :prefix])
+            hot = chat.answer(self._generate(chat.prompt[-1:], cache, tokens))
+            returned = (coded.kv(setting) for setting, coded in self._coded(kv, settings))
+            for arm, changed in zip(found.values(), itertools.chain([kv], returned), strict=True):
+                later = self._generate(chat.prompt[prefix:], self._cache(changed), len(hot), hot)
+                arm["answers"].append({"hot": hot, "later": later})
+            step()
         return found
 
     def _tensor(self, tokens: list[int]) -> torch.Tensor:
         return torch.tensor([tokens], device=self._model.device)
 
-    def _prefix(self, piece: Piece) -> DynamicCache:
-        cache = self._model(self._tensor(piece.prefix), use_cache=True, logits_to_keep=1).past_key_values
+    def _prefix(self, tokens: list[int]) -> DynamicCache:
+        cache = self._model(self._tensor(tokens), use_cache=True, logits_to_keep=1).past_key_values
         layers = getattr(cache, "layers", [])
-        shape = (1, self._shape.heads, len(piece.prefix), self._shape.head_dim)
+        shape = (1, self._shape.heads, len(tokens), self._shape.head_dim)
         if len(layers) != self._shape.layers or not all(
             type(layer) is DynamicLayer and layer.keys.shape == layer.values.shape == shape for layer in layers
         ):
@@ -78,7 +110,7 @@ class Reader:
         logits = self._model(self._tensor(piece.tokens[:-1]), use_cache=False, logits_to_keep=scored).logits[0]
         return logits.float().log_softmax(-1)
 
-    def _figures(self, piece: Piece, exact: torch.Tensor, found: torch.Tensor) -> dict[str, float | None]:
+    def _figures(self, piece: Piece, exact: torch.Tensor, found: torch.Tensor) -> dict[str, Any]:
         targets = torch.tensor(piece.rest[1:], device=found.device)
         likeliest = found.argmax(-1)
         return Figures.mean(
@@ -87,57 +119,52 @@ class Reader:
             same=(likeliest == exact.argmax(-1)).cpu().numpy(),
             right=(likeliest == targets).cpu().numpy(),
             values=piece.values,
+            context=piece.context,
         )._asdict()
 
-    def _compressed(
-        self, cache: DynamicCache, settings: Sequence[Setting]
-    ) -> Iterator[tuple[Setting, DynamicCache, list[float]]]:
-        """Each setting with a cache of its own, and the mean cosine of keys and of values with the exact ones."""
-        exact = (_bits(cache, "keys"), _bits(cache, "values"))
-        for name in dict.fromkeys(setting.codec for setting in settings):
-            decoded = through_codec(get_codec(name, self._shape.head_dim), exact, self._block_size)
-            for setting in (setting for setting in settings if setting.codec == name):
-                counts = setting.exact_tokens(exact[0].shape[2] // self._block_size, self._block_size)
-                is_exact = (np.arange(self._block_size) < counts[:, None]).reshape(-1, 1)
-                keys, values = (
-                    np.where(is_exact, original, coded) for original, coded in zip(exact, decoded, strict=True)
-                )
-                cosines = [_cosine(original, kept) for original, kept in zip(exact, (keys, values), strict=True)]
-                yield setting, self._with(cache, keys, values), cosines
+    def _coded(self, kv: KV, settings: Sequence[Setting]) -> Iterator[tuple[Setting, CodedPrefix]]:
+        """Each setting, and the blocks of its codec, which settings of the same codec share."""
+        shape = self._shape
+        block = BlockShape(shape.layers, shape.heads, self._block_size, shape.head_dim)
+        for codec, group in itertools.groupby(settings, lambda setting: setting.codec):
+            form = BlockFormat(codec, block, bytes(wire.FINGERPRINT_LEN), facts=self._facts)
+            blocks = CodedPrefix(form, kv, self._threads)
+            for setting in group:
+                yield setting, blocks
 
-    def _with(self, cache: DynamicCache, keys: NDArray[np.uint16], values: NDArray[np.uint16]) -> DynamicCache:
-        cache = copy.deepcopy(cache)
-        for layer, k, v in zip(cache.layers, keys, values, strict=True):
-            layer.keys.copy_(_tensor(k)[None])
-            layer.values.copy_(_tensor(v)[None])
+    def _cache(self, kv: KV) -> DynamicCache:
+        cache = DynamicCache()
+        for layer, (keys, values) in enumerate(zip(*kv, strict=True)):
+            cache.update(*(_tensor(x)[None].to(self._model.device) for x in (keys, values)), layer)
         return cache
 
-
-def through_codec(codec: Codec, kv: KV, block_size: int) -> KV:
-    """Encoded and decoded, block by block."""
-    decoded = tuple(np.empty_like(x) for x in kv)
-    kinds: tuple[Kind, ...] = ("key", "value")
-    for x, y, kind in zip(kv, decoded, kinds, strict=True):
-        for start in range(0, x.shape[2], block_size):
-            block = x[:, :, start : start + block_size]
-            vectors = np.ascontiguousarray(block).reshape(-1, x.shape[-1])
-            codes = codec.encode(vectors, kind)
-            y[:, :, start : start + block_size] = codec.decode(codes, len(vectors), kind, np.uint16).reshape(
-                block.shape
-            )
-    return decoded[0], decoded[1]
+    def _generate(
+        self, prompt: list[int], cache: DynamicCache, tokens: int, like: Sequence[int] | None = None
+    ) -> list[int]:
+        """What follows greedily after the rest of a prompt, up to the first difference from `like`. It uses up the
+        cache."""
+        found: list[int] = []
+        while len(found) < tokens and (like is None or found == like[: len(found)]):
+            logits = self._model(self._tensor(found[-1:] or prompt), past_key_values=cache, logits_to_keep=1).logits
+            found.append(int(logits[0, -1].argmax()))
+        return found
 
 
-def _bits(cache: DynamicCache, which: str) -> NDArray[np.uint16]:
-    stacked = torch.stack([getattr(layer, which)[0] for layer in cache.layers])
-    return stacked.cpu().contiguous().view(torch.uint16).numpy()
+def _bits(cache: DynamicCache) -> KV:
+    """Of its only row."""
+
+    def stacked(which: str) -> NDArray[np.uint16]:
+        numbers = torch.stack([getattr(layer, which)[0] for layer in cache.layers])
+        return numbers.cpu().contiguous().view(torch.uint16).numpy()
+
+    return stacked("keys"), stacked("values")
 
 
 def _tensor(bits: NDArray[np.uint16]) -> torch.Tensor:
-    return torch.from_numpy(bits).view(torch.bfloat16)
+    return torch.from_numpy(np.ascontiguousarray(bits)).view(torch.bfloat16)
 
 
 def _cosine(x: NDArray[np.uint16], y: NDArray[np.uint16]) -> float:
     """Mean over all vectors."""
-    a, b = _tensor(x).float(), _tensor(np.ascontiguousarray(y)).float()
+    a, b = _tensor(x).float(), _tensor(y).float()
     return float(torch.nn.functional.cosine_similarity(a, b, dim=-1).mean())

@@ -1,4 +1,5 @@
 """Quality on a real engine: a prefix is sent, goes cold, and comes back with its continuation, whose tokens are scored.
+Chats are answered, go cold, and are answered again.
 
 An arm is an engine. The process that measures runs this file; `arms.run_arm` starts it.
 """
@@ -16,16 +17,16 @@ import numpy as np
 
 from manthan.benchmarks.arms import Arm
 from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, WrongPathError
-from manthan.benchmarks.quality_pieces import Piece
+from manthan.benchmarks.quality_pieces import Chat, Piece
 from manthan.benchmarks.quality_scores import Top
-from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape
+from manthan.benchmarks.quality_settings import EXACT, RECOMPUTED, QualityError, Setting, Shape, long_nbytes
 from manthan.benchmarks.restore import MANTHAN, check
 
 SCRIPT = Path(__file__)
 POOL_PIECES = 2.5
 IDLE_AFTER_S = 0.05
 STORE_SHARE = 2.0
-"""Bytes of the cold store in bf16 sizes of all pieces: nothing is dropped, exact tokens included."""
+"""Bytes of the cold store in bf16 sizes of all requests: nothing is dropped, exact tokens included."""
 
 
 # -- in the measuring process ---------------------------------------------------------------------------
@@ -40,46 +41,106 @@ class ScoringOptions(EngineOptions):
 
 
 async def measure(
-    engine: Engine, report: Report, *, pieces: list[dict[str, Any]], top: int, ours: bool, exact: int, folder: str
+    engine: Engine,
+    report: Report,
+    *,
+    pieces: list[dict[str, Any]],
+    chats: list[dict[str, Any]],
+    top: int,
+    ours: bool,
+    exact: dict[str, int],
+    folder: str,
 ) -> dict[str, Any]:
     """Score each piece after its prefix: restored with Manthan (`ours`), hot without. Scores go into files.
 
-    exact: blocks of each prefix of which tokens must be kept exact.
+    exact: by the length of a prefix, of how many blocks of it tokens must be kept exact. stored: bytes of each prefix
+    as the store counts them, with Manthan.
     """
-    answers = []
+    cached, stored = [], []
     for number, piece in enumerate(pieces):
         report.step(f"piece {number + 1} of {len(pieces)}")
         prefix, rest, session = piece["prefix"], piece["rest"], f"piece-{number}"
         if ours:
-            await _go_cold(engine, prefix, session, number, exact)
+            stored.append(await _go_cold(engine, prefix, session, number, exact[str(len(prefix))]))
         else:
             await engine.ask(prefix, session)
         answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, Path(folder, f"{number}.npz"))
-        check_origin(answer, len(prefix), ours, number)
-        answers.append(answer.cached_tokens)
-        if not ours:
+        check_origin(answer, len(prefix), ours, f"piece {number}")
+        cached.append(answer.cached_tokens)
+        if not ours and not piece["context"]:
             again = Path(folder, f"{RECOMPUTED}-{number}.npz")
             answer = await _score(engine, prefix + rest, len(rest) - 1, top, session, again, reuse=False)
             check(answer, engine.options.block_size, cached=False, external=False, what=f"piece {number}, recomputed")
-    return {"prefix_tokens_not_computed": answers}
+    answers = []
+    for number, chat in enumerate(chats):
+        report.step(f"chat {number + 1} of {len(chats)}")
+        answers.append(await _answer_twice(engine, chat, ours, number))
+    return {"prefix_tokens_not_computed": cached, "answers": answers} | ({"stored": stored} if ours else {})
 
 
-async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> None:
-    """Send a prefix after `number` others, and wait until it is cold with its exact tokens. Raises WrongPathError."""
+async def _go_cold(engine: Engine, prefix: list[int], session: str, number: int, exact: int) -> float:
+    """Send a prefix after `number` others, and wait until it is cold with its exact tokens. Raises WrongPathError.
+
+    Returns its bytes in the store.
+    """
     await engine.until_cold(number)
-    before = engine.metrics("manthan_exact_blocks")
+    before = [engine.metrics(name) for name in ("manthan_exact_blocks", "manthan_cold_bytes")]
     await engine.ask(prefix, session)
     await engine.until_cold(number + 1)
-    if (found := engine.metrics("manthan_exact_blocks") - before) != exact:
+    found, nbytes = (
+        engine.metrics(name) - was
+        for name, was in zip(("manthan_exact_blocks", "manthan_cold_bytes"), before, strict=True)
+    )
+    if found != exact:
         raise WrongPathError(f"piece {number}: {found:.0f} blocks have exact tokens, wanted are {exact}")
+    return nbytes
 
 
-def check_origin(answer: Answer, prefix: int, ours: bool, number: int) -> None:
+async def _answer_twice(engine: Engine, chat: dict[str, Any], ours: bool, number: int) -> dict[str, list[int]]:
+    """The answer when all is computed, and the one after that: restored with Manthan, hot without."""
+    session, what = f"chat-{number}", f"chat {number}"
+    if ours:
+        await engine.until_cold()
+    cold = engine.sessions("cold")  # also what became of earlier chats whose answers differed
+    hot, first = await _answer(engine, chat, session, "hot")
+    check(first, engine.options.block_size, cached=False, external=False, what=f"{what}, at first")
+    if ours:
+        await engine.until(lambda: engine.sessions("cold") > cold, f"{what} was not cold")
+        await engine.until_cold()
+    later, second = await _answer(engine, chat, session, "later")
+    check_origin(second, chat["prefix"], ours, what)
+    return {"hot": hot, "later": later}
+
+
+async def _answer(engine: Engine, chat: dict[str, Any], session: str, when: str) -> tuple[list[int], Answer]:
+    """Tokens, generated greedily, and where those of the prompt came from. Chats share no blocks, what they begin with
+    included."""
+    from vllm import SamplingParams
+    from vllm.sampling_params import RequestOutputKind
+
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=chat["tokens"],
+        ignore_eos=True,
+        detokenize=False,
+        output_kind=RequestOutputKind.FINAL_ONLY,
+    )
+    external = engine.metrics("external_prefix_cache_hits_total")
+    prompt = {"prompt_token_ids": chat["prompt"], "cache_salt": session}
+    async for output in engine._llm.generate(prompt, params, f"{session}-{when}", session_id=session):
+        found = output
+    await asyncio.sleep(POLL_S)  # the step's metrics come with its outputs
+    external = engine.metrics("external_prefix_cache_hits_total") - external
+    answer = Answer(0.0, len(chat["prompt"]), found.num_cached_tokens or 0, round(external))
+    return list(found.outputs[0].token_ids), answer
+
+
+def check_origin(answer: Answer, prefix: int, ours: bool, what: str) -> None:
     """All of the prefix, and nothing else, came from where it should. Raises WrongPathError."""
     wanted = (prefix, prefix if ours else 0)
     if (answer.cached_tokens, answer.external_tokens) != wanted:
         raise WrongPathError(
-            f"piece {number}: {answer.cached_tokens} of {prefix} prefix tokens were not computed, "
+            f"{what}: {answer.cached_tokens} of {prefix} prefix tokens were not computed, "
             f"{answer.external_tokens} of these restored; wanted are {wanted[0]} and {wanted[1]}"
         )
 
@@ -157,17 +218,45 @@ def check_settings(settings: list[Setting]) -> None:
             ) from None
 
 
-def arm(
-    setting: Setting | None, model: str, shape: Shape, block_size: int, pieces: list[Piece], top: int, folder: Path
-) -> Arm:
+@dataclass(frozen=True)
+class Questions:
+    """What every arm is asked. top: tokens of which it tells probabilities. answer: tokens of an answer, at most."""
+
+    pieces: list[Piece]
+    chats: list[Chat]
+    top: int
+    answer: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, with what is generated."""
+        pieces = [len(piece.tokens) + 1 for piece in self.pieces]
+        return max(pieces + [len(chat.prompt) + self.answer for chat in self.chats])
+
+    @property
+    def tokens(self) -> int:
+        """Of all requests."""
+        pieces = sum(len(piece.tokens) + 1 for piece in self.pieces)
+        return pieces + sum(len(chat.prompt) + self.answer for chat in self.chats)
+
+    def parameters(self, block_size: int) -> dict[str, Any]:
+        """As JSON."""
+        pieces = [{"prefix": piece.prefix, "rest": piece.rest, "context": piece.context} for piece in self.pieces]
+        chats = [
+            {"prompt": chat.prompt, "prefix": chat.prefix(block_size), "tokens": self.answer} for chat in self.chats
+        ]
+        return {"pieces": pieces, "chats": chats, "top": self.top}
+
+
+def arm(setting: Setting | None, model: str, shape: Shape, block_size: int, asked: Questions, folder: Path) -> Arm:
     """An engine for this setting, or a plain one for None. folder: of its own, scores go there."""
     name = setting.name if setting else EXACT
-    longest = max(len(piece.tokens) for piece in pieces) + 1
-    manthan, exact = None, 0
+    manthan, exact = None, {}
     if setting:
-        exact = int(np.count_nonzero(setting.exact_tokens(len(pieces[0].prefix) // block_size, block_size)))
-        nbytes = math.ceil(STORE_SHARE * len(pieces) * longest * 2 * shape.token_numbers)
-        store = {"kind": "host", "max_bytes": nbytes}
+        lengths = {len(piece.prefix) for piece in asked.pieces}
+        counts = {length: setting.exact_tokens(length // block_size, block_size) for length in lengths}
+        exact = {str(length): int(np.count_nonzero(tokens)) for length, tokens in counts.items()}  # keys of JSON
+        store = {"kind": "host", "max_bytes": math.ceil(STORE_SHARE * asked.tokens * 2 * shape.token_numbers)}
         manthan = MANTHAN | {
             "idle_after_s": IDLE_AFTER_S,
             "min_tokens": 0,
@@ -177,22 +266,15 @@ def arm(
     engine = EngineOptions(
         model=model,
         block_size=block_size,
-        blocks=math.ceil(POOL_PIECES * longest / block_size) + 2,
-        max_model_len=longest,
-        batched_tokens=max(8192, longest),
+        blocks=math.ceil(POOL_PIECES * asked.longest / block_size) + 2,
+        max_model_len=asked.longest,
+        batched_tokens=max(8192, asked.longest),
         eager=True,
         manthan=manthan,
         made_up_weights=False,
     )
-    parts = [{"prefix": piece.prefix, "rest": piece.rest} for piece in pieces]
-    parameters = {
-        "pieces": parts,
-        "top": top,
-        "ours": setting is not None,
-        "exact": exact,
-        "folder": str(folder),
-    }
-    return Arm(name, "quality", engine, parameters)
+    parameters = {"ours": setting is not None, "exact": exact, "folder": str(folder)}
+    return Arm(name, "quality", engine, asked.parameters(block_size) | parameters)
 
 
 def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary: int) -> dict[str, Any]:
@@ -202,16 +284,32 @@ def read_scores(folder: Path, names: list[str], pieces: list[Piece], vocabulary:
         with np.load(folder / name / file) as found:
             return Top(**found)
 
-    def figures(name: str, stem: str) -> dict[str, Any]:
+    def figures(name: str, stem: str, pieces: list[Piece]) -> dict[str, Any]:
         found = []
         for number, piece in enumerate(pieces):
             exact, other = top(EXACT, f"{number}.npz"), top(name, f"{stem}{number}.npz")
-            found.append(other.figures(exact, vocabulary, piece.values)._asdict())
+            found.append(other.figures(exact, vocabulary, piece.values, piece.context)._asdict())
         return {"pieces": found}
 
     exact, *others = names
-    found = {exact: figures(exact, ""), RECOMPUTED: figures(exact, f"{RECOMPUTED}-")}
-    return found | {name: figures(name, "") for name in others}
+    short = [piece for piece in pieces if not piece.context]
+    found = {exact: figures(exact, "", pieces), RECOMPUTED: figures(exact, f"{RECOMPUTED}-", short)}
+    return found | {name: figures(name, "", pieces) for name in others}
+
+
+def told(
+    result: dict[str, Any], setting: Setting | None, asked: Questions, block_size: int, shape: Shape
+) -> dict[str, Any]:
+    """What an arm said besides scores. answers: up to their ends. stored: bytes of each prefix, and of a long one."""
+    answers = [
+        {name: chat.answer(tokens) for name, tokens in answer.items()}
+        for chat, answer in zip(asked.chats, result["answers"], strict=True)
+    ]
+    if setting is None:
+        return result | {"answers": answers}
+    pairs = [(nbytes, len(piece.prefix)) for nbytes, piece in zip(result["stored"], asked.pieces, strict=True)]
+    stored = [[nbytes, long_nbytes(setting, nbytes, tokens, block_size, shape)] for nbytes, tokens in pairs]
+    return result | {"answers": answers, "stored": stored}
 
 
 if __name__ == "__main__":

@@ -8,11 +8,13 @@ from manthan.codec.errors import (
     HeadDimError,
     KindError,
     NonFiniteError,
+    ProfileError,
     ShapeError,
     UnknownBackendError,
     UnknownCodecError,
 )
-from manthan.codec.registry import DEFAULT, codec_names, get_codec, section_codec
+from manthan.codec.profile import Profile
+from manthan.codec.registry import DEFAULT, codec_names, get_codec, section_codec, section_codec_names
 
 __all__ = [
     "DEFAULT",
@@ -27,6 +29,8 @@ __all__ = [
     "Kind",
     "KindError",
     "NonFiniteError",
+    "Profile",
+    "ProfileError",
     "Section",
     "SectionCodec",
     "SectionKind",
@@ -37,4 +41,5 @@ __all__ = [
     "codec_names",
     "get_codec",
     "section_codec",
+    "section_codec_names",
 ]

@@ -60,13 +60,15 @@ DType = type[np.float32] | type[np.uint16] | np.dtype[np.float32] | np.dtype[np.
 @dataclass(frozen=True)
 class CodecSpec:
     """What a codec's name stands for. key_bits, value_bits: 2, 3 or 4 per number. rotated: False only for
-    comparison. unbiased: which scale encoding stores."""
+    comparison. unbiased: which scale encoding stores. mean_bits: 0 where vectors are coded one by one, else of each
+    number of the mean that keys are coded less of; see `manthan.codec.centred`."""
 
     name: str
     key_bits: int
     value_bits: int
     rotated: bool = True
     unbiased: bool = False
+    mean_bits: int = 0
 
     def bits(self, kind: Kind) -> int:
         """Bits per number for keys or for values."""

@@ -9,6 +9,7 @@ import numpy as np
 from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind, align16
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import DtypeError, ShapeError, SizeError, UnknownBlockCodecError
+from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import section_codec
 from manthan.codec.wire import BlockHeader, Buffer, block_nbytes, head, parse, seal
 
@@ -50,15 +51,15 @@ def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
 class BlockFormat:
     """What the encoded blocks of one rank and KV cache group have in common. Safe to use from several threads.
 
-    codec: its name. fingerprint: 16 bytes; see `wire.BlockHeader`. profile: of the model, for codecs that want one.
+    codec: its name. fingerprint: 16 bytes; see `wire.BlockHeader`. facts: of the model, for codecs that want them.
     Raises UnknownCodecError, HeadDimError.
     """
 
     def __init__(
-        self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, profile: object | None = None
+        self, codec: str, shape: BlockShape, fingerprint: bytes, group: int = 0, facts: ModelFacts = NO_FACTS
     ) -> None:
-        self.codec, self.shape, self.fingerprint, self.group = codec, shape, fingerprint, group
-        self._codecs = {name: section_codec(name, shape.head_dim, profile) for name in (codec, EXACT)}
+        self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
+        self._codecs = {name: section_codec(name, shape.head_dim, facts) for name in (codec, EXACT)}
 
     def warm_up(self) -> None:
         """Do now what the first block would otherwise wait for."""

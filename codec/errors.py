@@ -41,6 +41,14 @@ class NonFiniteError(CodecError):
         self.index = index
 
 
+class DamagedError(CodecError):
+    """Codes that no encoder writes."""
+
+
+class ProfileError(CodecError):
+    """A profile is missing, damaged, or not one of this model."""
+
+
 class WireError(CodecError):
     """Base of what makes an encoded block unusable. cause: a word for metric labels."""
 

@@ -6,10 +6,14 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from manthan.codec.base import Codec, CodecSpec, SectionCodec
+from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
+from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.cpu.vectors import VectorSections
-from manthan.codec.errors import UnknownBackendError, UnknownCodecError
+from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import PRESETS, Profile
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -24,17 +28,37 @@ SPECS = {
         CodecSpec("lloyd3-unrotated", 3, 3, rotated=False),
     )
 }
+"""Codecs of single vectors."""
+CENTRED = {spec.name: spec for spec in (CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5),)}
+"""Codecs whose keys are coded less their block's mean before RoPE."""
 
 
 def codec_names() -> list[str]:
-    """Every name that get_codec knows, ours first."""
-    return [*SPECS, *sorted(_others().keys() - SPECS.keys())]
+    """Every name that section_codec knows without a profile, ours first."""
+    ours = [*SPECS, *CENTRED]
+    return [*ours, *sorted(_others().keys() - set(ours))]
+
+
+def takes_facts(name: str) -> bool:
+    """Whether the codec of this name encodes by what is known of the model, so that codes of one do not fit another."""
+    return name in CENTRED
+
+
+def section_codec_names() -> list[str]:
+    """Every name that section_codec knows but "exact": those that take a profile as well."""
+    return [*codec_names(), *PRESETS]
+
+
+def needs_profile(name: str) -> bool:
+    """Whether the codec of this name is made from a profile of the model."""
+    return name in PRESETS
 
 
 def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     """The codec of this name for vectors of head_dim numbers, a multiple of 8 from 32 to 512, in the CPU's memory.
 
-    backend: "numpy", or "auto", which is the same today. Raises UnknownCodecError, UnknownBackendError, HeadDimError.
+    backend: "numpy", or "auto", which is the same today. Raises UnknownCodecError, for codecs of whole sections too,
+    UnknownBackendError, HeadDimError.
     """
     if backend not in ("auto", "numpy"):
         raise UnknownBackendError(f'backend {backend!r} is unknown: use "auto" or "numpy".')
@@ -43,16 +67,27 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
+    if name in CENTRED or needs_profile(name):
+        raise UnknownCodecError(f"codec {name!r} is not one of single vectors: section_codec makes it.")
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
 
 
-def section_codec(name: str, head_dim: int, profile: object | None = None) -> SectionCodec:
+def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> SectionCodec:
     """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
 
-    profile: of the model, for codecs that want one; none does yet. Raises UnknownCodecError, HeadDimError.
+    facts: of the model. Raises UnknownCodecError, HeadDimError, and ProfileError where a profile is missing or does not
+    fit.
     """
-    return ExactSections() if name == EXACT else VectorSections(get_codec(name, head_dim))
+    if name == EXACT:
+        return ExactSections()
+    if name in CENTRED:
+        return CentredSections(CENTRED[name], head_dim, facts.rope)
+    if not needs_profile(name):
+        return VectorSections(get_codec(name, head_dim))
+    if not isinstance(facts.profile, Profile):
+        raise ProfileError(f"codec {name} needs a profile of the model: run `manthan calibrate MODEL`.")
+    return KltSections(name, head_dim, facts.profile, facts.rope)
 
 
 @lru_cache

@@ -7,6 +7,7 @@ from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
 
+from manthan.manager.commands.calibrate import calibrate
 from manthan.manager.commands.codecs import codecs
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
@@ -20,6 +21,7 @@ app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Sess
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 config_app.command("check")(check)
+app.command("calibrate")(calibrate)
 app.command("codecs")(codecs)
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)

@@ -9,7 +9,7 @@ import functools
 import queue
 import sys
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
@@ -239,6 +239,42 @@ def attention_modules(vllm_config: "VllmConfig") -> dict[str, Any]:
     """The model's attention layers by name, as they write to the KV cache."""
     modules: dict[str, Any] = vllm_config.compilation_config.static_forward_context
     return modules
+
+
+class RotaryModule(NamedTuple):
+    """A rotary embedding that vLLM has made. cos_sin: [places, 2 * pairs], cosines and then sines, with the factor that
+    some kinds have. base: of its frequencies, where vLLM changed the model's (dynamic NTK); else None."""
+
+    head_dim: int
+    turned: int
+    interleaved: bool
+    cos_sin: "torch.Tensor"
+    base: float | None
+
+
+def rotary_modules() -> list[RotaryModule]:
+    """Those of the models in this process; models that turn no keys have none, some make their own otherwise."""
+    from vllm.model_executor.layers import rotary_embedding as made
+
+    return [
+        RotaryModule(module.head_size, module.rotary_dim, not module.is_neox_style, module.cos_sin_cache, _base(module))
+        for module in made._ROPE_DICT.values()
+        if getattr(module, "cos_sin_cache", None) is not None
+    ]
+
+
+def _base(module: Any) -> float | None:
+    """vLLM fixes dynamic NTK for the longest prompt that it allows, as these classes reckon it; Transformers follows
+    each prompt."""
+    from vllm.model_executor.layers.rotary_embedding import dynamic_ntk_alpha_rope, dynamic_ntk_scaling_rope
+
+    power = module.rotary_dim / (module.rotary_dim - 2) if module.rotary_dim > 2 else 1.0
+    if isinstance(module, dynamic_ntk_scaling_rope.DynamicNTKScalingRotaryEmbedding):
+        share = module.max_position_embeddings / module.max_trained_positions
+        return float(module.base * (module.scaling_factor * share - (module.scaling_factor - 1)) ** power)
+    if isinstance(module, dynamic_ntk_alpha_rope.DynamicNTKAlphaRotaryEmbedding):
+        return float(module.base * module.scaling_alpha**power)
+    return None
 
 
 def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor", slots: Any) -> None:

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from manthan.codec import wire
+from manthan.codec.model import NO_FACTS, ModelFacts
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -14,11 +15,14 @@ if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group
 
 
-def fingerprint(vllm_config: "VllmConfig", group: "Group", codec: str, namespace: str = "") -> bytes:
+def fingerprint(
+    vllm_config: "VllmConfig", group: "Group", codec: str, namespace: str = "", facts: ModelFacts = NO_FACTS
+) -> bytes:
     """16 bytes over everything that decides what a block of this rank means.
 
     namespace: of a store that outlives the engine; its name covers the model. Without one, `ModelConfig.compute_hash`
-    does: name, revision, quantization, dtype and rotary settings, and much that does not matter.
+    does: name, revision, quantization, dtype and rotary settings, and much that does not matter. facts: what the codec
+    knows of the model.
     """
     model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, group.spec
     parts = {
@@ -32,6 +36,8 @@ def fingerprint(vllm_config: "VllmConfig", group: "Group", codec: str, namespace
         "head_size": spec.head_size,
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
+    if facts.rope is not None:
+        parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]
 
 

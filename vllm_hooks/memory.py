@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.gpu.paged import DTYPES
+from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.sessions.session import MemoryShape
@@ -19,9 +20,11 @@ def block_shape(group: "Group") -> BlockShape:
     return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
 
 
-def block_format(codec: str, group: "Group", fingerprint: bytes = bytes(FINGERPRINT_LEN)) -> BlockFormat:
+def block_format(
+    codec: str, group: "Group", fingerprint: bytes = bytes(FINGERPRINT_LEN), facts: ModelFacts = NO_FACTS
+) -> BlockFormat:
     """What one rank's encoded blocks of a KV cache group have in common."""
-    return BlockFormat(codec, block_shape(group), fingerprint, group.index)
+    return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
 
 
 def memory_shape(codec: CodecConfig, group: "Group", ranks: int) -> MemoryShape:

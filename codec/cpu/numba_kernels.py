@@ -7,14 +7,13 @@ length. No fastmath: the compiler may neither reorder nor fuse the float operati
 prescribes.
 """
 
-from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any
 
-import numba
 import numpy as np
 import numpy.typing as npt
 from numba import types
 
+from manthan.codec.cpu.jit import jit
 from manthan.codec.tables.constants import Tables
 
 LANES = 32
@@ -27,24 +26,9 @@ Floats = npt.NDArray[np.float32]
 Words = npt.NDArray[np.uint32]
 Bytes = npt.NDArray[np.uint8]
 Sizes = npt.NDArray[np.int64]
-F = TypeVar("F", bound=Callable[..., Any])
 
 
-def _jit(*signatures: Any) -> Callable[[F], F]:
-    """njit without the GIL and with IEEE division, cached on disk where that is possible."""
-
-    def compile_(function: F) -> F:
-        options = {"nogil": True, "error_model": "numpy"}
-        try:
-            compiled: F = numba.njit(*signatures, cache=True, **options)(function)
-        except RuntimeError:  # neither this folder nor the user's cache can be written to
-            compiled = numba.njit(*signatures, **options)(function)
-        return compiled
-
-    return compile_
-
-
-@_jit()
+@jit()
 def _hadamard(tile: Floats, blocks: Sizes) -> None:
     start = 0
     for size in blocks:
@@ -62,7 +46,7 @@ def _hadamard(tile: Floats, blocks: Sizes) -> None:
         start += size
 
 
-@_jit()
+@jit()
 def _fold(rows: Floats) -> None:
     """Fold each run of 8 rows, then the runs; the sums are left in row 0. The other rows are overwritten."""
     groups = len(rows) // LANES // 8
@@ -82,7 +66,7 @@ def _fold(rows: Floats) -> None:
         groups = half
 
 
-@_jit()
+@jit()
 def _load(x: Any, first: int, count: int, shift: np.uint32, words: Words) -> None:
     """Transpose `count` vectors to float32 bits; the lanes beyond them are zeros."""
     if count < LANES:
@@ -92,7 +76,7 @@ def _load(x: Any, first: int, count: int, shift: np.uint32, words: Words) -> Non
             words[i * LANES + v] = np.uint32(x[first + v, i]) << shift
 
 
-@_jit()
+@jit()
 def _largest(words: Words, scratch: Words) -> None:
     """Row 0 of scratch becomes each lane's largest magnitude, as bits."""
     for i in range(len(words)):
@@ -106,7 +90,7 @@ def _largest(words: Words, scratch: Words) -> None:
         rows = half
 
 
-@_jit()
+@jit()
 def _prescale(top: Words, factor: Words, inverse: Words) -> int:
     """The bits of 2**(127 - m) and of 2**(m - 127) for each lane; returns the first lane that is not finite,
     or -1."""
@@ -121,7 +105,7 @@ def _prescale(top: Words, factor: Words, inverse: Words) -> int:
     return -1
 
 
-@_jit()
+@jit()
 def _quantize3(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floats) -> None:
     """y in tile becomes |y|, q its level, codes its sign bit and index."""
     l0, l1, l2, l3 = levels[0], levels[1], levels[2], levels[3]
@@ -137,7 +121,7 @@ def _quantize3(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floa
             y[v] = a
 
 
-@_jit()
+@jit()
 def _quantize4(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floats) -> None:
     """The same for 8 levels."""
     l0, l1, l2, l3 = levels[0], levels[1], levels[2], levels[3]
@@ -158,7 +142,7 @@ def _quantize4(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floa
             y[v] = a
 
 
-@_jit()
+@jit()
 def _quantize(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Floats) -> None:
     """The same for any number of levels, a pass for each threshold."""
     sign = np.uint8(len(levels))
@@ -177,7 +161,7 @@ def _quantize(tile: Floats, q: Floats, codes: Bytes, cuts: Floats, levels: Float
                 code[v] += np.uint8(over)
 
 
-@_jit()
+@jit()
 def _scale_least_squares(tile: Floats, q: Floats, scale: Floats) -> None:
     """From |y| and its levels; both are overwritten."""
     for i in range(len(tile)):
@@ -189,7 +173,7 @@ def _scale_least_squares(tile: Floats, q: Floats, scale: Floats) -> None:
         scale[v] = tile[v] / q[v] * scale[v]
 
 
-@_jit()
+@jit()
 def _scale_unbiased(tile: Floats, q: Floats, square: Floats, scale: Floats) -> None:
     """From |y|, which is overwritten, its levels and the fold of its square."""
     for i in range(len(tile)):
@@ -199,7 +183,7 @@ def _scale_unbiased(tile: Floats, q: Floats, square: Floats, scale: Floats) -> N
         scale[v] = square[v] / max(tile[v], SMALLEST) * scale[v]
 
 
-@_jit()
+@jit()
 def _pack(codes: Bytes, bits: int, packed: Bytes) -> None:
     """[head_dim, LANES] codes to [plane bytes, LANES]."""
     groups = len(codes) // LANES // 8
@@ -215,7 +199,7 @@ def _pack(codes: Bytes, bits: int, packed: Bytes) -> None:
                 row[v] = byte
 
 
-@_jit()
+@jit()
 def _unpack(packed: Bytes, bits: int, levels: Floats, tile: Floats) -> None:
     """[plane bytes, LANES] to signed levels [head_dim, LANES]. Selects are several times faster than a table
     here."""
@@ -241,7 +225,7 @@ def _unpack(packed: Bytes, bits: int, levels: Floats, tile: Floats) -> None:
                 row[v] = -level if (sign[v] & bit) != 0 else level
 
 
-@_jit()
+@jit()
 def _round(bits: np.uint32) -> np.uint32:
     """The bf16 bits nearest to float32 bits, ties to even."""
     return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
@@ -349,5 +333,5 @@ def _decode_signature(word: Any) -> Any:
     return types.int64(BYTES_IN, BYTES_IN, TABLES, types.int64, types.boolean, word[:, ::1])
 
 
-encode = _jit([_encode_signature(types.uint16), _encode_signature(types.uint32)])(_encode)
-decode = _jit([_decode_signature(types.uint16), _decode_signature(types.uint32)])(_decode)
+encode = jit([_encode_signature(types.uint16), _encode_signature(types.uint32)])(_encode)
+decode = jit([_decode_signature(types.uint16), _decode_signature(types.uint32)])(_decode)

@@ -15,7 +15,8 @@ import torch
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
-from manthan.codec.registry import SPECS
+from manthan.codec.gpu.turns import Turns
+from manthan.codec.registry import CENTRED, SPECS
 from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
@@ -69,14 +70,16 @@ class Batch(NamedTuple):
     """Blocks of one form, on the caches' device.
 
     exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
-    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. status: int32
-    [n], written.
+    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines
+    and sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status:
+    int32 [n], written.
     """
 
     exact: int
     block_ids: torch.Tensor
     offsets: torch.Tensor
     headers: torch.Tensor
+    turns: torch.Tensor
     status: torch.Tensor
 
 
@@ -90,11 +93,12 @@ class PagedCodec(ABC):
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         if layout.shape != format.shape:
             raise ShapeError(f"the format is of {format.shape}: the paged cache has {layout.shape}.")
-        self.spec = SPECS[format.codec]
+        self.spec = (SPECS | CENTRED)[format.codec]
         self.layout = layout
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}
+        self._place_turns = Turns(format.facts.rope if self.spec.mean_bits else None, layout.tokens)
 
     def form(self, exact: int) -> Form:
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
@@ -119,13 +123,16 @@ class PagedCodec(ABC):
         n, form = len(keys), self.form(exact)
         numbers = np.array([block_ids, offsets], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
-        both = torch.from_numpy(np.concatenate([numbers.view(np.uint8).ravel(), headers.ravel()]))
+        turns = self._place_turns.of(first_tokens)
+        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers, turns)]))
         if self.device.type == "cuda":
-            both = both.pin_memory()
-        there = both.to(self.device, non_blocking=True)
+            host = host.pin_memory()
+        there = host.to(self.device, non_blocking=True)
         ids, places = there[: 16 * n].view(torch.int64).view(2, n)
+        end = 16 * n + headers.size
+        turned = there[end:].view(torch.float32).view(turns.shape)
         status = torch.empty(n, dtype=torch.int32, device=self.device)
-        return Batch(exact, ids, places, there[16 * n :].view(n, form.header.nbytes), status)
+        return Batch(exact, ids, places, there[16 * n : end].view(n, form.header.nbytes), turned, status)
 
     @abstractmethod
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:

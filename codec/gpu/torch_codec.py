@@ -1,84 +1,27 @@
 """The paged codec in plain PyTorch, for GPUs on which the CUDA kernels cannot be compiled; it runs on any device.
 
-The formulas of `manthan.codec.base` in their order, one elementwise operation of torch for each, so that no step is
-fused with another. Vectors lie transposed, [head_dim, n]: each step runs over contiguous memory. Nothing here makes the
-host wait for the device.
+Nothing here makes the host wait for the device.
 """
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 from typing import NamedTuple
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Kind, align16
+from manthan.codec.base import Kind
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import xxh3
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Form, PagedCodec, PagedLayout
-from manthan.codec.tables.constants import Tables
-from manthan.codec.tables.constants import tables as tables_of
+from manthan.codec.gpu.torch_coders import Coder, coder
+from manthan.codec.gpu.torch_vectors import cast
 from manthan.codec.wire import CHECKSUM
 
 NUMBERS_AT_ONCE = 2**22
 """Of keys or values: each temporary of encoding and decoding is about four times as many bytes."""
 BYTES_AT_ONCE = 2**25
 """Of encoded blocks: the checksums' temporaries are about five times as large."""
-EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-FLOAT16_MAX = 65504.0
-
-
-def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Encode float32 [n, head_dim]: scales uint8 [n, 2], bf16; planes uint8 [n, bits * head_dim / 8]; finite bool [n].
-
-    A vector that is not finite gets scale and planes that mean nothing.
-    """
-    n = len(x)
-    y = x.t().contiguous()
-    top = (y.view(torch.int32) & MAGNITUDE).amax(0)
-    field = (254 - (top >> 23)).clamp(min=8)
-    inverse = torch.where(field < 254, (254 - field) << 23, 1 << 22)  # 2**-127 is denormal
-    y = y * (field << 23).view(torch.float32)
-    y = _hadamard(y * _weights(tables, x.device), tables.blocks.tolist())
-    square = _fold(y * y)
-    rms = _sqrt(square) * float(tables.root)
-    code = (y < 0).to(torch.uint8) << (bits - 1)
-    y = y.abs()
-    q = torch.full_like(y, float(tables.levels[0]))
-    for threshold, level in zip(tables.thresholds.tolist(), tables.levels[1:].tolist(), strict=True):
-        above = y > rms * threshold
-        code += above
-        q.masked_fill_(above, level)
-    dot = _fold(y * q)
-    ratio = square / dot.clamp(min=2.0**-126) if tables.unbiased else dot / _fold(q * q)
-    scale = ratio * inverse.view(torch.float32)
-    scales = _round(scale.view(torch.int32)).clamp(max=0x7F7F).to(torch.int16)
-    return scales.view(torch.uint8).view(n, 2), _pack(code, bits), top < EXPONENT
-
-
-def decode_vectors(scales: Tensor, planes: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor]:
-    """Decode uint8 scales [n, 2] and planes [n, bits * head_dim / 8]: float32 [n, head_dim]; finite bool [n].
-
-    A vector whose scale is not finite gets numbers that mean nothing.
-    """
-    dim, n = len(tables.weights), len(scales)
-    words = _scale_words(scales)
-    code = _unpack(planes, dim, bits)
-    x = _signed_levels(tables, scales.device).index_select(0, code.view(-1).to(torch.int32)).view(dim, n)
-    x = _hadamard(x, tables.blocks.tolist()) * _weights(tables, scales.device) * words.view(torch.float32)
-    largest = float(tables.largest)
-    x = x.clamp(-largest, largest) + 0.0  # no negative zeros
-    return x.t().contiguous(), _finite(words)
-
-
-def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decoded float32 numbers in the cache's dtype: ties to even, float16 within its range."""
-    if dtype == torch.bfloat16:  # by its bits, for the sake of denormal numbers: some devices' casts flush them
-        return _round(x.view(torch.int32)).to(torch.int16).view(torch.bfloat16)
-    if dtype == torch.float16:
-        return x.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-    return x.to(dtype)
 
 
 def checksums(blocks: Tensor) -> Tensor:
@@ -109,13 +52,11 @@ def checksums(blocks: Tensor) -> Tensor:
 
 class _Half(NamedTuple):
     """Keys or values, those that are not kept exact. views: [blocks, heads, tokens, head_dim] of each layer's cache.
-    scales, planes: the offsets of the codes' parts within an encoded block."""
+    start: the codes' offset within an encoded block."""
 
     views: tuple[Tensor, ...]
-    tables: Tables
-    bits: int
-    scales: int
-    planes: int
+    coder: Coder
+    start: int
 
 
 class _Part(NamedTuple):
@@ -149,7 +90,7 @@ class TorchPagedCodec(PagedCodec):
         plan = self._plan(batch.exact)
         with torch.inference_mode():  # in which caches made in it may be written to as well
             for some in self._batches(plan, len(batch.block_ids)):
-                rows, batch.status[some] = self._encode(plan, batch.block_ids[some], batch.headers[some])
+                rows, batch.status[some] = self._encode(plan, batch, some)
                 places = _places(batch.offsets[some], plan.form.nbytes)
                 _words(codes).index_copy_(0, places, rows.view(torch.int64).view(-1))
 
@@ -167,7 +108,7 @@ class TorchPagedCodec(PagedCodec):
         with torch.inference_mode():
             for some in self._batches(plan, len(batch.block_ids)):
                 rows = _rows(codes, batch.offsets[some], plan.form.nbytes)
-                self._restore(plan, rows, batch.block_ids[some], batch.status[some] == GOOD)
+                self._restore(plan, rows, batch, some)
 
     def _plan(self, exact: int) -> _Plan:
         if exact not in self._plans:
@@ -184,10 +125,9 @@ class TorchPagedCodec(PagedCodec):
 
     def _half(self, kind: Kind, views: tuple[Tensor, ...], start: int) -> _Half:
         """start: where the codes begin in an encoded block."""
-        bits, dim = self.spec.bits(kind), self.layout.head_dim
-        vectors = len(views) * views[0].shape[1] * views[0].shape[2]
-        tables = tables_of(dim, bits, self.spec.rotated, self.spec.unbiased)
-        return _Half(views, tables, bits, start, start + align16(2 * vectors))
+        tokens = views[0].shape[2]
+        runs = len(views) * self.layout.heads
+        return _Half(views, coder(self.spec, kind, runs, tokens, self.layout.head_dim, self.format.facts.rope), start)
 
     def _batches(self, plan: _Plan, n: int) -> Iterator[slice]:
         """The n blocks in runs of as many as are worked on at once."""
@@ -208,13 +148,16 @@ class TorchPagedCodec(PagedCodec):
         """Coded vectors of one layer's keys, or values."""
         return self.layout.heads * plan.coded
 
-    def _codes(self, plan: _Plan, rows: Tensor, part: _Part) -> tuple[Tensor, Tensor]:
-        """The scales and the planes of a part, as views [n, bytes] of encoded blocks [n, nbytes]."""
-        width = part.half.bits * self.layout.head_dim // 8
-        places = (part.half.scales, 2), (part.half.planes, width)
-        first, last = part.first * self._per_layer(plan), part.last * self._per_layer(plan)
-        scales, planes = (rows[:, at + first * size : at + last * size] for at, size in places)
-        return scales, planes
+    def _codes(self, rows: Tensor, part: _Part) -> list[Tensor]:
+        """A part's codes as its coder has them: views [n, bytes] of encoded blocks [n, nbytes]."""
+        half, heads = part.half, self.layout.heads
+        first, last = part.first * heads, part.last * heads
+        places = ((half.start + at, size) for at, size in half.coder.parts)
+        return [rows[:, at + first * size : at + last * size] for at, size in places]
+
+    def _turns(self, plan: _Plan, batch: Batch, some: slice) -> Tensor:
+        """Of the coded tokens."""
+        return batch.turns[some, :, self.layout.tokens - plan.coded :]
 
     def _exact(self, plan: _Plan, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each view of exact tokens, and its bytes as a view [n, bytes] of encoded blocks [n, nbytes]."""
@@ -224,8 +167,9 @@ class TorchPagedCodec(PagedCodec):
             yield view, rows[:, at:end]
             at = end
 
-    def _encode(self, plan: _Plan, block_ids: Tensor, headers: Tensor) -> tuple[Tensor, Tensor]:
+    def _encode(self, plan: _Plan, batch: Batch, some: slice) -> tuple[Tensor, Tensor]:
         """Encoded blocks uint8 [n, nbytes], and their status."""
+        block_ids, headers, turns = batch.block_ids[some], batch.headers[some], self._turns(plan, batch, some)
         n, device = len(block_ids), block_ids.device
         rows = torch.zeros((n, plan.form.nbytes), dtype=torch.uint8, device=device)
         status = torch.full((n,), GOOD, dtype=torch.int32, device=device)
@@ -235,11 +179,10 @@ class TorchPagedCodec(PagedCodec):
         for part in self._parts(plan, n):
             views = part.half.views[part.first : part.last]
             x = torch.stack([view.index_select(0, block_ids) for view in views], 1).to(torch.float32)
-            made = encode_vectors(x.view(-1, self.layout.head_dim), part.half.tables, part.half.bits)
-            for place, codes in zip(self._codes(plan, rows, part), made, strict=False):
-                place.copy_(codes.view(n, -1))
-            bad = _first_bad(made[2].view(n, -1), part.first * self._per_layer(plan))
-            status = torch.minimum(status, bad)
+            made, finite = part.half.coder.encode(x.view(n, -1, *x.shape[3:]), turns)
+            for place, codes in zip(self._codes(rows, part), made, strict=True):
+                place.copy_(codes)
+            status = torch.minimum(status, _first_bad(finite, part.first * self._per_layer(plan)))
         rows[:, CHECKSUM] = checksums(rows).view(n, 1).view(torch.uint8)
         return rows, status
 
@@ -254,21 +197,19 @@ class TorchPagedCodec(PagedCodec):
         right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
         status = torch.where(right, status, BAD_CHECKSUM)
         for half in plan.halves:
-            scales, _ = self._codes(plan, rows, _Part(half, 0, len(half.views)))
-            finite = _finite(_scale_words(scales.reshape(-1, 2))).view(len(rows), -1)
+            finite = half.coder.finite(self._codes(rows, _Part(half, 0, len(half.views))))
             status = torch.minimum(status, _first_bad(finite, 0))
         return status
 
-    def _restore(self, plan: _Plan, rows: Tensor, block_ids: Tensor, good: Tensor) -> None:
-        """Decode encoded blocks into the paged ones where good, bool [n], says so."""
+    def _restore(self, plan: _Plan, rows: Tensor, batch: Batch, some: slice) -> None:
+        """Decode encoded blocks uint8 [n, nbytes] into the paged ones whose status is GOOD."""
+        block_ids, good, turns = batch.block_ids[some], batch.status[some] == GOOD, self._turns(plan, batch, some)
         n, layout = len(block_ids), self.layout
         dtype = layout.caches[0].dtype
         for view, place in self._exact(plan, rows):
             _write(view, block_ids, place.contiguous().view(dtype).view(n, *view.shape[1:]), good)
         for part in self._parts(plan, n):
-            scales, planes = self._codes(plan, rows, part)
-            width = part.half.bits * layout.head_dim // 8
-            x, _ = decode_vectors(scales.reshape(-1, 2), planes.reshape(-1, width), part.half.tables, part.half.bits)
+            x = part.half.coder.decode(self._codes(rows, part), turns)
             blocks = cast(x, dtype).view(n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
             for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
                 _write(view, block_ids, new, good)
@@ -318,73 +259,6 @@ def _first_bad(finite: Tensor, first: int) -> Tensor:
     return torch.where(finite, GOOD, indices).amin(1)
 
 
-def _hadamard(x: Tensor, blocks: Sequence[int]) -> Tensor:
-    """Transform float32 [head_dim, n] as `rotation.hadamard_` does, block by block, not normalized."""
-    n, start, done = x.shape[1], 0, []
-    for size in blocks:
-        part, start = x[start : start + size], start + size
-        for stride in (1 << k for k in range(size.bit_length() - 1)):
-            pairs = part.reshape(size // (2 * stride), 2, stride, n)
-            part = torch.empty_like(pairs)
-            torch.add(pairs[:, 0], pairs[:, 1], out=part[:, 0])
-            torch.sub(pairs[:, 0], pairs[:, 1], out=part[:, 1])
-        done.append(part.view(size, n))
-    return torch.cat(done) if done else x
-
-
-def _sqrt(x: Tensor) -> Tensor:
-    """The nearest float32: by way of float64, because torch's own may be off in the last bit (MKL's on CPUs is)."""
-    return torch.sqrt(x.to(torch.float64)).to(torch.float32)
-
-
-def _fold(rows: Tensor) -> Tensor:
-    """Fold each run of 8 rows of float32 [rows, n], then the runs: [n]."""
-    dim, n = rows.shape
-    sums = rows.view(dim // 8, 8, n)
-    for half in (4, 2, 1):
-        sums = sums[:, :half] + sums[:, half : 2 * half]
-    sums = sums[:, 0]
-    while len(sums) > 1:
-        half = (len(sums) + 1) // 2
-        upper = sums[half:]
-        sums = torch.cat((sums[: len(upper)] + upper, sums[len(upper) : half]))
-    return sums[0]
-
-
-def _pack(code: Tensor, bits: int) -> Tensor:
-    """Codes uint8 [head_dim, n], the sign highest, to planes uint8 [n, bits * head_dim / 8]."""
-    dim, n = code.shape
-    shifts = torch.arange(8, dtype=torch.uint8, device=code.device)[:, None]
-    eights = code.view(dim // 8, 8, n)
-    planes = [((eights >> (bits - 1 - p) & 1) << shifts).sum(1, dtype=torch.uint8) for p in range(bits)]
-    return torch.cat(planes).t().contiguous()
-
-
-def _unpack(planes: Tensor, dim: int, bits: int) -> Tensor:
-    """Planes uint8 [n, bits * dim / 8] to codes uint8 [dim, n]."""
-    n = len(planes)
-    shifts = torch.arange(8, dtype=torch.uint8, device=planes.device)[:, None]
-    code = torch.zeros((dim // 8, 8, n), dtype=torch.uint8, device=planes.device)
-    for plane in planes.t().contiguous().view(bits, dim // 8, 1, n):
-        code = code + code + (plane >> shifts & 1)
-    return code.view(dim, n)
-
-
-def _round(words: Tensor) -> Tensor:
-    """The bf16 bits nearest to float32 bits, ties to even; int32 both."""
-    return (words + 0x7FFF + (words >> 16 & 1)) >> 16
-
-
-def _scale_words(scales: Tensor) -> Tensor:
-    """Scales uint8 [n, 2] as the bits of float32, int32 [n]."""
-    low, high = scales.to(torch.int32).unbind(1)
-    return low << 16 | high << 24
-
-
-def _finite(words: Tensor) -> Tensor:
-    return (words & EXPONENT) != EXPONENT
-
-
 def _stripes(words: Tensor, secret: Tensor) -> Tensor:
     """What stripes add to the sums: int64 [..., stripes, 8] with [stripes, 8] to [..., 8]."""
     keyed = words ^ secret
@@ -417,18 +291,3 @@ def _signed(word: int) -> int:
 @lru_cache(maxsize=64)
 def _int64(words: tuple[int, ...], device: torch.device) -> Tensor:
     return torch.tensor([_signed(word) for word in words], dtype=torch.int64, device=device)
-
-
-@lru_cache(maxsize=64)
-def _float32(data: bytes, device: torch.device) -> Tensor:
-    return torch.tensor(np.frombuffer(data, np.float32).tolist(), dtype=torch.float32, device=device)
-
-
-def _weights(tables: Tables, device: torch.device) -> Tensor:
-    """[head_dim, 1]"""
-    return _float32(tables.weights.tobytes(), device)[:, None]
-
-
-def _signed_levels(tables: Tables, device: torch.device) -> Tensor:
-    """By code: the sign is its highest bit."""
-    return _float32(np.concatenate([tables.levels, -tables.levels]).tobytes(), device)

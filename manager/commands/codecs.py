@@ -3,14 +3,18 @@
 from rich.table import Table
 from rich.text import Text
 
-from manthan.codec import Codec, codec_names, get_codec
+from manthan.codec import Codec, CodecSpec, Section, SectionKind, codec_names, get_codec, section_codec
+from manthan.codec.registry import CENTRED
 from manthan.manager.commands.console import make_console
 
 HEAD_DIM = 128
 """The head size of most models."""
+BLOCK_TOKENS = 16
+"""vLLM's block on GPUs."""
 PURPOSE = {
     "k3v3": "the default: five times less than bf16",
     "k4v2": "the same size, more exact for keys; encoding takes longer",
+    "k4v2c": "keys less their block's mean before RoPE: more exact, and biased keys do it no harm",
     "lloyd3": "k3v3 with the least-squares scale: loses more",
     "lloyd4": "more exact, four times less",
     "k4v3": "more exact keys: most of what lloyd4 gains, for less",
@@ -19,13 +23,13 @@ PURPOSE = {
 
 
 def codecs() -> None:
-    """List the codecs there are, with their bits, and their sizes for vectors of 128 numbers."""
+    """List the codecs there are, with their bits, and their sizes for vectors of 128 numbers in blocks of 16 tokens."""
     table = Table(box=None)
     for heading in ("codec", "bits, keys / values", "bytes of a key, a value", "ratio to bf16", "for"):
         table.add_column(heading)
     for name in codec_names():
         try:
-            row = _row(name, get_codec(name, HEAD_DIM, "numpy"))
+            row = _row_of_sections(CENTRED[name]) if name in CENTRED else _row(name, get_codec(name, HEAD_DIM, "numpy"))
         except Exception as error:  # whatever another package's module does
             said = " ".join(str(error).split())
             table.add_row(Text(name), "", "", "", Text(f"cannot be used: {type(error).__name__}: {said}", style="red"))
@@ -41,6 +45,21 @@ def _row(name: str, codec: Codec) -> tuple[str, ...]:
     lines = (type(codec).__doc__ or "").strip().splitlines() or [""]
     bits = f"{codec.bits('key')} / {codec.bits('value')}"
     return name, bits, f"{key:g}, {value:g}", f"{codec.ratio:.2f}x", PURPOSE.get(name, lines[0])
+
+
+def _row_of_sections(spec: CodecSpec) -> tuple[str, ...]:
+    many, codec = 1 << 8, section_codec(spec.name, HEAD_DIM)
+    kinds = (SectionKind.KEYS, SectionKind.VALUES)
+    sections = (Section(kind, spec.name, many, BLOCK_TOKENS, 1, HEAD_DIM) for kind in kinds)
+    key, value = (codec.max_nbytes(section) / section.vectors for section in sections)
+    ratio = 4 * HEAD_DIM / (key + value)
+    return (
+        spec.name,
+        f"{spec.key_bits} / {spec.value_bits}",
+        f"{key:.4g}, {value:.4g}",
+        f"{ratio:.2f}x",
+        PURPOSE[spec.name],
+    )
 
 
 def _vector_nbytes(codec: Codec, kind: str) -> float:

@@ -1,18 +1,23 @@
 """What compression costs the tiny model, with Transformers: what must hold of the figures, the report, and refusals."""
 
 import json
+import re
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from transformers import AutoTokenizer
 from typer.testing import CliRunner
 
 from manthan.benchmarks.cli import evaluate
-from manthan.benchmarks.quality_pieces import Text
+from manthan.benchmarks.quality_answers import Agreement
+from manthan.benchmarks.quality_blocks import CodedPrefix
+from manthan.benchmarks.quality_pieces import NEEDLES, QUESTIONS, Chat, Text
 from manthan.benchmarks.quality_scores import kl_of_top
-from manthan.benchmarks.quality_settings import Setting, Shape, Storage, parse_settings, stored_nbytes
-from manthan.codec import codec_names
+from manthan.benchmarks.quality_settings import Setting, Shape, Storage, long_nbytes, parse_settings
+from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.policies import get_policy
@@ -32,6 +37,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Of a run with everything, the last blocks, and nothing left exact."""
     out = tmp_path_factory.mktemp("quality")
     sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", 3, "--tables", 2)
+    sizes += ("--needle", 2000, "--chats", 6, "--document", 400)
     exact = ("--exact", f"0+0,4+128,{PREFIX}+0")
     result = run(MODEL, "--engine", "transformers", "--codec", ",".join(CODECS), *exact, *sizes, "--out", out)
     assert result.exit_code == 0, result.output
@@ -53,8 +59,11 @@ def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
     arms = report["arms"]["transformers"]
     names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 4+128", f" {PREFIX}+0")]
     assert list(arms) == ["exact", "recomputed", *names]
-    for arm in arms.values():
-        assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * 2
+    for name, arm in arms.items():
+        long = [] if name == "recomputed" else [2000]
+        assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * (2 + len(long))
+        assert [piece["context"] for piece in arm["pieces"]] == [0] * 5 + long
+    assert report["default"] == DEFAULT
 
 
 @pytest.mark.slow
@@ -89,6 +98,21 @@ def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, Any]) -> None:
+    """A chat's prompt is shorter than the tokens that are exact here, a long context longer."""
+    needles, answers = ({name: found[name][what] for name in found} for what in ("needles", "answers"))
+    assert needles["exact"]["2000"] > 0.3
+    assert needles["lloyd3-unrotated"]["2000"] < needles["lloyd4"]["2000"]
+    assert needles["recomputed"] == {}
+    assert answers["recomputed"] is None
+    for name in ("exact", *(f"{codec} {PREFIX}+0" for codec in CODECS)):
+        assert answers[name]["answers"] == 6
+        assert answers[name] == answers["exact"]
+    assert answers["lloyd3-unrotated"]["share"] < answers["exact"]["share"]
+    assert answers["lloyd3-unrotated"]["same"] <= answers["exact"]["same"]
+
+
+@pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     """tests/codec/test_quality.py has the bounds for longer pieces."""
     rotated, unrotated, more_bits = found["lloyd3"], found["lloyd3-unrotated"], found["k4v3"]
@@ -109,6 +133,7 @@ def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) 
     assert part["kl"]["mean"] < none["kl"]["mean"]
     assert part["cosines"][0] > none["cosines"][0]
     assert part["bits"] > none["bits"]
+    assert part["ratio"] < part["ratio_long"] < none["ratio_long"] == pytest.approx(none["ratio"])
 
 
 @pytest.mark.slow
@@ -126,11 +151,20 @@ def test_the_report_is_shown_again(folder: Path) -> None:
 def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
     """One codec and little text: what is left out above is measured in `make test-all`."""
     sizes = ("--prefix", 128, "--continuation", 64, "--pieces", 2, "--tables", 0)
-    result = run(MODEL, "--engine", "transformers", "--codec", "k3v3", "--exact", "0+0", *sizes, "--out", tmp_path)
+    more = ("--needle", "800,8192", "--chats", 2, "--document", 100)
+    codecs = ("--codec", "k3v3,exact", "--exact", "0+0")
+    result = run(MODEL, "--engine", "transformers", *codecs, *sizes, *more, "--out", tmp_path)
     assert result.exit_code == 0, result.output
+    assert "  transformers: the model is loaded\n" in result.output  # a line, where there is no terminal
+    assert "ratio at 8,192 tokens" in result.output
     found = json.loads((tmp_path / "quality.json").read_text())["summary"]["transformers"]
     assert 0.0005 < found["k3v3"]["kl"]["mean"] < 0.05
     assert abs(found["recomputed"]["kl"]["mean"]) < 0.002
+    assert list(found["k3v3"]["needles"]) == ["800"]  # 8,192 and what follows is more than the model takes
+    assert found["k3v3"]["answers"]["answers"] == 2
+    coded = found["exact, encoded"]
+    assert coded["kl"]["mean"] == pytest.approx(0, abs=1e-6)
+    assert coded["ratio"] == pytest.approx(1, abs=0.01)
     assert (tmp_path / "quality.png").read_bytes().startswith(b"\x89PNG")
 
 
@@ -158,20 +192,65 @@ def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int, window: int) 
     assert [order.exact for order in orders] == Setting("lloyd3", sink, window).exact_tokens(8, 32).tolist()
 
 
+def coded(codec: str, blocks: int) -> CodedPrefix:
+    """Of random KV of the tiny model's shape."""
+    rng = np.random.default_rng(0)
+    shape = (SHAPE.layers, SHAPE.heads, 32 * blocks, SHAPE.head_dim)
+    keys, values = ((rng.standard_normal(shape, np.float32).view(np.uint32) >> 16).astype(np.uint16) for _ in range(2))
+    form = BlockFormat(codec, BlockShape(SHAPE.layers, SHAPE.heads, 32, SHAPE.head_dim), bytes(16))
+    return CodedPrefix(form, (keys, values), ThreadPoolExecutor(2))
+
+
 def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
     token, head = 800, 128 + 64  # of codes; of a header and a section
     encoded = 32 * token + head + 64
-    assert stored_nbytes(Setting("lloyd3"), SHAPE, 48, 32) == 48 * encoded
     first, exact = 4 * 4096 + 28 * token + head + 128, 32 * 4096 + head
-    assert stored_nbytes(Setting("lloyd3", 4, 128), SHAPE, 48, 32) == 43 * encoded + first + 4 * exact
-    assert Storage.of_prefix(None, SHAPE, 1536, 32) == Storage(4096, 16, 1)
-    size = Storage.of_prefix(Setting("lloyd3"), SHAPE, 1536, 32)
-    assert (size.bytes_per_token, size.bits) == (808, 808 * 8 / 2048)
+    prefix = coded("lloyd3", 8)
+    assert prefix.nbytes(Setting("lloyd3")) == 8 * encoded
+    assert prefix.long_nbytes(Setting("lloyd3")) == 256 * encoded
+    assert prefix.nbytes(Setting("lloyd3", 4, 128)) == 3 * encoded + first + 4 * exact
+    assert prefix.long_nbytes(Setting("lloyd3", 4, 128)) == 251 * encoded + first + 4 * exact
+    assert prefix.nbytes(Setting("lloyd3", 256, 0)) == 8 * exact
+    assert prefix.long_nbytes(Setting("lloyd3", 256, 0)) == 248 * encoded + 8 * exact  # not in the prefix
+
+
+def test_ratios_follow_from_bytes() -> None:
+    assert Storage.of_bf16(SHAPE) == Storage(4096, 16, 1, 1)
+    size = Storage.of_bytes(1536 * 808, 1536, 8192 * 1024, SHAPE)
+    assert (size.bytes_per_token, size.bits, size.ratio_long) == (808, 808 * 8 / 2048, 4)
     assert size.ratio == pytest.approx(5.07, abs=0.005)
+    assert Storage.of_bytes(808, 1, None, SHAPE).ratio_long is None
+
+
+def test_without_blocks_bytes_of_a_long_session_follow_from_its_tokens() -> None:
+    assert long_nbytes(Setting("lloyd3"), 512 * 808, 512, 32, SHAPE) == 8192 * 808
+    nbytes = 132 * 4096 + 380 * 808
+    assert long_nbytes(Setting("lloyd3", 4, 128), nbytes, 512, 32, SHAPE) == 132 * 4096 + 8060 * 808
+    assert long_nbytes(Setting("lloyd3", 512, 0), 512 * 4096, 512, 32, SHAPE) is None
+
+
+def test_what_comes_back_is_exact_where_it_should_be() -> None:
+    prefix, plain = coded("lloyd3", 4), coded("exact", 4)
+    (keys, values), (exact_keys, _) = prefix.kv(Setting("lloyd3", 4, 32)), plain.kv(Setting("exact"))
+    same = (keys == exact_keys).all((0, 1, 3))
+    assert keys.shape == values.shape == exact_keys.shape
+    assert same.tolist() == [True] * 4 + [False] * 92 + [True] * 32
+
+
+def test_an_answer_counts_up_to_its_first_difference() -> None:
+    hot = [1, 2, 3, 4]
+    answers = [{"hot": hot, "later": later} for later in (hot, [1, 2, 9, 4], [1, 2, 3], [9, 2, 3, 4], [1, 2, 3, 4, 5])]
+    assert Agreement.of(answers) == Agreement(1, 5, (1 + 0.5 + 0.75 + 0 + 1) / 5)
+    assert Agreement.of([]) is None
+    chat = Chat(list(range(65)), end=2)
+    assert chat.answer([5, 2, 7, 2]) == [5, 2]
+    assert chat.answer([5, 7]) == [5, 7]
+    assert (chat.prefix(32), Chat(list(range(64)), None).prefix(32)) == (64, 32)  # the last token is always computed
 
 
 def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
     assert [setting.codec for setting in parse_settings("", "0+0", 128)] == codec_names()
+    assert parse_settings("exact", "0+0", 128)[0].name == "exact, encoded"  # "exact" is what is not encoded
     assert parse_settings("k4v3, lloyd3", "0+0, 4+128", 128) == [
         Setting("k4v3"), Setting("k4v3", 4, 128), Setting("lloyd3"), Setting("lloyd3", 4, 128)
     ]  # fmt: skip
@@ -212,6 +291,32 @@ def test_a_text_of_ones_own_is_cut_into_pieces(tmp_path: Path) -> None:
     assert not text.tables(32, 1, 0)  # no room
 
 
+def test_needles_are_spread_over_a_long_context_and_all_looked_up() -> None:
+    tokenizer, text = AutoTokenizer.from_pretrained(MODEL), Text(str(MODEL), None)
+    piece = text.needles(4000, 32, 0)
+    assert piece is not None
+    assert piece.context == 4000
+    assert len(piece.prefix) % 32 == 0
+    assert 4000 - 32 < len(piece.tokens) <= 4000
+    context, lookups = tokenizer.decode(piece.prefix), tokenizer.decode(piece.rest)
+    asked = re.findall(r"assert (\w+) == (\d+)", lookups)
+    assert len(asked) == NEEDLES
+    places = [context.index(f"\n{name} = {value}\n") / len(context) for name, value in asked]
+    assert np.histogram(places, 4, (0, 1))[0].min() >= NEEDLES // 8
+    assert len(piece.values) == 4 * NEEDLES
+    assert text.needles(70000, 32, 0) is None  # more than the text has
+
+
+def test_chats_are_about_passages_that_do_not_overlap() -> None:
+    tokenizer, text = AutoTokenizer.from_pretrained(MODEL), Text(str(MODEL), None)
+    chats = [tokenizer.decode(chat.prompt) for chat in text.chats(6, 200)]
+    assert len(set(chats)) == 6
+    assert all(QUESTIONS[number % len(QUESTIONS)] in chat for number, chat in enumerate(chats))
+    assert all(chat.startswith("<|bos|>") for chat in chats)
+    assert len(text.chats(6, 20000)) == 3
+    assert not text.chats(0, 200)
+
+
 # -- refusals -------------------------------------------------------------------------------------------
 
 
@@ -228,6 +333,7 @@ def test_a_text_of_ones_own_is_cut_into_pieces(tmp_path: Path) -> None:
         ((MODEL, "--prefix", 8192), "takes 8,192 tokens, and the longest piece has 8,837 "),
         ((MODEL, "--prefix", 64000), "held_tokens.u16 has 60,000 tokens, fewer than --prefix 64000 "),
         ((MODEL, "--codec", "loyd3"), "--codec loyd3: codec 'loyd3' is unknown: did you mean 'lloyd3'?"),
+        ((MODEL, "--needle", "far"), "--needle far is no list of lengths in tokens, such as 4000,8000 (0 for none)."),
         ((MODEL, "--exact", "4"), "--exact 4: '4' is not SINK+WINDOW in tokens, such as 4+128 (0+0 for none)."),
         ((MODEL, "--text", "nowhere.txt"), "--text nowhere.txt cannot be read: No such file or directory."),
         ((MODEL, "--text", MODEL / "model.safetensors"), "is not UTF-8: give it as plain text."),

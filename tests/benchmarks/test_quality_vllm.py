@@ -9,10 +9,11 @@ from typer.testing import CliRunner
 
 from manthan.benchmarks.cli import evaluate
 from manthan.benchmarks.engines import Answer, WrongPathError
+from manthan.benchmarks.quality_pieces import Text
 from manthan.benchmarks.quality_vllm import check_origin
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-PREFIX, PIECES, TABLES = 512, 2, 1
+PREFIX, PIECES, TABLES, CHATS, NEEDLE = 512, 2, 1, 3, 1000
 SETTINGS = ("lloyd3", "lloyd3 4+128")
 
 
@@ -20,6 +21,7 @@ SETTINGS = ("lloyd3", "lloyd3 4+128")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     out = tmp_path_factory.mktemp("quality")
     sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", PIECES, "--tables", TABLES)
+    sizes += ("--needle", NEEDLE, "--chats", CHATS, "--document", 400)
     arguments = [
         "quality",
         str(MODEL),
@@ -42,8 +44,14 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
     assert list(report["arms"]) == ["vllm", "transformers"]
     for name in SETTINGS:
         arm = report["arms"]["vllm"][name]
-        assert arm["prefix_tokens_not_computed"] == [PREFIX] * (PIECES + TABLES)
-        assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (PIECES + TABLES) * PREFIX / 32
+        *short, long = arm["prefix_tokens_not_computed"]
+        assert short == [PREFIX] * (PIECES + TABLES)
+        text = Text(str(MODEL), None)
+        needles = text.needles(NEEDLE, 32, 0)
+        assert needles is not None
+        assert long == len(needles.prefix)
+        chats = sum(chat.prefix(32) for chat in text.chats(CHATS, 400))
+        assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (sum(short) + long + chats) / 32
     assert "vllm:manthan_restored_blocks_total" not in report["arms"]["vllm"]["exact"]["manthan"]
 
 
@@ -64,6 +72,27 @@ def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
+def test_answers_after_a_return_are_beside_those_when_hot(report: dict[str, Any]) -> None:
+    found = report["summary"]["vllm"]
+    assert found["recomputed"]["answers"] is None
+    assert found["exact"]["answers"]["answers"] == CHATS
+    assert found["exact"]["answers"]["share"] > 0.8
+    for name in SETTINGS:
+        assert 0.05 < found[name]["answers"]["share"] <= found["exact"]["answers"]["share"]
+    hot = [[answer["hot"] for answer in arm["answers"]] for arm in report["arms"]["vllm"].values() if "answers" in arm]
+    assert hot == [hot[0]] * len(hot)  # what is computed does not depend on the codec
+
+
+@pytest.mark.slow
+def test_bytes_are_those_of_the_store(report: dict[str, Any]) -> None:
+    """Which rounds blocks up to 256 bytes."""
+    vllm, plain = report["summary"]["vllm"], report["summary"]["transformers"]
+    for name in SETTINGS:
+        assert 0.98 < vllm[name]["ratio"] / plain[name]["ratio"] <= 1
+        assert 0.98 < vllm[name]["ratio_long"] / plain[name]["ratio_long"] <= 1
+
+
+@pytest.mark.slow
 def test_vllm_and_transformers_agree(report: dict[str, Any]) -> None:
     """Both round to bf16, in other places: what that does to exact KV is their perplexities' difference."""
     vllm, plain = report["summary"]["vllm"], report["summary"]["transformers"]
@@ -76,10 +105,10 @@ def test_vllm_and_transformers_agree(report: dict[str, Any]) -> None:
 @pytest.mark.parametrize(("cached", "external"), [(0, 0), (512, 0), (480, 480), (512, 480), (544, 512)])
 def test_a_prefix_that_was_not_restored_is_no_figure(cached: int, external: int) -> None:
     with pytest.raises(WrongPathError, match=f"{cached} of 512 prefix tokens were not computed, {external} of these"):
-        check_origin(Answer(0.0, 768, cached, external), 512, ours=True, number=1)
+        check_origin(Answer(0.0, 768, cached, external), 512, ours=True, what="piece 1")
 
 
 def test_a_hot_prefix_must_have_been_hot() -> None:
-    check_origin(Answer(0.0, 768, 512, 0), 512, ours=False, number=1)
+    check_origin(Answer(0.0, 768, 512, 0), 512, ours=False, what="piece 1")
     with pytest.raises(WrongPathError):
-        check_origin(Answer(0.0, 768, 512, 512), 512, ours=False, number=1)
+        check_origin(Answer(0.0, 768, 512, 512), 512, ours=False, what="piece 1")

@@ -13,8 +13,11 @@ from manthan.codec.block import BlockFormat  # noqa: E402
 from manthan.codec.cpu.numpy_codec import NumpyCodec  # noqa: E402
 from manthan.codec.errors import ShapeError  # noqa: E402
 from manthan.codec.gpu import torch_codec as torch_backend  # noqa: E402
+from manthan.codec.gpu import torch_vectors  # noqa: E402
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedLayout, status_cause  # noqa: E402
+from manthan.codec.model import NO_FACTS, ModelFacts  # noqa: E402
 from manthan.codec.registry import SPECS  # noqa: E402
+from manthan.codec.rope import Rope  # noqa: E402
 from manthan.codec.tables.constants import tables  # noqa: E402
 
 HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
@@ -59,14 +62,14 @@ def test_vectors_agree_with_numpy_bit_for_bit(name, head_dim, vectors):
         for kind in KINDS:
             codes = plain(name, head_dim).encode(x, kind)
             scales, planes = split(codes, len(x), SPECS[name].bits(kind), head_dim)
-            made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, head_dim, kind))
+            made = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, head_dim, kind))
             assert made[2].all(), what
             assert np.array_equal(made[0].numpy(), scales), what
             assert np.array_equal(made[1].numpy(), planes), what
-            found, finite = torch_backend.decode_vectors(*made[:2], *constants(name, head_dim, kind))
+            found, finite = torch_vectors.decode_vectors(*made[:2], *constants(name, head_dim, kind))
             assert finite.all(), what
             assert same_bits(found.numpy(), plain(name, head_dim).decode(codes, len(x), kind)), what
-            bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+            bf16 = torch_vectors.cast(found, torch.bfloat16).view(torch.uint16).numpy()
             assert same_bits(bf16, plain(name, head_dim).decode(codes, len(x), kind, np.uint16)), what
 
 
@@ -75,18 +78,18 @@ def test_every_step_is_the_same_to_the_last_bit(head_dim):
     """Another order of additions, or a root that is off in its last bit, shows in one of thousands of vectors."""
     x = np.random.default_rng(0).standard_normal((200_000, head_dim)).astype(np.float32)
     codes = split(plain("lloyd4", head_dim).encode(x), len(x), 4, head_dim)
-    made = torch_backend.encode_vectors(torch.tensor(x), *constants("lloyd4", head_dim, "key"))
+    made = torch_vectors.encode_vectors(torch.tensor(x), *constants("lloyd4", head_dim, "key"))
     assert all(map(np.array_equal, (part.numpy() for part in made[:2]), codes))
 
 
 @pytest.mark.parametrize("name", NAMES)
 def test_vectors_that_are_not_finite_leave_the_others_alone(name):
     x = np.random.default_rng(0).standard_normal((20, 64)).astype(np.float32)
-    clean = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    clean = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
     bad = {3: np.nan, 7: np.inf, 8: -np.inf, 19: -np.nan}
     for row, number in bad.items():
         x[row, row] = number
-    made = torch_backend.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
+    made = torch_vectors.encode_vectors(torch.tensor(x), *constants(name, 64, "key"))
     assert made[2].tolist() == [row not in bad for row in range(20)]
     for before, after in zip(clean[:2], made[:2], strict=True):
         assert torch.equal(before[made[2]], after[made[2]])
@@ -95,10 +98,10 @@ def test_vectors_that_are_not_finite_leave_the_others_alone(name):
 @pytest.mark.parametrize("scale", [0x7F80, 0x7FC0, 0xFF80, 0xFFFF])
 def test_scales_that_are_not_finite_leave_the_others_alone(scale):
     x = torch.randn((20, 64), generator=torch.Generator().manual_seed(0))
-    scales, planes, _ = torch_backend.encode_vectors(x, *constants("lloyd3", 64, "key"))
-    clean, _ = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    scales, planes, _ = torch_vectors.encode_vectors(x, *constants("lloyd3", 64, "key"))
+    clean, _ = torch_vectors.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
     scales[5] = torch.tensor([scale & 255, scale >> 8], dtype=torch.uint8)
-    found, finite = torch_backend.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
+    found, finite = torch_vectors.decode_vectors(scales, planes, *constants("lloyd3", 64, "key"))
     assert finite.tolist() == [row != 5 for row in range(20)]
     assert torch.equal(found[finite], clean[finite])
 
@@ -115,18 +118,18 @@ def test_any_codes_decode_to_the_same_numbers(name, head_dim):
         codes = rng.integers(0, 256, codec.encoded_nbytes(len(every), kind), np.uint8)
         codes[: 2 * len(every)] = np.frombuffer(every.tobytes(), np.uint8)
         parts = split(codes, len(every), SPECS[name].bits(kind), head_dim)
-        found, _ = torch_backend.decode_vectors(*map(torch.tensor, parts), *constants(name, head_dim, kind))
+        found, _ = torch_vectors.decode_vectors(*map(torch.tensor, parts), *constants(name, head_dim, kind))
         assert same_bits(found.numpy(), codec.decode(codes, len(every), kind))
-        bf16 = torch_backend.cast(found, torch.bfloat16).view(torch.uint16).numpy()
+        bf16 = torch_vectors.cast(found, torch.bfloat16).view(torch.uint16).numpy()
         assert same_bits(bf16, codec.decode(codes, len(every), kind, np.uint16))
-        fp16 = torch_backend.cast(found, torch.float16).numpy()
+        fp16 = torch_vectors.cast(found, torch.float16).numpy()
         assert same_bits(fp16, np.clip(found.numpy(), -65504, 65504).astype(np.float16))
 
 
 def test_no_vectors():
-    made = torch_backend.encode_vectors(torch.empty((0, 80)), *constants("k4v3", 80, "key"))
+    made = torch_vectors.encode_vectors(torch.empty((0, 80)), *constants("k4v3", 80, "key"))
     assert [tuple(part.shape) for part in made] == [(0, 2), (0, 40), (0,)]
-    found, finite = torch_backend.decode_vectors(*made[:2], *constants("k4v3", 80, "key"))
+    found, finite = torch_vectors.decode_vectors(*made[:2], *constants("k4v3", 80, "key"))
     assert (found.shape, finite.shape) == ((0, 80), (0,))
 
 
@@ -173,12 +176,17 @@ def as_numpy(x):
     return x.view(torch.uint16).numpy() if x.dtype == torch.bfloat16 else x.numpy()
 
 
+def turns(head_dim, interleaved=False):
+    """What a codec is told of a model whose RoPE leaves some numbers alone."""
+    return ModelFacts(Rope(tuple(100.0 ** -np.arange(0, 1, 4 / head_dim)), interleaved=interleaved))
+
+
 class World:
     """A paged cache, its codec, and room for encoded blocks filled with 170. exact: of each block's first tokens."""
 
-    def __init__(self, name="k4v3", head_dim=64, layout="interleaved", dtype="bf16", exact=0):
+    def __init__(self, name="k4v3", head_dim=64, layout="interleaved", dtype="bf16", exact=0, facts=NO_FACTS):
         self.layout, self.exact = paged(layout, head_dim, DTYPES[dtype]), exact
-        self.format = BlockFormat(name, self.layout.shape, FINGERPRINT, group=3)
+        self.format = BlockFormat(name, self.layout.shape, FINGERPRINT, group=3, facts=facts)
         self.codec = torch_backend.TorchPagedCodec(self.layout, self.format)
         self.nbytes = self.codec.form(exact).nbytes
         self.places = [slot * (self.nbytes + 32) for slot in SLOTS]
@@ -244,18 +252,23 @@ def at_once(request, monkeypatch):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("name", "head_dim", "exact"),
+    ("name", "head_dim", "exact", "facts"),
     [
-        ("lloyd3", 64, 0),
-        ("k4v3", 80, 1),
-        ("k4v2", 128, 4),
-        ("lloyd4", 32, TOKENS),
-        ("lloyd3-unrotated", 96, 0),
-        ("k3v3", 256, 2),
+        ("lloyd3", 64, 0, NO_FACTS),
+        ("k4v3", 80, 1, NO_FACTS),
+        ("k4v2", 128, 4, NO_FACTS),
+        ("lloyd4", 32, TOKENS, NO_FACTS),
+        ("lloyd3-unrotated", 96, 0, NO_FACTS),
+        ("k3v3", 256, 2, turns(256)),
+        ("k4v2c", 64, 0, turns(64)),
+        ("k4v2c", 80, 2, turns(80, interleaved=True)),
+        ("k4v2c", 256, 4, turns(256)),
+        ("k4v2c", 128, 0, NO_FACTS),
+        ("k4v2c", 96, TOKENS, turns(96)),
     ],
 )
-def test_blocks_are_numpys_byte_for_byte_and_come_back(name, head_dim, exact, layout, dtype):
-    world = World(name, head_dim, layout, dtype, exact)
+def test_blocks_are_numpys_byte_for_byte_and_come_back(name, head_dim, exact, facts, layout, dtype):
+    world = World(name, head_dim, layout, dtype, exact, facts)
     before = world.snapshot()
     assert world.encode() == [GOOD] * 4
     assert all(map(same_bits, before, world.snapshot()))
@@ -268,7 +281,7 @@ def test_blocks_are_numpys_byte_for_byte_and_come_back(name, head_dim, exact, la
         assert same_bits(world.block(i).numpy(), world.format.encode(*world.numbers(IDS[i]), **told))
 
     ids = [1, 4, 6, 2]
-    expected = World(name, head_dim, layout, dtype, exact)
+    expected = World(name, head_dim, layout, dtype, exact, facts)
     for i, block in enumerate(ids):
         expected.write(block, world.format.decode(world.block(i).numpy(), key=world.keys[i]))
     assert world.decode(ids) == [GOOD] * 4
@@ -306,9 +319,10 @@ def test_caches_made_in_inference_mode():
 
 @pytest.mark.usefixtures("at_once")
 @pytest.mark.parametrize("exact", [0, 2, TOKENS])
-def test_the_host_never_waits_for_the_device(exact):
+@pytest.mark.parametrize("name", ["k4v3", "k4v2c"])
+def test_the_host_never_waits_for_the_device(name, exact):
     """Meta tensors have no data: whatever asks for it, or for a size that depends on it, raises."""
-    world = World(exact=exact)
+    world = World(name, exact=exact, facts=turns(64, interleaved=True))
     caches = tuple(cache.to("meta") for cache in world.layout.caches)
     layout = replace(world.layout, caches=caches)
     codec, codes = torch_backend.TorchPagedCodec(layout, world.format), world.codes.to("meta")
@@ -329,8 +343,9 @@ def test_float16_stays_within_its_range():
 
 
 @pytest.mark.parametrize("exact", [0, 2, TOKENS])
-def test_no_blocks(exact):
-    world = World(exact=exact)
+@pytest.mark.parametrize("name", ["k4v3", "k4v2c"])
+def test_no_blocks(name, exact):
+    world = World(name, exact=exact, facts=turns(64))
     batch, before = world.batch(), world.snapshot()
     batch = Batch(exact, *(part[:0] for part in batch[1:]))
     world.codec.encode(batch, world.codes)
@@ -450,6 +465,39 @@ def test_the_first_scale_that_is_not_finite_is_reported():
     assert world.decode([1, 4, 6, 2]) == [GOOD, 17, 3, 29]
     for block in (4, 6, 2):
         assert torch.equal(world.layout.caches[0][block], before[block])
+
+
+@pytest.mark.usefixtures("at_once")
+def test_keys_too_large_to_be_centred_are_reported():
+    """And means that no encoder writes: all vectors of their run are."""
+    world = World("k4v2c", facts=turns(64))
+    vector(world.layout, 1, "key", IDS[1], 1, 2)[7] = 2.0**100
+    vector(world.layout, 1, "value", IDS[1], 0, 2)[7] = 2.0**100
+    vector(world.layout, 2, "value", IDS[2], 1, 4)[0] = float("inf")
+    assert world.encode() == [GOOD, (1 * HEADS + 1) * TOKENS + 2, 29, GOOD]
+    at = world.start(0) + 2 * 3
+    for i, step in {0: 0x7FC0, 3: 0x8000}.items():
+        world.block(i)[at : at + 2] = torch.tensor([step & 255, step >> 8])
+        world.reseal(i)
+    assert world.decode([1, 4, 6, 2])[::3] == [3 * TOKENS, 3 * TOKENS]
+
+
+@pytest.mark.usefixtures("at_once")
+def test_a_byte_scale_that_is_not_finite_is_reported():
+    world = World("k4v2c", facts=turns(64))
+    world.encode()
+    at = world.start(1) + 2 * (1 + TOKENS)  # the third run of the values
+    world.block(2)[at : at + 1 + TOKENS] = torch.tensor([240, *[100] * (TOKENS - 1), 255])
+    world.reseal(2)
+    assert world.decode([1, 4, 6, 2]) == [GOOD, GOOD, 3 * TOKENS - 1, GOOD]
+
+
+def test_blocks_far_away_and_places_that_cannot_be_cost_no_more():
+    """A damaged header may say any place: what is reckoned for it is a block's, whatever it is."""
+    world = World("k4v2c", facts=turns(64))
+    batch = world.batch(first_tokens=[0, 2**40, 2**62, 5])
+    assert batch.turns.shape == (4, 2, TOKENS, 16)
+    assert bool(batch.turns.isfinite().all())
 
 
 def test_a_header_of_another_shape_is_refused():

@@ -103,6 +103,11 @@ class ExactSessions:
             rounds.append({"same": same_tokens(before, after), "restored": self.engine.requests[-1]["found"][1]} | cold)
             before = after
 
+    def rope(self) -> None:
+        """What the codec has been told of the model."""
+        found = self.blocks.format.facts.rope
+        self.report["rope"] = None if found is None else [list(found.frequencies), found.interleaved]
+
     def damage(self) -> None:
         """A byte among a block's exact tokens changes: the last block but one of a session's."""
         table = vllm_engine.Table(2)
@@ -160,6 +165,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
+    vllm_engine.MODEL = job.get("model", vllm_engine.MODEL)
     sessions = ExactSessions(SteppedEngine(job["blocks"], **job["manthan"]))
     for name in job["what"]:
         what: Callable[[], None] = getattr(sessions, name)

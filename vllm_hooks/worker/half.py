@@ -9,7 +9,8 @@ from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
-from manthan.codec.registry import SPECS
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.registry import CENTRED, SPECS, takes_facts
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
@@ -23,6 +24,7 @@ from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
+from manthan.vllm_hooks.worker.rope import running_rope
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -53,8 +55,10 @@ class WorkerHalf:
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
-        mark = fingerprint(self._vllm_config, group, config.codec.name, name)
-        self.path = self._path(layers, block_format(config.codec.name, group, mark), tier_bytes, store)
+        codec = config.codec.name
+        facts = ModelFacts(running_rope(self._vllm_config, spec.head_size)) if takes_facts(codec) else NO_FACTS
+        mark = fingerprint(self._vllm_config, group, codec, name, facts)
+        self.path = self._path(layers, block_format(codec, group, mark, facts), tier_bytes, store)
 
     def _path(
         self,
@@ -109,13 +113,17 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 
 
 def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
-    """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled."""
+    """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
+    if form.codec in CENTRED:
+        logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
+        return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        raise UnsupportedError(f"codec {form.codec} has no GPU version: use {', '.join(SPECS)}, or backend numpy.")
+        known = ", ".join(SPECS | CENTRED)
+        raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)
     except CompileError as error:

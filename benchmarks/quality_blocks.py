@@ -1,0 +1,78 @@
+"""A prefix's KV through encoded blocks and back: what the cold store would keep of it, and give back."""
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from manthan.benchmarks.quality_settings import LONG, Setting
+from manthan.codec import BlockFormat
+
+KV = tuple[NDArray[np.uint16], NDArray[np.uint16]]
+"""Keys and values, bf16 as its bits: [layers, heads, tokens, head_dim]."""
+
+
+class Returned(NamedTuple):
+    """A block as it comes back. nbytes: of the encoded block."""
+
+    keys: NDArray[np.uint16]
+    values: NDArray[np.uint16]
+    nbytes: int
+
+
+class CodedPrefix:
+    """One codec's blocks of a prefix, each encoded once for each number of exact tokens that it is asked for with.
+
+    kv: of the prefix, whole blocks; the first one begins the chain.
+    """
+
+    def __init__(self, form: BlockFormat, kv: KV, threads: ThreadPoolExecutor) -> None:
+        self._format, self._kv, self._threads = form, kv, threads
+        self._block_size = form.shape.tokens
+        self._blocks: dict[tuple[int, int], Returned] = {}
+
+    def kv(self, setting: Setting) -> KV:
+        """What comes back of the prefix."""
+        found = self._returned(self._counts(setting))
+        return np.concatenate([block.keys for block in found], 2), np.concatenate([block.values for block in found], 2)
+
+    def nbytes(self, setting: Setting) -> int:
+        """Of the encoded blocks."""
+        return sum(block.nbytes for block in self._returned(self._counts(setting)))
+
+    def long_nbytes(self, setting: Setting) -> float:
+        """Of a session of LONG tokens, whose blocks take as much as those of the prefix that keep as much exact.
+
+        Where the prefix has none such, its last block is encoded so.
+        """
+        sizes: dict[int, list[int]] = {}
+        counts = self._counts(setting)
+        for exact, block in zip(counts, self._returned(counts), strict=True):
+            sizes.setdefault(exact, []).append(block.nbytes)
+        long, times = np.unique(setting.exact_tokens(LONG // self._block_size, self._block_size), return_counts=True)
+        last = len(counts) - 1
+        return sum(
+            float(np.mean(sizes[exact] if exact in sizes else [self._one((last, exact)).nbytes])) * int(count)
+            for exact, count in zip(long.tolist(), times, strict=True)
+        )
+
+    def _counts(self, setting: Setting) -> list[int]:
+        """How many tokens of each block are exact."""
+        counts: list[int] = setting.exact_tokens(self._kv[0].shape[2] // self._block_size, self._block_size).tolist()
+        return counts
+
+    def _returned(self, counts: Sequence[int]) -> list[Returned]:
+        return list(self._threads.map(self._one, enumerate(counts)))
+
+    def _one(self, which: tuple[int, int]) -> Returned:
+        """which: the block's number in the prefix, and how many of its tokens are exact."""
+        if which not in self._blocks:
+            number, exact = which
+            first = number * self._block_size
+            keys, values = (x[:, :, first : first + self._block_size] for x in self._kv)
+            key = number.to_bytes(4, "little")
+            codes = self._format.encode(keys, values, key=key, first_token=first, exact=exact)
+            self._blocks[which] = Returned(*self._format.decode(codes, key=key), codes.nbytes)
+        return self._blocks[which]

@@ -1,0 +1,243 @@
+"""Sections in a calibrated codec: keys before RoPE and values, to the components of their model's profile, rounded to
+steps, entropy-coded.
+
+Transform coding of the KV cache (Karhunen and Loeve's transform with a calibrated mean: Staniszewski and Lancucki,
+"KV Cache Transform Coding", 2025). The numbers of a token, all heads of a layer side by side, are a vector x:
+
+    keys: x is turned back to place 0; values: x is as it is
+    q = rint((x - mean) @ (forward / step));   x^ = q @ (step * inverse) + mean
+
+in float32. Products of matrices round as the machine's BLAS does: where it differs, an encoder may round another way to
+q what lies half-way between two steps, and a decoder's numbers differ by 2**-20 or so of their size, before they are
+rounded to bf16. The integers are the same everywhere.
+
+Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
+
+    | version u8, 1 | form u8 | 2 zero bytes | words of each row | states of each row's streams, u32 | words, u16 |
+
+Words of a row are u16, or u32 where a section is so large that they might not fit. Form 0 is this; form 1, for numbers
+so far from the profile's that this would be longer, is the section's numbers as they are behind the first 4 bytes: the
+most that a section takes is known.
+"""
+
+import math
+from collections.abc import Sequence
+from functools import cached_property
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec, SectionKind, check_head_dim
+from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
+from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
+from manthan.codec.profile import Basis, Profile
+from manthan.codec.rope import Rope
+
+VERSION, CODED, RAW = 1, 0, 1
+START = 4
+FURTHEST = 32767
+WORDS_A_NUMBER = 28 / 16
+"""At most: 12 bits for the escape, and 16 behind it."""
+
+PARTS = {
+    SectionKind.KEYS: (SectionKind.KEYS,),
+    SectionKind.VALUES: (SectionKind.VALUES,),
+    SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
+}
+Floats = npt.NDArray[np.float32]
+
+
+class _Bases(NamedTuple):
+    """Of rows, the step in them. mean: [rows, C]. forward, inverse: [rows, C, C]. tables: uint8 [rows, C]."""
+
+    mean: Floats
+    forward: Floats
+    inverse: Floats
+    tables: npt.NDArray[np.uint8]
+
+    @classmethod
+    def of(cls, bases: Sequence[Basis], preset: str) -> Self:
+        steps = np.array([basis.steps[preset] for basis in bases], np.float32)[:, None, None]
+        forward: Floats = np.stack([basis.forward for basis in bases]) / steps
+        inverse: Floats = np.stack([basis.inverse for basis in bases]) * steps
+        means, tables = [basis.mean for basis in bases], [basis.tables[preset] for basis in bases]
+        return cls(np.stack(means), forward, inverse, np.stack(tables))
+
+    def some(self, first: int, last: int) -> Self:
+        at = slice(first, last)
+        return self._replace(
+            mean=self.mean[at], forward=self.forward[at], inverse=self.inverse[at], tables=self.tables[at]
+        )
+
+    def rounded(self, x: Floats) -> Floats:
+        """[rows, tokens, C] to [rows, C, tokens]."""
+        with np.errstate(over="ignore", invalid="ignore"):
+            made: Floats = np.rint((x - self.mean[:, None]) @ self.forward).transpose(0, 2, 1)
+        return made
+
+    def back(self, q: Integers) -> Floats:
+        """[rows, C, tokens] to [rows, tokens, C]."""
+        made: Floats = q.transpose(0, 2, 1).astype(np.float32) @ self.inverse
+        made += self.mean[:, None]
+        return made
+
+
+class KltSections(SectionCodec):
+    """profile: of the section's layers and the rank's heads. rope: the model's; it must be the profile's.
+
+    Raises ProfileError for a profile that does not fit. fused: see `Coder`.
+    """
+
+    def __init__(
+        self, name: str, head_dim: int, profile: Profile, rope: Rope | None, *, fused: bool | None = None
+    ) -> None:
+        check_head_dim(head_dim)
+        self.name = name
+        self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
+        _check(name, head_dim, profile, rope)
+        self._coder = Coder(profile.frequencies, fused=fused)
+
+    def warm_up(self) -> None:
+        self._coder.warm_up()
+        _ = self._bases
+
+    @cached_property
+    def _bases(self) -> dict[SectionKind, _Bases]:
+        layers = self._profile.layers
+        keys = _Bases.of([layer.keys for layer in layers], self.name)
+        values = _Bases.of([layer.values for layer in layers], self.name)
+        return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
+
+    def max_nbytes(self, section: Section) -> int:
+        return START + math.prod(section.shape) * section.dtype.numpy.itemsize
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        bases = self._of(section)
+        vectors = as_floats(x)
+        if not np.isfinite(vectors).all():
+            bad = int(np.argmin(np.isfinite(vectors).reshape(-1, section.head_dim).all(1)))
+            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        numbers = self._numbers(vectors, section, positions, bases)
+        rows = _rows(section, bases)
+        most = (self.max_nbytes(section) - _front(section, rows)) // 2
+        coded = self._coder.encode(numbers, rows, most) if numbers is not None and most > 0 else None
+        out[:START] = (VERSION, CODED if coded else RAW, 0, 0)
+        if coded is None:
+            return _write(out, x)
+        sizes = coded.sizes.astype(_size_dtype(section))
+        return _write(out, sizes, coded.states.astype("<u4"), coded.words.astype("<u2", copy=False))
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        """Raises SizeError, DamagedError."""
+        if not START <= codes.size <= self.max_nbytes(section):
+            raise SizeError(
+                f"{codes.size} bytes are not the codes of {section}: {START} to {self.max_nbytes(section)} are."
+            )
+        form = codes[1]
+        if tuple(codes[:START]) not in ((VERSION, CODED, 0, 0), (VERSION, RAW, 0, 0)):
+            raise DamagedError(
+                f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do."
+            )
+        bases = self._of(section)
+        if form == RAW:
+            return self._raw(codes, section)
+        rows = _rows(section, bases)
+        numbers = self._coder.decode(_parse(codes, section, rows), rows)
+        return as_numbers(self._vectors(numbers, section, positions, bases), section.dtype)
+
+    def _of(self, section: Section) -> _Bases:
+        """Of each row of the section. Raises SizeError for one that the profile is not of."""
+        layers, size = len(self._profile.layers), section.heads * section.head_dim
+        last = section.first_layer + section.layers
+        fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
+        if not fits or section.kind not in PARTS:
+            raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
+        found = [self._bases[kind] for kind in PARTS[section.kind]]
+        if section.layers < layers:
+            found = [bases.some(section.first_layer, last) for bases in found]
+        joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
+        return found[0] if len(found) == 1 else _Bases(*joined)
+
+    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | None:
+        """Of all rows; None where one cannot be written as an int16."""
+        parts = x.reshape(-1, *x.shape[-4:])
+        if section.kind is not SectionKind.VALUES and self._rope is not None:
+            with np.errstate(over="ignore", invalid="ignore"):
+                turned = self._rope.turn_back(parts[0], positions)
+            parts = np.concatenate([turned[None], parts[1:]])
+        rows = parts.transpose(0, 1, 3, 2, 4).reshape(len(bases.mean), section.tokens, -1)
+        rounded = bases.rounded(rows)
+        furthest = np.abs(rounded).max(initial=0)
+        return rounded.astype(np.int16, order="C").ravel() if furthest <= FURTHEST else None
+
+    def _vectors(self, numbers: Integers, section: Section, positions: Positions, bases: _Bases) -> Floats:
+        rows = bases.back(numbers.reshape(len(bases.mean), -1, section.tokens))
+        heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
+        x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
+        if section.kind is not SectionKind.VALUES and self._rope is not None:
+            x[0] = self._rope.turn(x[0], positions)
+        return x.reshape(section.shape)
+
+    def _raw(self, codes: Codes, section: Section) -> Numbers:
+        if codes.size != self.max_nbytes(section):
+            raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name} behind {START} bytes.")
+        return codes[START:].copy().view(section.dtype.numpy).reshape(section.shape)
+
+
+def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
+    info = profile.info
+    if name not in info.ratios:
+        raise ProfileError(f"the profile of {info.model} has no {name}: it has {', '.join(info.ratios) or 'none'}.")
+    if head_dim != info.head_dim:
+        raise ProfileError(f"the profile of {info.model} is for heads of {info.head_dim} numbers, not {head_dim}.")
+    if not _same(info.rope, rope):
+        raise ProfileError(
+            f"the profile of {info.model} was made for another RoPE than the model has: calibrate it again."
+        )
+    _ = profile.layers
+
+
+def _same(one: Rope | None, other: Rope | None) -> bool:
+    """But for how frequencies were rounded."""
+    if one is None or other is None:
+        return one is other
+    alike = (one.interleaved, len(one.frequencies)) == (other.interleaved, len(other.frequencies))
+    return alike and bool(
+        np.allclose((*one.frequencies, one.scale), (*other.frequencies, other.scale), rtol=1e-5, atol=0)
+    )
+
+
+def _rows(section: Section, bases: _Bases) -> Rows:
+    count, size = bases.tables.shape
+    return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))
+
+
+def _size_dtype(section: Section) -> np.dtype[np.unsignedinteger]:
+    most = section.tokens * section.heads * section.head_dim * WORDS_A_NUMBER
+    return np.dtype("<u2" if most < 1 << 16 else "<u4")
+
+
+def _front(section: Section, rows: Rows) -> int:
+    """Bytes ahead of the words."""
+    return START + len(rows.components) * (_size_dtype(section).itemsize + 4 * rows.streams)
+
+
+def _write(out: Codes, *parts: npt.NDArray[np.generic]) -> int:
+    at = START
+    for part in parts:
+        end = at + part.nbytes
+        out[at:end] = np.ascontiguousarray(part).view(np.uint8).ravel()
+        at = end
+    return at
+
+
+def _parse(codes: Codes, section: Section, rows: Rows) -> Coded:
+    count, dtype, front = len(rows.components), _size_dtype(section), _front(section, rows)
+    if codes.size < front or (codes.size - front) % 2:
+        raise SizeError(f"{codes.size} bytes are not the codes of {section}: {front} and words of 2 bytes are.")
+    at = START + count * dtype.itemsize
+    sizes = codes[START:at].copy().view(dtype).astype(np.int64)
+    states = codes[at:front].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
+    return Coded(states, sizes, codes[front:].copy().view("<u2").astype(np.uint16, copy=False))

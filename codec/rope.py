@@ -1,0 +1,77 @@
+"""How a model turns its keys by their place (RoPE; Su et al., 2021), undone and done again.
+
+A head's first 2n numbers are n pairs. At place p, pair i is turned by p * frequencies[i] radians, and multiplied by
+`scale`, which YaRN has (Peng et al., 2023). Numbers behind the pairs are left alone.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any, Self
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.base import Positions
+
+Floats = npt.NDArray[np.float32]
+
+STEADY = ("default", "linear", "llama3", "yarn", "proportional")
+"""Kinds of RoPE whose frequencies do not depend on how long a prompt is, by their names in Transformers."""
+
+
+@dataclass(frozen=True)
+class Rope:
+    """frequencies: radians a token, of each pair. interleaved: a pair is two neighbours; else the first of one half of
+    the 2n numbers and the first of the other, and so on."""
+
+    frequencies: tuple[float, ...]
+    scale: float = 1.0
+    interleaved: bool = False
+
+    def tables(self, positions: Positions) -> tuple[Floats, Floats]:
+        """Cosines and sines, [tokens, pairs] each, without the scale."""
+        angles = positions[:, None] * np.array(self.frequencies, np.float64)
+        return np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
+
+    def turn(self, x: Floats, positions: Positions) -> Floats:
+        """[..., tokens, head_dim] as the model turns it: a new array."""
+        cos, sin = self.tables(positions)
+        return self._turned(x, cos * np.float32(self.scale), sin * np.float32(self.scale))
+
+    def turn_back(self, x: Floats, positions: Positions) -> Floats:
+        """What the model made [..., tokens, head_dim] of: a new array."""
+        cos, sin = self.tables(positions)
+        return self._turned(x, cos / np.float32(self.scale), -sin / np.float32(self.scale))
+
+    def _turned(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
+        turned, n = x.copy(), len(self.frequencies)
+        first, second = (
+            (np.s_[..., 0 : 2 * n : 2], np.s_[..., 1 : 2 * n : 2])
+            if self.interleaved
+            else (np.s_[..., :n], np.s_[..., n : 2 * n])
+        )
+        turned[first] = x[first] * cos - x[second] * sin
+        turned[second] = x[second] * cos + x[first] * sin
+        return turned
+
+    @classmethod
+    def of_config(cls, config: Any, head_dim: int) -> Self | None:
+        """That of a Transformers configuration (of the text part); None where it turns nothing, or in a way that is not
+        understood: by layer, by kind of input, by the length of the prompt.
+
+        Which halves make a pair a configuration does not say: it is the half and the other half, as in Llama.
+        """
+        parameters = getattr(config, "rope_parameters", None) or {}
+        if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
+            return None
+        kind = parameters.get("rope_type", parameters.get("type", "default"))
+        base = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
+        if kind not in STEADY or base is None or "mrope_section" in parameters:
+            return None
+        if kind != "default":
+            from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
+
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, None)
+            return cls(tuple(map(float, frequencies.double().tolist())), float(scale))
+        turned = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        return cls(tuple(float(base) ** (-np.arange(0, turned, 2, dtype=np.float64) / turned)))

@@ -1,0 +1,65 @@
+"""Frequencies of rounded numbers whose distribution is known but for its width: what an entropy coder counts on.
+
+A component of a transform is somewhere between Gaussian and Laplacian, with heavier tails now and then: the generalized
+Gaussian's density is exp(-|x|**shape), scaled to a standard deviation. A table is one of a few shapes and of many
+deviations, measured in steps of the quantizer.
+"""
+
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+SHAPES = (2.0, 1.4, 1.0, 0.7)
+DEVIATIONS = 2.0 ** (np.arange(-10, 18) / 3)
+"""In steps: 0.1 to 51."""
+SCALE = 1 << 12
+LARGEST = 127
+RAREST = 0.5 / SCALE
+"""What is less likely is an escape."""
+
+
+@lru_cache
+def family() -> npt.NDArray[np.uint16]:
+    """[tables, 256]: how often of 4,096 the numbers -127 to 127 are met, and, last, another one: at least once."""
+    made = np.array([_table(shape, deviation) for shape in SHAPES for deviation in DEVIATIONS], np.uint16)
+    made.flags.writeable = False
+    return made
+
+
+def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
+    """[tables, 256] bits of each number; the escape's with the 16 behind it. What has no frequency is escaped."""
+    with np.errstate(divide="ignore"):
+        bits = np.log2(SCALE) - np.log2(frequencies.astype(np.float64))
+    escape = bits[:, -1:] + 16
+    bits[:, -1:] = escape
+    return np.where(np.isinf(bits), escape, bits)
+
+
+def _table(shape: float, deviation: float) -> npt.NDArray[np.int64]:
+    likely = _masses(shape, deviation)
+    counts = np.where(likely < RAREST, 0, np.maximum(1, np.rint(likely * SCALE))).astype(np.int64)
+    escape = max(1, round((1 - likely[counts > 0].sum()) * SCALE))
+    excess = int(counts.sum()) + escape - SCALE  # rounding, taken from the likeliest
+    order = np.argsort(-counts, kind="stable")[: max(1, int((counts > 1).sum()))]
+    counts[order] -= excess // len(order)
+    counts[order[: excess % len(order)]] -= 1
+    return np.append(counts, escape)
+
+
+def _masses(shape: float, deviation: float) -> npt.NDArray[np.float64]:
+    """Of -127 to 127, summed over points of the density."""
+    points = np.linspace(0, 24 * deviation, 400_001)
+    density = np.exp(-((points / deviation * _root(shape)) ** shape))
+    right = np.bincount(np.minimum(np.rint(points), LARGEST + 1).astype(np.int64), density, LARGEST + 2)
+    right[0] *= 2
+    both: npt.NDArray[np.float64] = np.concatenate([right[LARGEST:0:-1], right[: LARGEST + 1]])
+    shares: npt.NDArray[np.float64] = both / (2 * right.sum() - right[0])
+    return shares
+
+
+def _root(shape: float) -> float:
+    """The deviation of exp(-|x|**shape)."""
+    x = np.linspace(0, 60 ** (1 / shape), 400_001)
+    density = np.exp(-(x**shape))
+    return float(np.sqrt((density * x * x).sum() / density.sum()))

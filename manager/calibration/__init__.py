@@ -1,0 +1,1 @@
+"""Calibrating a model: what it reads, and how its keys and values are measured."""

@@ -1,0 +1,44 @@
+"""Where profiles are kept, and by which name they are found again."""
+
+import hashlib
+import json
+import os
+import re
+from pathlib import Path
+
+WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
+
+
+def profiles_folder() -> Path:
+    """$XDG_CACHE_HOME/manthan/profiles, or that in ~/.cache."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(cache) / "manthan" / "profiles"
+
+
+def profile_path(model: str, ranks: int = 1) -> Path:
+    """Of a model, a folder or a name on the Hugging Face Hub, for so many tensor-parallel ranks."""
+    slug = re.sub(r"[^A-Za-z0-9]+", "-", Path(model).name if Path(model).exists() else model).strip("-").lower()
+    split = f"-tp{ranks}" if ranks > 1 else ""
+    return profiles_folder() / f"{slug}-{_identity(model)[:16]}{split}.safetensors"
+
+
+def _identity(model: str) -> str:
+    """Of its configuration and its weights, by name and size; of its name where there is no folder."""
+    folder = _folder(model)
+    if folder is None:
+        return hashlib.sha256(model.encode()).hexdigest()
+    weights = sorted((path.name, path.stat().st_size) for kind in WEIGHTS for path in folder.glob(kind))
+    config = folder / "config.json"
+    known = [config.read_text(errors="replace") if config.exists() else "", weights]
+    return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+def _folder(model: str) -> Path | None:
+    if Path(model).is_dir():
+        return Path(model)
+    try:
+        from huggingface_hub import snapshot_download
+
+        return Path(snapshot_download(model, local_files_only=True))
+    except Exception:  # not there, or another source: the name must do
+        return None

@@ -1,0 +1,83 @@
+"""`manthan calibrate`: a profile of a model, for the codecs that take one."""
+
+import hashlib
+import time
+from enum import StrEnum
+from importlib.resources import files
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+
+from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.errors import ProfileError
+from manthan.codec.profile import Profile
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.commands.console import make_console
+
+NEEDED = ("torch", "transformers", "safetensors")
+
+
+class Metric(StrEnum):
+    """What errors are weighed by."""
+
+    fisher = "fisher"
+    none = "none"
+
+
+def calibrate(
+    model: Annotated[str, typer.Argument(help="A folder, or the name of a model on the Hugging Face Hub.")],
+    text: Annotated[Path | None, typer.Option(help="What the model reads; a text that comes with Manthan.")] = None,
+    tokens: Annotated[int, typer.Option(min=1, help="Of the text, at most.")] = 24_576,
+    out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
+    tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
+    metric: Annotated[
+        Metric, typer.Option(help="What errors weigh: what they do to the model's predictions, or all alike.")
+    ] = Metric.fisher,
+) -> None:
+    """Measure a model's keys and values, for codecs that take a profile (klt-5x, klt-8x, klt-12x)."""
+    console, began = make_console(), time.monotonic()
+    try:
+        profile = made(console, model, text, tokens, tensor_parallel_size, metric)
+        path = out or profile_path(model, tensor_parallel_size)
+        profile.save(path)
+    except (ProfileError, OSError) as error:
+        typer.echo(f"manthan calibrate: {error}", err=True)
+        raise typer.Exit(1) from None
+    _show(console, profile, path, time.monotonic() - began)
+
+
+def made(console: Console, model: str, text: Path | None, tokens: int, ranks: int, metric: Metric) -> Profile:
+    """Raises ProfileError, OSError."""
+    missing = [name for name in NEEDED if not find_spec(name)]
+    if missing:
+        raise ProfileError(f"it takes {' and '.join(missing)}, which is not installed here.")
+    from manthan.manager.calibration.model import Reader
+
+    source = text or files("manthan.manager.calibration") / "text.txt"
+    words = source.read_bytes().decode("utf-8", "replace")
+    reader = Reader(model)
+    info = reader.info(metric, hashlib.sha256(words.encode()).hexdigest())
+    if info.rope is None:
+        console.print(f"{model}: how its keys are turned by their place is not understood; they are taken as they are.")
+    pieces, builder = reader.pieces(words, tokens), ProfileBuilder(info)
+    columns = TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()
+    with Progress(*columns, console=console, transient=True, disable=not console.is_terminal) as progress:
+        task = progress.add_task("reading", total=len(pieces))
+        reader.read(builder, pieces, metric is Metric.fisher, lambda: progress.advance(task))
+        progress.update(task, description="making the profile")
+        return builder.finish(ranks=ranks)
+
+
+def _show(console: Console, profile: Profile, path: Path, seconds: float) -> None:
+    info = profile.info
+    console.print(
+        f"{path}: {info.layers} layers, {info.heads} KV heads of {info.head_dim} numbers, {info.tokens:,} tokens, "
+        f"metric {info.metric}, {path.stat().st_size / 1e6:.1f} MB, {seconds:.0f} s",
+        soft_wrap=True,
+    )
+    for preset, ratio in info.ratios.items():
+        console.print(f"{preset}: {ratio:.2f} times smaller than bf16, {16 / ratio:.2f} bits a number")

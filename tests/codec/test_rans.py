@@ -1,0 +1,165 @@
+"""Integers to words and back: what comes back, the same words from numba and numpy, and words that are damaged."""
+
+import importlib.util
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from manthan.codec.cpu.rans import SCALE, STREAMS_MAX, Coded, Coder, Rows, streams_of
+from manthan.codec.errors import DamagedError
+from manthan.codec.tables.frequencies import DEVIATIONS, costs, family
+
+NUMBA = importlib.util.find_spec("numba")
+needs_numba = pytest.mark.skipif(not NUMBA, reason="needs numba")
+CODERS = {fused: Coder(family(), fused=fused) for fused in ([False, True] if NUMBA else [False])}
+for coder in CODERS.values():
+    coder.warm_up()
+WIDE = int(np.searchsorted(DEVIATIONS, 4))
+"""A table in which the sample's numbers are no escapes."""
+each = pytest.mark.parametrize("fused", CODERS)
+
+
+@st.composite
+def rows_with_numbers(draw):
+    """Rows of any lengths, numbers that fit their tables or do not."""
+    components = draw(st.lists(st.integers(0, 9), min_size=1, max_size=4))
+    tokens, streams = draw(st.integers(1, 40)), draw(st.sampled_from([1, 2, 4, 8, 32]))
+    rng = np.random.default_rng(draw(st.integers(0, 2**32 - 1)))
+    tables = rng.integers(0, len(family()), sum(components)).astype(np.uint8)
+    spread = draw(st.sampled_from([0.2, 3, 200, 40000]))
+    numbers = np.clip(np.rint(rng.standard_normal(sum(components) * tokens) * spread), -32768, 32767)
+    return numbers.astype(np.int16), Rows(np.array(components, np.int64), tables, tokens, streams)
+
+
+def sample(seed=0, tokens=64, components=(24, 8)):
+    rng = np.random.default_rng(seed)
+    tables = np.full(sum(components), WIDE, np.uint8)
+    numbers = np.rint(rng.standard_normal(sum(components) * tokens) * 4).astype(np.int16)
+    return numbers, Rows(np.array(components, np.int64), tables, tokens, 4)
+
+
+def same(one, other):
+    return all(np.array_equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+@each
+@given(rows_with_numbers())
+def test_what_comes_back(fused, made):
+    numbers, rows = made
+    coded = CODERS[fused].encode(numbers, rows, 4 * numbers.size + 4)
+    assert coded.sizes.sum() == coded.words.size
+    assert np.array_equal(CODERS[fused].decode(coded, rows), numbers)
+
+
+@needs_numba
+@given(rows_with_numbers())
+def test_the_same_words(made):
+    numbers, rows = made
+    most = 4 * numbers.size + 4
+    one, other = (CODERS[fused].encode(numbers, rows, most) for fused in (False, True))
+    assert same(one, other)
+    assert all(np.array_equal(CODERS[fused].decode(one, rows), numbers) for fused in CODERS)
+
+
+@needs_numba
+@given(rows_with_numbers(), st.integers(0, 2**32 - 1))
+def test_damaged_words_are_refused_or_are_other_numbers(made, seed):
+    """By both alike; and never is anything read that is not there."""
+    numbers, rows = made
+    rng = np.random.default_rng(seed)
+    coded = CODERS[False].encode(numbers, rows, 4 * numbers.size + 4)
+    words, states, sizes = coded.words.copy(), coded.states.copy(), coded.sizes.copy()
+    if words.size and seed % 3 == 0:
+        words[rng.integers(words.size)] ^= 1 << rng.integers(16)
+    elif seed % 3 == 1:
+        states.ravel()[rng.integers(states.size)] ^= 1 << rng.integers(32)
+    else:
+        sizes[rng.integers(sizes.size)] += rng.integers(-3, 4)
+    found = []
+    for coder in CODERS.values():
+        try:
+            found.append(coder.decode(Coded(states, sizes, words), rows))
+        except DamagedError:
+            found.append(None)
+    assert (found[0] is None) == (found[1] is None)
+    assert found[0] is None or np.array_equal(*found)
+
+
+@each
+def test_a_state_must_end_where_it_began(fused):
+    """So that almost any damage is seen without a checksum."""
+    numbers, rows = sample()
+    coded = CODERS[fused].encode(numbers, rows, 4 * numbers.size)
+    seen = 0
+    for at in range(coded.words.size):
+        words = coded.words.copy()
+        words[at] ^= 64
+        try:
+            CODERS[fused].decode(coded._replace(words=words), rows)
+        except DamagedError:
+            seen += 1
+    assert seen > 0.98 * coded.words.size
+
+
+@each
+@pytest.mark.parametrize("change", [-1, 1])
+def test_words_too_few_or_too_many(fused, change):
+    numbers, rows = sample()
+    coded = CODERS[fused].encode(numbers, rows, 4 * numbers.size)
+    words = coded.words[:-1] if change < 0 else np.append(coded.words, np.uint16(0))
+    with pytest.raises(DamagedError, match="do not end where they should"):
+        CODERS[fused].decode(coded._replace(words=words), rows)
+    sizes = coded.sizes + np.array([0, change])
+    with pytest.raises(DamagedError, match="do not end where they should"):
+        CODERS[fused].decode(Coded(coded.states, sizes, words), rows)
+
+
+@each
+def test_what_finds_no_room(fused):
+    numbers, rows = sample()
+    exact = CODERS[fused].encode(numbers, rows, 4 * numbers.size).words.size
+    assert CODERS[fused].encode(numbers, rows, exact).words.size == exact
+    assert CODERS[fused].encode(numbers, rows, exact - 1) is None
+
+
+@each
+def test_no_numbers(fused):
+    rows = Rows(np.zeros(2, np.int64), np.zeros(0, np.uint8), 16, 1)
+    coded = CODERS[fused].encode(np.zeros(0, np.int16), rows, 8)
+    assert coded.words.size == 0
+    assert CODERS[fused].decode(coded, rows).size == 0
+
+
+def test_it_takes_what_the_tables_say():
+    """Within a percent of the entropy, for numbers that are as their table says."""
+    rng = np.random.default_rng(0)
+    tables = np.arange(0, len(family()), 9, dtype=np.uint8)
+    tokens = 4096
+    likely = family()[tables].astype(float)
+    likely[:, -1] = 0
+    likely /= likely.sum(1, keepdims=True)
+    numbers = np.concatenate([rng.choice(256, tokens, p=p) - 127 for p in likely]).astype(np.int16)
+    coded = Coder(family()).encode(numbers, Rows(np.array([len(tables)]), tables, tokens, 4), numbers.size * 2)
+    ideal = -(likely * np.log2(np.maximum(likely, 1e-300))).sum() * tokens
+    assert 0.99 * ideal < 16 * coded.words.size < 1.01 * ideal
+
+
+def test_the_family_of_tables():
+    tables = family().astype(int)
+    assert (tables.sum(1) == SCALE).all()
+    assert (tables[:, -1] >= 1).all()
+    assert (tables.max(1) < SCALE).all()
+    assert len(tables) <= 256
+    assert (np.abs(tables[:, :127][:, ::-1] - tables[:, 128:255]) <= 1).all()
+    bits = costs(family())
+    assert bits[0, 127] < 0.01
+    assert bits[0, 0] == bits[0, 255] > 16
+
+
+@pytest.mark.parametrize(
+    ("numbers", "streams"), [(1, 1), (1024, 1), (1025, 2), (3072, 4), (16384, 16), (10**6, STREAMS_MAX)]
+)
+def test_streams(numbers, streams):
+    assert streams_of(numbers) == streams

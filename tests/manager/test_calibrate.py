@@ -1,0 +1,135 @@
+"""`manthan calibrate`: a profile of a small model, where it lies, and what is refused."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+from typer.testing import CliRunner
+
+from manthan.codec.profile import PRESETS, Profile, ProfileInfo
+from manthan.codec.rope import Rope
+from manthan.manager.calibration.places import profile_path, profiles_folder
+from manthan.manager.cli import app
+from manthan.manager.commands.calibrate import Metric
+
+pytest.importorskip("torch")
+pytest.importorskip("transformers")
+from manthan.manager.calibration.model import _Weights
+
+MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
+
+
+def run(*words):
+    return CliRunner().invoke(app, ["calibrate", *map(str, words)])
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture(scope="module")
+def calibrated(tmp_path_factory):
+    """By what errors do to its predictions, of 4,096 tokens, for two ranks: (what was printed, profile)."""
+    path = tmp_path_factory.mktemp("profiles") / "tiny.safetensors"
+    result = run(MODEL, "--tokens", 4096, "--out", path, "--tensor-parallel-size", 2)
+    assert result.exit_code == 0, result.output
+    return result.output, Profile.load(path)
+
+
+def test_what_it_says(calibrated):
+    said, profile = calibrated
+    assert "4 layers, 2 KV heads of 128 numbers" in said
+    assert "metric fisher" in said
+    for preset, ratio in profile.info.ratios.items():
+        assert f"{preset}: {ratio:.2f} times smaller than bf16" in said
+        assert ratio >= PRESETS[preset]
+
+
+def test_what_the_profile_is_of(calibrated):
+    info = calibrated[1].info
+    assert (info.model, info.layers, info.heads, info.head_dim) == (str(MODEL), 4, 2, 128)
+    assert info.rope == Rope(tuple(10000.0 ** (-np.arange(0, 128, 2) / 128)))
+    assert info.tokens > 2000
+    assert len(info.text) == 64
+
+
+def test_every_rank_has_its_heads(calibrated):
+    profile = calibrated[1]
+    for rank in range(2):
+        layers = profile.for_rank(rank, 2).layers
+        assert len(layers) == 4
+        assert all(layer.keys.mean.shape == layer.values.mean.shape == (128,) for layer in layers)
+    assert not np.array_equal(profile.ranks[0][0].keys.mean, profile.ranks[1][0].keys.mean)
+
+
+def test_the_metric_is_not_none(calibrated):
+    """Numbers in which errors do little get a small row in the transform; layers in which they do, a large step."""
+    layers = calibrated[1].for_rank(0, 2).layers
+    assert layers[0].keys.scale.max() > 1.5 * layers[0].keys.scale.min()
+    spread = [np.sqrt(np.square(layer.keys.forward).sum() / 128) / layer.keys.steps["klt-8x"] for layer in layers]
+    assert max(spread) > 1.2 * min(spread)
+
+
+def test_gradients_are_of_keys_before_they_are_turned():
+    """What the log-probability gains with a small change of keys before RoPE is the same, reckoned on either side."""
+    rng, places, rope = np.random.default_rng(0), np.arange(5), Rope((1.0, 0.1), scale=2.0)
+    keys, gradient, change = rng.standard_normal((3, 1, 5, 6)).astype(np.float32)
+    weights = _Weights(ProfileInfo("made-up", 1, 1, 6, rope, "fisher"))
+    weights.add(gradient, gradient)
+    gained = ((rope.turn(keys + change, places) - rope.turn(keys, places)) * gradient).sum((0, 2))
+    own, _ = weights.with_directions(weights._keys, weights._values)
+    before = replace(rope, scale=1 / rope.scale).turn_back(gradient, places)
+    assert np.allclose((change * before).sum((0, 2)), gained, rtol=1e-4)
+    assert np.allclose(own, before[0].T @ before[0], rtol=1e-4)
+
+
+def test_without_a_metric_it_lies_in_the_cache_folder(cache):
+    result = run(MODEL, "--tokens", 1024, "--metric", "none")
+    assert result.exit_code == 0, result.output
+    path = profile_path(str(MODEL))
+    assert path.parent == profiles_folder() == cache / "manthan" / "profiles"
+    assert path.name.startswith("tiny-llama-")
+    assert Profile.load(path).info.metric == Metric.none
+
+
+def test_places(monkeypatch, tmp_path):
+    monkeypatch.delenv("XDG_CACHE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert profiles_folder() == tmp_path / ".cache" / "manthan" / "profiles"
+    assert profile_path("Qwen/Qwen3-8B").name.startswith("qwen-qwen3-8b-")
+    assert profile_path(str(MODEL)) != profile_path(str(MODEL), 2)
+    for name, text in (("config.json", "{}"), ("model.safetensors", "123")):
+        before = profile_path(str(tmp_path))
+        (tmp_path / name).write_text(text)
+        assert profile_path(str(tmp_path)) != before
+
+
+def test_a_text_of_one_s_own(tmp_path):
+    text, out = tmp_path / "short.txt", tmp_path / "p.safetensors"
+    text.write_text("Too short.")
+    result = run(MODEL, "--text", text, "--out", out)
+    assert result.exit_code == 1
+    assert "the text has" in result.output
+    assert "calibrating takes 1023 at least" in result.output
+    assert not out.exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [(("no/such-model",), "no/such-model cannot be loaded by Transformers"), ((MODEL, "--text", "nowhere"), "nowhere")],
+)
+def test_what_is_refused(words, sentence):
+    result = run(*words)
+    assert result.exit_code == 1
+    assert sentence in result.output
+    assert "Traceback" not in result.output
+
+
+def test_without_torch(monkeypatch):
+    monkeypatch.setattr("manthan.manager.commands.calibrate.find_spec", lambda name: name != "torch")
+    result = run(MODEL)
+    assert result.exit_code == 1
+    assert "it takes torch, which is not installed here" in result.output

@@ -1,0 +1,91 @@
+"""How the running model turns its keys: its configuration against the modules that vLLM makes of it."""
+
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from logged import warnings
+from transformers import LlamaConfig
+from vllm.model_executor.layers import rotary_embedding
+
+from manthan.vllm_hooks.worker.rope import running_rope
+
+PLACES = np.array([0, 1, 50, 3000], np.int64)
+LLAMA3 = {"factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0, "original_max_position_embeddings": 4096}
+KINDS: dict[str, dict[str, Any]] = {
+    "default": {},
+    "linear": {"factor": 4.0},
+    "llama3": LLAMA3,
+    "yarn": {"factor": 4.0, "original_max_position_embeddings": 4096},
+}
+
+
+@pytest.fixture(autouse=True)
+def none_made(monkeypatch: pytest.MonkeyPatch, engine_config: None) -> None:
+    """As in a process without a model."""
+    monkeypatch.setattr(rotary_embedding, "_ROPE_DICT", {})
+
+
+def parameters(kind: str, **more: Any) -> dict[str, Any]:
+    return {"rope_type": kind, "rope_theta": 10000.0} | KINDS.get(kind, {}) | more
+
+
+def vllm_config(rope: dict[str, Any] | None) -> Any:
+    config = LlamaConfig(
+        hidden_size=256, num_attention_heads=4, head_dim=64, max_position_embeddings=16384, rope_parameters=rope
+    )
+    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+
+
+def make(rope: dict[str, Any], dtype: torch.dtype = torch.bfloat16, neox: bool = True) -> torch.Tensor:
+    """What a model's layers do; the cosines and sines."""
+    return rotary_embedding.get_rope(64, 16384, neox, rope, dtype).cos_sin_cache
+
+
+@pytest.mark.parametrize("neox", [True, False])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_vllm_has_made_is_found(kind: str, dtype: torch.dtype, neox: bool) -> None:
+    made = make(parameters(kind), dtype, neox)
+    rope = running_rope(vllm_config(parameters(kind)), 64)
+    assert rope is not None
+    assert rope.interleaved is not neox
+    ours = np.concatenate(rope.tables(PLACES), axis=1) * rope.scale
+    assert ours == pytest.approx(made[PLACES].float().numpy(), abs=0.01)
+
+
+@pytest.mark.parametrize(
+    "more", [{"factor": 2.0}, {"factor": 2.0, "max_trained_positions": 4096}, {"alpha": 1000.0, "factor": 1.0}]
+)
+def test_dynamic_ntk_is_vllms(more: dict[str, Any]) -> None:
+    made = make(parameters("dynamic", **more))
+    rope = running_rope(vllm_config(parameters("dynamic", **more)), 64)
+    assert rope is not None
+    assert np.concatenate(rope.tables(PLACES), axis=1) == pytest.approx(made[PLACES].float().numpy(), abs=0.01)
+
+
+def test_the_same_rope_made_twice_is_one() -> None:
+    make(parameters("default"))
+    make(parameters("default"), torch.float32)
+    assert running_rope(vllm_config(parameters("default")), 64) is not None
+
+
+@pytest.mark.parametrize(
+    ("made", "why"),
+    [
+        ([], "vLLM has made no RoPE"),
+        ([{"rope_type": "default", "rope_theta": 500000.0}], "in another way than the configuration says"),
+        ([{"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}], "in another way"),
+        ([parameters("default"), parameters("linear")], "2 kinds of RoPE"),
+    ],
+)
+def test_what_is_not_understood_is_logged_once(made: list[dict[str, Any]], why: str) -> None:
+    for rope in made:
+        make(rope)
+    with warnings() as lines:
+        assert running_rope(vllm_config(parameters("default")), 64) is None
+    assert len(lines) == 1
+    assert "Manthan: keys are coded as they are after RoPE" in lines[0]
+    assert why in lines[0]

@@ -1,0 +1,51 @@
+"""How the running model turns its keys: what its configuration says, held against what vLLM made of it."""
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import numpy as np
+from vllm.logger import init_logger
+
+from manthan.codec.rope import Rope
+from manthan.vllm_hooks.compat import RotaryModule, rotary_modules
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+logger = init_logger("vllm.manthan.worker")
+
+CHECKED = tuple(range(0, 64, 7)) + tuple(range(64, 4097, 252))
+"""Places at which cosines and sines are compared."""
+TOLERANCE = 2.0**-6
+"""vLLM keeps them in the model's dtype: bf16 is off by 2**-9, and float32 angles by some 1e-3 at the last place."""
+
+
+def running_rope(vllm_config: "VllmConfig", head_dim: int) -> Rope | None:
+    """None, with a line in the log, where the keys are turned in a way that is not understood, or in several."""
+    modules = [module for module in rotary_modules() if module.head_dim == head_dim]
+    found = {_rope_of(vllm_config, module) for module in modules}
+    rope = found.pop() if len(found) == 1 else None
+    if rope is None:
+        why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"
+        several = f"{len(found)} kinds of RoPE" if len(found) > 1 else why
+        logger.warning("Manthan: keys are coded as they are after RoPE, which is less exact: %s.", several)
+    return rope
+
+
+def _rope_of(vllm_config: "VllmConfig", module: RotaryModule) -> Rope | None:
+    """What the module does, if it is understood."""
+    if module.base is None:
+        configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_dim)
+    else:
+        configured = Rope(tuple(module.base ** (-np.arange(0, module.turned, 2, dtype=np.float64) / module.turned)))
+    if configured is None:
+        return None
+    rope = replace(configured, interleaved=module.interleaved)
+    return rope if _agrees(rope, module) else None
+
+
+def _agrees(rope: Rope, module: RotaryModule) -> bool:
+    places = np.array([place for place in CHECKED if place < len(module.cos_sin)], np.int64)
+    theirs = module.cos_sin[places].float().cpu().numpy()
+    ours = np.concatenate(rope.tables(places), axis=1) * np.float32(rope.scale)
+    return theirs.shape == ours.shape and bool(np.abs(theirs - ours).max() < TOLERANCE * max(1.0, rope.scale))
