@@ -41,7 +41,8 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
 def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
     """[tables], in UNITs of a bit: what a number takes that is as often this or that as the table says."""
     bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
-    return np.rint(bits * UNIT).astype(np.int64)
+    found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
+    return found
 
 
 def _table(shape: float, deviation: float) -> npt.NDArray[np.int64]:
