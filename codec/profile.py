@@ -85,6 +85,13 @@ class ProfileInfo:
     tokens: int = 0
     ratios: Mapping[str, float] = field(default_factory=dict)
 
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Self:
+        """What `asdict` makes of one, through JSON. Raises KeyError, TypeError."""
+        rope = told["rope"]
+        turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
+        return cls(**{**told, "rope": turned})
+
 
 @dataclass(frozen=True, eq=False)
 class Profile:
@@ -165,11 +172,7 @@ class Profile:
     @classmethod
     def _parse(cls, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> Self:
         try:
-            told = dict(metadata["info"])
-            rope = told.pop("rope")
-            info = ProfileInfo(
-                **told, rope=Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
-            )
+            info = ProfileInfo.of_json(metadata["info"])
             frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
             ranks = tuple(
                 tuple(_layer(info, f"{rank}.{layer}", tensors, len(frequencies)) for layer in range(info.layers))
