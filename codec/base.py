@@ -173,6 +173,10 @@ class SectionCodec(ABC):
     def max_nbytes(self, section: Section) -> int:
         """The most bytes that such a section can take: what it does take, where the codec has a fixed rate."""
 
+    def expected_nbytes(self, section: Section) -> int:
+        """About how many bytes such a section takes."""
+        return self.max_nbytes(section)
+
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         """Encode into the front of `out`, which has `max_nbytes`; returns how many bytes it took.

@@ -6,6 +6,7 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from manthan.codec.base import Codec, CodecSpec, SectionCodec
+from manthan.codec.centred import K4V2C
 from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.klt import KltSections
@@ -29,7 +30,7 @@ SPECS = {
     )
 }
 """Codecs of single vectors."""
-CENTRED = {spec.name: spec for spec in (CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5),)}
+CENTRED = {spec.name: spec for spec in (K4V2C,)}
 """Codecs whose keys are coded less their block's mean before RoPE."""
 
 
@@ -41,7 +42,7 @@ def codec_names() -> list[str]:
 
 def takes_facts(name: str) -> bool:
     """Whether the codec of this name encodes by what is known of the model, so that codes of one do not fit another."""
-    return name in CENTRED
+    return name in CENTRED or needs_profile(name)
 
 
 def section_codec_names() -> list[str]:

@@ -16,6 +16,7 @@ from manthan.vllm_hooks.compat import VllmPool, engine_waker
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import memory_shape
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.support import only_group
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
@@ -41,9 +42,9 @@ class SchedulerHalf:
         self._ranks = vllm_config.parallel_config.world_size
         group = only_group(kv_cache_config)
         self._group, self._block_size = group.index, group.spec.block_size
-        self._shape = memory_shape(config.codec, group, self._ranks)
+        self._shape = memory_shape(config.codec, group, self._ranks, settled_profile(vllm_config))
         tiers = TierBytes.of_a_rank(config.cold_store, self._ranks)
-        sizes = {bound // self._ranks for bound in self._shape.bounds.values()}
+        sizes = {nbytes // self._ranks for nbytes in (*self._shape.bounds.values(), self._shape.cold_nbytes)}
         in_arenas = is_on_gpu(vllm_config) and not config.cold_store.is_shared
         capacity = tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
         check_capacity(config, self._shape, capacity)

@@ -4,6 +4,7 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.codec import Codec, CodecSpec, Section, SectionKind, codec_names, get_codec, section_codec
+from manthan.codec.profile import PRESETS
 from manthan.codec.registry import CENTRED
 from manthan.manager.commands.console import make_console
 
@@ -15,6 +16,10 @@ PURPOSE = {
     "k3v3": "the default: five times less than bf16",
     "k4v2": "the same size, more exact for keys; encoding takes longer",
     "k4v2c": "keys less their block's mean before RoPE: more exact, and biased keys do it no harm",
+    "klt-5x": "takes a profile of the model (manthan calibrate): the most exact",
+    "klt-6x": "the same, a little smaller: what auto uses",
+    "klt-8x": "the same, smaller",
+    "klt-12x": "the same: the smallest, which loses most",
     "lloyd3": "k3v3 with the least-squares scale: loses more",
     "lloyd4": "more exact, four times less",
     "k4v3": "more exact keys: most of what lloyd4 gains, for less",
@@ -35,6 +40,8 @@ def codecs() -> None:
             table.add_row(Text(name), "", "", "", Text(f"cannot be used: {type(error).__name__}: {said}", style="red"))
             continue
         table.add_row(*map(Text, row))
+    for name, ratio in PRESETS.items():
+        table.add_row(*map(Text, _row_of_preset(name, ratio)))
     make_console().print(table)
 
 
@@ -60,6 +67,12 @@ def _row_of_sections(spec: CodecSpec) -> tuple[str, ...]:
         f"{ratio:.2f}x",
         PURPOSE[spec.name],
     )
+
+
+def _row_of_preset(name: str, ratio: float) -> tuple[str, ...]:
+    """What is aimed at: keys and values take what each needs."""
+    bits, both = 16 / ratio, 4 * HEAD_DIM / ratio
+    return name, f"{bits:.3g} on average", f"{both:.4g} together", f"{ratio:.2f}x", PURPOSE[name]
 
 
 def _vector_nbytes(codec: Codec, kind: str) -> float:

@@ -47,10 +47,11 @@ def announce(
     store, codec = config.cold_store, config.codec
     host_bytes = store.front_bytes or store.host_bytes
     logger.info(
-        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d tokens, "
-        "idle after %g s",
+        "Manthan is on: policy %s, codec %s%s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d "
+        "tokens, idle after %g s",
         config.policy.name,
         codec.name,
+        f" with the profile {codec.profile}" if codec.profile else "",
         shape.hot_nbytes / shape.cold_nbytes,
         vllm_config.model_config.model,
         shape.cold_nbytes // shape.block_tokens,

@@ -12,6 +12,7 @@ from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
+from manthan.codec.changing import ChangingFormat
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.messages import SpillBlock
@@ -122,7 +123,13 @@ class CpuBlocks(Blocks):
     def __init__(self, memory: PagedMemory, format: BlockFormat) -> None:
         self.format = format
         self._memory = memory
+        self._formats = ChangingFormat(format)
         format.warm_up()
+
+    def change_to(self, format: BlockFormat) -> None:
+        """Encode in this format from now on, and go on to decode what was encoded in the first."""
+        format.warm_up()
+        self._formats.later = format
 
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
         return [self._encode(spill) for spill in spills]
@@ -140,14 +147,14 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            return self.format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+            return self._formats.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"
 
     def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
         try:
-            keys, values = self.format.decode(buf, key=key)
+            keys, values = self._formats.decode(buf, key=key)
         except WireError as error:
             return error.cause
         except CodecError:

@@ -8,17 +8,22 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat
+from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import Profile
 from manthan.codec.registry import CENTRED, SPECS, takes_facts
+from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, exact_counts
+from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, only_group
+from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
@@ -55,15 +60,29 @@ class WorkerHalf:
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
-        codec = config.codec.name
-        facts = ModelFacts(running_rope(self._vllm_config, spec.head_size)) if takes_facts(codec) else NO_FACTS
-        mark = fingerprint(self._vllm_config, group, codec, name, facts)
-        self.path = self._path(layers, block_format(codec, group, mark, facts), tier_bytes, store)
+        form = self._format(config.codec.name, group, self._facts(group), name)
+        self.path = self._path(layers, form, group, tier_bytes, store)
+
+    def _facts(self, group: Group) -> ModelFacts:
+        """What the codec may know. Raises ConfigError for a profile that does not fit."""
+        if not takes_facts(self._config.codec.name):
+            return NO_FACTS
+        parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
+        told = rank_facts(profile, group, parallel.rank, parallel.world_size)
+        return ModelFacts(running_rope(self._vllm_config, group.spec.head_size), told.profile)
+
+    def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
+        """namespace: see `fingerprint`. Raises ConfigError."""
+        try:
+            return block_format(codec, group, fingerprint(self._vllm_config, group, codec, namespace, facts), facts)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from None
 
     def _path(
         self,
         layers: list[Layer],
         form: BlockFormat,
+        group: Group,
         tier_bytes: TierBytes,
         store: ColdStore | None,
     ) -> WorkerPath:
@@ -83,17 +102,32 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
+        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
         blocks: Blocks
         if on_gpu:
             blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), form))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
-        elif device.type == "cpu":
-            blocks = CpuBlocks(HostMemory(layers, shape), form)
         else:
-            blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), form)
+            blocks = CpuBlocks(memory, form)
+        calibration = self._calibration(memory, blocks, group)
         if store is None:
             store = HostStore(tier_bytes.host)
-        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole)
+        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole, calibration)
+
+    def _calibration(self, memory: PagedMemory, blocks: Blocks, group: Group) -> Calibration | None:
+        """Where the codec wants a profile that there is not yet."""
+        job = calibration_job(self._vllm_config, blocks.format)
+        if job is None:
+            return None
+
+        def made(profile: Profile) -> str:
+            if job.ranks > 1 or self._config.cold_store.is_shared or not isinstance(blocks, CpuBlocks):
+                return "it is used from the next start on"
+            facts = ModelFacts(job.info.rope, profile)
+            blocks.change_to(self._format(job.preset, group, facts, ""))
+            return "blocks are encoded with it from now on"
+
+        return Calibration(memory, job, made)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:

@@ -19,6 +19,7 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
+from manthan.vllm_hooks.worker.calibration import Calibration
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
@@ -31,7 +32,7 @@ class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     blocks: by KV cache group. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
-    what the model's stream was given before.
+    what the model's stream was given before. calibration: what is made of the blocks besides.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class HostPath(WorkerPath):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
+        self._calibration = calibration
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -73,6 +76,8 @@ class HostPath(WorkerPath):
     def shutdown(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
+        if self._calibration is not None:
+            self._calibration.stop()
         self.store.close()
 
     def _model_event(self) -> torch.cuda.Event | None:
@@ -99,6 +104,8 @@ class HostPath(WorkerPath):
         began = time.monotonic()
         try:
             with self._behind(model):
+                if self._calibration is not None:
+                    self._calibration.see(spills)
                 encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
             bufs = {spill.key: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
             refused = store.put_all(blocks.format.group, bufs) if bufs else {}
