@@ -54,6 +54,7 @@ SCALE_MAX = 0xFEF
 SCALE_END = 0xFF0
 
 K4V2C = CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5)
+K4V4C = CodecSpec("k4v4c", 4, 4, unbiased=True, mean_bits=5)
 
 Order = npt.NDArray[np.int64]
 

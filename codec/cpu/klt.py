@@ -35,7 +35,8 @@ from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec,
 from manthan.codec.centred import K4V2C
 from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
+from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
+from manthan.codec.cpu.rows import front, parse, row_front, write
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
@@ -46,8 +47,6 @@ START = 4
 SLACK = 27, 20
 """A section may take so many times what is expected of it: 1.35, as whole numbers."""
 FURTHEST = 32767
-WORDS_A_NUMBER = 28 / 16
-"""At most: 12 bits for the escape, and 16 behind it."""
 
 PARTS = {
     SectionKind.KEYS: (SectionKind.KEYS,),
@@ -130,8 +129,7 @@ class KltSections(SectionCodec):
         first, last = section.first_layer, section.first_layer + section.layers
         bits = [bits for kind in PARTS[section.kind] for bits in self._expected[kind][first:last]]
         size = section.heads * section.head_dim
-        front = _size_dtype(section).itemsize + 4 * streams_of(section.tokens * size)
-        return START + len(bits) * front + -(-section.tokens * sum(bits) // (8 * UNIT))
+        return START + len(bits) * row_front(section.tokens * size) + -(-section.tokens * sum(bits) // (8 * UNIT))
 
     @cached_property
     def _expected(self) -> dict[SectionKind, list[int]]:
@@ -152,14 +150,13 @@ class KltSections(SectionCodec):
         bases = self._of(section)
         numbers = self._numbers(vectors, section, positions, bases)
         rows = _rows(section, bases)
-        most = (limit - _front(section, rows)) // 2
+        most = (limit - START - front(rows)) // 2
         coded = self._coder.encode(numbers, rows, most) if numbers is not None and most > 0 else None
         out[:START] = (VERSION, CODED if coded else CENTRED, 0, 0)
         if coded is None:
             end = START + self._centred.max_nbytes(section)
             return START + self._centred.encode(x, section, positions, out[START:end])
-        sizes = coded.sizes.astype(_size_dtype(section))
-        return _write(out, sizes, coded.states.astype("<u4"), coded.words.astype("<u2", copy=False))
+        return START + write(coded, rows, out[START:])
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
         """Raises SizeError, DamagedError, NonFiniteError."""
@@ -174,7 +171,7 @@ class KltSections(SectionCodec):
             return self._centred.decode(codes[START:].copy(), section, positions)
         bases = self._of(section)
         rows = _rows(section, bases)
-        numbers = self._coder.decode(_parse(codes, section, rows), rows)
+        numbers = self._coder.decode(parse(codes[START:], rows), rows)
         return as_numbers(self._vectors(numbers, section, positions, bases), section.dtype)
 
     def _check_section(self, section: Section) -> None:
@@ -240,32 +237,3 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
 def _rows(section: Section, bases: _Bases) -> Rows:
     count, size = bases.tables.shape
     return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))
-
-
-def _size_dtype(section: Section) -> np.dtype[np.unsignedinteger]:
-    most = section.tokens * section.heads * section.head_dim * WORDS_A_NUMBER
-    return np.dtype("<u2" if most < 1 << 16 else "<u4")
-
-
-def _front(section: Section, rows: Rows) -> int:
-    """Bytes ahead of the words."""
-    return START + len(rows.components) * (_size_dtype(section).itemsize + 4 * rows.streams)
-
-
-def _write(out: Codes, *parts: npt.NDArray[np.generic]) -> int:
-    at = START
-    for part in parts:
-        end = at + part.nbytes
-        out[at:end] = np.ascontiguousarray(part).view(np.uint8).ravel()
-        at = end
-    return at
-
-
-def _parse(codes: Codes, section: Section, rows: Rows) -> Coded:
-    count, dtype, front = len(rows.components), _size_dtype(section), _front(section, rows)
-    if codes.size < front or (codes.size - front) % 2:
-        raise SizeError(f"{codes.size} bytes are not the codes of {section}: {front} and words of 2 bytes are.")
-    at = START + count * dtype.itemsize
-    sizes = codes[START:at].copy().view(dtype).astype(np.int64)
-    states = codes[at:front].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
-    return Coded(states, sizes, codes[front:].copy().view("<u2").astype(np.uint16, copy=False))
