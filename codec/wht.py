@@ -51,7 +51,7 @@ from manthan.codec.centred import K4V4C
 from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES
 
 NAME = "wht-5x"
-KEY_STEP, VALUE_STEP = np.float32(0.34), np.float32(0.75)
+KEY_STEP, VALUE_STEP = np.float32(0.35), np.float32(0.76)
 """Steps in deviations: of all numbers of a layer's keys, and of a value vector's."""
 FALLBACK = K4V4C
 MEAN_BITS = FALLBACK.mean_bits
