@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 from pydantic import ByteSize
 from vllm.logger import init_logger
 
+from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
 
 if TYPE_CHECKING:
@@ -65,6 +66,8 @@ def announce(
         capacity // shape.cold_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
+    if needs_profile(codec.name) and not codec.sink_tokens:
+        logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
 def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
