@@ -204,6 +204,21 @@ def test_a_format_that_takes_over_reads_what_was_there(path: tuple[HostPath, lis
     assert made.take_failed_blocks() == set()
 
 
+def test_a_block_never_takes_more_than_the_first_format_would(path: tuple[HostPath, list[BlockFormat]]) -> None:
+    """What was reserved for it is that: here, exact tokens take more than codes do."""
+    made, forms = path
+    blocks = made.blocks[0]
+    assert isinstance(blocks, CpuBlocks)
+    wider = BlockFormat("exact", forms[0].shape, b"w" * 16)
+    assert wider.max_nbytes(0) > forms[0].max_nbytes(0)
+    blocks.change_to(wider)
+    [buf] = blocks.encode_all([SpillBlock(b"a", 0, 0, 0)])
+    assert not isinstance(buf, str)
+    assert buf[16:32].tobytes() == forms[0].fingerprint
+    assert buf.nbytes <= forms[0].max_nbytes(0)
+    assert blocks.decode_all([b"a"], [5], [buf]) == [None]
+
+
 # -- an engine ----------------------------------------------------------------------------------------
 
 
