@@ -94,7 +94,10 @@ def test_ranks_make_one_profile_of_their_parts(tmp_path):
 def test_the_process_says_where_the_profile_is(tmp_path):
     sent = job(tmp_path / "p").to_json() + b"".join(map(block, range(60)))
     done = subprocess.run(
-        [sys.executable, "-m", "manthan.manager.calibration.traffic"], input=sent, capture_output=True, check=False
+        [sys.executable, "-P", "-m", "manthan.manager.calibration.traffic"],
+        input=sent,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0, done.stderr.decode()
     answers, line = done.stdout.split(ENOUGH)
@@ -107,7 +110,10 @@ def test_the_process_says_why_there_is_none(tmp_path):
     (tmp_path / "file").write_text("")
     sent = job(tmp_path / "file" / "p").to_json() + b"".join(map(block, range(60)))
     done = subprocess.run(
-        [sys.executable, "-m", "manthan.manager.calibration.traffic"], input=sent, capture_output=True, check=False
+        [sys.executable, "-P", "-m", "manthan.manager.calibration.traffic"],
+        input=sent,
+        capture_output=True,
+        check=False,
     )
     assert done.returncode == 0
     assert "error" in json.loads(done.stdout.split(ENOUGH)[1])
