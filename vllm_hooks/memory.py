@@ -36,7 +36,7 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical)
+    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
 
 
 def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.codec import registry
+from manthan.codec.profile import PRESETS
 from manthan.codec.registry import CENTRED, SPECS
 from manthan.manager.cli import app
 from manthan.manager.commands.codecs import PURPOSE
@@ -90,9 +91,10 @@ def rows(*args: str) -> dict[str, list[str]]:
 
 def test_codecs_are_listed_with_their_sizes() -> None:
     listed = rows("codecs")
-    assert set(listed) == set(SPECS | CENTRED) == set(PURPOSE)
+    assert set(listed) == set(SPECS | CENTRED | PRESETS) == set(PURPOSE)
     assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
     assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
+    assert listed["klt-8x"][1:7] == ["2", "on", "average", "64", "together", "8.00x"]
     assert listed["k4v2c"][1:7] == ["4", "/", "2", "70.19,", "33.06", "4.96x"]
 
 

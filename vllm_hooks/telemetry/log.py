@@ -7,7 +7,9 @@ from typing import TYPE_CHECKING
 from pydantic import ByteSize
 from vllm.logger import init_logger
 
+from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.vllm_hooks.settled import wants_profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -65,6 +67,8 @@ def announce(
         capacity // shape.cold_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
+    if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
+        logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
 def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:

@@ -12,8 +12,8 @@ from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
-from manthan.codec.changing import ChangingFormat
 from manthan.codec.errors import CodecError, WireError
+from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
@@ -122,14 +122,16 @@ class CpuBlocks(Blocks):
 
     def __init__(self, memory: PagedMemory, format: BlockFormat) -> None:
         self.format = format
-        self._memory = memory
-        self._formats = ChangingFormat(format)
+        self.formats, self._memory = Formats(format), memory
         format.warm_up()
 
     def change_to(self, format: BlockFormat) -> None:
-        """Encode in this format from now on, and go on to decode what was encoded in the first."""
+        """Encode in this format from now on, and go on to decode what was encoded in the first.
+
+        What is reserved for a block stays the first one's bound: a block that would take more is encoded in that.
+        """
         format.warm_up()
-        self._formats.later = format
+        self.formats.use(format)
 
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
         return [self._encode(spill) for spill in spills]
@@ -147,20 +149,30 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            return self._formats.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+            made = _encoded(self.formats.current, keys, values, spill)
+            return (
+                made
+                if made.nbytes <= self.format.max_nbytes(spill.exact)
+                else _encoded(self.format, keys, values, spill)
+            )
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"
 
     def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
         try:
-            keys, values = self._formats.decode(buf, key=key)
+            keys, values = self.formats.decode(buf, key=key)
         except WireError as error:
             return error.cause
         except CodecError:
             return "decode"
         self._memory.scatter(block_id, keys, values)
         return None
+
+
+def _encoded(format: BlockFormat, keys: Numbers, values: Numbers, spill: SpillBlock) -> Buffer:
+    """Raises CodecError."""
+    return format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

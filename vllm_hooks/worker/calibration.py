@@ -122,7 +122,7 @@ class Calibration:
         """Where the profile is that was made of this block and of those that follow; empty where other ranks must
         finish theirs, None where it was given up."""
         with subprocess.Popen(
-            [sys.executable, "-m", traffic.__name__],
+            [sys.executable, "-P", "-m", traffic.__name__],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             env=os.environ | ONE_THREAD,

@@ -95,6 +95,8 @@ class WorkerHalf:
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
+            if calibration_job(self._vllm_config, form) is not None:
+                logger.info("Manthan: no profile is made of what a GPU encodes: run `manthan calibrate MODEL`")
             exacts = sorted(exact_counts(self._config.codec, form.shape.tokens))
             return _gpu_path(paged_codec(paged_layout(layers, shape), form), tier_bytes, self._fails_whole, exacts)
         if tier_bytes.device:
