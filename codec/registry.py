@@ -10,6 +10,7 @@ from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.cpu.tiles import TileSections
 from manthan.codec.cpu.vectors import VectorSections
 from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -29,13 +30,21 @@ SPECS = {
     )
 }
 """Codecs of single vectors."""
-CENTRED = {spec.name: spec for spec in (CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5),)}
+CENTRED = {
+    spec.name: spec
+    for spec in (
+        CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5),
+        CodecSpec("k4v4c", 4, 4, unbiased=True, mean_bits=5),
+    )
+}
 """Codecs whose keys are coded less their block's mean before RoPE."""
+TILED = {spec.name: spec for spec in (CodecSpec("k4v2-tiles", 4, 2),)}
+"""Codecs that see all of a head's keys or values of a block at once."""
 
 
 def codec_names() -> list[str]:
     """Every name that section_codec knows without a profile, ours first."""
-    ours = [*SPECS, *CENTRED]
+    ours = [*SPECS, *CENTRED, *TILED]
     return [*ours, *sorted(_others().keys() - set(ours))]
 
 
@@ -67,7 +76,7 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
-    if name in CENTRED or needs_profile(name):
+    if name in CENTRED or name in TILED or needs_profile(name):
         raise UnknownCodecError(f"codec {name!r} is not one of single vectors: section_codec makes it.")
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
@@ -83,6 +92,8 @@ def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Sec
         return ExactSections()
     if name in CENTRED:
         return CentredSections(CENTRED[name], head_dim, facts.rope)
+    if name in TILED:
+        return TileSections(TILED[name], head_dim)
     if not needs_profile(name):
         return VectorSections(get_codec(name, head_dim))
     if not isinstance(facts.profile, Profile):
