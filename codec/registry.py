@@ -41,6 +41,14 @@ CENTRED = {
 TILED = {spec.name: spec for spec in (CodecSpec("k4v2-tiles", 4, 2),)}
 """Codecs that see all of a head's keys or values of a block at once."""
 
+FALLBACK = "k4v4c"
+"""What is used where a codec turns out not to be faithful to a model, if that is any better."""
+
+
+def finer_codecs(name: str) -> list[str]:
+    """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
+    return [] if name == FALLBACK else [FALLBACK]
+
 
 def codec_names() -> list[str]:
     """Every name that section_codec knows without a profile, ours first."""
