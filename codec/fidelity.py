@@ -4,16 +4,16 @@ Attention asks for the logits q k / sqrt(D) of a query q with each key k. A code
 what matters is how large that is beside what tells keys apart. Queries are not in the cache, but they look for what
 keys differ in: the keys of a head less their mean stand for them. So for each layer
 
-    noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), averaged over heads and i, with q_i = c_i
+    noise of the logits = var_j(q_i e_j) / var_j(q_i c_j), of all heads, with q_i = c_i for even i, and odd j
     c = the keys less their mean, taken before RoPE where that is known: all tokens have it, whatever they are
 
 and likewise for values, of which attention takes averages,
 
     noise of the values = |v^ - v|**2 / |v - their mean|**2
 
-On SmolLM2-135M, with biased keys and without, the attention of real queries diverges by four to six times the noise of
-the logits, in nats (docs/codec.md). Cosines say nothing of it: they hardly change when a bias in the keys drowns what
-tells them apart.
+On SmolLM2-135M, with biased keys and without, the attention of its own queries diverges by three to nine times the
+noise of the logits, in nats, over three decades (docs/codec.md). Cosines say nothing of it: they hardly change when a
+bias in the keys drowns what tells them apart.
 """
 
 from collections.abc import Sequence
@@ -133,9 +133,10 @@ def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | Non
     share = float(np.square(mean).sum() * keys.shape[1] / (np.square(turned).sum() + TINY))
     if rope is not None:
         centred = rope.turn(centred, positions)
-    queries = centred[:, :: -(-keys.shape[1] // QUERIES)]
-    wanted, wrong = (queries @ np.swapaxes(x, 1, 2) for x in (centred, back - keys))
-    return float((wrong.var(axis=2).mean() + 0.0) / (wanted.var(axis=2).mean() + TINY)), min(share, 1.0)
+    queries = centred[:, :: 2 * -(-keys.shape[1] // (2 * QUERIES))]
+    wanted, wrong = (queries @ np.swapaxes(x[:, 1::2], 1, 2) for x in (centred, back - keys))
+    noise = wrong.var(axis=2).mean() / (wanted.var(axis=2).mean() + TINY) if keys.shape[1] > 1 else 0.0
+    return float(noise), min(share, 1.0)
 
 
 def _energy(x: Floats) -> Floats:

@@ -112,8 +112,8 @@ def tell_verdict(verdict: "Verdict") -> None:
         logger.info("Manthan: codec %s is faithful on this model: %s", verdict.codec, said)
         return
     logger.warning(
-        "Manthan: codec %s is not faithful on this model, and %s from now on; choose another with `codec: {name: ...}`, "
-        "or have it nevertheless with `guard: false` there. Measured: %s",
+        "Manthan: codec %s is not faithful on this model, and %s; choose another with `codec: {name: ...}`, or have it "
+        "nevertheless with `guard: false` there. Measured: %s",
         verdict.measured[0].codec,
         "all tokens are kept exact" if verdict.codec == EXACT else f"{verdict.codec} is used instead",
         said,
@@ -125,8 +125,8 @@ def _fidelity(found: "Fidelity") -> str:
         f"{found.codec} adds {found.logit_noise.mean():.2g} of noise to attention logits ({LOGIT_NOISE:g} is allowed), "
         f"{found.logit_noise.max():.2g} in layer {found.worst_layer} ({WORST_LOGIT_NOISE:g}), "
         f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); least cosine of a layer's keys "
-        f"{found.key_cosine.min():.4f}, values {found.value_cosine.min():.4f}; {found.mean_share.max():.0%} of the keys' "
-        f"energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens"
+        f"{found.key_cosine.min():.4f}, values {found.value_cosine.min():.4f}; {found.mean_share.max():.0%} of the "
+        f"keys' energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens"
     )
 
 
