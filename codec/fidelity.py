@@ -27,7 +27,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.numbers import Floats, as_floats
 from manthan.codec.rope import Rope
 
-LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.05, 0.2, 0.5
+LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 """What is allowed: of logits on the average of all layers, and in the worst one; of values in the worst one."""
 QUERIES = 64
 """Of a head, at most."""

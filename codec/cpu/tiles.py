@@ -36,7 +36,6 @@ channels. It is taken about zero: a few tokens may agree on a channel by chance,
 of it then.
 """
 
-from functools import partial
 from typing import NamedTuple, Self
 
 import numpy as np
@@ -93,7 +92,8 @@ class Places(NamedTuple):
         for size in (tiles, 2 * tiles * (2 * lines + columns), tiles * tokens * bits * head_dim // 8):
             parts.append(slice(at, at + size))
             at += align16(size)
-        return cls(*parts, at, lines, columns, bits)
+        exponents, scales, planes = parts
+        return cls(exponents, scales, planes, at, lines, columns, bits)
 
 
 class TileSections(SectionCodec):
@@ -226,12 +226,10 @@ def _ranged(z: Floats, axis: int, bits: int) -> Ranged:
     """Numbers as codes; lines go along an axis. With few levels most lines gain by a narrower range, some lose."""
     narrow, whole = (_within(z, axis, bits, share) for share in (COVERED[bits], np.float32(1)))
     better = whole.error < narrow.error
-    spread = np.expand_dims(better, axis)
-    q = np.where(spread, whole.q, narrow.q)
-    pick = partial(np.where, better)
-    return Ranged(
-        pick(whole.starts, narrow.starts), pick(whole.steps, narrow.steps), q, pick(whole.error, narrow.error)
-    )
+    for kept, other in ((narrow.starts, whole.starts), (narrow.steps, whole.steps), (narrow.error, whole.error)):
+        np.copyto(kept, other, where=better)
+    np.copyto(narrow.q, whole.q, where=np.expand_dims(better, axis))
+    return narrow
 
 
 def _within(z: Floats, axis: int, bits: int, share: np.float32) -> Ranged:

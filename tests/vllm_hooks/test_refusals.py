@@ -208,7 +208,11 @@ def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
     ("options", "sentence"),
     [
         ({"policy": "lry"}, "argument: unknown policy 'lry' (did you mean 'lru'?)"),
-        ({"codec": "zip"}, "argument: unknown codec 'zip' (valid: k3v3, k4v2, k4v3, lloyd3, lloyd3-unrotated, lloyd4)"),
+        (
+            {"codec": "zip"},
+            "argument: unknown codec 'zip' (valid: k3v3, k4v2, k4v2-tiles, k4v2c, k4v3, k4v4c, lloyd3, "
+            "lloyd3-unrotated, lloyd4)",
+        ),
         ({"idle_after": 5}, "argument: unknown key 'idle_after' (did you mean 'idle_after_s'?)"),
         (
             {"cold_store": {"max_bytes": "much"}},
