@@ -1,11 +1,14 @@
 """What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
+from manthan.codec.registry import finer_codecs
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import facts_of
@@ -49,6 +52,20 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
             "cache of their own: use a codec without a profile."
         )
     return facts_of(profile, rank, ranks)
+
+
+def fallback_shapes(
+    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None
+) -> list[MemoryShape]:
+    """The same in the codecs that the guard may choose instead, and with all tokens exact."""
+    finer = [
+        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks), codec=name)
+        for name in finer_codecs(codec.name)
+    ]
+    tokens = group.spec.block_size
+    whole = ranks * room(block_format(EXACT, group).max_nbytes(tokens))
+    exact = memory_shape(codec, group, ranks, profile)
+    return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 
 def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:

@@ -120,6 +120,7 @@ class CodecConfig(_Group):
     calibrate: bool = Field(default=True, description="true or false")
     sink_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
+    guard: bool = Field(default=True, description="true or false")
 
     @property
     def keeps_exact(self) -> bool:

@@ -110,6 +110,18 @@ class ExactSessions:
         found = self.blocks.format.facts.rope
         self.report["rope"] = None if found is None else [list(found.frequencies), found.interleaved]
 
+    def codecs(self) -> None:
+        """In which codecs the blocks of a cold session are, as their headers say, and what the metrics say."""
+        self.go_cold()
+        bufs = list(self.path.store.read(self.group, [block.key for block in self.session("user").chain]))
+        found = {section.codec for buf in bufs if buf is not None for section in wire.parse(buf).header.sections}
+        stats = self.half.telemetry._stats._gauges()
+        self.report["codecs"] = sorted(found)
+        self.report["ordered"] = sorted({block.encoding.codec for block in self.session("user").chain})
+        self.report["gauges"] = {name: stats[name] for name in ("codec_noise", "codec_fallback", "compression_ratio")}
+        self.report["bounds"] = [block.encoding.nbytes for block in self.session("user").chain]
+        self.report |= {"stored": self.stored("user"), "usage": self.usage()}
+
     def damage(self) -> None:
         """A byte among a block's exact tokens changes: the last block but one of a session's."""
         table = vllm_engine.Table(2)

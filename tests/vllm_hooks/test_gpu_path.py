@@ -11,6 +11,8 @@ import torch
 from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec.base import Numbers
+from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import (
     GroupBlocks,
@@ -73,11 +75,11 @@ class World:
         """Keys and values, [2, layers, heads, tokens, head_dim]."""
         return np.stack(self.memory.gather(block_id)).copy()
 
-    def as_restored(self, numbers: Numbers, spill: SpillBlock) -> np.ndarray:
+    def as_restored(self, numbers: Numbers, spill: SpillBlock, form: BlockFormat | None = None) -> np.ndarray:
         """What a block's numbers become, as numpy says."""
-        told = {"key": spill.key, "first_token": spill.first_token, "exact": spill.exact}
-        encoded = self.codec.format.encode(*numbers, **told)
-        return np.stack(self.codec.format.decode(encoded, key=spill.key))
+        form = form or self.codec.format
+        encoded = form.encode(*numbers, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+        return np.stack(form.decode(encoded, key=spill.key))
 
 
 def key(n: int) -> bytes:
@@ -98,6 +100,23 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         return World(monkeypatch, place, **more)
 
     return made
+
+
+def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..., World]) -> None:
+    """What the guard does, before there are any."""
+    world = make()
+    layout = world.codec.layout
+    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
+    world.path.prepare(finer)
+    orders = [order(n, exact)._replace(codec="k4v4c") for n, exact in enumerate(FORMS)]
+    before = [world.as_restored(world.numbers(spill.block_id), spill, finer.format) for spill in orders]
+    results = world.spill(*orders)
+    assert {result.cause for result in results} == {None}
+    assert sorted(result.nbytes for result in results) == sorted(room(finer.form(exact).nbytes) for exact in FORMS)
+    targets = [BLOCKS - 1 - n for n in range(len(orders))]
+    assert world.load([spill.key for spill in orders], targets).failed == []
+    for target, numbers in zip(targets, before, strict=True):
+        assert np.array_equal(world.numbers(target), numbers)
 
 
 # -- what comes back ----------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker import paged_blocks
 from manthan.vllm_hooks.worker.blocks import Buffer, CpuBlocks, DeviceMemory
@@ -54,6 +55,24 @@ def test_both_ways_write_and_read_the_same(dtype: torch.dtype) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(ours, numpys, strict=True))
     pairs = zip(world.restored(world.ours, numpys), world.restored(world.numpy, ours), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("staging")
+def test_blocks_of_several_codecs_lie_side_by_side() -> None:
+    """An order may name the codec; whoever reads looks at the block."""
+    world = World()
+    layout = world.ours.codec.layout
+    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
+    ours = PagedBlocks(world.ours.codec, finer)
+    numpy = CpuBlocks(DeviceMemory(layout), world.ours.format, finer.format)
+    spills = [spill._replace(codec="k4v4c") if n % 3 else spill for n, spill in enumerate(world.spills)]
+    made, numpys = ours.encode_all(spills), numpy.encode_all(spills)
+    assert all(np.array_equal(a, b) for a, b in zip(made, numpys, strict=True))
+    found = [{section.codec for section in wire.parse(buf, group=GROUP).header.sections} - {"exact"} for buf in made]
+    assert found == [{"k4v3"}, {"k4v4c"}, {"k4v4c"}, set(), set(), set(), {"k4v3"}, {"k4v4c"}, {"k4v4c"}]
+    pairs = zip(world.restored(ours, numpys), world.restored(numpy, made), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert world.ours.decode_all(world.keys[1:2], world.targets[1:2], made[1:2]) == ["size"]  # it knows one codec
 
 
 def test_a_block_that_cannot_be_encoded_costs_itself_alone() -> None:

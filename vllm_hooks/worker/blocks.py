@@ -28,11 +28,16 @@ BATCH = 16
 class Blocks(ABC):
     """Encodes and decodes blocks of this rank's paged cache, of one KV cache group. Safe to call from several threads.
 
-    batch: how many blocks a call takes, at most.
+    formats: that it reads and writes. batch: how many blocks a call takes, at most.
     """
 
-    format: BlockFormat
+    formats: Formats
     batch: int
+
+    @property
+    def format(self) -> BlockFormat:
+        """Of blocks whose order names no codec."""
+        return self.formats.current
 
     @abstractmethod
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
@@ -120,9 +125,9 @@ class CpuBlocks(Blocks):
 
     batch = BATCH
 
-    def __init__(self, memory: PagedMemory, format: BlockFormat) -> None:
-        self.format = format
-        self.formats, self._memory = Formats(format), memory
+    def __init__(self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat) -> None:
+        """others: that can be read as well, and written where an order names their codec."""
+        self.formats, self._memory, self._first = Formats(format, *others), memory, format
         format.warm_up()
 
     def change_to(self, format: BlockFormat) -> None:
@@ -149,12 +154,11 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            made = _encoded(self.formats.current, keys, values, spill)
-            return (
-                made
-                if made.nbytes <= self.format.max_nbytes(spill.exact)
-                else _encoded(self.format, keys, values, spill)
-            )
+            format = self.formats.named(spill.codec)
+            made = _encoded(format, keys, values, spill)
+            if format is self.formats.current and made.nbytes > self._first.max_nbytes(spill.exact):
+                return _encoded(self._first, keys, values, spill)
+            return made
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"

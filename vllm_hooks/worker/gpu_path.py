@@ -110,7 +110,12 @@ class GpuPath(WorkerPath):
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
+        self._prepared: dict[str, PagedCodec] = {}
         self._warm_up(forms)
+
+    def prepare(self, codec: PagedCodec) -> None:
+        """Blocks may be ordered in this codec instead, as long as there are none yet. For any thread."""
+        self._prepared[codec.format.codec] = codec
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
@@ -130,6 +135,8 @@ class GpuPath(WorkerPath):
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
+        for name in {spill.codec for spill in metadata.spills} & self._prepared.keys():
+            self.codec = self._prepared.pop(name)
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
         for exact, spills in _by_form(metadata.spills).items():
@@ -208,7 +215,7 @@ class GpuPath(WorkerPath):
         codes, ours = (
             (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
         )
-        keys, _, block_ids, first_tokens, (exact, *_) = zip(*spills, strict=True)
+        keys, _, block_ids, first_tokens, (exact, *_), _ = zip(*spills, strict=True)
         with torch.cuda.stream(lane.stream):
             batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
             self.codec.encode(batch, codes)

@@ -12,12 +12,14 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
-from manthan.codec.registry import CENTRED, SPECS, takes_facts
+from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
+from manthan.codec.rope import Rope
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
@@ -25,6 +27,7 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
+from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
@@ -48,6 +51,27 @@ class WorkerHalf:
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
+        self._guard: Guard | None = None
+
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        """Begin what comes after what the model computes in this step."""
+        self.path.submit_spills(metadata)
+        if self._guard is not None:
+            self._guard.submit(metadata.samples)
+
+    def take_report(self) -> ManthanWorkerMetadata | None:
+        """What ended since the last call."""
+        report, verdicts = self.path.take_report(), self._guard.take() if self._guard is not None else []
+        if not verdicts:
+            return report
+        report = report or ManthanWorkerMetadata()
+        report.verdicts += verdicts
+        return report
+
+    def shutdown(self) -> None:
+        if self._guard is not None:
+            self._guard.shutdown()
+        self.path.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
@@ -60,16 +84,21 @@ class WorkerHalf:
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
-        form = self._format(config.codec.name, group, self._facts(group), name)
-        self.path = self._path(layers, form, group, tier_bytes, store)
+        codecs = (config.codec.name, *finer_codecs(config.codec.name))
+        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
+        self.path = self._path(layers, forms, group, tier_bytes, store)
+        if config.codec.guard:
+            self._guard = self._make_guard(layers, forms, rope)
 
-    def _facts(self, group: Group) -> ModelFacts:
+    def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
-        if not takes_facts(self._config.codec.name):
+        if not takes_facts(codec):
             return NO_FACTS
+        if not needs_profile(codec):
+            return ModelFacts(rope)
         parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
-        told = rank_facts(profile, group, parallel.rank, parallel.world_size)
-        return ModelFacts(running_rope(self._vllm_config, group.spec.head_size), told.profile)
+        return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
 
     def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
         """namespace: see `fingerprint`. Raises ConfigError."""
@@ -78,10 +107,24 @@ class WorkerHalf:
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
+    def _make_guard(self, layers: list[Layer], forms: Sequence[BlockFormat], rope: Rope | None) -> Guard:
+        shape, device, path = forms[0].shape.numbers[1:], layers[0].rows.device, self.path
+        if device.type == "cpu":
+            return Guard(HostMemory(layers, shape), forms, rope, device, BlockFormat.warm_up)
+        from manthan.vllm_hooks.worker.gpu_path import GpuPath
+
+        layout = paged_layout(layers, shape)
+
+        def prepare(form: BlockFormat) -> None:
+            if isinstance(path, GpuPath):
+                path.prepare(paged_codec(layout, form))
+
+        return Guard(DeviceMemory(layout), forms, rope, device, prepare)
+
     def _path(
         self,
         layers: list[Layer],
-        form: BlockFormat,
+        forms: Sequence[BlockFormat],
         group: Group,
         tier_bytes: TierBytes,
         store: ColdStore | None,
@@ -89,8 +132,9 @@ class WorkerHalf:
         """Where the codec runs, and on what: the only place where that is chosen.
 
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
-        cache in its memory or a GPU's. store: None for one of this engine alone.
+        cache in its memory or a GPU's. forms: the configured one first. store: None for one of this engine alone.
         """
+        form = forms[0]
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
@@ -107,10 +151,11 @@ class WorkerHalf:
         memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), form))
+            layout = paged_layout(layers, shape)
+            blocks = PagedBlocks(*(paged_codec(layout, each) for each in forms))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         else:
-            blocks = CpuBlocks(memory, form)
+            blocks = CpuBlocks(memory, *forms)
         calibration = self._calibration(memory, blocks, group)
         if store is None:
             store = HostStore(tier_bytes.host)
