@@ -102,12 +102,15 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return made
 
 
-def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..., World]) -> None:
-    """What the guard does, before there are any."""
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..., World], is_prepared: bool) -> None:
+    """What the guard does, before there are any; a rank that has found no fault with its own shard is not prepared."""
     world = make()
     layout = world.codec.layout
     finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
-    world.path.prepare(finer)
+    world.path._make = {"k4v4c": finer}.__getitem__
+    if is_prepared:
+        world.path.prepare("k4v4c")
     orders = [order(n, exact)._replace(codec="k4v4c") for n, exact in enumerate(FORMS)]
     before = [world.as_restored(world.numbers(spill.block_id), spill, finer.format) for spill in orders]
     results = world.spill(*orders)
@@ -117,6 +120,13 @@ def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..
     assert world.load([spill.key for spill in orders], targets).failed == []
     for target, numbers in zip(targets, before, strict=True):
         assert np.array_equal(world.numbers(target), numbers)
+
+
+def test_blocks_in_a_codec_that_cannot_be_made_are_answered_for(make: Callable[..., World]) -> None:
+    world = make()
+    world.path._make = {}.__getitem__
+    assert [result.cause for result in world.spill(order(0)._replace(codec="k4v4c"))] == ["internal"]
+    assert [result.cause for result in world.spill(order(0))] == [None]
 
 
 # -- what comes back ----------------------------------------------------------------------------------

@@ -94,11 +94,19 @@ class GpuPath(WorkerPath):
     """One rank's blocks to codes and back by a paged codec on its GPU.
 
     forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared for them.
+    make: a codec by its name, should blocks be ordered in another one.
     """
 
-    def __init__(self, codec: PagedCodec, tiers: Tiers, fails_whole: bool = False, forms: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        codec: PagedCodec,
+        tiers: Tiers,
+        fails_whole: bool = False,
+        forms: Sequence[int] = (0,),
+        make: Callable[[str], PagedCodec] | None = None,
+    ) -> None:
         super().__init__(fails_whole)
-        self.codec, self.tiers = codec, tiers
+        self.codec, self.tiers, self._make = codec, tiers, make
         self._device = codec.device
         nbytes = max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes)
         self._spill_lane = Lane(nbytes, self._device)
@@ -113,9 +121,10 @@ class GpuPath(WorkerPath):
         self._prepared: dict[str, PagedCodec] = {}
         self._warm_up(forms)
 
-    def prepare(self, codec: PagedCodec) -> None:
-        """Blocks may be ordered in this codec instead, as long as there are none yet. For any thread."""
-        self._prepared[codec.format.codec] = codec
+    def prepare(self, name: str) -> None:
+        """Blocks may soon be ordered in this codec instead. For any thread."""
+        assert self._make is not None
+        self._prepared[name] = self._make(name)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
@@ -135,8 +144,12 @@ class GpuPath(WorkerPath):
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
-        for name in {spill.codec for spill in metadata.spills} & self._prepared.keys():
-            self.codec = self._prepared.pop(name)
+        try:
+            self._use({spill.codec for spill in metadata.spills})
+        except Exception as error:
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in metadata.spills])
+            return
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
         for exact, spills in _by_form(metadata.spills).items():
@@ -180,6 +193,13 @@ class GpuPath(WorkerPath):
         self.tiers.release()
 
     # -- evict ----------------------------------------------------------------------------------------
+
+    def _use(self, names: set[str]) -> None:
+        """Encode in this codec from now on, before there is any block in the tiers: the guard has chosen it."""
+        for name in names - {"", self.codec.format.codec}:
+            if name not in self._prepared:  # another rank has asked for it
+                self.prepare(name)
+            self.codec = self._prepared.pop(name)
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be

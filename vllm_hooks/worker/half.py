@@ -117,7 +117,7 @@ class WorkerHalf:
 
         def prepare(form: BlockFormat) -> None:
             if isinstance(path, GpuPath):
-                path.prepare(paged_codec(layout, form))
+                path.prepare(form.codec)
 
         return Guard(DeviceMemory(layout), forms, rope, device, prepare)
 
@@ -142,7 +142,7 @@ class WorkerHalf:
             if calibration_job(self._vllm_config, form) is not None:
                 logger.info("Manthan: no profile is made of what a GPU encodes: run `manthan calibrate MODEL`")
             exacts = sorted(exact_counts(self._config.codec, form.shape.tokens))
-            return _gpu_path(paged_codec(paged_layout(layers, shape), form), tier_bytes, self._fails_whole, exacts)
+            return _gpu_path(paged_layout(layers, shape), forms, tier_bytes, self._fails_whole, exacts)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -212,11 +212,17 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
         return TorchPagedCodec(layout, form)
 
 
-def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]) -> WorkerPath:
+def _gpu_path(
+    layout: PagedLayout, forms: Sequence[BlockFormat], tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]
+) -> WorkerPath:
+    """forms: the configured one first."""
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
-    device = codec.layout.caches[0].device
+    device, by_name = layout.caches[0].device, {form.codec: form for form in forms}
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
-    return GpuPath(codec, Tiers(on_device, on_host), fails_whole, exacts)
+    tiers = Tiers(on_device, on_host)
+    return GpuPath(
+        paged_codec(layout, forms[0]), tiers, fails_whole, exacts, lambda name: paged_codec(layout, by_name[name])
+    )
