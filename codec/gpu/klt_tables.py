@@ -65,8 +65,8 @@ class RowTables(NamedTuple):
         encoding = np.concatenate([_encoding(frequencies).ravel(), _reciprocals()]).view(np.uint8)
         decoding, starts, pool = _decoding(frequencies)
         places = np.stack([np.arange(len(used)) * ENCODING_NBYTES, starts])[:, which].reshape(2, *chosen.shape) // 16
-        made = (torch.from_numpy(part).to(device) for part in (encoding, decoding, places.astype(np.int32)))
-        return cls(*made, pool)
+        parts = (encoding, decoding, places.astype(np.int32))
+        return cls(*(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts), pool)
 
 
 def _bases(profile: Profile) -> Sequence[Basis]:

@@ -12,6 +12,7 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.paged import PagedCodec
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker import paged_blocks
 from manthan.vllm_hooks.worker.blocks import Buffer, CpuBlocks, DeviceMemory
@@ -24,8 +25,8 @@ EXACT = [0, 0, 3, TOKENS, TOKENS, TOKENS, 1, 0, TOKENS - 1]
 class World:
     """Two ways to the same blocks of one cache."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        codec = fake_cuda.paged_codec(dtype=dtype, group=GROUP)
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, codec: PagedCodec | None = None) -> None:
+        codec = codec or fake_cuda.paged_codec(dtype=dtype, group=GROUP)
         self.caches = codec.layout.caches
         self.ours = PagedBlocks(codec)
         self.numpy = CpuBlocks(DeviceMemory(codec.layout), codec.format)
@@ -54,6 +55,18 @@ def test_both_ways_write_and_read_the_same(dtype: torch.dtype) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(ours, numpys, strict=True))
     pairs = zip(world.restored(world.ours, numpys), world.restored(world.numpy, ours), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("staging")
+def test_blocks_whose_sizes_vary_are_as_long_as_they_are() -> None:
+    world = World(codec=fake_cuda.varying_codec(group=GROUP))
+    ours, numpys = world.ours.encode_all(world.spills), world.numpy.encode_all(world.spills)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, numpys, strict=True))
+    assert len({len(buf) for buf in ours}) > len({*EXACT})
+    assert torch.equal(*(torch.stack(world.restored(by, ours)) for by in (world.ours, world.numpy)))
+    for change in (-16, 16, -len(ours[0]) // 2 * 2, 1 << 20):
+        other = np.resize(ours[0], max(0, len(ours[0]) + change))
+        assert world.ours.decode_all(world.keys[:1], world.targets[:1], [other])[0] in ("truncated", "trailing")
 
 
 def test_a_block_that_cannot_be_encoded_costs_itself_alone() -> None:
