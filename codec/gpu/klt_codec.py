@@ -5,14 +5,15 @@ between two kernels is bounded. Encoding a group: rows are gathered and multipli
 are, they are entropy-coded, each into room of its own; then it is known where in the blocks their words go.
 
 The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The integers
-are of sums that are rounded in other places: one in some hundreds is the next one, where a number lies half-way between
-two. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from the mean.
+are of sums that are rounded in other places, and to fp16 before they are rounded to whole numbers: one in some hundreds
+or thousands is the next one. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from
+the mean.
 """
 
 import ctypes
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -154,7 +155,8 @@ class KltPagedCodec(PagedCodec):
         self._tables = RowTables.of(profile, format.codec, self.device)
         self._plans: dict[int, Plan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        self._shared = largest <= torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        self._shared = largest <= properties.shared_memory_per_block_optin
         dtype = layout.caches[0].dtype
         self._kernels = _module(layout.head_dim, dtype, self.device, is_aligned(layout), self._shared)
 

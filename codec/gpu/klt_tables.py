@@ -66,7 +66,8 @@ class RowTables(NamedTuple):
         decoding, starts, pool = _decoding(frequencies)
         places = np.stack([np.arange(len(used)) * ENCODING_NBYTES, starts])[:, which].reshape(2, *chosen.shape) // 16
         parts = (encoding, decoding, places.astype(np.int32))
-        return cls(*(torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts), pool)
+        there = [torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts]  # kernels know no strides
+        return cls(there[0], there[1], there[2], pool)
 
 
 def _bases(profile: Profile) -> Sequence[Basis]:
@@ -90,7 +91,8 @@ def _encoding(frequencies: Entries) -> Entries:
     before = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
     entries: Entries = before << np.uint32(12) | frequencies
     entries[:, ESCAPE] |= np.uint32(ESCAPED)
-    return np.where(frequencies > 0, entries, entries[:, ESCAPE:])
+    made: Entries = np.where(frequencies > 0, entries, entries[:, ESCAPE:])
+    return made
 
 
 def _reciprocals() -> Entries:

@@ -247,7 +247,7 @@ def test_numbers_that_are_far_from_the_profile(dtype: torch.dtype, exact: int, i
         assert len(world.block(i)) <= world.form.nbytes
         assert_alike(world, i, target)
         for x, y in zip(world.numbers(IDS[i]), world.numbers(target), strict=True):
-            assert (as_floats(x) - as_floats(y)).square().mean() < 0.1 * as_floats(x).square().mean()
+            assert (as_floats(x) - as_floats(y)).square().mean() < 0.2 * as_floats(x).square().mean()
     assert forms == [[1, 1], [1, 0], [0, 1], [0, 0]]
     for i in range(4):
         world.write(i, world.by_cpu(i))

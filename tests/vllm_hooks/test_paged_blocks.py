@@ -12,10 +12,14 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
+from manthan.codec.gpu import klt_codec
+from manthan.codec.gpu.nvrtc import CompileError
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker import paged_blocks
 from manthan.vllm_hooks.worker.blocks import Buffer, CpuBlocks, DeviceMemory
+from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 
 GROUP = 3
@@ -140,6 +144,16 @@ def test_blocks_of_a_place_or_a_form_that_they_do_not_have_are_refused() -> None
     for cause, other in others.items():
         buf = other.encode(numbers, numbers, key=world.keys[0], first_token=0, exact=0)
         assert world.ours.decode_all(world.keys[:1], world.targets[:1], [buf]) == [cause]
+
+
+def test_a_calibrated_codec_is_nothing_on_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*args: object) -> None:
+        raise CompileError("the Python package cuda-bindings is not installed")
+
+    monkeypatch.setattr(klt_codec, "KltPagedCodec", made)
+    codec = fake_cuda.varying_codec()
+    with pytest.raises(UnsupportedError, match=r"klt-8x needs CUDA kernels .* not installed; use backend numpy"):
+        paged_codec(codec.layout, codec.format)
 
 
 def test_nothing_to_do() -> None:

@@ -46,7 +46,7 @@ struct Turner {  // of element i of a token's vector by its place
     bool keys;
 
     __device__ __forceinline__ int source(int i) const {  // where element i is in a vector
-        if (!job.interleaved || i >= 2 * job.pairs) return i;
+        if (!keys || !job.interleaved || i >= 2 * job.pairs) return i;
         return i < job.pairs ? 2 * i : 2 * (i - job.pairs) + 1;
     }
     __device__ __forceinline__ bool turns(int i) const { return keys && i < 2 * job.pairs; }
