@@ -98,7 +98,8 @@ def _encoding(frequencies: Entries) -> Entries:
 def _reciprocals() -> Entries:
     """By frequency, 2**32 divided by it, rounded down."""
     f = np.arange(SCALE, dtype=np.uint64)
-    return np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
+    made: Entries = np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
+    return made
 
 
 def _decoding(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:
