@@ -205,7 +205,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
             state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
         }
-        Window window(words, size, job.interleaved >> 1, me, streams);
+        Window window(words, size, job.first_row, me, streams);  // of all rows the first is 0
         bool good = x >= LOWEST;
         const u32* table_of = job.table_of + (i64)row * all;
         Step step(job, row, block, me.stream);
