@@ -11,7 +11,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import Profile
+from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
 from manthan.manager.config.model import ConfigError
@@ -196,14 +196,22 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+    from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
 
+    if needs_profile(form.codec):
+        try:
+            return KltPagedCodec(layout, form)
+        except CompileError as error:
+            raise UnsupportedError(
+                f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
+            ) from None
     if form.codec in CENTRED:
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        known = ", ".join(SPECS | CENTRED)
+        known = ", ".join([*SPECS, *CENTRED, *PRESETS])
         raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)

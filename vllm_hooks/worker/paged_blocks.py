@@ -91,8 +91,9 @@ class PagedBlocks(Blocks):
         batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places])
         codec.encode(batch, codes)
         host[: places[-1].stop].copy_(codes[: places[-1].stop], non_blocking=True)
-        for place, status in zip(places, batch.status.tolist(), strict=True):  # waits
-            yield host.numpy()[place].copy() if status == GOOD else "encode"
+        blocks = zip(places, batch.status.tolist(), batch.nbytes.tolist(), strict=True)  # waits
+        for place, status, nbytes in blocks:
+            yield host.numpy()[place][:nbytes].copy() if status == GOOD else "encode"
 
     def _decode(
         self,
@@ -106,10 +107,11 @@ class PagedBlocks(Blocks):
         bad."""
         codec, codes, host = kind.codec, self._buffers.staging.codes, self._buffers.host
         places = self._places(kind, len(keys))
-        for place, buf in zip(places, bufs, strict=True):
-            host.numpy()[place] = buf
+        sizes = [0 if buf is None else len(buf) for buf in bufs]
+        for place, buf, nbytes in zip(places, bufs, sizes, strict=True):
+            host.numpy()[place][:nbytes] = buf
         codes[: places[-1].stop].copy_(host[: places[-1].stop], non_blocking=True)
-        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places])
+        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places], sizes)
         codec.verify(batch, codes)
         codec.decode(batch, codes)
         return [status_cause(status) for status in batch.status.tolist()]  # waits
@@ -127,7 +129,7 @@ class PagedBlocks(Blocks):
             wire.ENTRY.unpack_from(buf.data, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
         )
         exact, codec = tokens if kind == SectionKind.BOTH else 0, self._codecs[self.formats.of(buf)]
-        fits = exact <= codec.layout.tokens and codec.form(exact).nbytes == len(buf)
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
         return (
             (Kind(codec, exact), front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
         )
