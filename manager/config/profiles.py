@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"
 """The name that stands for CALIBRATED where the model has a profile, and for PLAIN where it has none."""
-CALIBRATED, PLAIN = "klt-6x", "k4v2c"
+CALIBRATED, PLAIN = "klt-6x", "wht-5x"
 
 
 @dataclass(frozen=True)

@@ -83,9 +83,9 @@ def test_the_profile_goes_to_all_processes_by_path_and_digest(tiny_profile: Path
 def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path, cache: Path) -> None:
     """vLLM may check a configuration twice; and a KVTransferConfig may be used for two models."""
     config = configured(name="auto")
-    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("k4v2c", True)
+    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("wht-5x", True)
     settle_codec(config)
-    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("k4v2c", True)
+    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("wht-5x", True)
     assert settled_profile(config) is None
     Profile.load(tiny_profile).save(profile_path(MODEL))
     settle_codec(config)
