@@ -48,6 +48,7 @@ class WhtSections(SectionCodec):
     """
 
     name = NAME
+    varies = True
 
     def __init__(self, head_dim: int, rope: Rope | None = None, *, fused: bool | None = None) -> None:
         check_head_dim(head_dim)
@@ -89,6 +90,7 @@ class WhtSections(SectionCodec):
         ]
         whole = np.concatenate(numbers)
         out[parts.tables] = table_numbers(_squares(whole), section.tokens * section.head_dim)
+        out[parts.tables.stop : parts.end] = 0
         rows = _rows(out[parts.tables], section)
         coded = self._coder.encode(whole.ravel(), rows, max(0, limit - parts.end - front(rows)) // 2)
         if coded is not None:

@@ -16,7 +16,6 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
-from manthan.codec.registry import needs_profile
 from manthan.codec.rope import Rope
 from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
 
@@ -109,7 +108,7 @@ class PagedCodec(ABC):
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
         if exact not in self._forms:
             header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
-            varies = needs_profile(self.format.codec) and exact < self.layout.tokens
+            varies = self.format.varies(exact)
             self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 

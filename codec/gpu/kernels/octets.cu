@@ -1,0 +1,162 @@
+// Eight neighbouring numbers of a vector at a time, in the registers of one thread; a warp takes as many vectors as its
+// threads hold. The order of all float operations is that of manthan.codec.base, bit for bit.
+
+#define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers of a thread
+#define OCTETS (HELD / 8)
+#define HOLDERS ((HEAD_DIM + HELD - 1) / HELD)
+#define SPAN (HOLDERS <= 4 ? 4 : HOLDERS <= 8 ? 8 : HOLDERS <= 16 ? 16 : 32)  // threads of a vector, some of them idle
+#define VECTORS (32 / SPAN)
+
+__device__ __forceinline__ void load_octet(const float* from, float (&x)[8]) {
+    float4 low = ((const float4*)from)[0], high = ((const float4*)from)[1];
+    x[0] = low.x, x[1] = low.y, x[2] = low.z, x[3] = low.w, x[4] = high.x, x[5] = high.y, x[6] = high.z, x[7] = high.w;
+}
+__device__ __forceinline__ void store_octet(float* to, const float* x) {
+    ((float4*)to)[0] = make_float4(x[0], x[1], x[2], x[3]);
+    ((float4*)to)[1] = make_float4(x[4], x[5], x[6], x[7]);
+}
+
+struct Vector {  // of the cache, in the order of its pairs' halves
+    const Turner& turner;
+    Word* x;
+
+    __device__ __forceinline__ float one(int i) const { return load(x + turner.source(i)); }
+    __device__ __forceinline__ bool whole(int e) const {  // eight that lie side by side
+        return ALIGNED && !(turner.keys && turner.job.interleaved && e < 2 * turner.job.pairs);
+    }
+    __device__ __forceinline__ void octet(int e, float (&y)[8]) const {
+        if (!whole(e)) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) y[k] = one(e + k);
+            return;
+        }
+#if DTYPE == 2
+        load_octet((const float*)(x + e), y);
+#else
+        uint4 words = *(const uint4*)(x + e);
+        const u32 four[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            Word word = four[k / 2] >> 16 * (k % 2);
+            y[k] = load(&word);
+        }
+#endif
+    }
+    __device__ __forceinline__ void keep(int e, const float (&y)[8]) const {
+        if (!whole(e)) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[turner.source(e + k)] = store(y[k]);
+            return;
+        }
+#if DTYPE == 2
+        store_octet((float*)(x + e), y);
+#else
+        u32 four[4];
+#pragma unroll
+        for (int k = 0; k < 4; k++) four[k] = store(y[2 * k]) | (u32)store(y[2 * k + 1]) << 16;
+        *(uint4*)(x + e) = make_uint4(four[0], four[1], four[2], four[3]);
+#endif
+    }
+};
+
+struct Mean {  // in shared memory
+    const float* x;
+
+    __device__ __forceinline__ float one(int i) const { return x[i]; }
+    __device__ __forceinline__ void octet(int e, float (&y)[8]) const { load_octet(x + e, y); }
+};
+
+// Elements e to e + 7 of a key by the place of token t, or back from it. vector: where their partners are.
+template <bool BACK, typename From>
+__device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (&x)[8], const From& vector) {
+    const Sections& job = turner.job;
+    if (!turner.keys || e >= 2 * job.pairs) return;
+    const float *cosines = turner.cosines + t * job.pairs, *sines = cosines + job.block_tokens * job.pairs;
+    if (job.pairs % 8 == 0) {
+        const bool second = e >= job.pairs;
+        const int place = second ? e - job.pairs : e;
+        float other[8];
+        vector.octet(second ? place : place + job.pairs, other);
+#pragma unroll
+        for (int k = 0; k < 8; k += 2) {
+            float2 c = *(const float2*)(cosines + place + k), s = *(const float2*)(sines + place + k);
+            if (second == BACK) s.x = -s.x, s.y = -s.y;
+            x[k] = __fadd_rn(__fmul_rn(x[k], c.x), __fmul_rn(other[k], s.x));
+            x[k + 1] = __fadd_rn(__fmul_rn(x[k + 1], c.y), __fmul_rn(other[k + 1], s.y));
+        }
+        return;
+    }
+#pragma unroll
+    for (int k = 0; k < 8; k++) {
+        if (e + k >= 2 * job.pairs) continue;
+        const bool second = e + k >= job.pairs;
+        const int place = second ? e + k - job.pairs : e + k;
+        float other = vector.one(second ? place : place + job.pairs), s = second == BACK ? -sines[place] : sines[place];
+        x[k] = __fadd_rn(__fmul_rn(x[k], cosines[place]), __fmul_rn(other, s));
+    }
+}
+
+struct Share {  // of a vector, that a thread holds
+    int beside, e, block;  // which of the warp's vectors; the first element; the size of its Hadamard block
+    bool head;             // whether it is the vector's first
+    float weights[HELD];
+
+    __device__ __forceinline__ Share(int lane) : beside(lane / SPAN), e(lane % SPAN * HELD), head(lane % SPAN == 0) {
+        block = e < HEAD_DIM ? BLOCK_SIZE_OF[e] : 0;
+#pragma unroll
+        for (int k = 0; k < HELD; k++) weights[k] = e + k < HEAD_DIM ? f(WEIGHTS[e + k]) : 0.f;
+    }
+    __device__ __forceinline__ bool joins(int stride) const {  // element `stride` away
+        return (HEAD_DIM & (HEAD_DIM - 1)) == 0 || block > stride;
+    }
+};
+
+__device__ __forceinline__ void hadamard(float (&v)[HELD], const Share& share, int lane) {
+#pragma unroll
+    for (int stride = 1; stride < HELD; stride *= 2)
+#pragma unroll
+        for (int k = 0; k < HELD; k++)
+            if (!(k & stride) && (stride < 8 || share.joins(stride))) {
+                float low = v[k], high = v[k | stride];
+                v[k] = __fadd_rn(low, high);
+                v[k | stride] = __fsub_rn(low, high);
+            }
+#pragma unroll
+    for (int stride = HELD; stride < HEAD_DIM; stride *= 2) {
+        const float sign = lane & stride / HELD ? -1.f : 1.f;
+        const bool joins = share.joins(stride);
+#pragma unroll
+        for (int k = 0; k < HELD; k++) {
+            float other = __shfl_xor_sync(FULL, v[k], stride / HELD);
+            if (joins) v[k] = __fmaf_rn(v[k], sign, other);
+        }
+    }
+}
+
+// The fold of their squares, for the vector's first thread.
+__device__ __forceinline__ float energy(const float (&v)[HELD], int lane) {
+    float sums[OCTETS];
+#pragma unroll
+    for (int o = 0; o < OCTETS; o++) {
+        float s[8];
+#pragma unroll
+        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(v[8 * o + k], v[8 * o + k]);
+#pragma unroll
+        for (int n = 4; n > 0; n /= 2)
+#pragma unroll
+            for (int k = 0; k < n; k++) s[k] = __fadd_rn(s[k], s[k + n]);
+        sums[o] = s[0];
+    }
+#pragma unroll
+    for (int n = HEAD_DIM / 8; n > 1; n = (n + 1) / 2) {  // result i is in sums[i % OCTETS] of thread i / OCTETS
+        const int half = (n + 1) / 2, lower = half / OCTETS, upper = (half + 1) / OCTETS;
+        float others[OCTETS];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++)
+            others[o] = __shfl_down_sync(FULL, sums[(o + half) % OCTETS], (o + half % OCTETS) / OCTETS ? upper : lower);
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++)
+            if (lane % SPAN * OCTETS + o < n - half) sums[o] = __fadd_rn(sums[o], others[o]);
+    }
+    return sums[0];
+}
