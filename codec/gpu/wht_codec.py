@@ -26,7 +26,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import family
 from manthan.codec.wht import FALLBACK, KEY_STEP, LIMIT_BITS, LIMITS, MEAN_BITS, START, TABLES, VALUE_STEP, Parts
 
-SCRATCH_BYTES = 2**28
+SCRATCH_BYTES = 320 * 2**20
 """Of a group of blocks, about."""
 ENCODING, DECODING = 4, 2
 """Bytes of it for each number."""
@@ -68,6 +68,7 @@ class Wht(ctypes.Structure):
         ("limits", ctypes.c_uint32 * len(LIMITS)),
         ("one_token", ctypes.c_float),
         ("one_number", ctypes.c_float),
+        ("abreast", ctypes.c_int32),
         ("staged", ctypes.c_int32),
     )
 
@@ -86,6 +87,8 @@ class Wht(ctypes.Structure):
         made.tables_at[:] = keys.tables.start - START, values.tables.start - START
         made.row_room = -(-numbers // (OCTET * all.streams)) * OCTET * all.streams
         made.limits[:] = np.ceil(LIMITS * (layout.head_dim * all.tokens)).astype(np.int64).tolist()
+        abreast, rest = divmod(all.tokens, all.streams)
+        made.abreast = abreast if not rest and abreast in (1, 2, 4) and layout.head_dim <= 256 else 0
         made.one_token, made.one_number = np.float32(1 / all.tokens), np.float32(1 / numbers)
         return made
 
@@ -212,7 +215,7 @@ class WhtPagedCodec(PagedCodec):
         """A warp for each run, and the run in shared memory, where it fits."""
         dim = self.layout.head_dim
         each = 4 * dim + 2 * job.all.tokens * (dim + 8)
-        job.staged = each <= self._most_shared
+        job.staged = not job.abreast and each <= self._most_shared
         if not job.staged:
             return Threads(WARPS, WARPS * 4 * dim)
         warps = max(1, min(WARPS, STAGE_BYTES // each))

@@ -16,6 +16,16 @@ __device__ __forceinline__ void store_octet(float* to, const float* x) {
     ((float4*)to)[1] = make_float4(x[4], x[5], x[6], x[7]);
 }
 
+#if DTYPE == 0
+__device__ __forceinline__ u32 store_pair(float low, float high) {  // finite
+    u32 pair;
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(pair) : "f"(high), "f"(low));
+    return pair;
+}
+#elif DTYPE == 1
+__device__ __forceinline__ u32 store_pair(float low, float high) { return store(low) | (u32)store(high) << 16; }
+#endif
+
 struct Vector {  // of the cache, in the order of its pairs' halves
     const Turner& turner;
     Word* x;
@@ -53,7 +63,7 @@ struct Vector {  // of the cache, in the order of its pairs' halves
 #else
         u32 four[4];
 #pragma unroll
-        for (int k = 0; k < 4; k++) four[k] = store(y[2 * k]) | (u32)store(y[2 * k + 1]) << 16;
+        for (int k = 0; k < 4; k++) four[k] = store_pair(y[2 * k], y[2 * k + 1]);
         *(uint4*)(x + e) = make_uint4(four[0], four[1], four[2], four[3]);
 #endif
     }
@@ -75,15 +85,14 @@ __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (
     if (job.pairs % 8 == 0) {
         const bool second = e >= job.pairs;
         const int place = second ? e - job.pairs : e;
-        float other[8];
+        float other[8], c[8], s[8];
+        load_octet(cosines + place, c);
+        load_octet(sines + place, s);
         vector.octet(second ? place : place + job.pairs, other);
 #pragma unroll
-        for (int k = 0; k < 8; k += 2) {
-            float2 c = *(const float2*)(cosines + place + k), s = *(const float2*)(sines + place + k);
-            if (second == BACK) s.x = -s.x, s.y = -s.y;
-            x[k] = __fadd_rn(__fmul_rn(x[k], c.x), __fmul_rn(other[k], s.x));
-            x[k + 1] = __fadd_rn(__fmul_rn(x[k + 1], c.y), __fmul_rn(other[k + 1], s.y));
-        }
+        for (int k = 0; k < 8; k++) s[k] = second == BACK ? -s[k] : s[k];
+#pragma unroll
+        for (int k = 0; k < 8; k++) x[k] = __fadd_rn(__fmul_rn(x[k], c[k]), __fmul_rn(other[k], s[k]));
         return;
     }
 #pragma unroll

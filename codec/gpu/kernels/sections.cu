@@ -111,6 +111,18 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
+// Two words at a time where they go; where they come from they may be in two halves.
+__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
+    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
+    if (lane < lead) to[0] = from[0];
+    to += lead, from += lead;
+    const bool apart = (u64)from / 2 % 2;
+#pragma unroll 4
+    for (u32 i = lane; i < pairs; i += 32)
+        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
+    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
+}
+
 // Fronts, and sizes, states and words of all rows, of sections in form 0. Streams' states may begin at odd multiples of 2.
 extern "C" __global__ void pack(const Sections job) {
     int lane = threadIdx.x % 32;
@@ -132,8 +144,7 @@ extern "C" __global__ void pack(const Sections job) {
         for (int i = lane; i < 2 * job.streams; i += 32) kept[i] = states[i];
         const u16* from = job.words + ((i64)row * job.n + block + 1) * job.room - size;
         u16* to = (u16*)(section + front_nbytes(job, kind)) + job.places[run];
-#pragma unroll 4
-        for (u32 i = lane; i < size; i += 32) to[i] = from[i];
+        copy_words(to, from, size, lane);
     }
 }
 

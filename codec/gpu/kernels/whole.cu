@@ -40,10 +40,12 @@ struct Octets {  // eight numbers of each of a row's streams: where in the row t
     }
 };
 
-__device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int value, const uint2* table, bool on,
+__device__ __forceinline__ uint2 entry_of(const uint2* table, int value) {
+    return table[(u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE];
+}
+
+__device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int value, uint2 entry, bool on,
                                              const Stream& me) {
-    const u32 symbol = (u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE;
-    const uint2 entry = table[symbol];
     const u32 often = entry.x & 4095, sum = entry.x >> 12 & 4095;
     const bool full = on && x >> 20 >= often, escaped = on && entry.x >> 31;
     const u32 fulls = __ballot_sync(FULL, full);
@@ -51,20 +53,18 @@ __device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int va
     if (__any_sync(FULL, escaped)) {
         const u32 escapes = __ballot_sync(FULL, escaped);
         before += __popc(escapes & me.before), taken += __popc(escapes & me.group);
+        if (escaped && at >= taken) words[at - taken + before + full] = value;
     }
     at -= taken;
-    if (full) {
-        if (at >= 0) words[at + before] = x;
-        x >>= 16;
-    }
-    if (escaped && at >= 0) words[at + before + full] = value;
+    if (full && at >= 0) words[at + before] = x;
+    if (full) x >>= 16;
     u32 whole = __umulhi(x, entry.y);
     if (x - whole * often >= often) whole++;
     if (on) x += whole * (SLOTS - often) + sum;
 }
 
 // far becomes 1 where a row's words do not fit into their room.
-extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 3) encode_words(const Wht job) {
+extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(const Wht job) {
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < ENCODING_UNITS; i += ENCODE_THREADS) shared[i] = job.encoding[i];
     __syncthreads();
@@ -92,16 +92,20 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 3) encode_words(con
             octets.first = batch * 8 * all.streams;
             if (octets.alike()) {
                 if (octets.head() != head) head = octets.head(), table = tables + 256 * chosen[head];
+                uint2 entries[8];
+#pragma unroll
+                for (int k = 0; k < 8; k++) entries[k] = entry_of(table, (short)(four[k / 2] >> 16 * (k % 2)));
 #pragma unroll
                 for (int k = 7; k >= 0; k--)
-                    encode_whole(x, at, words, (short)(four[k / 2] >> 16 * (k % 2)), table, true, me);
+                    encode_whole(x, at, words, (short)(four[k / 2] >> 16 * (k % 2)), entries[k], true, me);
             } else {
                 head = FULL;
 #pragma unroll
                 for (int k = 7; k >= 0; k--) {
                     const u32 i = octets.first + k * all.streams + me.stream;
                     table = tables + 256 * chosen[min(i, octets.numbers - 1) / octets.of_run];
-                    encode_whole(x, at, words, (short)(four[k / 2] >> 16 * (k % 2)), table, i < octets.numbers, me);
+                    const int value = (short)(four[k / 2] >> 16 * (k % 2));
+                    encode_whole(x, at, words, value, entry_of(table, value), i < octets.numbers, me);
                 }
             }
         }
@@ -121,6 +125,9 @@ struct Reader {  // of a row's words
     __device__ __forceinline__ void prefetch(const Stream& me, int streams) const {
         for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
     }
+    // One of the words that are next, so that it is in the first-level cache when it is needed: its threads take 16 words,
+    // which come together, each, and some more.
+    __device__ __forceinline__ u32 touch(const Stream& me) const { return word(at + 16 * me.stream + 16); }
 };
 
 // A number, and 127 more, modulo 2**16.
@@ -176,8 +183,11 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         bool good = x >= LOWEST;
         uint4* to = (uint4*)(job.rounded + ((i64)row * all.n + safe) * job.row_room) + me.stream;
         Octets octets(all);
+        u32 touched = 0;
         for (int batch = 0; batch < batches; batch++) {
             u32 found[8];
+            asm volatile("" ::"r"(touched));
+            touched = reader.touch(me);
             octets.first = batch * 8 * all.streams;
             if (octets.alike()) {
                 if (octets.head() != head) head = octets.head(), table = there ? chosen[head] : 0;

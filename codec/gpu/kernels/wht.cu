@@ -20,7 +20,8 @@ struct Wht {  // `Sections`, and scratch of that many blocks
     u32 row_room;
     u32 limits[TABLES - 1];           // sums of squares at which the next table is better
     float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
-    int staged;                       // whether what a warp restores is in shared memory first
+    int abreast;                      // tokens between which octets have eight neighbouring elements; 0 where they do not
+    int staged;                       // else, whether what a warp restores is in shared memory first
 };
 
 __device__ __forceinline__ u32 log_of(int streams) { return __ffs(streams) - 1; }
@@ -198,6 +199,58 @@ __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer,
     return is_small(f(bits << 16)) ? 0.f : f(bits << 16);
 }
 
+// The first octet that has element e of a head's tokens `stream`, `stream` + streams, ...: the next are a stream further.
+__device__ __forceinline__ u32 octet_at(const Sections& job, int head, int e, int stream, int abreast) {
+    return (head * HEAD_DIM + e) / 8 * abreast * job.streams + stream;
+}
+
+__device__ __forceinline__ void add_squares(u32* squares, u32 head, u32 sum) {
+    const u32 leader = __shfl_sync(FULL, head, 0);
+    if (__all_sync(FULL, head == leader || !sum)) {
+        sum = __reduce_add_sync(FULL, sum);
+        if (threadIdx.x % 32 == 0 && sum) atomicAdd(squares + leader, sum);
+    } else if (sum) {
+        atomicAdd(squares + head, sum);
+    }
+}
+
+// The same as round_row, by octets of ABREAST tokens.
+template <int ABREAST>
+__device__ __forceinline__ void round_octets(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
+                                             const float* inverses, u32* squares) {
+    const Sections& all = job.all;
+    const float key_inverse = key_step > 0.f ? 1.f / key_step : 0.f;
+    uint4* to = (uint4*)(job.rounded + (i64)at * job.row_room);
+    const u32 each = HEAD_DIM / 8 * all.streams, units = all.heads * each, log = log_of(all.streams);
+    for (u32 first = 0; first < units; first += blockDim.x) {
+        const u32 unit = first + threadIdx.x, head = unit / each, stream = unit & (all.streams - 1);
+        const u32 e = (unit >> log) % (HEAD_DIM / 8) * 8;
+        u32 sum = 0, packed[ABREAST][4];
+        if (unit < units) {
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) {
+                const u32 vector = head * all.tokens + stream + (i << log);
+                float x[8], step = key_step, inverse = key_inverse;
+                if (key_step < 0.f) step = steps[vector], inverse = inverses[vector];
+                load_octet(y + vector * STRIDE + e, x);
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    const int q = step > 0.f ? (short)whole_steps(x[k], step, inverse) : 0;
+                    const int place = k * ABREAST + i;  // of all octets' numbers
+                    sum += q * q;
+                    if (place % 2) packed[place / 8][place % 8 / 2] |= q << 16;
+                    else packed[place / 8][place % 8 / 2] = q & 0xffff;
+                }
+            }
+            const u32 octet = octet_at(all, head, e, stream, ABREAST);
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++)
+                to[octet + (i << log)] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+        }
+        add_squares(squares, head, sum);
+    }
+}
+
 // A row's numbers in whole steps to `rounded`, and the sum of their squares for each run. key_step: 0 or more where all
 // numbers have this step, or else less.
 __device__ __forceinline__ void round_row(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
@@ -229,13 +282,7 @@ __device__ __forceinline__ void round_row(const Wht& job, u32 at, const float* y
         }
         if (octet < octets)
             ((uint4*)(job.rounded + (i64)at * job.row_room))[octet] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
-        const u32 leader = __shfl_sync(FULL, head, 0);
-        if (__all_sync(FULL, head == leader || !sum)) {
-            sum = __reduce_add_sync(FULL, sum);
-            if (threadIdx.x % 32 == 0 && sum) atomicAdd(squares + leader, sum);
-        } else if (sum) {
-            atomicAdd(squares + head, sum);
-        }
+        add_squares(squares, head, sum);
     }
 }
 
@@ -268,7 +315,10 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
         }
         __syncthreads();
         float key_step = first.kind == 0 ? step_keys(job, first.block, first.layer, energies) : -1.f;
-        round_row(job, at, y, key_step, steps, energies, squares);
+        if (job.abreast == 1) round_octets<1>(job, at, y, key_step, steps, energies, squares);
+        else if (job.abreast == 2) round_octets<2>(job, at, y, key_step, steps, energies, squares);
+        else if (job.abreast == 4) round_octets<4>(job, at, y, key_step, steps, energies, squares);
+        else round_row(job, at, y, key_step, steps, energies, squares);
         __syncthreads();
         u8 *front = job.fronts + (2 * first.block + first.kind) * all.fronts_nbytes;
         u8* tables = front + job.tables_at[first.kind] + first.layer * all.heads;
@@ -354,66 +404,127 @@ __device__ __forceinline__ void fetch_octet(const Wht& job, const Run& run, cons
     }
 }
 
+struct Restored {  // a run, and what is ahead of its numbers
+    const Wht& job;
+    const Run& run;
+    const Turner turner;
+    const u8 *front, *scales;
+    float key_step;
+
+    __device__ __forceinline__ Restored(const Wht& job, const Run& run)
+        : job(job), run(run), turner{job.all, run.cosines(job.all), run.kind == 0}, key_step(0.f) {
+        const Sections& all = job.all;
+        front = all.codes + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
+        scales = front + job.scales_at + (i64)(run.layer * all.heads + run.head) * (1 + all.tokens);
+        const u8* row_step = front + job.row_steps_at + 2 * run.layer;
+        if (run.kind == 0) key_step = f((row_step[0] | row_step[1] << 8) << 16);
+    }
+    __device__ __forceinline__ void fetch_mean(float* mean, int lane) const {
+        const i64 index = run.layer * job.all.heads + run.head;
+        if (run.kind) return;
+        decode_mean(((const u16*)front)[index], front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8), mean, lane);
+    }
+    __device__ __forceinline__ float step(int t) const {
+        if (run.kind == 0) return key_step;
+        const int code = scales[1 + t];
+        return __fmul_rn(f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16), f(VALUE_STEP));
+    }
+    // Whole numbers of token t to the cache. on: whether there is such a token.
+    __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, int t, bool on,
+                                         int lane) const {
+        hadamard(v, share, lane);
+        if (!on) return;
+        const Vector vector{turner, run.x + t * job.all.token_stride};
+        const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST), step = this->step(t);
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const int e = share.e + 8 * o;
+            if (e >= HEAD_DIM) continue;
+            float x[8], kept[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[k] = __fmul_rn(__fmul_rn(v[8 * o + k], share.weights[8 * o + k]), step);
+            if (turner.keys) {
+                mean.octet(e, kept);
+                turn<false>(turner, e, t, kept, mean);
+#pragma unroll
+                for (int k = 0; k < 8; k++) x[k] = __fadd_rn(x[k], kept[k]);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
+            vector.keep(e, x);
+        }
+    }
+};
+
+__device__ __forceinline__ void restore_tokens(const Restored& restored, const Share& share, const Mean& mean,
+                                               const u16* staged, int lane) {
+    const int tokens = restored.job.all.tokens;
+#pragma unroll 1
+    for (int first = 0; first < tokens; first += VECTORS) {
+        const int t = first + share.beside;
+        float v[HELD];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[8 * o + k] = 0.f;
+            if (t < tokens && share.e + 8 * o < HEAD_DIM)
+                fetch_octet(restored.job, restored.run, staged, share.e + 8 * o, t, v + 8 * o);
+        }
+        restored.keep(v, share, mean, t, t < tokens, lane);
+    }
+}
+
+// The same by octets of ABREAST tokens.
+template <int ABREAST>
+__device__ __forceinline__ void restore_octets(const Restored& restored, const Share& share, const Mean& mean, int lane) {
+    const Sections& all = restored.job.all;
+    const Run& run = restored.run;
+    const uint4* row = (const uint4*)(restored.job.rounded + ((i64)run.row * all.n + run.block) * restored.job.row_room);
+#pragma unroll 1
+    for (int first = 0; first < all.streams; first += VECTORS) {
+        const int stream = first + share.beside;
+        const bool on = stream < all.streams && share.e < HEAD_DIM;
+        const uint4* from = row + octet_at(all, run.head, share.e, stream, ABREAST);
+        u32 words[ABREAST][4];
+#pragma unroll
+        for (int i = 0; i < ABREAST; i++) {
+            const uint4 four = on ? from[i * all.streams] : make_uint4(0, 0, 0, 0);
+            words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+        }
+#pragma unroll
+        for (int i = 0; i < ABREAST; i++) {
+            float v[HELD];
+#pragma unroll
+            for (int k = 0; k < HELD; k++) {
+                const int place = (k * ABREAST + i) % (8 * ABREAST);
+                v[k] = on ? number_of(words[place / 8][place % 8 / 2] >> 16 * (place % 2)) : 0.f;
+            }
+            restored.keep(v, share, mean, stream + i * all.streams, on, lane);
+        }
+    }
+}
+
 // Of sections in form 0 of good blocks, into the cache.
-extern "C" __global__ void __launch_bounds__(256, 4) restore_rows(const Wht job) {
+extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job) {
     extern __shared__ uint4 shared[];
     const Sections& all = job.all;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
     float* mean_x = (float*)shared + warp * HEAD_DIM;
     u16* staged = (u16*)((float*)shared + warps * HEAD_DIM) + warp * all.tokens * SHORT_STRIDE;
+    const Mean mean{mean_x};
     const Share share(lane);
     for (u32 i = blockIdx.x * warps + warp; i < (u32)(2 * all.layers * all.n * all.heads); i += gridDim.x * warps) {
         const Run run(all, i);
         if (all.status[run.block] != GOOD || all.forms[2 * run.block + run.kind] != CODED) continue;
-        const Turner turner{all, run.cosines(all), run.kind == 0};
-        const u8* front = all.codes + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
-        const i64 index = run.layer * all.heads + run.head;
-        const u8* scales = front + job.scales_at + index * (1 + all.tokens);
-        const u8* row_step = front + job.row_steps_at + 2 * run.layer;
-        const Mean mean{mean_x};
-        float key_step = 0.f;
+        const Restored restored(job, run);
         __syncwarp();
-        if (run.kind == 0) {
-            key_step = f((row_step[0] | row_step[1] << 8) << 16);
-            decode_mean(((const u16*)front)[index], front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8), mean_x, lane);
-        }
-        if (job.staged) stage(job, run, staged, lane);
-#pragma unroll 1
-        for (int first = 0; first < all.tokens; first += VECTORS) {
-            const int t = first + share.beside;
-            const bool on = t < all.tokens;
-            float v[HELD], step = key_step;
-#pragma unroll
-            for (int o = 0; o < OCTETS; o++) {
-#pragma unroll
-                for (int k = 0; k < 8; k++) v[8 * o + k] = 0.f;
-                if (on && share.e + 8 * o < HEAD_DIM) fetch_octet(job, run, staged, share.e + 8 * o, t, v + 8 * o);
-            }
-            if (run.kind && on) {
-                const int octave = scales[0], code = scales[1 + t];
-                step = __fmul_rn(f((u32)(code ? (16 * octave + code) << 3 : 0) << 16), f(VALUE_STEP));
-            }
-            hadamard(v, share, lane);
-            const Vector vector{turner, run.x + t * all.token_stride};
-            const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST);
-#pragma unroll
-            for (int o = 0; o < OCTETS; o++) {
-                const int e = share.e + 8 * o;
-                if (!on || e >= HEAD_DIM) continue;
-                float x[8], kept[8];
-#pragma unroll
-                for (int k = 0; k < 8; k++) x[k] = __fmul_rn(__fmul_rn(v[8 * o + k], share.weights[8 * o + k]), step);
-                if (turner.keys) {
-                    mean.octet(e, kept);
-                    turn<false>(turner, e, t, kept, mean);
-                }
-#pragma unroll
-                for (int k = 0; k < 8; k++) {
-                    if (turner.keys) x[k] = __fadd_rn(x[k], kept[k]);
-                    x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
-                }
-                vector.keep(e, x);
-            }
+        restored.fetch_mean(mean_x, lane);
+        if (job.abreast == 1) restore_octets<1>(restored, share, mean, lane);
+        else if (job.abreast == 2) restore_octets<2>(restored, share, mean, lane);
+        else if (job.abreast == 4) restore_octets<4>(restored, share, mean, lane);
+        else {
+            if (job.staged) stage(job, run, staged, lane);
+            restore_tokens(restored, share, mean, staged, lane);
         }
     }
 }
