@@ -130,7 +130,8 @@ class WhtPagedCodec(PagedCodec):
         self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
         self._most_shared = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
         self._plans: dict[int, Plan] = {}
-        self._kernels = _module(layout.head_dim, layout.caches[0].dtype, self.device, is_aligned(layout))
+        turning = self._rope.interleaved, len(self._rope.frequencies) % OCTET == 0
+        self._kernels = _module(layout.head_dim, layout.caches[0].dtype, self.device, is_aligned(layout), *turning)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
@@ -270,9 +271,14 @@ def _even(count: int) -> int:
 
 
 @lru_cache
-def _module(head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s."""
+def _module(
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, interleaved: bool, even_pairs: bool
+) -> Module:
+    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. interleaved: as the rope says.
+    even_pairs: whether it turns a multiple of 8."""
     macros = {
+        "INTERLEAVED": int(interleaved),
+        "EVEN_PAIRS": int(even_pairs),
         "MEAN_BITS": MEAN_BITS,
         "KNOWN_MEANS": 1,
         "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",

@@ -1,5 +1,7 @@
 // Eight neighbouring numbers of a vector at a time, in the registers of one thread; a warp takes as many vectors as its
 // threads hold. The order of all float operations is that of manthan.codec.base, bit for bit.
+//
+// From Python, as macros: INTERLEAVED (pairs that RoPE turns are neighbours), EVEN_PAIRS (there are a multiple of 8).
 
 #define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers of a thread
 #define OCTETS (HELD / 8)
@@ -32,7 +34,7 @@ struct Vector {  // of the cache, in the order of its pairs' halves
 
     __device__ __forceinline__ float one(int i) const { return load(x + turner.source(i)); }
     __device__ __forceinline__ bool whole(int e) const {  // eight that lie side by side
-        return ALIGNED && !(turner.keys && turner.job.interleaved && e < 2 * turner.job.pairs);
+        return ALIGNED && !(INTERLEAVED && turner.keys && e < 2 * turner.job.pairs);
     }
     __device__ __forceinline__ void octet(int e, float (&y)[8]) const {
         if (!whole(e)) {
@@ -82,19 +84,17 @@ __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (
     const Sections& job = turner.job;
     if (!turner.keys || e >= 2 * job.pairs) return;
     const float *cosines = turner.cosines + t * job.pairs, *sines = cosines + job.block_tokens * job.pairs;
-    if (job.pairs % 8 == 0) {
-        const bool second = e >= job.pairs;
-        const int place = second ? e - job.pairs : e;
-        float other[8], c[8], s[8];
-        load_octet(cosines + place, c);
-        load_octet(sines + place, s);
-        vector.octet(second ? place : place + job.pairs, other);
+#if EVEN_PAIRS
+    const bool second = e >= job.pairs;
+    const int place = second ? e - job.pairs : e;
+    float other[8], c[8], s[8];
+    load_octet(cosines + place, c);
+    load_octet(sines + place, s);
+    vector.octet(second ? place : place + job.pairs, other);
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] = second == BACK ? -s[k] : s[k];
-#pragma unroll
-        for (int k = 0; k < 8; k++) x[k] = __fadd_rn(__fmul_rn(x[k], c[k]), __fmul_rn(other[k], s[k]));
-        return;
-    }
+    for (int k = 0; k < 8; k++)
+        x[k] = __fadd_rn(__fmul_rn(x[k], c[k]), __fmul_rn(other[k], second == BACK ? -s[k] : s[k]));
+#else
 #pragma unroll
     for (int k = 0; k < 8; k++) {
         if (e + k >= 2 * job.pairs) continue;
@@ -103,6 +103,7 @@ __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (
         float other = vector.one(second ? place : place + job.pairs), s = second == BACK ? -sines[place] : sines[place];
         x[k] = __fadd_rn(__fmul_rn(x[k], cosines[place]), __fmul_rn(other, s));
     }
+#endif
 }
 
 struct Share {  // of a vector, that a thread holds
@@ -142,6 +143,11 @@ __device__ __forceinline__ void hadamard(float (&v)[HELD], const Share& share, i
     }
 }
 
+__device__ __forceinline__ float fold(const float (&s)[8]) {
+    return __fadd_rn(__fadd_rn(__fadd_rn(s[0], s[4]), __fadd_rn(s[2], s[6])),
+                     __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
+}
+
 // The fold of their squares, for the vector's first thread.
 __device__ __forceinline__ float energy(const float (&v)[HELD], int lane) {
     float sums[OCTETS];
@@ -150,11 +156,7 @@ __device__ __forceinline__ float energy(const float (&v)[HELD], int lane) {
         float s[8];
 #pragma unroll
         for (int k = 0; k < 8; k++) s[k] = __fmul_rn(v[8 * o + k], v[8 * o + k]);
-#pragma unroll
-        for (int n = 4; n > 0; n /= 2)
-#pragma unroll
-            for (int k = 0; k < n; k++) s[k] = __fadd_rn(s[k], s[k + n]);
-        sums[o] = s[0];
+        sums[o] = fold(s);
     }
 #pragma unroll
     for (int n = HEAD_DIM / 8; n > 1; n = (n + 1) / 2) {  // result i is in sums[i % OCTETS] of thread i / OCTETS

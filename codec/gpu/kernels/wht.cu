@@ -57,14 +57,10 @@ __device__ __forceinline__ bool too_large(const float (&x)[8]) {
 // The fold over tokens of what a thread has at x, x + STRIDE, ...: overwritten.
 __device__ __forceinline__ float token_sum(float* x, int tokens) {
     if (tokens == 16) {
-        float v[16];
+        float v[8];
 #pragma unroll
-        for (int t = 0; t < 16; t++) v[t] = x[t * STRIDE];
-#pragma unroll
-        for (int n = 8; n > 0; n /= 2)
-#pragma unroll
-            for (int t = 0; t < n; t++) v[t] = __fadd_rn(v[t], v[t + n]);
-        return v[0];
+        for (int t = 0; t < 8; t++) v[t] = __fadd_rn(x[t * STRIDE], x[(t + 8) * STRIDE]);
+        return fold(v);
     }
     for (int n = tokens; n > 1; n = (n + 1) / 2)
         for (int t = 0, half = (n + 1) / 2; t < n - half; t++)
