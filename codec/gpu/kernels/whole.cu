@@ -27,17 +27,21 @@ struct Stream {  // of a thread
     }
 };
 
-struct Octets {  // eight numbers of each of a row's streams: where in the row they are
-    u32 streams, numbers, of_run, first;
+struct Octets {  // eight numbers of each of a row's streams: where in the row they are, and in which run
+    u32 all, numbers, of_run, first, head, begin;
 
-    __device__ __forceinline__ Octets(const Sections& job)
-        : streams(job.streams), numbers(job.heads * HEAD_DIM * job.tokens), of_run(HEAD_DIM * job.tokens), first(0) {}
-    __device__ __forceinline__ u32 head() const { return first / of_run; }
-    // Whether all of them are of one run.
-    __device__ __forceinline__ bool alike() const {
-        const u32 end = first + 8 * streams;
-        return end <= numbers && (end - 1) / of_run == head();
+    __device__ __forceinline__ Octets(const Sections& job, u32 batch)
+        : all(8 * job.streams), numbers(job.heads * HEAD_DIM * job.tokens), of_run(HEAD_DIM * job.tokens) {
+        first = batch * all, head = first / of_run, begin = head * of_run;
     }
+    __device__ __forceinline__ void forth() {
+        for (first += all; first >= begin + of_run; begin += of_run) head++;
+    }
+    __device__ __forceinline__ void back() {
+        for (first -= all; (int)first >= 0 && first < begin; begin -= of_run) head--;
+    }
+    // Whether all of them are of one run.
+    __device__ __forceinline__ bool alike() const { return first + all <= begin + of_run; }
 };
 
 __device__ __forceinline__ uint2 entry_of(const uint2* table, int value) {
@@ -50,8 +54,8 @@ __device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int va
     const bool full = on && x >> 20 >= often, escaped = on && entry.x >> 31;
     const u32 fulls = __ballot_sync(FULL, full);
     int before = __popc(fulls & me.before), taken = __popc(fulls & me.group);
-    if (__any_sync(FULL, escaped)) {
-        const u32 escapes = __ballot_sync(FULL, escaped);
+    const u32 escapes = __ballot_sync(FULL, escaped);
+    if (escapes) {
         before += __popc(escapes & me.before), taken += __popc(escapes & me.group);
         if (escaped && at >= taken) words[at - taken + before + full] = value;
     }
@@ -83,15 +87,14 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
         int at = block < all.n ? all.room : -1;
         u32 x = LOWEST, head = FULL;
         const uint2* table = tables;
-        Octets octets(all);
+        Octets octets(all, batches - 1);
         uint4 ahead = from[(batches - 1) * all.streams];
-        for (int batch = batches - 1; batch >= 0; batch--) {
+        for (int batch = batches - 1; batch >= 0; batch--, octets.back()) {
             const uint4 now = ahead;
             const u32 four[4] = {now.x, now.y, now.z, now.w};
             if (batch) ahead = from[(batch - 1) * all.streams];
-            octets.first = batch * 8 * all.streams;
             if (octets.alike()) {
-                if (octets.head() != head) head = octets.head(), table = tables + 256 * chosen[head];
+                if (octets.head != head) head = octets.head, table = tables + 256 * chosen[head];
                 uint2 entries[8];
 #pragma unroll
                 for (int k = 0; k < 8; k++) entries[k] = entry_of(table, (short)(four[k / 2] >> 16 * (k % 2)));
@@ -117,35 +120,32 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
-struct Reader {  // of a row's words
+struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
     const u16* words;
     u32 size, at;
 
-    __device__ __forceinline__ u32 word(u32 i) const { return i < size ? words[i] : 0; }
+    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1) - 1)]; }
     __device__ __forceinline__ void prefetch(const Stream& me, int streams) const {
         for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
     }
-    // One of the words that are next, so that it is in the first-level cache when it is needed: its threads take 16 words,
-    // which come together, each, and some more.
-    __device__ __forceinline__ u32 touch(const Stream& me) const { return word(at + 16 * me.stream + 16); }
 };
 
-// A number, and 127 more, modulo 2**16.
+// A number, and 127 more, modulo 2**16. All threads read a word, whether they need it or not: none waits for others.
 __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
                                             const Stream& me) {
     const u32 slot = x & (SLOTS - 1);
     u32 symbol = slots[slot];
-    const u32 entry = entries[symbol];
-    if (on) x = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
-    const bool low = on && x < LOWEST, escaped = on && symbol == ESCAPE;
-    const u32 lows = __ballot_sync(FULL, low);
+    const u32 entry = entries[symbol], next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
+    const bool low = on && next < LOWEST, escaped = on && symbol == ESCAPE;
+    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
     u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group);
-    if (__any_sync(FULL, escaped)) {
-        const u32 escapes = __ballot_sync(FULL, escaped);
+    if (escapes) {
         mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
-        if (escaped) symbol = reader.word(mine + low) + SYMBOL_MAX & 0xffff;
+        const u32 raw = reader.word(mine + low) + SYMBOL_MAX & 0xffff;
+        symbol = escaped ? raw : symbol;
     }
-    if (low) x = x << 16 | reader.word(mine);
+    const u32 word = reader.word(mine);
+    x = low ? next << 16 | word : on ? next : x;
     reader.at += taken;
     return symbol;
 }
@@ -166,14 +166,14 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         const bool there = block < all.n && all.status[block] == GOOD && all.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
-        Reader reader{0, 0, 0};
+        Reader reader{(const u16*)all.codes, 0, 0};
         u32 x = LOWEST, head = FULL, table = 0;
         const u8* chosen = 0;
         if (there) {
             const u8* section = all.codes + all.offsets[block] + all.starts[2 * block + kind];
             const i64 place = (i64)block * 2 * all.layers + row;
-            reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
             reader.size = all.sizes[place];
+            if (reader.size) reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
             chosen = section + START_NBYTES + job.tables_at[kind] + layer * all.heads;
             const u16* state = (const u16*)(section + rows_at(all, kind) + sizes_nbytes(all));
             state += 2 * ((i64)layer * all.streams + me.stream);
@@ -182,15 +182,11 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         }
         bool good = x >= LOWEST;
         uint4* to = (uint4*)(job.rounded + ((i64)row * all.n + safe) * job.row_room) + me.stream;
-        Octets octets(all);
-        u32 touched = 0;
-        for (int batch = 0; batch < batches; batch++) {
+        Octets octets(all, 0);
+        for (int batch = 0; batch < batches; batch++, octets.forth()) {
             u32 found[8];
-            asm volatile("" ::"r"(touched));
-            touched = reader.touch(me);
-            octets.first = batch * 8 * all.streams;
             if (octets.alike()) {
-                if (octets.head() != head) head = octets.head(), table = there ? chosen[head] : 0;
+                if (octets.head != head) head = octets.head, table = there ? chosen[head] : 0;
                 const u8* own_slots = slots + SLOTS * table;
                 const u32* own_entries = entries + 256 * table;
 #pragma unroll
