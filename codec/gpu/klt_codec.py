@@ -5,14 +5,15 @@ between two kernels is bounded. Encoding a group: rows are gathered and multipli
 are, they are entropy-coded, each into room of its own; then it is known where in the blocks their words go.
 
 The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The integers
-are of sums that are rounded in other places: one in some hundreds is the next one, where a number lies half-way between
-two. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from the mean.
+are of sums that are rounded in other places, and to fp16 before they are rounded to whole numbers: one in some hundreds
+or thousands is the next one. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from
+the mean.
 """
 
 import ctypes
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -70,15 +71,13 @@ class Sections(ctypes.Structure):
         ("parts", ctypes.c_int64 * 2),
         ("fronts_nbytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
-        *((name, ctypes.c_int32) for name in ("block_tokens", "pairs", "interleaved", "first_row", "rows", "width")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "first_row", "rows", "width")),
         ("room", ctypes.c_uint32),
         ("rope_scale", ctypes.c_float),
     )
 
     @classmethod
-    def plan(
-        cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec
-    ) -> Self:
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec) -> Self:
         """For the sections of the tokens that are not exact. caches: `addresses`. fallback: of sections in form 1."""
         layers, tokens = len(layout.caches), layout.tokens - exact
         sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in KINDS)
@@ -98,8 +97,6 @@ class Sections(ctypes.Structure):
             streams=streams_of(tokens * layout.heads * layout.head_dim),
             first_token=exact,
             block_tokens=layout.tokens,
-            pairs=len(rope.frequencies),
-            interleaved=rope.interleaved,
             rows=2 * layers,
             rope_scale=rope.scale,
         )
@@ -168,9 +165,10 @@ class KltPagedCodec(PagedCodec):
         self._tables = RowTables.of(profile, format.codec, self.device)
         self._plans: dict[int, Plan] = {}
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
-        self._shared = largest <= torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
-        dtype = layout.caches[0].dtype
-        self._kernels = _module(layout.head_dim, dtype, self.device, is_aligned(layout), self._shared)
+        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        self._shared = largest <= properties.shared_memory_per_block_optin
+        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Sections that do not fit their profile get form 1."""
@@ -271,8 +269,13 @@ class KltPagedCodec(PagedCodec):
 
 
 @lru_cache
-def _module(head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool) -> Module:
+def _module(
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+) -> Module:
     """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
-    into a block's shared memory."""
-    macros = f"#define SHARED_TABLES {int(shared)}\n#define MEAN_BITS {K4V2C.mean_bits}\n#define KNOWN_MEANS 0"
-    return Module(f"{constants(K4V2C, head_dim, dtype, aligned, whole=False)}\n{macros}\n{sources(SOURCES)}", device)
+    into a block's shared memory. pairs, interleaved: of RoPE."""
+    macros = {"SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
+    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved}
+    lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
+    lines += [f"#define {name} {int(value)}" for name, value in macros.items()]
+    return Module("\n".join([*lines, sources(SOURCES)]), device)

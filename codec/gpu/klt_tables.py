@@ -65,8 +65,9 @@ class RowTables(NamedTuple):
         encoding = np.concatenate([_encoding(frequencies).ravel(), _reciprocals()]).view(np.uint8)
         decoding, starts, pool = _decoding(frequencies)
         places = np.stack([np.arange(len(used)) * ENCODING_NBYTES, starts])[:, which].reshape(2, *chosen.shape) // 16
-        made = (torch.from_numpy(part).to(device) for part in (encoding, decoding, places.astype(np.int32)))
-        return cls(*made, pool)
+        parts = (encoding, decoding, places.astype(np.int32))
+        there = [torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts]  # kernels know no strides
+        return cls(there[0], there[1], there[2], pool)
 
 
 def _bases(profile: Profile) -> Sequence[Basis]:
@@ -90,13 +91,15 @@ def _encoding(frequencies: Entries) -> Entries:
     before = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
     entries: Entries = before << np.uint32(12) | frequencies
     entries[:, ESCAPE] |= np.uint32(ESCAPED)
-    return np.where(frequencies > 0, entries, entries[:, ESCAPE:])
+    made: Entries = np.where(frequencies > 0, entries, entries[:, ESCAPE:])
+    return made
 
 
 def _reciprocals() -> Entries:
     """By frequency, 2**32 divided by it, rounded down."""
     f = np.arange(SCALE, dtype=np.uint64)
-    return np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
+    made: Entries = np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
+    return made
 
 
 def _decoding(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:

@@ -21,6 +21,8 @@ from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, st
 
 GOOD = 2**31 - 1
 """The status of a block with which nothing is wrong."""
+ALIGNMENT = 16
+"""Of sections and blocks, in bytes."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
 """Minus the offset of the first byte of the header that is not the expected one."""
@@ -67,6 +69,12 @@ class Form(NamedTuple):
     starts: tuple[int, ...]
     nbytes: int
     varies: bool
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block may have so many bytes."""
+        if not self.varies:
+            return nbytes == self.nbytes
+        return self.starts[-2] + 2 * ALIGNMENT <= nbytes <= self.nbytes and nbytes % ALIGNMENT == 0
 
 
 class Batch(NamedTuple):
@@ -123,9 +131,12 @@ class PagedCodec(ABC):
     ) -> Batch:
         """Blocks with these keys, in one upload. nbytes: sizes of encoded blocks, where the form's vary.
 
-        Raises HeaderError for keys of different lengths.
+        Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
         """
         n, form = len(keys), self.form(exact)
+        for size in nbytes or ():
+            if not form.fits(size):
+                raise ShapeError(f"no block of {exact} exact tokens has {size} bytes: {form.nbytes} are the most.")
         numbers = np.array([block_ids, offsets, nbytes or [form.nbytes] * n], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
         turns = self._place_turns.of(first_tokens)

@@ -8,7 +8,7 @@ words of each row, whose places in the block are known when all are coded. Secti
 import ctypes
 from collections.abc import Iterator
 from functools import lru_cache
-from typing import NamedTuple, Self
+from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
@@ -128,10 +128,11 @@ class WhtPagedCodec(PagedCodec):
         self._rope = format.facts.rope or Rope(())
         self._addresses = addresses(layout)
         self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
-        self._most_shared = torch.cuda.get_device_properties(self.device).shared_memory_per_block_optin
+        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        self._most_shared: int = properties.shared_memory_per_block_optin
         self._plans: dict[int, Plan] = {}
-        turning = self._rope.interleaved, len(self._rope.frequencies) % OCTET == 0
-        self._kernels = _module(layout.head_dim, layout.caches[0].dtype, self.device, is_aligned(layout), *turning)
+        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
@@ -168,7 +169,7 @@ class WhtPagedCodec(PagedCodec):
         rounded, words = (self._scratch(2 * rows * room) for room in (job.row_room, all.room))
         fronts, states = self._scratch(2 * all.n * all.fronts_nbytes), self._scratch(4 * rows * all.streams)
         spare = self._scratch(threads.blocks * 4 * all.heads * all.tokens * (self.layout.head_dim + 4))
-        books, far = self._scratch(4 * (2 * rows + 4 * all.n)), torch.zeros(2 * all.n, dtype=torch.int32, device=self.device)
+        books, far = self._scratch(4 * (2 * rows + 4 * all.n)), self._scratch(8 * all.n).zero_()
         job.rounded, job.spare = rounded.data_ptr(), spare.data_ptr()
         job.fronts = all.fronts = fronts.data_ptr()
         all.words, all.states, all.far = words.data_ptr(), states.data_ptr(), far.data_ptr()
@@ -272,13 +273,13 @@ def _even(count: int) -> int:
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, interleaved: bool, even_pairs: bool
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. interleaved: as the rope says.
-    even_pairs: whether it turns a multiple of 8."""
+    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. pairs, interleaved: of
+    RoPE."""
     macros = {
+        "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),
-        "EVEN_PAIRS": int(even_pairs),
         "MEAN_BITS": MEAN_BITS,
         "KNOWN_MEANS": 1,
         "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",

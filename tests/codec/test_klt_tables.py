@@ -54,6 +54,11 @@ def test_each_slot_is_decoded_as_the_cpu_does(preset):
         assert np.array_equal(slots - (found >> 12 & 4095), right & 4095)
 
 
+def test_what_kernels_read_lies_in_its_order():
+    parts = [*RowTables.of(PROFILE, "klt-8x", CPU)[:3], *Transforms.of(PROFILE, "klt-8x", CPU)]
+    assert all(part.is_contiguous() for part in parts)
+
+
 def test_the_transforms_are_the_profile_s():
     """Integers of the same numbers, but for one in some hundreds, and numbers of the same integers to 11 bits."""
     made = Transforms.of(PROFILE, "klt-5x", CPU)

@@ -125,7 +125,7 @@ def as_floats(numbers: np.ndarray) -> torch.Tensor:
 
 def assert_alike(world: World, i: int, target: int) -> None:
     """What the GPU has decoded and what the CPU does: exact tokens bit for bit; others within their dtype's rounding
-    and 2**-10 of what is furthest from the mean in their token of the layer; half of that is seen."""
+    and 2**-10 of what is furthest from the mean in their token of the layer; 0.4 of that is seen."""
     decoded = world.format.decode(world.block(i), key=KEYS[i])
     for right, found, side in zip(decoded, world.numbers(target), ("keys", "values"), strict=True):
         assert right[:, :, : world.exact].tobytes() == found[:, :, : world.exact].tobytes()
@@ -247,7 +247,7 @@ def test_numbers_that_are_far_from_the_profile(dtype: torch.dtype, exact: int, i
         assert len(world.block(i)) <= world.form.nbytes
         assert_alike(world, i, target)
         for x, y in zip(world.numbers(IDS[i]), world.numbers(target), strict=True):
-            assert (as_floats(x) - as_floats(y)).square().mean() < 0.1 * as_floats(x).square().mean()
+            assert (as_floats(x) - as_floats(y)).square().mean() < 0.2 * as_floats(x).square().mean()
     assert forms == [[1, 1], [1, 0], [0, 1], [0, 0]]
     for i in range(4):
         world.write(i, world.by_cpu(i))

@@ -11,8 +11,9 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import Profile
-from manthan.codec.registry import CENTRED, SPECS, takes_facts
+from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.registry import CENTRED, SPECS, needs_profile, takes_facts
+from manthan.codec.wht import NAME as WHT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
@@ -149,14 +150,23 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+    from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
+    from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
+    if needs_profile(form.codec) or form.codec == WHT:
+        try:
+            return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
+        except CompileError as error:
+            raise UnsupportedError(
+                f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
+            ) from None
     if form.codec in CENTRED:
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        known = ", ".join(SPECS | CENTRED)
+        known = ", ".join([*SPECS, *CENTRED, WHT, *PRESETS])
         raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)

@@ -72,8 +72,9 @@ class PagedBlocks(Blocks):
         batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
         self.codec.encode(batch, codes)
         host[: places[-1].stop].copy_(codes[: places[-1].stop], non_blocking=True)
-        for place, status in zip(places, batch.status.tolist(), strict=True):  # waits
-            yield host.numpy()[place].copy() if status == GOOD else "encode"
+        blocks = zip(places, batch.status.tolist(), batch.nbytes.tolist(), strict=True)  # waits
+        for place, status, nbytes in blocks:
+            yield host.numpy()[place][:nbytes].copy() if status == GOOD else "encode"
 
     def _decode(
         self,
@@ -87,10 +88,11 @@ class PagedBlocks(Blocks):
         bad."""
         codes, host = self._buffers.staging.codes, self._buffers.host
         places = self._places(exact, len(keys))
-        for place, buf in zip(places, bufs, strict=True):
-            host.numpy()[place] = buf
+        sizes = [0 if buf is None else len(buf) for buf in bufs]
+        for place, buf, nbytes in zip(places, bufs, sizes, strict=True):
+            host.numpy()[place][:nbytes] = buf
         codes[: places[-1].stop].copy_(host[: places[-1].stop], non_blocking=True)
-        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
+        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places], sizes)
         self.codec.verify(batch, codes)
         self.codec.decode(batch, codes)
         return [status_cause(status) for status in batch.status.tolist()]  # waits
@@ -108,7 +110,7 @@ class PagedBlocks(Blocks):
             wire.ENTRY.unpack_from(buf.data, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
         )
         exact = tokens if kind == SectionKind.BOTH else 0
-        fits = exact <= self.codec.layout.tokens and self.codec.form(exact).nbytes == len(buf)
+        fits = exact <= self.codec.layout.tokens and self.codec.form(exact).fits(len(buf))
         return (exact, front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
 
     def _places(self, exact: int, n: int) -> list[slice]:

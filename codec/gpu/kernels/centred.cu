@@ -46,15 +46,16 @@ struct Turner {  // of element i of a token's vector by its place
     bool keys;
 
     __device__ __forceinline__ int source(int i) const {  // where element i is in a vector
-        if (!keys || !job.interleaved || i >= 2 * job.pairs) return i;
-        return i < job.pairs ? 2 * i : 2 * (i - job.pairs) + 1;
+        if (!keys || !INTERLEAVED || i >= 2 * PAIRS) return i;
+        return i < PAIRS ? 2 * i : 2 * (i - PAIRS) + 1;
     }
-    __device__ __forceinline__ bool turns(int i) const { return keys && i < 2 * job.pairs; }
-    __device__ __forceinline__ int partner(int i) const { return i < job.pairs ? i + job.pairs : i - job.pairs; }
-    __device__ __forceinline__ float cosine(int i, int t) const { return cosines[t * job.pairs + i % job.pairs]; }
+    __device__ __forceinline__ int pair(int i) const { return i < PAIRS ? i : i - PAIRS; }
+    __device__ __forceinline__ bool turns(int i) const { return keys && i < 2 * PAIRS; }
+    __device__ __forceinline__ int partner(int i) const { return i < PAIRS ? i + PAIRS : i - PAIRS; }
+    __device__ __forceinline__ float cosine(int i, int t) const { return cosines[t * PAIRS + pair(i)]; }
     __device__ __forceinline__ float sine(int i, int t) const {  // as it goes with element i
-        float sine = cosines[(job.block_tokens + t) * job.pairs + i % job.pairs];
-        return i < job.pairs ? -sine : sine;
+        float sine = cosines[(job.block_tokens + t) * PAIRS + pair(i)];
+        return i < PAIRS ? -sine : sine;
     }
     __device__ __forceinline__ float turned(const float* mean, int i, int t) const {
         if (!turns(i)) return mean[i];

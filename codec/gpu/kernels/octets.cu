@@ -1,7 +1,5 @@
 // Eight neighbouring numbers of a vector at a time, in the registers of one thread; a warp takes as many vectors as its
 // threads hold. The order of all float operations is that of manthan.codec.base, bit for bit.
-//
-// From Python, as macros: INTERLEAVED (pairs that RoPE turns are neighbours), EVEN_PAIRS (there are a multiple of 8).
 
 #define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers of a thread
 #define OCTETS (HELD / 8)
@@ -34,7 +32,7 @@ struct Vector {  // of the cache, in the order of its pairs' halves
 
     __device__ __forceinline__ float one(int i) const { return load(x + turner.source(i)); }
     __device__ __forceinline__ bool whole(int e) const {  // eight that lie side by side
-        return ALIGNED && !(INTERLEAVED && turner.keys && e < 2 * turner.job.pairs);
+        return ALIGNED && !(INTERLEAVED && turner.keys && e < 2 * PAIRS);
     }
     __device__ __forceinline__ void octet(int e, float (&y)[8]) const {
         if (!whole(e)) {
@@ -82,25 +80,25 @@ struct Mean {  // in shared memory
 template <bool BACK, typename From>
 __device__ __forceinline__ void turn(const Turner& turner, int e, int t, float (&x)[8], const From& vector) {
     const Sections& job = turner.job;
-    if (!turner.keys || e >= 2 * job.pairs) return;
-    const float *cosines = turner.cosines + t * job.pairs, *sines = cosines + job.block_tokens * job.pairs;
-#if EVEN_PAIRS
-    const bool second = e >= job.pairs;
-    const int place = second ? e - job.pairs : e;
+    if (!turner.keys || e >= 2 * PAIRS) return;
+    const float *cosines = turner.cosines + t * PAIRS, *sines = cosines + job.block_tokens * PAIRS;
+#if PAIRS % 8 == 0
+    const bool second = e >= PAIRS;
+    const int place = second ? e - PAIRS : e;
     float other[8], c[8], s[8];
     load_octet(cosines + place, c);
     load_octet(sines + place, s);
-    vector.octet(second ? place : place + job.pairs, other);
+    vector.octet(second ? place : place + PAIRS, other);
 #pragma unroll
     for (int k = 0; k < 8; k++)
         x[k] = __fadd_rn(__fmul_rn(x[k], c[k]), __fmul_rn(other[k], second == BACK ? -s[k] : s[k]));
 #else
 #pragma unroll
     for (int k = 0; k < 8; k++) {
-        if (e + k >= 2 * job.pairs) continue;
-        const bool second = e + k >= job.pairs;
-        const int place = second ? e + k - job.pairs : e + k;
-        float other = vector.one(second ? place : place + job.pairs), s = second == BACK ? -sines[place] : sines[place];
+        if (e + k >= 2 * PAIRS) continue;
+        const bool second = e + k >= PAIRS;
+        const int place = second ? e + k - PAIRS : e + k;
+        float other = vector.one(second ? place : place + PAIRS), s = second == BACK ? -sines[place] : sines[place];
         x[k] = __fadd_rn(__fmul_rn(x[k], cosines[place]), __fmul_rn(other, s));
     }
 #endif

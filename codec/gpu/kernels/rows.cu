@@ -22,6 +22,9 @@ __device__ __forceinline__ Half of_symbol(u32 symbol) {
     return number;
 }
 
+// Not reckoned again where it is used.
+__device__ __forceinline__ int kept(int x) { asm volatile("" : "+r"(x)); return x; }
+
 // In shared memory, where they fit.
 __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
 #if SHARED_TABLES
@@ -35,13 +38,14 @@ __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
 }
 
 struct Lane {  // of a warp that works on some rows
-    int lane, stream, together, row;
-    u32 group, before;  // the lanes of its row, and those of them before it
+    int first, stream, together, row;  // first: lane of its row
+    u32 group, before;                 // the lanes of its row, and those of them before it
 
     __device__ __forceinline__ Lane(const Sections& job) {
-        lane = threadIdx.x % 32;
+        const int lane = threadIdx.x % 32;
         stream = lane % job.streams, row = lane / job.streams, together = 32 / job.streams;
-        group = (job.streams == 32 ? FULL : (1u << job.streams) - 1) << (lane - stream);
+        first = kept(lane - stream);
+        group = (job.streams == 32 ? FULL : (1u << job.streams) - 1) << first;
         before = group & ((1u << lane) - 1);
     }
 };
@@ -98,7 +102,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
     for (u32 run = SPREAD_WARP; run < 2 * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row;
         const bool there = block < job.n;
-        u16* words = job.words + ((i64)row * job.n + min(block, job.n - 1)) * job.room;
+        const u32 room = (row * job.n + min(block, job.n - 1)) * job.room;
         const u32* table_of = job.table_of + (i64)row * components(job);
         Step step(job, row, block, (steps - 1) * job.streams + me.stream);
         if (!there) step.component = -1;
@@ -120,11 +124,15 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
                 u32 entry = *(const u32*)(tables + 16 * max(now.table[i], 0) + 4 * symbol);
                 u32 often = entry & 4095, sum = entry >> 12 & 4095, reciprocal = reciprocals[often];
                 bool escaped = on && entry >> 31, full = on && x >> 20 >= often;
-                u32 fulls = __ballot_sync(FULL, full) & me.group, escapes = __ballot_sync(FULL, escaped) & me.group;
-                at -= __popc(fulls) + __popc(escapes);
-                int word = at + __popc(fulls & me.before) + __popc(escapes & me.before);
-                if (full && at >= 0) words[word] = x;
-                if (escaped && at >= 0) words[word + full] = value;
+                u32 fulls = __ballot_sync(FULL, full) & me.group, escapes = __ballot_sync(FULL, escaped);
+                at -= __popc(fulls);
+                u32 before = __popc(fulls & me.before);
+                if (escapes) {
+                    at -= __popc(escapes & me.group);
+                    before += __popc(escapes & me.before);
+                    if (escaped && at >= 0) job.words[room + at + before + full] = value;
+                }
+                if (full && at >= 0) job.words[room + at + before] = x;
                 if (full) x >>= 16;
                 u32 whole = __umulhi(x, reciprocal);
                 if (x - whole * often >= often) whole++;
@@ -140,31 +148,37 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
 }
 
 // The words of a row that are read next, in the registers of its lanes: a pair in each of `now` and `next`, all that a
-// step may read, and one that is on its way.
+// step may read, and one that is on its way. What is behind the row's end means nothing, and no encoder's codes ask for
+// it.
 struct Window {
     const u32* from;
     u32 at, end;  // in words from there on
     u32 first;    // pair that the first lane has
-    u32 now, next, later;
+    u32 now, next, later, zero;
 
-    __device__ __forceinline__ Window(const u16* words, u32 size, const Lane& me, int streams) {
+    // zero: what the compiler does not know to be it. Moving `later` by an addition of it leaves its register to the word
+    // that is fetched into it; a copy would be made afterwards, and wait for that.
+    __device__ __forceinline__ Window(const u16* words, u32 size, u32 zero, const Lane& me, int streams) : zero(zero) {
         u32 odd = (u64)words / 2 % 2;
         from = (const u32*)(words - odd);
         at = odd, end = odd + size, first = 0;
-        now = pair(me.stream), next = pair(streams + me.stream), later = pair(2 * streams + me.stream);
+        now = next = later = 0;
+        fetch(now, me.stream), fetch(next, streams + me.stream), fetch(later, 2 * streams + me.stream);
     }
-    __device__ __forceinline__ u32 pair(u32 i) const { return 2 * i < end ? from[i] : 0; }
+    __device__ __forceinline__ void fetch(u32& to, u32 pair) const {
+        if (2 * pair < end) to = from[pair];
+    }
     __device__ __forceinline__ u32 word(u32 i, const Lane& me, int streams) const {  // all lanes ask for one
-        u32 pair = i / 2 - first, source = me.lane - me.stream + (pair & (streams - 1));
+        u32 pair = i / 2 - first, source = me.first + (pair & (streams - 1));
         u32 one = __shfl_sync(FULL, now, source), other = __shfl_sync(FULL, next, source);
         return (pair < streams ? one : other) >> (i % 2 * 16) & 0xffff;
     }
     __device__ __forceinline__ void skip(u32 words, const Lane& me, int streams) {
         at += words;
-        if (at / 2 >= first + streams) {
+        if (__builtin_expect(at / 2 >= first + streams, 0)) {
             first += streams;
-            now = next, next = later;
-            later = pair(first + 2 * streams + me.stream);
+            now = next, next = later + zero;
+            fetch(later, first + 2 * streams + me.stream);
         }
     }
 };
@@ -191,17 +205,17 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
             state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
         }
-        Window window(words, size, me, streams);
+        Window window(words, size, job.first_row, me, streams);  // of all rows the first is 0
         bool good = x >= LOWEST;
         const u32* table_of = job.table_of + (i64)row * all;
         Step step(job, row, block, me.stream);
-        u32 ahead = table_of[min(step.component, all - 1)];
+        u32 ahead = table_of[min((u32)step.component, (u32)all - 1)];
         for (int left = steps; left > 0; left--) {
             const u8* table = tables + 16 * ahead;
             const bool on = there && step.component < all;
             Half* to = job.numbers + step.at;
             stride.forth(step);
-            ahead = table_of[min(step.component, all - 1)];
+            ahead = table_of[min((u32)step.component, (u32)all - 1)];
             u32 slot = x & 4095;
             u32 rank = pool[16 * *(const u16*)(table + 2 * (slot / 16)) + slot % 16];
             u32 found = *(const u32*)(table + 512 + 4 * rank), rest = slot - (found >> 12 & 4095);

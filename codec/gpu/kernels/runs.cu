@@ -16,7 +16,7 @@ struct Run {
         return ((i64)(row - job.first_row) * job.width + block * job.tokens) * components(job) + head * HEAD_DIM;
     }
     __device__ __forceinline__ const float* cosines(const Sections& job) const {
-        return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * job.pairs;
+        return job.turns + ((i64)block * 2 * job.block_tokens + job.first_token) * PAIRS;
     }
 };
 

@@ -15,7 +15,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     const u8* headers;     // [n, head_nbytes], with the most that sections take as their sizes
     int* status;           // [n]
     i64* nbytes;           // [n] of each block
-    const float* turns;    // [n, 2, block_tokens, pairs] cosines and sines
+    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
     const float *mean, *gain;        // [2 layers, heads * HEAD_DIM]: see transform.cu
     const u8* tables;                // see rows.cu
     const u32* table_of;             // [2 layers, heads * HEAD_DIM] in 16 bytes
@@ -37,7 +37,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     i64 limits[2], centred[2];       // bytes of keys and of values: at most, and in form 1
     i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
     int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
-    int first_token, block_tokens, pairs, interleaved;
+    int first_token, block_tokens;
     int first_row, rows, width;      // rows: that are worked on now, from the first on; width: n * tokens and some more
     u32 room;                        // words
     float rope_scale;

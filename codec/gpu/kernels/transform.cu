@@ -22,13 +22,13 @@ struct Quad {
     __device__ __forceinline__ Quad(const Sections& job, int kind, int quad) : pair(2 * quad) {
 #pragma unroll
         for (int i = 0; i < 2; i++) {
-            bool halves = pair + i < job.pairs && !job.interleaved;
+            bool halves = pair + i < PAIRS && !INTERLEAVED;
             at[2 * i] = halves ? pair + i : 2 * (pair + i);
-            at[2 * i + 1] = halves ? pair + i + job.pairs : 2 * (pair + i) + 1;
-            turned[i] = kind == 0 && pair + i < job.pairs;
+            at[2 * i + 1] = halves ? pair + i + PAIRS : 2 * (pair + i) + 1;
+            turned[i] = kind == 0 && pair + i < PAIRS;
         }
-        apart = pair < job.pairs && !job.interleaved;
-        beside = !(apart && job.pairs % 2);
+        apart = pair < PAIRS && !INTERLEAVED;
+        beside = PAIRS % 2 == 0 || INTERLEAVED || !apart;
     }
     // From and to where a vector begins: T is what a number is there, Two are two of them.
     template <typename Two, typename T>
@@ -54,15 +54,21 @@ struct Quad {
     // By the place of token t, or back from it.
     template <bool BACK>
     __device__ __forceinline__ void turn(const Sections& job, const float* cosines, int t, float (&x)[4]) const {
-        float scale = BACK ? 1.f / job.rope_scale : job.rope_scale;
-        const float *cosine = cosines + t * job.pairs + pair, *sine = cosine + job.block_tokens * job.pairs;
-#pragma unroll
-        for (int i = 0; i < 2; i++) {
-            if (!turned[i]) continue;
-            float c = cosine[i] * scale, s = (BACK ? -sine[i] : sine[i]) * scale, first = x[2 * i];
-            x[2 * i] = first * c - x[2 * i + 1] * s;
-            x[2 * i + 1] = x[2 * i + 1] * c + first * s;
-        }
+        if (!turned[0] && !turned[1]) return;
+        const float scale = BACK ? 1.f / job.rope_scale : job.rope_scale;
+        const float *cosine = cosines + t * PAIRS + pair, *sine = cosine + job.block_tokens * PAIRS;
+        float2 c, s;
+        if constexpr (PAIRS % 2 == 0) c = *(const float2*)cosine, s = *(const float2*)sine;
+        else c = {cosine[0], turned[1] ? cosine[1] : 0.f}, s = {sine[0], turned[1] ? sine[1] : 0.f};
+        half_turn<BACK>(c.x * scale, s.x * scale, x[0], x[1]);
+        if (turned[1]) half_turn<BACK>(c.y * scale, s.y * scale, x[2], x[3]);
+    }
+    template <bool BACK>
+    __device__ __forceinline__ static void half_turn(float c, float s, float& first, float& second) {
+        const float one = first;
+        if (BACK) s = -s;
+        first = one * c - second * s;
+        second = second * c + one * s;
     }
 };
 
@@ -80,7 +86,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
             float mean[4], gain[4];
             quad.fetch<float2>(job.mean + run.column(job), mean, true);
             quad.fetch<float2>(job.gain + run.column(job), gain, true);
-#pragma unroll 2
+#pragma unroll 4
             for (int t = beside; t < job.tokens; t += ABREAST) {
                 Word words[4];
                 float x[4];
@@ -122,7 +128,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections 
             float mean[4], gain[4];
             quad.fetch<float2>(job.mean + run.column(job), mean, true);
             quad.fetch<float2>(job.gain + run.column(job), gain, true);
-#pragma unroll 2
+#pragma unroll 4
             for (int t = beside; t < job.tokens; t += ABREAST) {
                 float x[4];
                 Word words[4];

@@ -124,7 +124,7 @@ struct Reader {  // of a row's words; there is a word at its end, of whatever ki
     const u16* words;
     u32 size, at;
 
-    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1) - 1)]; }
+    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
     __device__ __forceinline__ void prefetch(const Stream& me, int streams) const {
         for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
     }
