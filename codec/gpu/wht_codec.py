@@ -117,8 +117,7 @@ class Plan(NamedTuple):
 
 
 class WhtPagedCodec(PagedCodec):
-    """`PagedCodec` for `manthan.codec.wht`, on one CUDA device of compute capability 8.0 or newer; of 9.0 or newer, or
-    8.0, for its shared memory.
+    """`PagedCodec` for `manthan.codec.wht`, on one CUDA device of compute capability 8.0 or newer.
 
     Raises CompileError.
     """
@@ -128,11 +127,11 @@ class WhtPagedCodec(PagedCodec):
         self._rope = format.facts.rope or Rope(())
         self._addresses = addresses(layout)
         self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
-        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
-        self._most_shared: int = properties.shared_memory_per_block_optin
+        self._most_shared: int = properties_of(self.device).shared_memory_per_block_optin
         self._plans: dict[int, Plan] = {}
+        self._shared = self._tables[1].nbytes <= self._most_shared
         shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), *pairs)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
@@ -176,7 +175,7 @@ class WhtPagedCodec(PagedCodec):
         _keep_books(all, books)
         blocks = min(rows, threads.blocks or rows)
         self._launch("round_rows", job, blocks * threads.warps, 32 * threads.warps, threads.shared)
-        self._launch_words("encode_words", job, self._tables[0], ENCODE_THREADS)
+        self._launch_words("encode_words", job, self._tables[0], ENCODE_THREADS, shared=True)
         for name, warps in (("lay_out", ALONE), ("pack", all.rows), ("encode_centred", all.rows * all.heads)):
             self._kernels.launch(name, all, all.n * warps)
 
@@ -188,7 +187,7 @@ class WhtPagedCodec(PagedCodec):
         _keep_books(all, books)
         self._kernels.launch("find_rows", all, all.n * ALONE)
         self._launch("check_fronts", job, 2 * all.n * ALONE)
-        self._launch_words("decode_words", job, self._tables[1], DECODE_THREADS)
+        self._launch_words("decode_words", job, self._tables[1], DECODE_THREADS, shared=self._shared)
         self._launch("restore_rows", job, rows * all.heads, 32 * threads.warps, threads.shared)
         self._kernels.launch("decode_centred", all, all.n * all.rows * all.heads)
 
@@ -229,12 +228,12 @@ class WhtPagedCodec(PagedCodec):
         else:
             self._kernels.launch(name, job, warps)
 
-    def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int) -> None:
+    def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
         """A warp for each row, or for several that fit into it, on as many processors as there are."""
         all = job.all
         job.encoding = job.decoding = tables.data_ptr()
         warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
-        self._kernels.launch(name, job, warps, threads=threads, shared=tables.nbytes)
+        self._kernels.launch(name, job, warps, threads=threads, shared=tables.nbytes if shared else 0)
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
@@ -259,6 +258,11 @@ class WhtPagedCodec(PagedCodec):
         return self._plans[exact]
 
 
+def properties_of(device: torch.device) -> Any:
+    """Which are more than PyTorch's stubs know."""
+    return torch.cuda.get_device_properties(device)
+
+
 def _keep_books(all: Sections, books: Tensor) -> None:
     """Where sizes and places of rows, and forms and starts of sections are."""
     rows = 4 * all.n * all.rows
@@ -273,11 +277,12 @@ def _even(count: int) -> int:
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, pairs: int, interleaved: bool
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. pairs, interleaved: of
-    RoPE."""
+    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables for
+    decoding fit into a block's shared memory. pairs, interleaved: of RoPE."""
     macros = {
+        "SHARED_TABLES": int(shared),
         "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),
         "MEAN_BITS": MEAN_BITS,

@@ -1,6 +1,7 @@
 """wht-5x on a GPU against the CPU's: the same bytes, the same numbers, and both refuse the same."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -166,10 +167,15 @@ def test_other_layouts(offset: int, apart: int, dtype: torch.dtype) -> None:
     check(World(offset=offset, apart=apart, dtype=dtype))
 
 
-@pytest.mark.parametrize("shared", [2**11, 2**15])
-def test_rows_may_be_outside_of_shared_memory(shared: int) -> None:
-    world = World(8, 64)
-    world.codec._most_shared = shared
+@pytest.mark.parametrize("shared", [2**11, 2**15, 100 * 2**10])
+@pytest.mark.parametrize("tokens", [16, 20])
+def test_rows_and_tables_may_be_outside_of_shared_memory(
+    monkeypatch: pytest.MonkeyPatch, tokens: int, shared: int
+) -> None:
+    small = SimpleNamespace(shared_memory_per_block_optin=shared)
+    with monkeypatch.context() as patch:
+        patch.setattr(wht_codec, "properties_of", lambda device: small)
+        world = World(8, 64, tokens=tokens)
     check(world)
 
 

@@ -5,7 +5,7 @@
 // encoding: for each table and of 256 symbols frequency (12 bits), sum of those before it (12) and, where it is not in the
 // table and these are the escape's, the highest bit; and 2**32 divided by the frequency. decoding: of each table the
 // symbols of its 4,096 slots, a byte each; behind all these, of each table and of 256 symbols, u32, the sum of those before
-// it, and from bit 16 on the frequency.
+// it, and from bit 16 on the frequency; in shared memory where they fit (SHARED_TABLES).
 
 #define ESCAPE 255
 #define SYMBOL_MAX 127
@@ -152,10 +152,14 @@ __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* sl
 
 // Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(const Wht job) {
+#if SHARED_TABLES
     extern __shared__ uint4 shared[];
     for (int i = threadIdx.x; i < DECODING_UNITS; i += DECODE_THREADS) shared[i] = job.decoding[i];
     __syncthreads();
     const u8* slots = (const u8*)shared;
+#else
+    const u8* slots = (const u8*)job.decoding;
+#endif
     const u32* entries = (const u32*)(slots + TABLES * SLOTS);
     const Sections& all = job.all;
     const Stream me(all.streams);
