@@ -2,6 +2,7 @@
 
 from functools import cached_property, lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -166,7 +167,7 @@ class WhtSections(SectionCodec):
         return self._kernels().rotated(x, self._constants.weights, self._constants.blocks)  # type: ignore[no-any-return]
 
     def _check(self, x: Numbers, section: Section) -> None:
-        bits = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+        bits: Any = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
         sign = np.iinfo(bits.dtype).max >> 1
         limit = {np.uint16: LIMIT_BITS >> 16, np.float32: LIMIT_BITS, np.float16: 0x7C00}[x.dtype.type]
         large = (bits & bits.dtype.type(sign)) >= limit
