@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.registry import DEFAULT, SPECS, needs_profile
+from manthan.codec.registry import DEFAULT, SPECS
 
 
 @dataclass(frozen=True)
@@ -127,11 +127,11 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None) -
     results: list[codec_gpu.GpuResult] = []
     with console.status("measuring") as status:
         copy = codec_gpu.copy_bandwidth(repeats)
-        if needs_profile(codec):
-            for shape in codec_gpu.CALIBRATED:
+        if codec not in SPECS:
+            for shape in codec_gpu.SHAPES:
                 for vectors in (1 << 18, 1 << 20, 1 << 22):
                     status.update(f"{shape}, {vectors:,} vectors")
-                    results += codec_gpu.measure_calibrated(codec, shape, vectors, copy, repeats)
+                    results += codec_gpu.measure_sections(codec, shape, vectors, copy, repeats)
         else:
             for head_dim, vectors in ON_GPU:
                 status.update(f"D = {head_dim}, {vectors:,} vectors")

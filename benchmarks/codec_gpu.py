@@ -3,8 +3,9 @@
 A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, head size 128, bf16. So many blocks, in
 random order, are encoded to as many places and decoded back. Each sample is ten launches between two events.
 
-Calibrated codecs have a profile that was made up, and numbers that fit it; SmolLM2's shape besides: 30 layers of 3
-heads of 64. What they take depends on how many numbers are multiplied by each: heads * head_dim.
+Codecs of whole sections have numbers that fit a profile which was made up, and is theirs where they need one; SmolLM2's
+shape besides: 30 layers of 3 heads of 64. What calibrated ones take depends on how many numbers are multiplied by each:
+heads * head_dim.
 """
 
 import statistics
@@ -20,10 +21,12 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import PagedLayout
+from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
+from manthan.codec.registry import needs_profile
 
 LAYERS, HEADS, TOKENS = 36, 8, 16
-CALIBRATED = ((36, 8, 128), (30, 3, 64))
+SHAPES = ((36, 8, 128), (30, 3, 64))
 """Layers, heads and head sizes."""
 LAUNCHES = 10
 
@@ -86,7 +89,7 @@ def measure(name: str, head_dim: int, vectors: int, copy: float, repeats: int) -
         yield GpuResult(operation, head_dim, n, *rates, moved / median / copy)
 
 
-def measure_calibrated(
+def measure_sections(
     name: str, shape: tuple[int, int, int], vectors: int, copy: float, repeats: int
 ) -> Iterator[GpuResult]:
     """Encode, verify and decode whole blocks of layers, heads, head size: `shape`."""
@@ -100,9 +103,8 @@ def measure_calibrated(
     )
     row = heads * 2 * head_dim
     layout = PagedLayout(caches, heads, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
-    codec = KltPagedCodec(
-        layout, BlockFormat(name, layout.shape, bytes(16), facts=ModelFacts(profile.info.rope, profile))
-    )
+    format = BlockFormat(name, layout.shape, bytes(16), facts=ModelFacts(profile.info.rope, profile))
+    codec = KltPagedCodec(layout, format) if needs_profile(name) else WhtPagedCodec(layout, format)
     room = codec.form(0).nbytes
     codes = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")
     ids = torch.randperm(blocks).tolist()

@@ -165,6 +165,8 @@ class SectionCodec(ABC):
     """
 
     name: str
+    varies: bool = False
+    """Whether sections of one shape may take more or fewer bytes."""
 
     def warm_up(self) -> None:  # noqa: B027 most have nothing to compile
         """Do now what the first call would otherwise wait for, such as compiling."""

@@ -31,7 +31,7 @@ is its own:
     | version u8, 1 | form u8 | 2 zero bytes |
     | keys: step of each run's mean, bf16 | planes of the means | step of each row, bf16 |
     | values: octave and T bytes of each run |
-    | table of each run, u8 | rows as `manthan.codec.cpu.rows` has them |
+    | table of each run, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rows` has them |
 
 Form 0 is this. The most that a section takes is what the codec FALLBACK of `manthan.codec.centred` takes and 4 bytes;
 where form 0 would be longer, as with numbers that no transform makes Gaussian, it is form 1: those codes, behind the
@@ -102,7 +102,7 @@ class Parts:
     @property
     def end(self) -> int:
         """Where the entropy-coded rows begin."""
-        return self.tables.stop
+        return -(-self.tables.stop // 4) * 4
 
 
 def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:

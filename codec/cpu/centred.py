@@ -1,5 +1,7 @@
 """Sections whose keys are coded less their block's mean before RoPE; see `manthan.codec.centred`."""
 
+from typing import Any
+
 import numpy as np
 
 from manthan.codec.base import CodecSpec, Codes, Dtype, Kind, Numbers, Positions, Section, SectionCodec, align16
@@ -82,5 +84,5 @@ class CentredSections(SectionCodec):
         if kind == "value":
             self._vectors.decode(buf, n, kind, out.dtype, out=out.reshape(n, dim))
             return
-        x = self._vectors.decode(buf, n, kind).reshape(out.shape)
+        x: Any = self._vectors.decode(buf, n, kind).reshape(out.shape)
         self._means.put_back(x, positions, codes[places.steps], codes[places.means], out)

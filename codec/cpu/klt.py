@@ -97,6 +97,8 @@ class KltSections(SectionCodec):
     Raises ProfileError for a profile that does not fit. fused: see `Coder`.
     """
 
+    varies = True
+
     def __init__(
         self, name: str, head_dim: int, profile: Profile, rope: Rope | None, *, fused: bool | None = None
     ) -> None:

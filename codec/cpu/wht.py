@@ -2,6 +2,7 @@
 
 from functools import cached_property, lru_cache
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -48,6 +49,7 @@ class WhtSections(SectionCodec):
     """
 
     name = NAME
+    varies = True
 
     def __init__(self, head_dim: int, rope: Rope | None = None, *, fused: bool | None = None) -> None:
         check_head_dim(head_dim)
@@ -89,6 +91,7 @@ class WhtSections(SectionCodec):
         ]
         whole = np.concatenate(numbers)
         out[parts.tables] = table_numbers(_squares(whole), section.tokens * section.head_dim)
+        out[parts.tables.stop : parts.end] = 0
         rows = _rows(out[parts.tables], section)
         coded = self._coder.encode(whole.ravel(), rows, max(0, limit - parts.end - front(rows)) // 2)
         if coded is not None:
@@ -164,7 +167,7 @@ class WhtSections(SectionCodec):
         return self._kernels().rotated(x, self._constants.weights, self._constants.blocks)  # type: ignore[no-any-return]
 
     def _check(self, x: Numbers, section: Section) -> None:
-        bits = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+        bits: Any = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
         sign = np.iinfo(bits.dtype).max >> 1
         limit = {np.uint16: LIMIT_BITS >> 16, np.float32: LIMIT_BITS, np.float16: 0x7C00}[x.dtype.type]
         large = (bits & bits.dtype.type(sign)) >= limit

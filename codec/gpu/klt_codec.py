@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from manthan.codec.base import Kind
+from manthan.codec.base import CodecSpec, Kind
 from manthan.codec.block import BlockFormat
 from manthan.codec.centred import K4V2C, Places
 from manthan.codec.cpu.klt import START
@@ -40,7 +40,17 @@ WORD_NUMBERS = 2
 ROW_THREADS = 1024
 KINDS: tuple[Kind, ...] = ("key", "value")
 ALL = slice(None)
-SOURCES = ("common.cu", "vector.cu", "exact.cu", "seal.cu", "sections.cu", "rows.cu", "transform.cu", "centred.cu")
+SOURCES = (
+    "common.cu",
+    "vector.cu",
+    "exact.cu",
+    "seal.cu",
+    "sections.cu",
+    "runs.cu",
+    "rows.cu",
+    "transform.cu",
+    "centred.cu",
+)
 
 
 class Sections(ctypes.Structure):
@@ -50,7 +60,7 @@ class Sections(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
         *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "mean", "gain", "tables", "table_of", "vectors")),
         *((name, ctypes.c_uint64) for name in ("back", "numbers", "words", "states", "sizes", "places", "far")),
-        *((name, ctypes.c_uint64) for name in ("forms", "starts")),
+        *((name, ctypes.c_uint64) for name in ("fronts", "forms", "starts")),
         ("block_stride", ctypes.c_int64),
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
@@ -58,6 +68,8 @@ class Sections(ctypes.Structure):
         *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start")),
         ("limits", ctypes.c_int64 * 2),
         ("centred", ctypes.c_int64 * 2),
+        ("parts", ctypes.c_int64 * 2),
+        ("fronts_nbytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
         *((name, ctypes.c_int32) for name in ("block_tokens", "first_row", "rows", "width")),
         ("room", ctypes.c_uint32),
@@ -65,10 +77,10 @@ class Sections(ctypes.Structure):
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """For the sections of the tokens that are not exact. caches: `addresses`."""
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec) -> Self:
+        """For the sections of the tokens that are not exact. caches: `addresses`. fallback: of sections in form 1."""
         layers, tokens = len(layout.caches), layout.tokens - exact
-        sizes = (Places.of(K4V2C, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in KINDS)
+        sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in KINDS)
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
@@ -250,7 +262,7 @@ class KltPagedCodec(PagedCodec):
                 assert kept is not None
                 self._plans[exact] = Plan(kept, None, kept)
             else:
-                sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
+                sections = Sections.plan(layout, self._addresses, form, exact, self._rope, K4V2C)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
                 self._plans[exact] = Plan(kept, sections, Job())
         return self._plans[exact]
@@ -262,7 +274,8 @@ def _module(
 ) -> Module:
     """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
     into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "PAIRS": pairs, "INTERLEAVED": interleaved}
+    macros = {"SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
+    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved}
     lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
     lines += [f"#define {name} {int(value)}" for name, value in macros.items()]
     return Module("\n".join([*lines, sources(SOURCES)]), device)

@@ -35,6 +35,7 @@ class Module:
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
         self._functions: dict[tuple[str, int, int], tuple[Any, int]] = {}
+        self._shared: dict[str, int] = {}
 
     def launch(
         self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
@@ -56,7 +57,8 @@ class Module:
         key = name, threads, shared
         if key not in self._functions:
             function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-            if shared:
+            if shared > self._shared.get(name, 0):  # never less: launches with more may follow
+                self._shared[name] = shared
                 attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
                 _checked(driver.cuFuncSetAttribute(function, attribute, shared))
             per_sm = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))

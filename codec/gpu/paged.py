@@ -16,7 +16,6 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
-from manthan.codec.registry import needs_profile
 from manthan.codec.rope import Rope
 from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
 
@@ -117,7 +116,7 @@ class PagedCodec(ABC):
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
         if exact not in self._forms:
             header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
-            varies = needs_profile(self.format.codec) and exact < self.layout.tokens
+            varies = self.format.varies(exact)
             self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 
@@ -141,15 +140,16 @@ class PagedCodec(ABC):
         numbers = np.array([block_ids, offsets, nbytes or [form.nbytes] * n], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
         turns = self._place_turns.of(first_tokens)
-        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers, turns)]))
+        parts = (turns, numbers, headers)  # cosines first: they are read 16 bytes at a time
+        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in parts]))
         if self.device.type == "cuda":
             host = host.pin_memory()
         there = host.to(self.device, non_blocking=True)
-        ids, places, sizes = there[: 24 * n].view(torch.int64).view(3, n)
-        end = 24 * n + headers.size
-        turned = there[end:].view(torch.float32).view(turns.shape)
+        turned, counts, heads_there = there.split([part.nbytes for part in parts])
+        ids, places, sizes = counts.view(torch.int64).view(3, n)
         status = torch.empty(n, dtype=torch.int32, device=self.device)
-        return Batch(exact, ids, places, sizes, there[24 * n : end].view(n, form.header.nbytes), turned, status)
+        turns_there = turned.view(torch.float32).view(turns.shape)
+        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns_there, status)
 
     @abstractmethod
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:

@@ -14,6 +14,7 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
+from manthan.codec.wht import NAME as WHT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
@@ -199,10 +200,11 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
+    from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
-    if needs_profile(form.codec):
+    if needs_profile(form.codec) or form.codec == WHT:
         try:
-            return KltPagedCodec(layout, form)
+            return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
         except CompileError as error:
             raise UnsupportedError(
                 f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
@@ -211,7 +213,7 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        known = ", ".join([*SPECS, *CENTRED, *PRESETS])
+        known = ", ".join([*SPECS, *CENTRED, WHT, *PRESETS])
         raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)

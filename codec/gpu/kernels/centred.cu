@@ -1,5 +1,5 @@
-// Sections in form 1: vectors by manthan.codec.centred, one head of one layer of one block by a warp. Its arithmetic but
-// for the order in which the mean's sum is taken, which nobody has to know to decode it.
+// Sections in form 1: vectors by manthan.codec.centred, one head of one layer of one block by a warp. Its arithmetic; but
+// where means are not known yet, for the order in which their sum is taken, which nobody has to know to decode them.
 //
 // Elements are in the order of the pairs' first numbers, their second ones, and the others; i of them is in v[i / 32].
 
@@ -63,6 +63,31 @@ struct Turner {  // of element i of a token's vector by its place
     }
 };
 
+// The mean that its codes stand for, into shared memory.
+__device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* mean, int lane) {
+    for (int i = lane; i < HEAD_DIM; i += 32) {
+        int code = 0;
+        for (int p = 0; p < MEAN_BITS; p++) code = code << 1 | (planes[p * (HEAD_DIM / 8) + i / 8] >> (i % 8) & 1);
+        float magnitude = (code & MEAN_TOP) * f(step << 16);
+        mean[i] = code > MEAN_TOP ? -magnitude : magnitude;
+    }
+    __syncwarp();
+}
+
+#if KNOWN_MEANS
+// The mean, in shared memory, and its codes, which the section's front has already.
+__device__ __forceinline__ bool encode_mean(const Sections& job, const Run& run, const Turner&, const Centred& parts,
+                                            float* mean, int lane) {
+    const i64 runs = (i64)job.layers * job.heads, index = run.layer * job.heads + run.head;
+    const u8* front = job.fronts + 2 * run.block * job.fronts_nbytes;
+    const u8* planes = front + 2 * runs + index * MEAN_BITS * (HEAD_DIM / 8);
+    u32 step = ((const u16*)front)[index];
+    for (int i = lane; i < MEAN_BITS * (HEAD_DIM / 8); i += 32) parts.means[i] = planes[i];
+    if (lane == 0) *(u16*)parts.steps = step;
+    decode_mean(step, planes, mean, lane);
+    return true;
+}
+#else
 // The mean, in shared memory, and its codes. Returns whether no key is too large, or else leaves the first that is.
 __device__ __forceinline__ bool encode_mean(const Sections& job, const Run& run, const Turner& turner,
                                             const Centred& parts, float* mean, int lane) {
@@ -107,6 +132,7 @@ __device__ __forceinline__ bool encode_mean(const Sections& job, const Run& run,
     __syncwarp();
     return true;
 }
+#endif
 
 template <int BITS>
 __device__ __forceinline__ void encode_tokens(const Sections& job, const Run& run, const Turner& turner,
@@ -190,14 +216,7 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_centred(const Secti
         if (run.kind == 0) {
             u32 step = *(const u16*)parts.steps;
             good = step < STEP_END;
-            for (int i = lane; i < HEAD_DIM; i += 32) {
-                int code = 0;
-                for (int p = 0; p < MEAN_BITS; p++)
-                    code = code << 1 | (parts.means[p * (HEAD_DIM / 8) + i / 8] >> (i % 8) & 1);
-                float magnitude = (code & MEAN_TOP) * f(step << 16);
-                mean[i] = code > MEAN_TOP ? -magnitude : magnitude;
-            }
-            __syncwarp();
+            decode_mean(step, parts.means, mean, lane);
             good = good && decode_tokens<KEY_BITS>(job, run, turner, parts, mean, lane);
         } else {
             good = decode_tokens<VALUE_BITS>(job, run, turner, parts, mean, lane);

@@ -199,9 +199,9 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
         if (there) {
             const u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
             i64 place = (i64)block * 2 * job.layers + row;
-            words = (const u16*)(section + front_nbytes(job)) + job.places[place];
+            words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
             size = job.sizes[place];
-            const u16* state = (const u16*)(section + START_NBYTES + sizes_nbytes(job));
+            const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));
             state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
         }

@@ -27,6 +27,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     u32* sizes;                      // [n, 2 layers] words of a row
     u32* places;                     // [n, 2 layers] words ahead of a row in its section
     int* far;                        // [n, 2] whether keys, and values, do not fit into form 0
+    const u8* fronts;                // [n, 2, fronts_nbytes]: what is ahead of a section's rows, behind its first bytes
     int* forms;                      // [n, 2]
     u32* starts;                     // [n, 2] where keys and values begin in the encoded block
     i64 block_stride;                // in elements, as the next four
@@ -34,6 +35,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     int head_stride, token_stride;
     i64 tables_nbytes, pool, head_nbytes, start;  // start: of the first of these sections in a block
     i64 limits[2], centred[2];       // bytes of keys and of values: at most, and in form 1
+    i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
     int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
     int first_token, block_tokens;
     int first_row, rows, width;      // rows: that are worked on now, from the first on; width: n * tokens and some more
@@ -55,8 +57,9 @@ __device__ __forceinline__ bool wide_sizes(const Sections& job) {  // of a row, 
     return 7ull * job.tokens * components(job) >= 4ull << 16;
 }
 __device__ __forceinline__ i64 sizes_nbytes(const Sections& job) { return (wide_sizes(job) ? 4 : 2) * (i64)job.layers; }
-__device__ __forceinline__ i64 front_nbytes(const Sections& job) {  // ahead of the words
-    return START_NBYTES + sizes_nbytes(job) + 4ll * job.layers * job.streams;
+__device__ __forceinline__ i64 rows_at(const Sections& job, int kind) { return START_NBYTES + job.parts[kind]; }
+__device__ __forceinline__ i64 front_nbytes(const Sections& job, int kind) {  // ahead of the words
+    return rows_at(job, kind) + sizes_nbytes(job) + 4ll * job.layers * job.streams;
 }
 
 // Words ahead of each of a section's rows; returns how many there are. A row that has more than its section is counted
@@ -88,7 +91,7 @@ extern "C" __global__ void lay_out(const Sections job) {
         i64 at = job.start;
         for (int kind = 0; kind < 2; kind++) {
             u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * 2 + kind) * job.layers, lane);
-            i64 nbytes = front_nbytes(job) + 2 * words;
+            i64 nbytes = front_nbytes(job, kind) + 2 * words;
             int form = job.far[2 * block + kind] || nbytes > job.limits[kind] ? CENTRED : CODED;
             if (form == CENTRED) nbytes = job.centred[kind];
             i64 end = align16(at + nbytes);
@@ -108,7 +111,19 @@ extern "C" __global__ void lay_out(const Sections job) {
     }
 }
 
-// Sizes, states and words of all rows of sections in form 0. Streams' states may begin at odd multiples of 2.
+// Two words at a time where they go; where they come from they may be in two halves.
+__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
+    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
+    if (lane < lead) to[0] = from[0];
+    to += lead, from += lead;
+    const bool apart = (u64)from / 2 % 2;
+#pragma unroll 4
+    for (u32 i = lane; i < pairs; i += 32)
+        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
+    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
+}
+
+// Fronts, and sizes, states and words of all rows, of sections in form 0. Streams' states may begin at odd multiples of 2.
 extern "C" __global__ void pack(const Sections job) {
     int lane = threadIdx.x % 32;
     u32 all = 2 * job.layers;
@@ -116,18 +131,20 @@ extern "C" __global__ void pack(const Sections job) {
         u32 block = run / all, row = run % all, kind = row >= job.layers, layer = row - kind * job.layers;
         if (job.forms[2 * block + kind] != CODED) continue;
         u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
+        const u32 *front = (const u32*)(job.fronts + (2 * block + kind) * job.fronts_nbytes), share = job.parts[kind] / 4;
+        for (u32 i = (u64)share * layer / job.layers + lane; i < (u64)share * (layer + 1) / job.layers; i += 32)
+            ((u32*)(section + START_NBYTES))[i] = front[i];
         u32 size = job.sizes[run];
         if (lane == 0) {
-            if (wide_sizes(job)) *(u32*)(section + START_NBYTES + 4 * layer) = size;
-            else *(u16*)(section + START_NBYTES + 2 * layer) = size;
+            if (wide_sizes(job)) *(u32*)(section + rows_at(job, kind) + 4 * layer) = size;
+            else *(u16*)(section + rows_at(job, kind) + 2 * layer) = size;
         }
         const u16* states = (const u16*)(job.states + (i64)run * job.streams);
-        u16* kept = (u16*)(section + START_NBYTES + sizes_nbytes(job) + 4ll * layer * job.streams);
+        u16* kept = (u16*)(section + rows_at(job, kind) + sizes_nbytes(job) + 4ll * layer * job.streams);
         for (int i = lane; i < 2 * job.streams; i += 32) kept[i] = states[i];
         const u16* from = job.words + ((i64)row * job.n + block + 1) * job.room - size;
-        u16* to = (u16*)(section + front_nbytes(job)) + job.places[run];
-#pragma unroll 4
-        for (u32 i = lane; i < size; i += 32) to[i] = from[i];
+        u16* to = (u16*)(section + front_nbytes(job, kind)) + job.places[run];
+        copy_words(to, from, size, lane);
     }
 }
 
@@ -171,15 +188,15 @@ extern "C" __global__ void find_rows(const Sections job) {
             u32 begins = *(const u32*)section, form = begins >> 8;
             fits = fits && (begins & 255) == 1 && form <= CENTRED;
             if (form == CENTRED) fits = fits && nbytes == job.centred[kind];
-            else fits = fits && nbytes >= front_nbytes(job);
+            else fits = fits && nbytes >= front_nbytes(job, kind);
             if (fits && form == CODED) {
                 u32* sizes = job.sizes + (i64)(block * 2 + kind) * job.layers;
                 for (int i = lane; i < job.layers; i += 32) {
-                    const u16* size = (const u16*)(section + START_NBYTES + (wide_sizes(job) ? 4 : 2) * i);
+                    const u16* size = (const u16*)(section + rows_at(job, kind) + (wide_sizes(job) ? 4 : 2) * i);
                     sizes[i] = size[0] | (wide_sizes(job) ? (u32)size[1] << 16 : 0);
                 }
                 __syncwarp();
-                fits = front_nbytes(job) + 2 * place_rows(job, block, kind, sizes, lane) == nbytes;
+                fits = front_nbytes(job, kind) + 2 * place_rows(job, block, kind, sizes, lane) == nbytes;
             }
             if (lane == 0) {
                 job.forms[2 * block + kind] = form;
