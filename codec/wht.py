@@ -102,7 +102,7 @@ class Parts:
     @property
     def end(self) -> int:
         """Where the entropy-coded rows begin."""
-        return -(-self.tables.stop // 4) * 4
+        return -(-int(self.tables.stop) // 4) * 4
 
 
 def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
