@@ -23,8 +23,8 @@ from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespa
 from manthan.vllm_hooks.support import only_group
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
-from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier, is_on_gpu
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig

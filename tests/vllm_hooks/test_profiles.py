@@ -29,7 +29,7 @@ from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.cold_store import HostStore
-from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, memory_shape
 from manthan.vllm_hooks.messages import GroupBlocks, Load, SpillBlock
@@ -99,6 +99,17 @@ def test_a_plain_codec_wants_none(cache: Path) -> None:
 
 def test_without_a_profile_there_is_one_sentence(cache: Path) -> None:
     with pytest.raises(ConfigError, match=rf"klt-8x needs a profile of {MODEL}.*manthan calibrate.*codec\.profile"):
+        configured(name="klt-8x")
+
+
+def test_a_gpu_makes_no_calibrated_codes_yet(tiny_profile: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Profile.load(tiny_profile).save(profile_path(MODEL))
+    monkeypatch.setattr(settled, "is_on_gpu", lambda config: True)
+    auto = configured(name="auto")
+    assert (from_vllm_config(auto).codec.name, wants_profile(auto)) == ("wht-5x", False)
+    with pytest.raises(
+        ConfigError, match=r"klt-8x is made by the CPU only so far, .*use backend numpy, or codec wht-5x"
+    ):
         configured(name="klt-8x")
 
 
