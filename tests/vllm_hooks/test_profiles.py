@@ -153,7 +153,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
     shape = memory_shape(codec, group(), 1, profile)
     centred = memory_shape(CodecConfig(name="k4v2c", sink_tokens=4), group(), 1)
-    assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.06)
+    assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
     assert centred.cold_nbytes == centred.bounds[0]
     for exact in (0, 4):
         assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.02)
