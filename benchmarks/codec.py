@@ -127,20 +127,23 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None) -
     results: list[codec_gpu.GpuResult] = []
     with console.status("measuring") as status:
         copy = codec_gpu.copy_bandwidth(repeats)
-        for head_dim, vectors in (
-            (128, 1 << 18),
-            (128, 1 << 20),
-            (128, 1 << 22),
-            (64, 1 << 20),
-            (256, 1 << 20),
-            (96, 1 << 20),
-        ):
-            status.update(f"D = {head_dim}, {vectors:,} vectors")
-            results += codec_gpu.measure(codec, head_dim, vectors, copy, repeats)
+        if codec not in SPECS:
+            for shape in codec_gpu.SHAPES:
+                for vectors in (1 << 18, 1 << 20, 1 << 22):
+                    status.update(f"{shape}, {vectors:,} vectors")
+                    results += codec_gpu.measure_sections(codec, shape, vectors, copy, repeats)
+        else:
+            for head_dim, vectors in ON_GPU:
+                status.update(f"D = {head_dim}, {vectors:,} vectors")
+                results += codec_gpu.measure(codec, head_dim, vectors, copy, repeats)
     console.print(codec_gpu.table(results, f"{codec} on {where}, copy {copy / 1e12:.2f} TB/s"))
     if json_file is not None:
         figures = {"machine": where, "codec": codec, "copy_bytes_s": copy, "results": [asdict(r) for r in results]}
         json_file.write_text(json.dumps(figures))
+
+
+ON_GPU = ((128, 1 << 18), (128, 1 << 20), (128, 1 << 22), (64, 1 << 20), (256, 1 << 20), (96, 1 << 20))
+"""Head sizes and vectors."""
 
 
 def main(

@@ -6,6 +6,7 @@ cosines, and bytes. On a real engine (vllm), where the prefix is evicted and res
 KV cache is replaced.
 
     python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0+0,4+128] [--engine vllm]
+        [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
 
@@ -33,6 +34,7 @@ from manthan.benchmarks.quality_settings import (
     Setting,
     Shape,
     Storage,
+    load_facts,
     parse_settings,
 )
 from manthan.codec import DEFAULT
@@ -112,7 +114,7 @@ def engines(on: On | None) -> list[On]:
     return able
 
 
-def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) -> Job:
+def plan(model: str, text: Path | None, codec: str, exact: str, profile: Path | None, sizes: Sizes) -> Job:
     """Raises QualityError for what cannot be measured, before anything is."""
     if not model:
         raise QualityError("MODEL is missing: a folder or the name of a model on the Hugging Face Hub.")
@@ -123,8 +125,8 @@ def plan(model: str, text: Path | None, codec: str, exact: str, sizes: Sizes) ->
             f"{max(1, prefix // block_size) * block_size}, or another --block-size."
         )
     shape = Shape.of(model)
-    facts = ModelFacts(shape.rope)
-    settings = parse_settings(codec, exact, shape.head_dim, facts)
+    facts, path = load_facts(model, shape, codec, profile)
+    settings = parse_settings(codec, exact, shape.head_dim, facts, path)
     source = Text(model, text)
     pieces = source.pieces(prefix, sizes.continuation, sizes.pieces) + source.tables(prefix, sizes.tables, sizes.seed)
     longest = max(len(piece.tokens) for piece in pieces) + 1
@@ -200,6 +202,10 @@ def main(
         typer.Option(help="Codecs, by comma; all that are registered if not given.", autocompletion=complete_codecs),
     ] = "",
     exact: Annotated[str, typer.Option(help="SINK+WINDOW tokens that are left exact, by comma.")] = "0+0",
+    profile: Annotated[
+        Path | None,
+        typer.Option(help="The model's, for codecs that take one; the one in the cache folder."),
+    ] = None,
     engine: Annotated[On | None, typer.Option(help="Where; both if both can run here.")] = None,
     prefix: Annotated[int, typer.Option(min=1, help="Tokens that go cold.")] = 1536,
     continuation: Annotated[int, typer.Option(min=2, help="Tokens that follow; all but the first are scored.")] = 512,
@@ -225,7 +231,7 @@ def main(
         leave_on_signals()
         wanted = engines(engine)
         sizes = Sizes(prefix, continuation, pieces, tables, lengths(needle), chats, document, block_size, kl_top, seed)
-        report = run(plan(model, text, codec, exact, sizes), wanted, context.params, out, timeout, console)
+        report = run(plan(model, text, codec, exact, profile, sizes), wanted, context.params, out, timeout, console)
     except QualityError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None

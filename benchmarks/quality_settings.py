@@ -2,14 +2,20 @@
 
 import math
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Self
 
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.codec import CodecError, codec_names, section_codec
+from manthan.codec import CodecError, section_codec, section_codec_names
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import Profile
+from manthan.codec.registry import needs_profile
 from manthan.codec.rope import Rope
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.config.model import ConfigError
+from manthan.manager.config.profiles import ChosenCodec, check_profile
 
 EXACT = "exact"
 RECOMPUTED = "recomputed"
@@ -84,12 +90,13 @@ def _first_line(error: BaseException) -> str:
 class Setting:
     """A codec, and how many tokens at the beginning (sink) and at the end (window) of a prefix stay exact.
 
-    As in the cold store: of the last tokens, whole blocks do.
+    As in the cold store: of the last tokens, whole blocks do. profile: the path of that of a codec which takes one.
     """
 
     codec: str
     sink: int = 0
     window: int = 0
+    profile: str = ""
 
     @property
     def name(self) -> str:
@@ -99,9 +106,10 @@ class Setting:
     @property
     def config(self) -> str | dict[str, Any]:
         """The value of `codec` in Manthan's configuration."""
-        if not self.sink and not self.window:
+        if not self.sink and not self.window and not self.profile:
             return self.codec
-        return {"name": self.codec, "sink_tokens": self.sink, "window_tokens": self.window}
+        profile = {"profile": self.profile} if self.profile else {}
+        return {"name": self.codec, "sink_tokens": self.sink, "window_tokens": self.window, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
         """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""
@@ -110,16 +118,37 @@ class Setting:
         return exact
 
 
-def parse_settings(codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> list[Setting]:
+def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> tuple[ModelFacts, str]:
+    """What codecs may know, and the path of the profile that is in it. One that is not named is looked for where
+    `manthan calibrate` puts it, if one of the codecs takes one. Raises QualityError."""
+    path = profile or profile_path(model)
+    if profile is None and not (path.exists() and any(needs_profile(name.strip()) for name in codecs.split(","))):
+        return ModelFacts(shape.rope), ""
+    try:
+        loaded = Profile.load(path).for_rank(0, 1)
+        check_profile(ChosenCodec("", path, loaded), model, shape.layers, shape.heads, shape.head_dim)
+    except (CodecError, ConfigError) as error:
+        raise QualityError(f"{f'--profile {profile}: ' if profile else ''}{str(error).rstrip('.')}.") from None
+    return ModelFacts(shape.rope, loaded), str(path.absolute())
+
+
+def parse_settings(
+    codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS, profile: str = ""
+) -> list[Setting]:
     """Each codec with each `SINK+WINDOW`, both lists by comma.
 
-    An empty list of codecs: all that are registered and can encode with these facts, and vectors of this size.
+    An empty list of codecs: all that are registered and can encode with these facts, and vectors of this size. profile:
+    the path of that of the facts.
     """
     try:
         names = _named(codecs, head_dim, facts) if codecs else _able(head_dim, facts)
     except CodecError as error:
         raise QualityError(f"--codec {codecs}: {error}" if codecs else str(error)) from None
-    return [Setting(name, *_tokens(part, exact)) for name in dict.fromkeys(names) for part in exact.split(",")]
+    return [
+        Setting(name, *_tokens(part, exact), profile if needs_profile(name) else "")
+        for name in dict.fromkeys(names)
+        for part in exact.split(",")
+    ]
 
 
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
@@ -133,7 +162,7 @@ def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
 def _able(head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError if there is none."""
     names, refusal = [], None
-    for name in codec_names():
+    for name in section_codec_names():
         try:
             names += _named(name, head_dim, facts)
         except CodecError as error:

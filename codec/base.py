@@ -165,6 +165,8 @@ class SectionCodec(ABC):
     """
 
     name: str
+    varies: bool = False
+    """Whether sections of one shape may take more or fewer bytes."""
 
     def warm_up(self) -> None:  # noqa: B027 most have nothing to compile
         """Do now what the first call would otherwise wait for, such as compiling."""
@@ -172,6 +174,10 @@ class SectionCodec(ABC):
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
         """The most bytes that such a section can take: what it does take, where the codec has a fixed rate."""
+
+    def expected_nbytes(self, section: Section) -> int:
+        """About how many bytes such a section takes."""
+        return self.max_nbytes(section)
 
     @abstractmethod
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:

@@ -80,6 +80,16 @@ class BlockFormat:
         """The most bytes that a block can take."""
         return block_nbytes(self.header(b"", 0, exact), self.max_sizes(exact))
 
+    def expected_nbytes(self, exact: int) -> int:
+        """About how many bytes a block takes."""
+        made = sections(self.codec, self.shape, exact)
+        sizes = [self._codecs[section.codec].expected_nbytes(section) for section in made]
+        return block_nbytes(self.header(b"", 0, exact), sizes)
+
+    def varies(self, exact: int) -> bool:
+        """Whether blocks may be of different sizes."""
+        return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
+
     def exact_of(self, header: BlockHeader) -> int:
         """How many of a block's first tokens are exact. Raises the WireError of a block that is not of this format."""
         found = header.sections

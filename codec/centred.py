@@ -53,6 +53,9 @@ SCALE_MAX = 0xFEF
 """The largest finite bf16 number, with four bits of mantissa."""
 SCALE_END = 0xFF0
 
+K4V2C = CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5)
+K4V4C = CodecSpec("k4v4c", 4, 4, unbiased=True, mean_bits=5)
+
 Order = npt.NDArray[np.int64]
 
 

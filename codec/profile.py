@@ -23,7 +23,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import SCALE
 
 FORMAT = "manthan profile 1"
-PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
+PRESETS = {"klt-5x": 5.0, "klt-6x": 6.0, "klt-8x": 8.0, "klt-12x": 12.0}
 """Calibrated codecs, and how many times smaller than bf16 they make what they were calibrated on, at least."""
 KINDS = ("keys", "values")
 Floats = npt.NDArray[np.float32]
@@ -84,6 +84,13 @@ class ProfileInfo:
     text: str = "traffic"
     tokens: int = 0
     ratios: Mapping[str, float] = field(default_factory=dict)
+
+    @classmethod
+    def of_json(cls, told: Mapping[str, Any]) -> Self:
+        """What `asdict` makes of one, through JSON. Raises KeyError, TypeError."""
+        rope = told["rope"]
+        turned = Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
+        return cls(**{**told, "rope": turned})
 
 
 @dataclass(frozen=True, eq=False)
@@ -165,11 +172,7 @@ class Profile:
     @classmethod
     def _parse(cls, path: Path, metadata: Mapping[str, Any], tensors: Mapping[str, Any], digest: str) -> Self:
         try:
-            told = dict(metadata["info"])
-            rope = told.pop("rope")
-            info = ProfileInfo(
-                **told, rope=Rope(**rope | {"frequencies": tuple(rope["frequencies"])}) if rope else None
-            )
+            info = ProfileInfo.of_json(metadata["info"])
             frequencies = _checked(tensors["frequencies"], (None, 256), np.uint16)
             ranks = tuple(
                 tuple(_layer(info, f"{rank}.{layer}", tensors, len(frequencies)) for layer in range(info.layers))

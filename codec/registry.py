@@ -6,14 +6,18 @@ from functools import lru_cache
 from importlib.metadata import EntryPoint, entry_points
 
 from manthan.codec.base import Codec, CodecSpec, SectionCodec
+from manthan.codec.centred import K4V2C, K4V4C
 from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.cpu.tiles import TileSections
 from manthan.codec.cpu.vectors import VectorSections
+from manthan.codec.cpu.wht import WhtSections
 from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.wht import NAME as WHT
 
 GROUP = "manthan.codecs"
 DEFAULT = "k3v3"
@@ -29,19 +33,29 @@ SPECS = {
     )
 }
 """Codecs of single vectors."""
-CENTRED = {spec.name: spec for spec in (CodecSpec("k4v2c", 4, 2, unbiased=True, mean_bits=5),)}
+CENTRED = {spec.name: spec for spec in (K4V2C, K4V4C)}
 """Codecs whose keys are coded less their block's mean before RoPE."""
+TILED = {spec.name: spec for spec in (CodecSpec("k4v2-tiles", 4, 2),)}
+"""Codecs that see all of a head's keys or values of a block at once."""
+
+FALLBACK = "k4v4c"
+"""What is used where a codec turns out not to be faithful to a model, if that is any better."""
+
+
+def finer_codecs(name: str) -> list[str]:
+    """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
+    return [] if name == FALLBACK else [FALLBACK]
 
 
 def codec_names() -> list[str]:
     """Every name that section_codec knows without a profile, ours first."""
-    ours = [*SPECS, *CENTRED]
+    ours = [*SPECS, *CENTRED, *TILED, WHT]
     return [*ours, *sorted(_others().keys() - set(ours))]
 
 
 def takes_facts(name: str) -> bool:
     """Whether the codec of this name encodes by what is known of the model, so that codes of one do not fit another."""
-    return name in CENTRED
+    return name in CENTRED or name == WHT or needs_profile(name)
 
 
 def section_codec_names() -> list[str]:
@@ -67,7 +81,7 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
     if name in _others():
         codec: Codec = _others()[name].load()(head_dim, backend)
         return codec
-    if name in CENTRED or needs_profile(name):
+    if takes_facts(name) or name in TILED:
         raise UnknownCodecError(f"codec {name!r} is not one of single vectors: section_codec makes it.")
     near = difflib.get_close_matches(str(name), codec_names(), 1, 0.0)[0]
     raise UnknownCodecError(f"codec {name!r} is unknown: did you mean {near!r}? There are {', '.join(codec_names())}.")
@@ -83,6 +97,10 @@ def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Sec
         return ExactSections()
     if name in CENTRED:
         return CentredSections(CENTRED[name], head_dim, facts.rope)
+    if name == WHT:
+        return WhtSections(head_dim, facts.rope)
+    if name in TILED:
+        return TileSections(TILED[name], head_dim)
     if not needs_profile(name):
         return VectorSections(get_codec(name, head_dim))
     if not isinstance(facts.profile, Profile):

@@ -76,8 +76,7 @@ class DirectoryLink:
 
     def reserve(self, orders: Iterable[SpillOrder]) -> None:
         """Ask for room for blocks; each is heard of as granted, stored or refused."""
-        bounds = self._manager.shape.bounds
-        self._directory.reserve([Room(order.key, self._group, bounds[order.exact]) for order in orders])
+        self._directory.reserve([Room(order.key, self._group, order.nbytes) for order in orders])
 
     def hear(self, now: float) -> Heard:
         """Pass on to the manager what came back; the caller sees to what was granted, stored and refused."""

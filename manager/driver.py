@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
+from manthan.manager.guard import Guard
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.prefetcher import Prefetcher
@@ -18,7 +19,7 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome
-from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult, Verdict
 
 if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
@@ -50,6 +51,8 @@ class Work:
     loads: Sequence[Load]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
+    samples: Sequence[SpillBlock] = ()
+    """Blocks to be measured; see `manthan.manager.guard`."""
 
 
 class Driver(Generic[B]):
@@ -57,6 +60,7 @@ class Driver(Generic[B]):
 
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
     directory: keeps the books of a cold store that others use as well; None for one of this engine alone.
+    guard: sees to it that the codec is measured first; None to trust it.
     """
 
     def __init__(
@@ -69,8 +73,10 @@ class Driver(Generic[B]):
         ranks: int = 1,
         observer: Observer | None = None,
         directory: "DirectoryLink | None" = None,
+        guard: Guard[B] | None = None,
     ) -> None:
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
+        self._guard = guard
         self._observer = observer or Observer()
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
@@ -159,6 +165,7 @@ class Driver(Generic[B]):
 
     def step(self, taken: int, now: float) -> Work:
         """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
+        samples = self._guard.step() if self._guard is not None else ()
         self.manager.sweep(now)
         self.pressure.runway.taken(taken)
         self.pressure.relieve(now)
@@ -179,6 +186,7 @@ class Driver(Generic[B]):
             spills=[self._spill(self._held[key]) for key in self._granted],
             loads=self._loads,
             lost=lost,
+            samples=samples,
         )
         self._granted, self._loads = [], []
         self._tell_evictions()
@@ -186,7 +194,8 @@ class Driver(Generic[B]):
 
     def _spill(self, held: Held[B]) -> SpillBlock:
         order = held.order
-        return SpillBlock(order.key, self._group, self._pool.block_id(held.block), order.first_token, order.exact)
+        block_id = self._pool.block_id(held.block)
+        return SpillBlock(order.key, self._group, block_id, order.first_token, order.exact, order.codec)
 
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
@@ -224,8 +233,15 @@ class Driver(Generic[B]):
 
     # -- answers --------------------------------------------------------------------------------------
 
-    def answered(self, spills: Iterable[SpillResult], loads: Iterable[LoadResult], now: float) -> None:
-        """Ranks have encoded blocks and stored them, or have not; have decoded what was asked for, or not all of it.
+    def answered(
+        self,
+        spills: Iterable[SpillResult],
+        loads: Iterable[LoadResult],
+        now: float,
+        verdicts: Sequence[Verdict] = (),
+    ) -> None:
+        """Ranks have encoded blocks and stored them, or have not; have decoded what was asked for, or not all of it;
+        have measured what codecs do.
 
         What every rank has answered is settled, and what is not needed any more released.
         """
@@ -233,6 +249,8 @@ class Driver(Generic[B]):
             self._spill_answered(spill, now)
         for load in loads:
             self._load_answered(load, now)
+        if verdicts and self._guard is not None:
+            self._guard.answered(verdicts)
         self._give_back()
         self._release()
         self._tell_evictions()
@@ -307,7 +325,8 @@ class Driver(Generic[B]):
     def has_work(self) -> bool:
         """Whether a step is of use although no request asks for one."""
         told = self._directory is not None and self._directory.has_answers
-        return self.manager.has_work or bool(self._granted) or self.prefetcher.has_work or told
+        measures = self._guard is not None and (self._guard.is_measuring or self._guard.has_orders)
+        return self.manager.has_work or bool(self._granted) or self.prefetcher.has_work or told or measures
 
     @property
     def has_orders(self) -> bool:
@@ -318,7 +337,8 @@ class Driver(Generic[B]):
     @property
     def holds_blocks(self) -> bool:
         """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
-        return bool(self._held) or self.prefetcher.is_busy
+        measures = self._guard is not None and self._guard.is_measuring
+        return bool(self._held) or self.prefetcher.is_busy or measures
 
     @property
     def next_deadline(self) -> float | None:

@@ -4,7 +4,7 @@ from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
 from manthan.manager.sessions.session import Drop, Eviction
-from manthan.manager.work import LoadResult, SpillResult
+from manthan.manager.work import LoadResult, SpillResult, Verdict
 
 
 class Restored(NamedTuple):
@@ -20,6 +20,9 @@ class Restored(NamedTuple):
 
 class Observer:
     """Looks on; what is not overridden is of no interest."""
+
+    def judged(self, verdict: Verdict) -> None:
+        """Every rank has measured what codecs do to the model's KV, and this is the worst that any has found."""
 
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         """Every rank has stored a block."""

@@ -3,6 +3,9 @@
 from collections.abc import Sequence
 from typing import NamedTuple
 
+from manthan.codec.cpu.exact import EXACT
+from manthan.codec.fidelity import Fidelity
+
 STORE_DOWN = "store_down"
 """The cause of a failure that says nothing about the codes."""
 
@@ -25,7 +28,8 @@ class GroupBlocks(NamedTuple):
 class SpillBlock(NamedTuple):
     """Encode this block of the paged cache and keep it under its key.
 
-    first_token: the place of its first token in the chain. exact: how many of its first tokens are kept exact.
+    first_token: the place of its first token in the chain. exact: how many of its first tokens are kept exact. codec:
+    its name; empty for the configured one.
     """
 
     key: bytes
@@ -33,6 +37,7 @@ class SpillBlock(NamedTuple):
     block_id: int
     first_token: int
     exact: int = 0
+    codec: str = ""
 
 
 class Load(NamedTuple):
@@ -76,3 +81,20 @@ class LoadResult(NamedTuple):
     nbytes: int
     seconds: float
     is_prefetch: bool = False
+
+
+class Verdict(NamedTuple):
+    """What a rank found that codecs do to KV of the model, in the order in which it was asked, up to the first that is
+    faithful; none where nothing could be measured."""
+
+    measured: Sequence[Fidelity]
+
+    @property
+    def place(self) -> int:
+        """Of the codec to use, in the order of asking: behind all that were measured if none of them is faithful."""
+        return next((at for at, found in enumerate(self.measured) if found.is_faithful), len(self.measured))
+
+    @property
+    def codec(self) -> str:
+        """Its name: "exact" if none is faithful, empty for the configured one where nothing could be measured."""
+        return self.measured[self.place].codec if self.place < len(self.measured) else EXACT if self.measured else ""

@@ -126,7 +126,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         it: encodings begin here, behind that.
         """
         path = self.worker.path
-        path.submit_spills(self._metadata)
+        self.worker.submit_spills(self._metadata)
         return KVConnectorTransferResults(
             finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
         )
@@ -141,7 +141,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.worker.path.take_failed_blocks()
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
-        return self.worker.path.take_report()
+        return self.worker.take_report()
 
     def shutdown(self) -> None:
-        (self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker.path).shutdown()
+        (self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker).shutdown()

@@ -1,4 +1,4 @@
-"""What must agree for codes to be read: the model, how it was loaded, the codec and the shard."""
+"""What must agree for codes to be read: the model, how it was loaded, the codec with its profile, and the shard."""
 
 import hashlib
 import json
@@ -38,6 +38,8 @@ def fingerprint(
     }
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
+    if facts.profile is not None:
+        parts["profile"] = facts.profile.digest
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]
 
 

@@ -1,12 +1,17 @@
 """What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
 
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import Profile
+from manthan.codec.registry import finer_codecs
 from manthan.codec.wire import FINGERPRINT_LEN
-from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.model import CodecConfig, ConfigError
+from manthan.manager.config.profiles import facts_of
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
 
@@ -27,11 +32,40 @@ def block_format(
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
 
 
-def memory_shape(codec: CodecConfig, group: "Group", ranks: int) -> MemoryShape:
-    """A block's worth, all ranks together."""
-    made, tokens = block_format(codec.name, group), group.spec.block_size
-    bounds = {exact: ranks * room(made.max_nbytes(exact)) for exact in exact_counts(codec, tokens)}
-    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index)
+def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None) -> MemoryShape:
+    """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
+    tokens = group.spec.block_size
+    facts = [rank_facts(profile, group, rank, ranks) for rank in range(ranks)]
+    made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
+    bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
+    typical = sum(room(form.expected_nbytes(0)) for form in made)
+    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
+
+
+def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:
+    """What a profile tells of a rank's layers and heads. Raises ConfigError for one of another number of layers."""
+    if profile is None:
+        return NO_FACTS
+    if profile.info.layers != group.layers:
+        raise ConfigError(
+            f"the profile of {profile.info.model} is of {profile.info.layers} layers, but {group.layers} have a KV "
+            "cache of their own: use a codec without a profile."
+        )
+    return facts_of(profile, rank, ranks)
+
+
+def fallback_shapes(
+    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None
+) -> list[MemoryShape]:
+    """The same in the codecs that the guard may choose instead, and with all tokens exact."""
+    finer = [
+        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks), codec=name)
+        for name in finer_codecs(codec.name)
+    ]
+    tokens = group.spec.block_size
+    whole = ranks * room(block_format(EXACT, group).max_nbytes(tokens))
+    exact = memory_shape(codec, group, ranks, profile)
+    return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 
 def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:

@@ -13,6 +13,7 @@ from manthan.manager.work import (
     LoadResult,
     SpillBlock,
     SpillResult,
+    Verdict,
 )
 
 __all__ = [
@@ -25,6 +26,7 @@ __all__ = [
     "ManthanWorkerMetadata",
     "SpillBlock",
     "SpillResult",
+    "Verdict",
 ]
 
 
@@ -39,6 +41,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """The next blocks to leave a fast tier for the one behind it."""
     spills: Sequence[SpillBlock] = ()
     loads: Sequence[Load] = ()
+    samples: Sequence[SpillBlock] = ()
+    """Blocks to be measured: what would codecs do to them?"""
     model_rests: bool = False
     """Nothing is computed in this step."""
 
@@ -49,7 +53,10 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
 
     spills: list[SpillResult] = field(default_factory=list)
     loads: list[LoadResult] = field(default_factory=list)
+    verdicts: list[Verdict] = field(default_factory=list)
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)
-        return ManthanWorkerMetadata(self.spills + other.spills, self.loads + other.loads)
+        return ManthanWorkerMetadata(
+            self.spills + other.spills, self.loads + other.loads, self.verdicts + other.verdicts
+        )

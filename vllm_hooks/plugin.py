@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.vllm_hooks.compat import extend_engine_args, register_connector
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
+from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
@@ -29,6 +30,7 @@ HELP = {
     CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
     "--manthan-codec": ("NAME", "How KV is encoded, such as k3v3."),
+    "--manthan-codec-profile": ("FILE", "The model's profile, for a codec that takes one, such as klt-8x."),
     "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
@@ -53,6 +55,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         return
     with one_sentence() if from_command_line else nullcontext():
         check_supported(vllm_config)
+        settle_codec(vllm_config)
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()

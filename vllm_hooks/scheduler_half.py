@@ -9,19 +9,22 @@ from vllm.logger import init_logger
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import Driver
+from manthan.manager.guard import Choice, Guard
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.compat import VllmPool, engine_waker
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
-from manthan.vllm_hooks.memory import memory_shape
+from manthan.vllm_hooks.memory import fallback_shapes, memory_shape
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.support import only_group
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
-from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier, is_on_gpu
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -37,15 +40,14 @@ class SchedulerHalf:
     """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
+        self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         group = only_group(kv_cache_config)
-        self._group, self._block_size = group.index, group.spec.block_size
-        self._shape = memory_shape(config.codec, group, self._ranks)
-        tiers = TierBytes.of_a_rank(config.cold_store, self._ranks)
-        sizes = {bound // self._ranks for bound in self._shape.bounds.values()}
-        in_arenas = is_on_gpu(vllm_config) and not config.cold_store.is_shared
-        capacity = tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
+        self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
+        self._profile = settled_profile(vllm_config)
+        self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
+        capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
         namespace = namespace_of(vllm_config, config, group) if shared else None
@@ -93,10 +95,27 @@ class SchedulerHalf:
             ranks=self._ranks,
             observer=self.telemetry,
             directory=self._directory,
+            guard=self._guard(),
         )
         self._sweeper.start()
         if self._directory is not None:
             self._directory.start()
+
+    def _guard(self) -> "Guard[KVCacheBlock] | None":
+        """What sees to it that the codec is measured first, if that is wanted."""
+        if not self._config.codec.guard:
+            return None
+        shapes = [self._shape, *fallback_shapes(self._config.codec, self._kv_group, self._ranks, self._profile)]
+        choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
+
+    def _capacity(self, shape: MemoryShape) -> int:
+        """How many bytes of such blocks the cold store holds, on all ranks together."""
+        store = self._config.cold_store
+        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes)}
+        in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
+        tiers = TierBytes.of_a_rank(store, self._ranks)
+        return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -161,11 +180,13 @@ class SchedulerHalf:
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
         self._set_deadline()
-        return ManthanMetadata(place, work.drops, work.go_first, work.spills, work.loads, not scheduled_tokens)
+        return ManthanMetadata(
+            place, work.drops, work.go_first, work.spills, work.loads, work.samples, not scheduled_tokens
+        )
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
-        self.driver.answered(report.spills, report.loads, time.monotonic())
+        self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
         self._set_deadline()
 
     @property

@@ -18,6 +18,7 @@ from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
 from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore, TieredStore
 from manthan.vllm_hooks.fingerprint import model_identity
+from manthan.vllm_hooks.settled import profile_digest
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -35,6 +36,7 @@ LOAD_THREADS = 2
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group") -> Namespace:
     """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
     parallel, cache, spec = vllm_config.parallel_config, vllm_config.cache_config, group.spec
+    profile = profile_digest(vllm_config)
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
@@ -47,6 +49,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group
             "shape": [group.layers, spec.num_kv_heads, spec.head_size],
             "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": cache.prefix_caching_hash_algo,
+            **({"profile": profile} if profile else {}),
         },
     )
 

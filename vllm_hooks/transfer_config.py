@@ -47,3 +47,10 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
     """Manthan's configuration, in whatever process of the engine."""
     assert config.kv_transfer_config is not None
     return ManthanConfig.model_validate(config.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY])
+
+
+def is_on_gpu(vllm_config: "VllmConfig") -> bool:
+    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
+    from vllm.platforms import current_platform
+
+    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"

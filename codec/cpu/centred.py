@@ -1,20 +1,16 @@
 """Sections whose keys are coded less their block's mean before RoPE; see `manthan.codec.centred`."""
 
-from functools import lru_cache
-from types import ModuleType
+from typing import Any
 
 import numpy as np
 
 from manthan.codec.base import CodecSpec, Codes, Dtype, Kind, Numbers, Positions, Section, SectionCodec, align16
-from manthan.codec.centred import LIMIT, STEP_END, Mean, Places, from_bytes, halves, to_bytes
-from manthan.codec.cpu import centring
+from manthan.codec.centred import Places, from_bytes, to_bytes
+from manthan.codec.cpu.means import Means
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 from manthan.codec.cpu.vectors import FLOAT16_MAX
-from manthan.codec.errors import NonFiniteError, SizeError
-from manthan.codec.rope import Floats, Rope
-from manthan.codec.tables.constants import tables
-
-NO_ROPE = Rope(())
+from manthan.codec.errors import SizeError
+from manthan.codec.rope import Rope
 
 
 class CentredSections(SectionCodec):
@@ -27,13 +23,11 @@ class CentredSections(SectionCodec):
         self.name, self.spec, self.head_dim = spec.name, spec, head_dim
         self._vectors = NumpyCodec(spec, head_dim, fused=fused)
         self._vectors.threads = 1  # the caller decides how many blocks go side by side
-        self._rope = rope or NO_ROPE
-        self._mean = Mean.of(spec.mean_bits)
-        self._order = halves(rope, head_dim)
+        self._means = Means(spec.mean_bits, head_dim, rope, fused=fused)
 
     def warm_up(self) -> None:
         self._vectors.warm_up()
-        self._kernels()
+        self._means.warm_up()
 
     def max_nbytes(self, section: Section) -> int:
         return sum(self._places(section, kind).nbytes for kind in section.vector_kinds)
@@ -73,27 +67,12 @@ class CentredSections(SectionCodec):
     def _encode(self, x: Numbers, kind: Kind, places: Places, positions: Positions, codes: Codes) -> None:
         """x: [runs, tokens, head_dim] uint16 or float32."""
         if kind == "key":
-            x = self._centred(x, places, positions, codes)
+            x = self._means.take_off(x, positions, codes[places.steps], codes[places.means])
         runs, tokens, dim = x.shape
         made = self._vectors.encode(x.reshape(-1, dim), kind)
         n = runs * tokens
         codes[places.scales] = to_bytes(made[: 2 * n].view("<u2").reshape(runs, tokens)).ravel()
         codes[places.planes] = made[align16(2 * n) :][: places.planes.stop - places.planes.start]
-
-    def _centred(self, x: Numbers, places: Places, positions: Positions, codes: Codes) -> Floats:
-        """Keys without their means, which are written."""
-        cos, sin = self._rope.tables(positions)
-        ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
-        words = ordered if x.dtype == np.uint16 else ordered.view(np.uint32)
-        out = np.empty(x.shape, np.float32)
-        bad = self._kernels().centre(
-            words, x.dtype == np.uint16, cos, sin, self._mean, codes[places.steps], codes[places.means], out
-        )
-        if bad >= 0:
-            raise NonFiniteError(
-                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded.", bad
-            )
-        return out
 
     def _decode(self, codes: Codes, kind: Kind, places: Places, positions: Positions, out: Numbers) -> None:
         """out: [runs, tokens, head_dim] uint16 or float32."""
@@ -105,36 +84,5 @@ class CentredSections(SectionCodec):
         if kind == "value":
             self._vectors.decode(buf, n, kind, out.dtype, out=out.reshape(n, dim))
             return
-        self._check_steps(codes[places.steps])
-        x = self._vectors.decode(buf, n, kind).reshape(out.shape)
-        made = out if self._order is None else np.empty_like(out)
-        words = made if out.dtype == np.uint16 else made.view(np.uint32)
-        largest = tables(dim, self.spec.key_bits, True).largest
-        self._kernels().uncentre(
-            x,
-            *self._rope.tables(positions),
-            self._mean,
-            codes[places.steps],
-            codes[places.means],
-            out.dtype == np.uint16,
-            largest,
-            words,
-        )
-        if self._order is not None:
-            out[:, :, self._order] = made
-
-    def _check_steps(self, steps: Codes) -> None:
-        bad = steps.view("<u2") >= STEP_END
-        if bad.any():
-            run = int(bad.argmax())
-            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
-
-    def _kernels(self) -> ModuleType:
-        return _numba_centring() if self._vectors.fused else centring
-
-
-@lru_cache
-def _numba_centring() -> ModuleType:
-    from manthan.codec.cpu import numba_centring
-
-    return numba_centring
+        x: Any = self._vectors.decode(buf, n, kind).reshape(out.shape)
+        self._means.put_back(x, positions, codes[places.steps], codes[places.means], out)

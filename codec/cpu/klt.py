@@ -15,12 +15,15 @@ Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys an
 
     | version u8, 1 | form u8 | 2 zero bytes | words of each row | states of each row's streams, u32 | words, u16 |
 
-Words of a row are u16, or u32 where a section is so large that they might not fit. Form 0 is this; form 1, for numbers
-so far from the profile's that this would be longer, is the section's numbers as they are behind the first 4 bytes: the
-most that a section takes is known.
+Words of a row are u16, or u32 where a section is so large that they might not fit. Form 0 is this.
+
+The most that a section takes is known: whichever is more of form 1, and of 1.35 times the bytes that the tables let
+expect. Numbers so far from the profile's that form 0 would be longer are written in form 1: behind the first 4 bytes
+are the codes of a codec of fixed rate that needs no profile, `manthan.codec.centred`'s k4v2c, with the profile's RoPE.
+What that codec refuses is refused: keys of 2**100 and more. Which form a section has follows from its integers, and so
+is the same everywhere too.
 """
 
-import math
 from collections.abc import Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Self
@@ -29,17 +32,21 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec, SectionKind, check_head_dim
+from manthan.codec.centred import K4V2C
+from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
+from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
+from manthan.codec.cpu.rows import front, parse, row_front, write
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
+from manthan.codec.tables.frequencies import UNIT, expected
 
-VERSION, CODED, RAW = 1, 0, 1
+VERSION, CODED, CENTRED = 1, 0, 1
 START = 4
+SLACK = 27, 20
+"""A section may take so many times what is expected of it: 1.35, as whole numbers."""
 FURTHEST = 32767
-WORDS_A_NUMBER = 28 / 16
-"""At most: 12 bits for the escape, and 16 behind it."""
 
 PARTS = {
     SectionKind.KEYS: (SectionKind.KEYS,),
@@ -90,6 +97,8 @@ class KltSections(SectionCodec):
     Raises ProfileError for a profile that does not fit. fused: see `Coder`.
     """
 
+    varies = True
+
     def __init__(
         self, name: str, head_dim: int, profile: Profile, rope: Rope | None, *, fused: bool | None = None
     ) -> None:
@@ -98,9 +107,11 @@ class KltSections(SectionCodec):
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
         _check(name, head_dim, profile, rope)
         self._coder = Coder(profile.frequencies, fused=fused)
+        self._centred = CentredSections(K4V2C, head_dim, profile.info.rope, fused=fused)
 
     def warm_up(self) -> None:
         self._coder.warm_up()
+        self._centred.warm_up()
         _ = self._bases
 
     @cached_property
@@ -111,52 +122,73 @@ class KltSections(SectionCodec):
         return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
 
     def max_nbytes(self, section: Section) -> int:
-        return START + math.prod(section.shape) * section.dtype.numpy.itemsize
+        times, of = SLACK
+        likely = -(-self.expected_nbytes(section) * times // of)
+        return max(likely, START + self._centred.max_nbytes(section))
+
+    def expected_nbytes(self, section: Section) -> int:
+        self._check_section(section)
+        first, last = section.first_layer, section.first_layer + section.layers
+        bits = [bits for kind in PARTS[section.kind] for bits in self._expected[kind][first:last]]
+        size = section.heads * section.head_dim
+        return START + len(bits) * row_front(section.tokens * size) + -(-section.tokens * sum(bits) // (8 * UNIT))
+
+    @cached_property
+    def _expected(self) -> dict[SectionKind, list[int]]:
+        """Of each layer's keys and of its values, what a token takes, in UNITs of a bit."""
+        table = expected(self._profile.frequencies)
+        found: dict[SectionKind, list[int]] = {SectionKind.KEYS: [], SectionKind.VALUES: []}
+        for layer in self._profile.layers:
+            found[SectionKind.KEYS].append(int(table[layer.keys.tables[self.name]].sum()))
+            found[SectionKind.VALUES].append(int(table[layer.values.tables[self.name]].sum()))
+        return found
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        bases = self._of(section)
+        limit = self.max_nbytes(section)
         vectors = as_floats(x)
         if not np.isfinite(vectors).all():
             bad = int(np.argmin(np.isfinite(vectors).reshape(-1, section.head_dim).all(1)))
             raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        bases = self._of(section)
         numbers = self._numbers(vectors, section, positions, bases)
         rows = _rows(section, bases)
-        most = (self.max_nbytes(section) - _front(section, rows)) // 2
+        most = (limit - START - front(rows)) // 2
         coded = self._coder.encode(numbers, rows, most) if numbers is not None and most > 0 else None
-        out[:START] = (VERSION, CODED if coded else RAW, 0, 0)
+        out[:START] = (VERSION, CODED if coded else CENTRED, 0, 0)
         if coded is None:
-            return _write(out, x)
-        sizes = coded.sizes.astype(_size_dtype(section))
-        return _write(out, sizes, coded.states.astype("<u4"), coded.words.astype("<u2", copy=False))
+            end = START + self._centred.max_nbytes(section)
+            return START + self._centred.encode(x, section, positions, out[START:end])
+        return START + write(coded, rows, out[START:])
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError, DamagedError."""
-        if not START <= codes.size <= self.max_nbytes(section):
-            raise SizeError(
-                f"{codes.size} bytes are not the codes of {section}: {START} to {self.max_nbytes(section)} are."
-            )
-        form = codes[1]
-        if tuple(codes[:START]) not in ((VERSION, CODED, 0, 0), (VERSION, RAW, 0, 0)):
+        """Raises SizeError, DamagedError, NonFiniteError."""
+        limit = self.max_nbytes(section)
+        if not START <= codes.size <= limit:
+            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
+        if tuple(codes[:START]) not in ((VERSION, CODED, 0, 0), (VERSION, CENTRED, 0, 0)):
             raise DamagedError(
                 f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do."
             )
+        if codes[1] == CENTRED:
+            return self._centred.decode(codes[START:].copy(), section, positions)
         bases = self._of(section)
-        if form == RAW:
-            return self._raw(codes, section)
         rows = _rows(section, bases)
-        numbers = self._coder.decode(_parse(codes, section, rows), rows)
+        numbers = self._coder.decode(parse(codes[START:], rows), rows)
         return as_numbers(self._vectors(numbers, section, positions, bases), section.dtype)
 
-    def _of(self, section: Section) -> _Bases:
-        """Of each row of the section. Raises SizeError for one that the profile is not of."""
+    def _check_section(self, section: Section) -> None:
+        """Raises SizeError for one that the profile is not of."""
         layers, size = len(self._profile.layers), section.heads * section.head_dim
         last = section.first_layer + section.layers
         fits = last <= layers and section.head_dim == self._head_dim and size == self._profile.layers[0].keys.mean.size
         if not fits or section.kind not in PARTS:
             raise SizeError(f"{section} is not of the profile of {self._profile.info.model}, {layers} layers.")
+
+    def _of(self, section: Section) -> _Bases:
+        """Of each row of the section."""
         found = [self._bases[kind] for kind in PARTS[section.kind]]
-        if section.layers < layers:
-            found = [bases.some(section.first_layer, last) for bases in found]
+        if section.layers < len(self._profile.layers):
+            found = [bases.some(section.first_layer, section.first_layer + section.layers) for bases in found]
         joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
         return found[0] if len(found) == 1 else _Bases(*joined)
 
@@ -179,11 +211,6 @@ class KltSections(SectionCodec):
         if section.kind is not SectionKind.VALUES and self._rope is not None:
             x[0] = self._rope.turn(x[0], positions)
         return x.reshape(section.shape)
-
-    def _raw(self, codes: Codes, section: Section) -> Numbers:
-        if codes.size != self.max_nbytes(section):
-            raise SizeError(f"{codes.size} bytes are not {section.shape} in {section.dtype.name} behind {START} bytes.")
-        return codes[START:].copy().view(section.dtype.numpy).reshape(section.shape)
 
 
 def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
@@ -212,32 +239,3 @@ def _same(one: Rope | None, other: Rope | None) -> bool:
 def _rows(section: Section, bases: _Bases) -> Rows:
     count, size = bases.tables.shape
     return Rows(np.full(count, size, np.int64), bases.tables.ravel(), section.tokens, streams_of(section.tokens * size))
-
-
-def _size_dtype(section: Section) -> np.dtype[np.unsignedinteger]:
-    most = section.tokens * section.heads * section.head_dim * WORDS_A_NUMBER
-    return np.dtype("<u2" if most < 1 << 16 else "<u4")
-
-
-def _front(section: Section, rows: Rows) -> int:
-    """Bytes ahead of the words."""
-    return START + len(rows.components) * (_size_dtype(section).itemsize + 4 * rows.streams)
-
-
-def _write(out: Codes, *parts: npt.NDArray[np.generic]) -> int:
-    at = START
-    for part in parts:
-        end = at + part.nbytes
-        out[at:end] = np.ascontiguousarray(part).view(np.uint8).ravel()
-        at = end
-    return at
-
-
-def _parse(codes: Codes, section: Section, rows: Rows) -> Coded:
-    count, dtype, front = len(rows.components), _size_dtype(section), _front(section, rows)
-    if codes.size < front or (codes.size - front) % 2:
-        raise SizeError(f"{codes.size} bytes are not the codes of {section}: {front} and words of 2 bytes are.")
-    at = START + count * dtype.itemsize
-    sizes = codes[START:at].copy().view(dtype).astype(np.int64)
-    states = codes[at:front].copy().view("<u4").reshape(count, rows.streams).astype(np.uint32)
-    return Coded(states, sizes, codes[front:].copy().view("<u2").astype(np.uint16, copy=False))

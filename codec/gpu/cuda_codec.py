@@ -4,7 +4,7 @@ import ctypes
 from collections.abc import Sequence
 from functools import lru_cache
 from importlib import resources
-from typing import NamedTuple
+from typing import NamedTuple, Self
 
 import numpy as np
 import torch
@@ -12,8 +12,9 @@ import torch
 from manthan.codec.base import CodecSpec, align16
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import xxh3
-from manthan.codec.gpu.nvrtc import THREADS, Module
+from manthan.codec.gpu.nvrtc import ALONE, THREADS, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
+from manthan.codec.registry import SPECS
 from manthan.codec.tables.constants import tables
 from manthan.codec.tables.rotation import block_sizes, sign
 
@@ -28,13 +29,50 @@ class Job(ctypes.Structure):
     """`struct Job` of common.cu."""
 
     _fields_ = (
-        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *(
+            (name, ctypes.c_uint64)
+            for name in ("caches", "block_ids", "offsets", "codes", "headers", "status", "sizes")
+        ),
         *((name, ctypes.c_int64) for name in ("nbytes", "head_nbytes", "block_stride")),
         ("at", ctypes.c_int64 * 2),
         ("payload", ctypes.c_int64 * 2),
         ("ends", ctypes.c_int64 * 4),
         *((name, ctypes.c_int32) for name in ("head_stride", "token_stride", "n", "layers", "heads", "tokens")),
     )
+
+    @classmethod
+    def plan(
+        cls,
+        layout: PagedLayout,
+        caches: torch.Tensor,
+        form: Form,
+        first_token: int,
+        tokens: int,
+        payload: Sequence[int],
+    ) -> Self:
+        """For sections that hold so many tokens of a block. caches: `addresses`. payload: where keys and values begin
+        in an encoded block."""
+        return cls(
+            caches=caches.data_ptr(),
+            nbytes=form.nbytes,
+            head_nbytes=form.header.nbytes,
+            block_stride=layout.block_stride,
+            head_stride=layout.head_stride,
+            token_stride=layout.token_stride,
+            at=tuple(at + first_token * layout.token_stride for at in (layout.key_at, layout.value_at)),
+            payload=tuple(payload),
+            layers=len(layout.caches),
+            heads=layout.heads,
+            tokens=tokens,
+        )
+
+    def of(self, batch: Batch, codes: torch.Tensor) -> Self:
+        """The same for these blocks."""
+        job = type(self).from_buffer_copy(self)
+        job.block_ids, job.offsets = batch.block_ids.data_ptr(), batch.offsets.data_ptr()
+        job.headers, job.status = batch.headers.data_ptr(), batch.status.data_ptr()
+        job.codes, job.n = codes.data_ptr(), len(batch.block_ids)
+        return job
 
 
 class Plan(NamedTuple):
@@ -50,7 +88,8 @@ class CudaPagedCodec(PagedCodec):
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         super().__init__(layout, format)
-        self._addresses = torch.tensor([layer.data_ptr() for layer in layout.caches], device=self.device)
+        self.spec = SPECS[format.codec]
+        self._addresses = addresses(layout)
         self._plans: dict[int, Plan] = {}
         self._plan(0)  # compiled now
 
@@ -72,10 +111,7 @@ class CudaPagedCodec(PagedCodec):
         if name not in plan.jobs:
             return
         template, warps = plan.jobs[name]
-        job = Job.from_buffer_copy(template)
-        job.block_ids, job.offsets = batch.block_ids.data_ptr(), batch.offsets.data_ptr()
-        job.headers, job.status = batch.headers.data_ptr(), batch.status.data_ptr()
-        job.codes, job.n = codes.data_ptr(), len(batch.block_ids)
+        job = template.of(batch, codes)
         plan.kernels.launch(name, job, job.n * warps)
 
     def _plan(self, exact: int) -> Plan:
@@ -83,30 +119,25 @@ class CudaPagedCodec(PagedCodec):
         if exact not in self._plans:
             layout, coded = self.layout, self.layout.tokens - exact
             whole = coded % TILE == 0
-            kernels = module(
-                self.spec, layout.head_dim, layout.caches[0].dtype, self.device, _is_aligned(layout), whole
-            )
+            kernels = module(self.spec, layout.head_dim, layout.caches[0].dtype, self.device, is_aligned(layout), whole)
             heads = 2 * len(layout.caches) * layout.heads
             jobs: dict[str, tuple[Job, int]] = {}
             if exact:
                 jobs |= dict.fromkeys(
-                    ("encode_exact", "decode_exact", "seal", "verify"), (self._exact_job(exact), heads)
+                    ("encode_exact", "decode_exact", "seal", "verify"),
+                    (exact_job(layout, self._addresses, self.form(exact), exact), heads),
                 )
             if coded:
                 tiles = heads * -(-coded // TILE)
                 jobs |= dict.fromkeys(("encode", "decode", "seal", "verify"), (self._coded_job(exact), tiles))
-            jobs |= {name: (jobs[name][0], 1) for name in ("seal", "verify")}
+            jobs |= {name: (jobs[name][0], ALONE) for name in ("seal", "verify")}
             self._plans[exact] = Plan(kernels, jobs)
         return self._plans[exact]
-
-    def _exact_job(self, exact: int) -> Job:
-        form = self.form(exact)
-        return self._job(form, 0, exact, (form.starts[0], form.starts[0] + form.sizes[0] // 2))
 
     def _coded_job(self, exact: int) -> Job:
         layout, form = self.layout, self.form(exact)
         tokens = layout.tokens - exact
-        job = self._job(form, exact, tokens, form.starts[-2:])
+        job = Job.plan(layout, self._addresses, form, exact, tokens, form.starts[-2:])
         vectors, ends = len(layout.caches) * layout.heads * tokens, []
         for start, bits in zip(form.starts[-2:], (self.spec.key_bits, self.spec.value_bits), strict=True):
             planes = start + align16(2 * vectors)
@@ -114,25 +145,19 @@ class CudaPagedCodec(PagedCodec):
         job.ends[:] = ends
         return job
 
-    def _job(self, form: Form, first_token: int, tokens: int, payload: Sequence[int]) -> Job:
-        """Of sections that hold so many tokens of a block; payload: where keys and values begin in it."""
-        layout = self.layout
-        return Job(
-            caches=self._addresses.data_ptr(),
-            nbytes=form.nbytes,
-            head_nbytes=form.header.nbytes,
-            block_stride=layout.block_stride,
-            head_stride=layout.head_stride,
-            token_stride=layout.token_stride,
-            at=tuple(at + first_token * layout.token_stride for at in (layout.key_at, layout.value_at)),
-            payload=tuple(payload),
-            layers=len(layout.caches),
-            heads=layout.heads,
-            tokens=tokens,
-        )
+
+def addresses(layout: PagedLayout) -> torch.Tensor:
+    """Of the caches, int64 [layers], on their device."""
+    return torch.tensor([layer.data_ptr() for layer in layout.caches], device=layout.caches[0].device)
 
 
-def _is_aligned(layout: PagedLayout) -> bool:
+def exact_job(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> Job:
+    """The section of exact tokens. caches: `addresses`."""
+    start = form.starts[0]
+    return Job.plan(layout, caches, form, 0, exact, (start, start + form.sizes[0] // 2))
+
+
+def is_aligned(layout: PagedLayout) -> bool:
     """Whether all vectors begin at multiples of ALIGNMENT."""
     strides = (layout.block_stride, layout.head_stride, layout.token_stride, layout.key_at, layout.value_at)
     size = layout.caches[0].itemsize
@@ -150,12 +175,16 @@ def module(
     aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's coded tokens in a block are a
     multiple of TILE. Raises CompileError.
     """
-    folder = resources.files("manthan.codec.gpu").joinpath("kernels")
-    parts = [constants(spec, head_dim, dtype, aligned, whole), *((folder / name).read_text() for name in SOURCES)]
-    return Module("\n".join(parts), device)
+    return Module(f"{constants(spec, head_dim, dtype, aligned, whole)}\n{sources(SOURCES)}", device)
 
 
 SOURCES = ("common.cu", "vector.cu", "tile.cu", "blocks.cu", "exact.cu", "seal.cu")
+
+
+def sources(names: Sequence[str]) -> str:
+    """These files, one behind the other."""
+    folder = resources.files("manthan.codec.gpu").joinpath("kernels")
+    return "\n".join((folder / name).read_text() for name in names)
 
 
 def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool, whole: bool) -> str:

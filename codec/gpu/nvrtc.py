@@ -11,6 +11,8 @@ except ImportError:
     driver = nvrtc = None
 
 THREADS = 512
+ALONE = THREADS // 32
+"""Warps to ask for where one is all that there is to do, but should have a processor of its own."""
 
 
 class CompileError(RuntimeError):
@@ -32,24 +34,36 @@ class Module:
             self._module = _checked(driver.cuModuleLoadData(_compile(source, f"sm_{major}{minor}")))
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
-        self._functions: dict[str, tuple[Any, int]] = {}
+        self._functions: dict[tuple[str, int, int], tuple[Any, int]] = {}
+        self._shared: dict[str, int] = {}
 
-    def launch(self, name: str, argument: ctypes.Structure, warps: int) -> None:
-        """Start a kernel on the current stream, with so many warps or as many as fit on the device."""
+    def launch(
+        self, name: str, argument: ctypes.Structure, warps: int, *, threads: int = THREADS, shared: int = 0
+    ) -> None:
+        """Start a kernel on the current stream, with so many warps or as many as fit on the device.
+
+        threads: of a block. shared: bytes of shared memory of a block, beside what the kernel declares.
+        """
         if not warps:
             return
-        function, resident = self._function(name)
-        blocks = min(-(-warps * 32 // THREADS), resident)
+        function, resident = self._function(name, threads, shared)
+        blocks = min(-(-warps * 32 // threads), resident)
         pointers = (ctypes.c_void_p * 1)(ctypes.addressof(argument))
         stream = torch.cuda.current_stream(self._device).cuda_stream
-        _checked(driver.cuLaunchKernel(function, blocks, 1, 1, THREADS, 1, 1, 0, stream, ctypes.addressof(pointers), 0))
+        grid, block = (blocks, 1, 1), (threads, 1, 1)
+        _checked(driver.cuLaunchKernel(function, *grid, *block, shared, stream, ctypes.addressof(pointers), 0))
 
-    def _function(self, name: str) -> tuple[Any, int]:
-        if name not in self._functions:
+    def _function(self, name: str, threads: int, shared: int) -> tuple[Any, int]:
+        key = name, threads, shared
+        if key not in self._functions:
             function = _checked(driver.cuModuleGetFunction(self._module, name.encode()))
-            per_sm = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, THREADS, 0))
-            self._functions[name] = function, per_sm * self._sms
-        return self._functions[name]
+            if shared > self._shared.get(name, 0):  # never less: launches with more may follow
+                self._shared[name] = shared
+                attribute = driver.CUfunction_attribute.CU_FUNC_ATTRIBUTE_MAX_DYNAMIC_SHARED_SIZE_BYTES
+                _checked(driver.cuFuncSetAttribute(function, attribute, shared))
+            per_sm = _checked(driver.cuOccupancyMaxActiveBlocksPerMultiprocessor(function, threads, shared))
+            self._functions[key] = function, per_sm * self._sms
+        return self._functions[key]
 
 
 def _compile(source: str, architecture: str) -> bytes:

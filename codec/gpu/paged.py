@@ -16,11 +16,13 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
-from manthan.codec.registry import CENTRED, SPECS
+from manthan.codec.rope import Rope
 from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
 """The status of a block with which nothing is wrong."""
+ALIGNMENT = 16
+"""Of sections and blocks, in bytes."""
 BAD_CHECKSUM = -1
 BAD_HEADER = -2
 """Minus the offset of the first byte of the header that is not the expected one."""
@@ -55,22 +57,32 @@ class PagedLayout:
 
 
 class Form(NamedTuple):
-    """What blocks that keep as many first tokens exact have in common: each number has its place in all of them.
+    """What blocks that keep as many first tokens exact have in common.
 
-    header: with no key. sizes, starts: of their sections, in bytes. nbytes: of the block.
+    header: with no key. sizes: of their sections, in bytes; where the codec has no fixed rate, the most that they take.
+    starts: where sections of these sizes begin. nbytes: of a block of such sections. varies: whether blocks may be
+    smaller.
     """
 
     header: BlockHeader
     sizes: tuple[int, ...]
     starts: tuple[int, ...]
     nbytes: int
+    varies: bool
+
+    def fits(self, nbytes: int) -> bool:
+        """Whether a block may have so many bytes."""
+        if not self.varies:
+            return nbytes == self.nbytes
+        return self.starts[-2] + 2 * ALIGNMENT <= nbytes <= self.nbytes and nbytes % ALIGNMENT == 0
 
 
 class Batch(NamedTuple):
     """Blocks of one form, on the caches' device.
 
     exact: how many first tokens are. block_ids: int64 [n], blocks of the paged cache. offsets: int64 [n], where the
-    encoded blocks begin in a buffer, multiples of 16. headers: uint8 [n, bytes of header and entries]. turns: cosines
+    encoded blocks begin in a buffer, multiples of 16. nbytes: int64 [n], their sizes: `encode` writes them where they
+    vary, `verify` expects them. headers: uint8 [n, bytes of header and entries], with the form's sizes. turns: cosines
     and sines of all their tokens, float32 [n, 2, tokens, pairs]; no pairs where the codec asks for no place. status:
     int32 [n], written.
     """
@@ -78,6 +90,7 @@ class Batch(NamedTuple):
     exact: int
     block_ids: torch.Tensor
     offsets: torch.Tensor
+    nbytes: torch.Tensor
     headers: torch.Tensor
     turns: torch.Tensor
     status: torch.Tensor
@@ -86,29 +99,25 @@ class Batch(NamedTuple):
 class PagedCodec(ABC):
     """Encodes and decodes blocks of one paged cache, on the current stream, without waiting for the device.
 
-    codes: uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. All blocks of a form are of one size.
-    Raises ShapeError.
+    codes: uint8 [nbytes], contiguous, on the caches' device, aligned to 16 bytes. rope: whose cosines and sines the
+    codec asks for. Raises ShapeError.
     """
 
-    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+    def __init__(self, layout: PagedLayout, format: BlockFormat, rope: Rope | None = None) -> None:
         if layout.shape != format.shape:
             raise ShapeError(f"the format is of {format.shape}: the paged cache has {layout.shape}.")
-        self.spec = (SPECS | CENTRED)[format.codec]
         self.layout = layout
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}
-        self._place_turns = Turns(format.facts.rope if self.spec.mean_bits else None, layout.tokens)
+        self._place_turns = Turns(rope, layout.tokens)
 
     def form(self, exact: int) -> Form:
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
         if exact not in self._forms:
-            header, sizes = (
-                self.format.header(b"", 0, exact),
-                self.format.max_sizes(exact),
-            )  # codes have a fixed rate here
-            nbytes = block_nbytes(header, sizes)
-            self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), nbytes)
+            header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
+            varies = self.format.varies(exact)
+            self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 
     def batch(
@@ -118,21 +127,29 @@ class PagedCodec(ABC):
         block_ids: Sequence[int],
         first_tokens: Sequence[int],
         offsets: Sequence[int],
+        nbytes: Sequence[int] | None = None,
     ) -> Batch:
-        """Blocks with these keys, in one upload. Raises HeaderError for keys of different lengths."""
+        """Blocks with these keys, in one upload. nbytes: sizes of encoded blocks, where the form's vary.
+
+        Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
+        """
         n, form = len(keys), self.form(exact)
-        numbers = np.array([block_ids, offsets], np.int64)
+        for size in nbytes or ():
+            if not form.fits(size):
+                raise ShapeError(f"no block of {exact} exact tokens has {size} bytes: {form.nbytes} are the most.")
+        numbers = np.array([block_ids, offsets, nbytes or [form.nbytes] * n], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
         turns = self._place_turns.of(first_tokens)
-        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers, turns)]))
+        parts = (turns, numbers, headers)  # cosines first: they are read 16 bytes at a time
+        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in parts]))
         if self.device.type == "cuda":
             host = host.pin_memory()
         there = host.to(self.device, non_blocking=True)
-        ids, places = there[: 16 * n].view(torch.int64).view(2, n)
-        end = 16 * n + headers.size
-        turned = there[end:].view(torch.float32).view(turns.shape)
+        turned, counts, heads_there = there.split([part.nbytes for part in parts])
+        ids, places, sizes = counts.view(torch.int64).view(3, n)
         status = torch.empty(n, dtype=torch.int32, device=self.device)
-        return Batch(exact, ids, places, there[16 * n : end].view(n, form.header.nbytes), turned, status)
+        turns_there = turned.view(torch.float32).view(turns.shape)
+        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns_there, status)
 
     @abstractmethod
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
@@ -151,7 +168,7 @@ class PagedCodec(ABC):
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
         """Decode into the paged blocks what `verify` found good; others are left as they were.
 
-        A status becomes the index of a vector whose scale is not finite, which a right checksum does not let happen.
+        A status becomes the index of a vector that cannot be decoded, which a right checksum does not let happen.
         """
 
 

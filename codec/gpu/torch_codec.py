@@ -16,6 +16,7 @@ from manthan.codec.gpu import xxh3
 from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.gpu.torch_coders import Coder, coder
 from manthan.codec.gpu.torch_vectors import cast
+from manthan.codec.registry import CENTRED, SPECS
 from manthan.codec.wire import CHECKSUM
 
 NUMBERS_AT_ONCE = 2**22
@@ -82,7 +83,8 @@ class TorchPagedCodec(PagedCodec):
     """A paged codec out of torch's own operations, on the device of the caches."""
 
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
-        super().__init__(layout, format)
+        self.spec = (SPECS | CENTRED)[format.codec]
+        super().__init__(layout, format, format.facts.rope if self.spec.mean_bits else None)
         self._plans: dict[int, _Plan] = {}
 
     def encode(self, batch: Batch, codes: Tensor) -> None:

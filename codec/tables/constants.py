@@ -11,6 +11,8 @@ import numpy.typing as npt
 from manthan.codec.tables.lloyd_max import lloyd_max
 from manthan.codec.tables.rotation import block_sizes, weights
 
+LARGEST_BF16 = np.float32(float.fromhex("0x1.fep127"))
+
 
 class Tables(NamedTuple):
     """weights: [head_dim] float32. blocks: int64, the Hadamard blocks' sizes, none for the unrotated codec.
@@ -37,7 +39,7 @@ def tables(head_dim: int, bits: int, rotated: bool, unbiased: bool = False) -> T
         np.array(quantizer.levels, np.float32),
         np.array(quantizer.thresholds, np.float32),
         np.float32(1.0 / math.sqrt(head_dim)),
-        np.float32(float.fromhex("0x1.fep127")),
+        LARGEST_BF16,
         unbiased,
     )
     for array in made[:4]:

@@ -17,6 +17,8 @@ SCALE = 1 << 12
 LARGEST = 127
 RAREST = 0.5 / SCALE
 """What is less likely is an escape."""
+UNIT = 256
+"""Of a bit, that sizes are reckoned in."""
 
 
 @lru_cache
@@ -34,6 +36,13 @@ def costs(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.float64]:
     escape = bits[:, -1:] + 16
     bits[:, -1:] = escape
     return np.where(np.isinf(bits), escape, bits)
+
+
+def expected(frequencies: npt.NDArray[np.uint16]) -> npt.NDArray[np.int64]:
+    """[tables], in UNITs of a bit: what a number takes that is as often this or that as the table says."""
+    bits = (costs(frequencies) * (frequencies / SCALE)).sum(1)
+    found: npt.NDArray[np.int64] = np.rint(bits * UNIT).astype(np.int64)
+    return found
 
 
 def _table(shape: float, deviation: float) -> npt.NDArray[np.int64]:

@@ -10,6 +10,7 @@ from rich.text import Text
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import FIELDS, CodecConfig
 from manthan.manager.config.model_shape import ModelShape, cold_nbytes
+from manthan.manager.config.profiles import check_profile, choose_codec
 from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 
@@ -72,10 +73,12 @@ def _value(config: ManthanConfig, key: str) -> str:
 
 
 def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
-    """What the configuration means for a model. Raises ModelError."""
+    """What the configuration means for a model. Raises ConfigError."""
     shape, codec = ModelShape.of(model), config.codec
+    chosen = choose_codec(codec, model, ranks)
+    check_profile(chosen, model, shape.layers, shape.heads, shape.head_dim)
     sizes = {
-        exact: shape.block_nbytes(codec.name, block_tokens, ranks, exact)
+        exact: shape.block_nbytes(chosen.name, block_tokens, ranks, exact, chosen.facts(0, ranks))
         for exact in (0, codec.sink_tokens % block_tokens, block_tokens)
     }
     hot, cold = shape.token_nbytes * block_tokens, sizes[0] * ranks
@@ -84,7 +87,10 @@ def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: in
     table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
     table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
-    table.add_row(f"the same as codes of {codec.name}", f"{cold / block_tokens:.0f} bytes, headers included")
+    if chosen.profile is not None:
+        table.add_row("profile", str(chosen.path))
+        table.add_row("… of", f"{chosen.profile.info.tokens} tokens, metric {chosen.profile.info.metric}")
+    table.add_row(f"the same as codes of {chosen.name}", f"{cold / block_tokens:.0f} bytes, headers included")
     table.add_row("ratio", f"{hot / cold:.2f}x")
     table.add_row("the cold store holds", f"{usable // sizes[0] * block_tokens} tokens")
     for tokens in lengths:

@@ -116,8 +116,11 @@ class CodecConfig(_Group):
     shorthand = "name"
 
     name: str = Field(default="k3v3", description="the name of a codec, such as k3v3")
+    profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
+    calibrate: bool = Field(default=True, description="true or false")
     sink_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
+    guard: bool = Field(default=True, description="true or false")
 
     @property
     def keeps_exact(self) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from manthan.codec import CodecError
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.stores.arena import room
@@ -38,15 +39,20 @@ class ModelShape:
         """Bytes of one token's keys and values in bf16."""
         return 2 * BF16 * self.layers * self.heads * self.head_dim
 
-    def block_nbytes(self, codec: str, block_tokens: int, ranks: int, exact: int = 0) -> int:
-        """The most bytes that one rank's encoded block takes whose first `exact` tokens are kept exact, in a store that
-        rounds up to whole granules. Raises ModelError for what the codec does not take."""
+    def block_nbytes(
+        self, codec: str, block_tokens: int, ranks: int, exact: int = 0, facts: ModelFacts = NO_FACTS
+    ) -> int:
+        """About how many bytes one rank's encoded block takes whose first `exact` tokens are kept exact, in a store
+        that rounds up to whole granules; just so many, where the codec has a fixed rate.
+
+        facts: what the codec knows. Raises ModelError for what it does not take.
+        """
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
         shape = BlockShape(self.layers, heads, block_tokens, self.head_dim)
         try:
-            return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN)).max_nbytes(exact))
+            return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN), facts=facts).expected_nbytes(exact))
         except CodecError as error:
             raise ModelError(str(error).rstrip(".")) from None
         except Exception as error:  # whatever another package's codec does when it is imported

@@ -5,8 +5,9 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from manthan.codec import codec_names
+from manthan.codec import section_codec_names
 from manthan.manager.config.model import ConfigError, PolicyConfig
+from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import Resolved, check_names
 from manthan.manager.config.sentences import first_mistake, must_be
 from manthan.manager.stores.cold_store import COLD_STORES
@@ -32,7 +33,7 @@ def check_registered(resolved: Resolved) -> None:
     check_names(
         resolved.config,
         policies=options,
-        codecs=codec_names(),
+        codecs=[*section_codec_names(), AUTO],
         stores=COLD_STORES,
         sources=resolved.sources,
     )

@@ -42,6 +42,7 @@ FLAG_KEYS = {
     "--manthan-policy": "policy",
     "--manthan-idle-after": "idle_after_s",
     "--manthan-codec": "codec",
+    "--manthan-codec-profile": "codec.profile",
     "--manthan-cold-store": "cold_store.kind",
     "--manthan-cold-bytes": "cold_store.max_bytes",
     "--manthan-redis-url": "redis.url",

@@ -150,7 +150,7 @@ class BlockTable:
 
     def _add(self, block: Block, sign: int) -> None:
         """Add a block with codes to the totals, or take it out."""
-        code, (nbytes, exact) = block.code, block.encoding
+        code, (nbytes, exact, _) = block.code, block.encoding
         self._count[code] += sign
         self._nbytes[code] += sign * nbytes
         if exact and code is CodeState.COLD:

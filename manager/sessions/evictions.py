@@ -34,7 +34,6 @@ class Evictions:
     ) -> None:
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
-        self._bounds = table.shape.bounds
         self._stale: set[bytes] = set()  # being encoded since before a reset
 
     def evict(self, session: Session, now: float) -> None:
@@ -43,7 +42,7 @@ class Evictions:
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is CodeState.NONE]
-        wanted = list(map(self._wanted, needed))
+        wanted = list(map(self.wanted, needed))
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)
@@ -59,10 +58,10 @@ class Evictions:
                 self._orders.releases.append(block.key)
         self._finish(session, now)
 
-    def _wanted(self, block: Block) -> Encoding:
+    def wanted(self, block: Block) -> Encoding:
         """What its codes would be, should it be encoded now."""
-        exact = self._exact.wanted(block)
-        return Encoding(self._bounds[exact], exact)
+        exact, shape = self._exact.wanted(block), self._table.shape
+        return Encoding(shape.bounds[exact], exact, shape.codec)
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -70,7 +69,7 @@ class Evictions:
         This loses no more than once either: what was exact came back as it was.
         """
         for block in self._exact.finer(session):
-            wanted = self._wanted(block)
+            wanted = self.wanted(block)
             if wanted.nbytes <= min(self._budget.free, self._budget.left(block.tenant)):
                 self._orders.encode(block, wanted, block.tenant)
 
@@ -94,7 +93,7 @@ class Evictions:
             self.failed(key, now)
         if (block := self._spilling(key)) is None:
             return
-        self._blocks.store(block, Encoding(nbytes, block.encoding.exact))
+        self._blocks.store(block, block.encoding._replace(nbytes=nbytes))
         if not block.hot:
             self._orders.releases.append(key)
         for session in self._waiters_of(block):

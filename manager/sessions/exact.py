@@ -1,5 +1,6 @@
 """Which of a session's tokens are kept exact: its first ones, and those at its end when it was evicted last."""
 
+import sys
 from collections.abc import Iterable
 
 from manthan.manager.sessions.session import Block, MemoryShape, Session
@@ -14,6 +15,10 @@ class ExactTokens:
     def __init__(self, shape: MemoryShape, sink: int, window: int) -> None:
         self._block_tokens, self._sink = shape.block_tokens, sink
         self._window_blocks = -(-window // shape.block_tokens)
+
+    def keep_all(self) -> None:
+        """From now on all tokens are."""
+        self._sink = sys.maxsize
 
     def wanted(self, block: Block) -> int:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""

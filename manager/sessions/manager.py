@@ -22,9 +22,11 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
+    Block,
     CodeState,
     Drop,
     DropCause,
+    Encoding,
     Eviction,
     MemoryShape,
     Outcome,
@@ -42,11 +44,16 @@ PATIENCE = 2.0
 
 
 class SpillOrder(NamedTuple):
-    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact."""
+    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
+
+    codec: as in MemoryShape. nbytes: what it takes at most.
+    """
 
     key: bytes
     first_token: int
     exact: int
+    codec: str
+    nbytes: int
 
 
 class Usage(NamedTuple):
@@ -93,7 +100,9 @@ class SessionMemoryManager:
         is_shared: bool = False,
     ) -> None:
         make_policy = policy.family(options)
-        self.shape, self.idle_after_s = shape, idle_after_s
+        self.idle_after_s = idle_after_s
+        self.may_evict = True
+        """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label)
         self.blocks = self.table.blocks
@@ -102,7 +111,7 @@ class SessionMemoryManager:
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks)
-        exact = ExactTokens(shape, sink_tokens, window_tokens)
+        self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
         self._pruning = Pruning(self.table, self._orders, exact)
         self.elsewhere = Elsewhere(self.table, self._pruning, self._running)
         if is_shared:
@@ -115,6 +124,21 @@ class SessionMemoryManager:
             self.table, self._orders, self._pruning, self.budget, exact, idle_after_s, may_replace=not is_shared
         )
         self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, prefetch_lead_s)
+
+    @property
+    def shape(self) -> MemoryShape:
+        """What a block is worth, in the codec that blocks are encoded in now."""
+        return self.table.shape
+
+    def recode(self, shape: MemoryShape, capacity_nbytes: int, all_exact: bool = False) -> None:
+        """From now on blocks are encoded in another codec, of which the cold store holds so much; what is queued, or
+        cold, stays as it was ordered.
+
+        all_exact: every token is kept exact.
+        """
+        self.table.shape, self.budget.total = shape, capacity_nbytes
+        if all_exact:
+            self._exact.keep_all()
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -248,7 +272,11 @@ class SessionMemoryManager:
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
-        while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
+        while (
+            self.may_evict
+            and (first := next(iter(self.table.idle.values()), None))
+            and first.idle_since + self.idle_after_s <= now
+        ):
             self._evictions.evict(first, now)
 
     def relieve(self, wanted: int, now: float) -> bool:
@@ -256,7 +284,7 @@ class SessionMemoryManager:
 
         Returns whether any session was chosen.
         """
-        return self._evictions.relieve(wanted, now)
+        return self.may_evict and self._evictions.relieve(wanted, now)
 
     def spilled(self, key: bytes, nbytes: int, now: float) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
@@ -292,9 +320,17 @@ class SessionMemoryManager:
 
     def take_spills(self, limit: int) -> list[SpillOrder]:
         """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""
-        tokens = self.shape.block_tokens
-        blocks = self._orders.take_spills(limit)
-        return [SpillOrder(block.key, block.depth * tokens, block.encoding.exact) for block in blocks]
+        return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
+
+    def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
+        first_token = block.depth * self.shape.block_tokens
+        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes)
+
+    def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
+        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now."""
+        for session in self.table.idle.values():
+            blocks = session.chain[:count]
+            yield session, [self._order(block, self._evictions.wanted(block)) for block in blocks]
 
     def take_moves(self) -> list[bytes]:
         """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""

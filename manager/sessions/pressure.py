@@ -84,7 +84,8 @@ class Pressure:
             return False
         self._manager.relieve(short - self._manager.on_their_way, now)
         waited = now - self._waiting_since.setdefault(request_id, now)
-        return self._manager.on_their_way > 0 and waited < ADMISSION_WAIT_S
+        are_coming = self._manager.on_their_way > 0 or not self._manager.may_evict
+        return are_coming and waited < ADMISSION_WAIT_S
 
     def admitted(self, request_id: str) -> None:
         """A request waits no longer, for whatever reason."""

@@ -32,28 +32,34 @@ class MemoryShape:
     """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
-    group: the KV cache group whose blocks make up the chains.
+    group: the KV cache group whose blocks make up the chains. typical: about how many bytes an encoded block without
+    exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
+    whoever encodes was told of.
     """
 
     block_tokens: int
     hot_nbytes: int
     bounds: Mapping[int, int]
     group: int = 0
+    typical: int = 0
+    codec: str = ""
 
     @property
     def cold_nbytes(self) -> int:
-        """The bound of a block without exact tokens."""
-        return self.bounds[0]
+        """About what a block without exact tokens takes."""
+        return self.typical or self.bounds[0]
 
 
 class Encoding(NamedTuple):
-    """What a block's codes take, all ranks together, and how many of its first tokens they keep exact.
+    """What a block's codes take, all ranks together, how many of its first tokens they keep exact, and their codec.
 
-    nbytes: an upper bound until every rank has told the real size.
+    nbytes: an upper bound until every rank has told the real size. codec: as in MemoryShape, which may be another one
+    by now.
     """
 
     nbytes: int = 0
     exact: int = 0
+    codec: str = ""
 
 
 NO_CODES = Encoding()

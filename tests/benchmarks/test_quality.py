@@ -16,8 +16,19 @@ from manthan.benchmarks.quality_answers import Agreement
 from manthan.benchmarks.quality_blocks import CodedPrefix
 from manthan.benchmarks.quality_pieces import NEEDLES, QUESTIONS, Chat, Text
 from manthan.benchmarks.quality_scores import kl_of_top
-from manthan.benchmarks.quality_settings import Setting, Shape, Storage, long_nbytes, parse_settings
+from manthan.benchmarks.quality_settings import (
+    QualityError,
+    Setting,
+    Shape,
+    Storage,
+    load_facts,
+    long_nbytes,
+    parse_settings,
+)
 from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names
+from manthan.codec.model import ModelFacts
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.cli import app
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.policies import get_policy
@@ -373,3 +384,40 @@ def test_a_model_without_a_text_asks_for_one(tmp_path: Path) -> None:
         (tmp_path / name).write_bytes((MODEL / name).read_bytes())
     result = run(tmp_path)
     assert result.stderr == f"{tmp_path} brings no text to be measured on: name one, --text FILE (UTF-8).\n"
+
+
+def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None:
+    """The one that is named, or else that of the cache folder."""
+    profile, out = tmp_path / "p.safetensors", tmp_path / "out"
+    made = CliRunner().invoke(app, ["calibrate", str(MODEL), "--tokens", "4096", "--out", str(profile)])
+    assert made.exit_code == 0, made.output
+    sizes = ("--prefix", 256, "--continuation", 64, "--pieces", 1, "--tables", 0, "--needle", 0, "--chats", 0)
+    words = (MODEL, "--engine", "transformers", "--codec", "klt-5x,klt-12x,k3v3", "--exact", "4+0", *sizes)
+    result = run(*words, "--profile", profile, "--out", out)
+    assert result.exit_code == 0, result.output
+    found = json.loads((out / "quality.json").read_text())["summary"]["transformers"]
+    assert (
+        max(found[f"klt-{size} 4+0"]["kl"]["mean"] for size in ("5x", "12x")) < found["k3v3 4+0"]["kl"]["mean"] + 0.02
+    )
+    assert 4.3 < found["klt-5x 4+0"]["ratio"] < found["klt-12x 4+0"]["ratio"]
+    refused = run(*words, "--profile", tmp_path / "none", "--out", out)
+    assert refused.exit_code == 1
+    assert re.search(r"^--profile .*none: the profile .*none cannot be read: No such file", refused.output)
+
+
+def test_a_profile_is_looked_for_only_where_a_codec_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    shape = Shape.of(str(MODEL))
+    assert load_facts(str(MODEL), shape, "klt-5x", None) == (ModelFacts(shape.rope), "")
+    path = profile_path(str(MODEL))
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"damaged")
+    assert load_facts(str(MODEL), shape, "k3v3", None) == (ModelFacts(shape.rope), "")
+    with pytest.raises(QualityError, match="is no profile, or a damaged one"):
+        load_facts(str(MODEL), shape, "k3v3, klt-5x", None)
+    assert Setting("klt-5x", 4, 0, "p").config == {
+        "name": "klt-5x",
+        "sink_tokens": 4,
+        "window_tokens": 0,
+        "profile": "p",
+    }

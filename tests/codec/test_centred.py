@@ -18,8 +18,9 @@ from manthan.codec.registry import CENTRED
 from manthan.codec.rope import Rope
 from manthan.codec.tables.constants import tables
 from manthan.codec.tables.lloyd_max import lloyd_max
+from tests.helpers.kv import ROPES, as_floats, error, in_cache, integers, keys, places_from, rope
 
-HEAD_DIMS = [32, 40, 64, 80, 96, 128, 192, 256, 512]
+HEAD_DIMS = [32, 64, 80, 128, 256, 512]
 NAMES = list(CENTRED)
 LAYERS, HEADS, TOKENS = 2, 3, 16
 DTYPES = [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32]
@@ -31,44 +32,8 @@ def fused(request):
     return request.param
 
 
-def rope(turned, interleaved=False):
-    """Llama's."""
-    return Rope(tuple(10000.0 ** (-np.arange(0, turned, 2) / turned)), interleaved=interleaved)
-
-
-ROPES = {
-    "none": lambda head_dim: None,
-    "halves": rope,
-    "neighbours": lambda head_dim: rope(head_dim, interleaved=True),
-    "partial": lambda head_dim: rope(head_dim // 4 * 2),
-    "partial neighbours": lambda head_dim: rope(head_dim // 4 * 2, interleaved=True),
-}
-
-
 def keys_section(head_dim=64, tokens=TOKENS, dtype=Dtype.FLOAT32, name=NAMES[0], kind=SectionKind.KEYS):
     return Section(kind, name, LAYERS, tokens, HEADS, head_dim, dtype)
-
-
-def places_from(first, tokens=TOKENS):
-    return np.arange(first, first + tokens, dtype=np.int64)
-
-
-def keys(section, turn=None, first=0, bias=0.0, seed=0):
-    """As a model makes them: noise, and a bias in the slowest pairs before RoPE. float32."""
-    x = np.random.default_rng(seed).standard_normal(section.shape, np.float32)
-    dim = section.head_dim
-    for pair in (1, 2, 3):
-        x[..., dim // 2 - pair] += bias * (-1) ** pair
-        x[..., dim - pair] += 0.7 * bias
-    return x if turn is None else turn.turn(x, places_from(first, section.tokens))
-
-
-def in_cache(x, dtype, vectors):
-    return vectors.to_bf16(x) if dtype is Dtype.BFLOAT16 else x.astype(dtype.numpy)
-
-
-def as_floats(x, vectors):
-    return vectors.from_bf16(x) if x.dtype == np.uint16 else x.astype(np.float32)
 
 
 def encoded(codec, x, section, first=0):
@@ -79,12 +44,6 @@ def encoded(codec, x, section, first=0):
 
 def roundtrip(codec, x, section, first=0):
     return codec.decode(encoded(codec, x, section, first), section, places_from(first, section.tokens))
-
-
-def error(x, y):
-    """Relative, of the numbers' squares."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    return ((x - y) ** 2).sum() / (x**2).sum()
 
 
 # ---- the format
@@ -136,21 +95,15 @@ def test_decoding_follows_the_format(head_dim, turning, fused):
     assert found == pytest.approx(expected, abs=1e-4)
 
 
-def integers(shape):
-    """float32, exact and the same in any language: sums of bytes of splitmix64, and a bias in every eighth channel."""
-    with np.errstate(over="ignore"):
-        z = (np.arange(np.prod(shape), dtype=np.uint64) + 1) * np.uint64(0x9E3779B97F4A7C15)
-        z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-        z = (z ^ (z >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    four = z.view(np.uint8).reshape(*shape, 8)[..., 4:].astype(np.float32)
-    return four.sum(-1) - 510 + (np.arange(shape[-1]) % 8 == 3).astype(np.float32) * 3000
-
-
 GOLDEN = {
     ("k4v2c", 64): ["ae3072e2a630ed6a", "baf9cfdd68d320a7"],
     ("k4v2c", 80): ["231d59d129d62c46", "66a518dc07a1a778"],
     ("k4v2c", 128): ["645f1701093f2152", "3fbc97688903f7fc"],
     ("k4v2c", 256): ["7449cd2faeca6ea3", "bdd1db9aeca6909d"],
+    ("k4v4c", 64): ["f74ba25d678c4529", "6b87a29433b2a932"],
+    ("k4v4c", 80): ["97264f796decc505", "5d83d2dacc634452"],
+    ("k4v4c", 128): ["7cc9f5bac47fe14b", "aae42da1dffd82b5"],
+    ("k4v4c", 256): ["b246108f985b654e", "da4466a3e41e95b9"],
 }
 
 
@@ -266,18 +219,18 @@ def test_values_are_those_of_the_codec_without_means(fused):
 # ---- what it is for
 
 
-@pytest.mark.parametrize("first", [0, 5, 100_000])
-@pytest.mark.parametrize("tokens", [1, 2, 3, 8, 16, 31, 32, 64])
-@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("first", [0, 100_000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 31, 64])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 192, 256])
-def test_a_round_trip_loses_little(head_dim, dtype, tokens, first, fused, vectors):
+def test_a_round_trip_loses_little(head_dim, tokens, first, fused, vectors):
     turn = rope(head_dim)
     codec = CentredSections(CENTRED["k4v2c"], head_dim, turn, fused=fused)
-    section = keys_section(head_dim, tokens, dtype)
-    x = in_cache(keys(section, turn, first, bias=2.0), dtype, vectors)
-    y = roundtrip(codec, x, section, first)
-    assert (y.shape, y.dtype) == (section.shape, dtype.numpy)
-    assert error(as_floats(x, vectors), as_floats(y, vectors)) < 0.013
+    for dtype in DTYPES:
+        section = keys_section(head_dim, tokens, dtype)
+        x = in_cache(keys(section, turn, first, bias=2.0), dtype, vectors)
+        y = roundtrip(codec, x, section, first)
+        assert (y.shape, y.dtype) == (section.shape, dtype.numpy)
+        assert error(as_floats(x, vectors), as_floats(y, vectors)) < 0.013
 
 
 @pytest.mark.parametrize("turning", ROPES)

@@ -16,8 +16,10 @@ from numpy.typing import NDArray
 from stepped_engine import SteppedEngine
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 
+from manthan.codec import wire
 from manthan.manager.observer import Restored
 from manthan.manager.sessions.session import Session, SessionState
+from manthan.vllm_hooks.worker import calibration
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys and values of paged blocks, [2, layers, heads, tokens, head_dim], by block key."""
@@ -108,6 +110,18 @@ class ExactSessions:
         found = self.blocks.format.facts.rope
         self.report["rope"] = None if found is None else [list(found.frequencies), found.interleaved]
 
+    def codecs(self) -> None:
+        """In which codecs the blocks of a cold session are, as their headers say, and what the metrics say."""
+        self.go_cold()
+        bufs = list(self.path.store.read(self.group, [block.key for block in self.session("user").chain]))
+        found = {section.codec for buf in bufs if buf is not None for section in wire.parse(buf).header.sections}
+        stats = self.half.telemetry._stats._gauges()
+        self.report["codecs"] = sorted(found)
+        self.report["ordered"] = sorted({block.encoding.codec for block in self.session("user").chain})
+        self.report["gauges"] = {name: stats[name] for name in ("codec_noise", "codec_fallback", "compression_ratio")}
+        self.report["bounds"] = [block.encoding.nbytes for block in self.session("user").chain]
+        self.report |= {"stored": self.stored("user"), "usage": self.usage()}
+
     def damage(self) -> None:
         """A byte among a block's exact tokens changes: the last block but one of a session's."""
         table = vllm_engine.Table(2)
@@ -137,6 +151,44 @@ class ExactSessions:
         self.engine.ask(list(range(100, 120)), "caller", 1, prefetch=["expected"])
         self.report["prefetched"] = {"blocks": len(before), "same": same_tokens(before, self.pool("expected"))}
 
+    def profile(self) -> None:
+        """What the codec has been told of the model."""
+        found = self.blocks.format.facts.profile
+        self.report["profile"] = None if found is None else found.digest
+
+    def calibrate(self) -> None:
+        """Sessions go cold until a profile is made of them, and one after that; then all return."""
+        first, formats, calibration = self.blocks.format, self.blocks.formats, self.path._calibration
+        tables: dict[str, vllm_engine.Table] = {}
+        said: dict[str, list[int]] = {}
+        while calibration._wants_more:
+            self.cold_session(tables, said)
+            wait(calibration._blocks.empty, "blocks are not read")
+        wait(lambda: formats.current is not first, "no profile is made")
+        self.cold_session(tables, said)
+        marks = [sorted(self.marks(name)) for name in said]
+        for name, conversation in said.items():
+            self.ask(tables[name], 4, name, conversation)
+        self.report["calibrated"] = {
+            "first": first.fingerprint.hex(),
+            "later": formats.current.fingerprint.hex(),
+            "marks": marks,
+            "restored": [request["found"][1] for request in self.engine.requests[-len(said) :]],
+            "path": calibration._job.path,
+        }
+
+    def cold_session(self, tables: dict[str, vllm_engine.Table], said: dict[str, list[int]]) -> None:
+        """Another session is asked, and goes cold."""
+        name = f"user-{len(said)}"
+        tables[name] = vllm_engine.Table(len(said))
+        said[name] = self.ask(tables[name], 4, name, [])
+        self.go_cold()
+
+    def marks(self, session: str) -> set[str]:
+        """The fingerprints that its codes carry."""
+        codes = self.path.store.read(self.group, [block.key for block in self.session(session).chain])
+        return {wire.parse(buf).header.fingerprint.hex() for buf in codes if buf is not None}
+
     def crowd(self) -> None:
         """More and more sessions in a store that is too small for them."""
         tables = [vllm_engine.Table(10 + n) for n in range(8)]
@@ -150,6 +202,13 @@ class ExactSessions:
         self.report["rounds"] = rounds
         for n in range(7, 3, -1):
             self.ask(tables[n], 14, f"user-{n}", conversations[n])
+
+
+def wait(condition: Callable[[], bool], otherwise: str) -> None:
+    until = time.monotonic() + PATIENCE_S
+    while not condition():
+        assert time.monotonic() < until, otherwise
+        time.sleep(0.02)
 
 
 def same_tokens(before: Blocks, after: Blocks) -> list[int]:
@@ -166,6 +225,7 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     vllm_engine.MODEL = job.get("model", vllm_engine.MODEL)
+    calibration.TOKENS = job.get("calibration_tokens", calibration.TOKENS)
     sessions = ExactSessions(SteppedEngine(job["blocks"], **job["manthan"]))
     for name in job["what"]:
         what: Callable[[], None] = getattr(sessions, name)

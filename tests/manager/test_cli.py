@@ -11,7 +11,9 @@ import pytest
 from typer.testing import CliRunner
 
 from manthan.codec import registry
-from manthan.codec.registry import CENTRED, SPECS
+from manthan.codec.profile import PRESETS
+from manthan.codec.registry import CENTRED, SPECS, TILED
+from manthan.codec.wht import NAME as WHT
 from manthan.manager.cli import app
 from manthan.manager.commands.codecs import PURPOSE
 
@@ -90,10 +92,13 @@ def rows(*args: str) -> dict[str, list[str]]:
 
 def test_codecs_are_listed_with_their_sizes() -> None:
     listed = rows("codecs")
-    assert set(listed) == set(SPECS | CENTRED) == set(PURPOSE)
+    assert set(listed) == {*SPECS, *CENTRED, *TILED, WHT, *PRESETS} == set(PURPOSE)
     assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
     assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
+    assert listed["klt-8x"][1:7] == ["2", "on", "average", "64", "together", "8.00x"]
     assert listed["k4v2c"][1:7] == ["4", "/", "2", "70.19,", "33.06", "4.96x"]
+    assert listed["k4v4c"][1:7] == ["4", "/", "4", "70.19,", "65.06", "3.79x"]
+    assert listed["k4v2-tiles"][1:7] == ["4", "/", "2", "70.01,", "38.01", "4.74x"]
 
 
 @pytest.fixture
@@ -128,7 +133,7 @@ def test_codecs_of_others_that_cannot_be_used_are_listed_too() -> None:
         (["simulate", "x.jsonl", "--policy", "fifo,l"], ["fifo,lfu", "fifo,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
-        (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c"]),
+        (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),
         (["eval", "quality", "MODEL", "--codec", "k3v3,lloyd4"], ["k3v3,lloyd4"]),
         (["cod"], ["codecs"]),
         (["config", "ch"], ["check"]),

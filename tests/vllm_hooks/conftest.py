@@ -1,11 +1,15 @@
 """Engines that the tests of this folder share."""
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
+from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.config import set_current_vllm_config
 from vllm_engine import MODEL, Engine, Table, running
+
+from manthan.manager.cli import app
 
 
 @pytest.fixture(scope="session")
@@ -41,6 +45,15 @@ def engine(sweeping_engine: Engine) -> Iterator[Engine]:
 def crowded(crowded_engine: Engine) -> Iterator[Engine]:
     crowded_engine.start_afresh()
     return crowded_engine
+
+
+@pytest.fixture(scope="session")
+def tiny_profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Of the tiny model, as `manthan calibrate` makes it."""
+    path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
+    done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return path
 
 
 @pytest.fixture(scope="module")

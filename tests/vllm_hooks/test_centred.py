@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -11,7 +10,7 @@ from typing import Any
 import fake_cuda
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from biased_model import with_biased_keys
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import MODEL
@@ -25,7 +24,6 @@ from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.worker.half import paged_codec
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
-BIAS = 40.0
 
 
 def run(model: str, codec: str) -> dict[str, Any]:
@@ -46,30 +44,7 @@ def run(model: str, codec: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The tiny model with what Qwen2.5 has: a bias of the keys in the pairs that turn slowest."""
-    folder = tmp_path_factory.mktemp("biased")
-    for file in Path(MODEL).iterdir():
-        shutil.copy(file, folder)
-    config = json.loads((folder / "config.json").read_text())
-    heads, dim = config["num_key_value_heads"], config["head_dim"]
-    config["attention_bias"] = True
-    (folder / "config.json").write_text(json.dumps(config))
-    weights = load_file(folder / "model.safetensors")
-    for layer in range(config["num_hidden_layers"]):
-        name = f"model.layers.{layer}.self_attn"
-        sizes = {
-            "q": dim * config["num_attention_heads"],
-            "v": heads * dim,
-            "o": config["hidden_size"],
-        }
-        for which, size in sizes.items():
-            weights[f"{name}.{which}_proj.bias"] = torch.zeros(size, dtype=torch.bfloat16)
-        bias = torch.zeros(heads, dim)
-        for pair in (1, 2, 3):
-            bias[:, dim // 2 - pair], bias[:, dim - pair] = BIAS * (-1) ** pair, 0.7 * BIAS
-        weights[f"{name}.k_proj.bias"] = bias.flatten().to(torch.bfloat16)
-    save_file(weights, folder / "model.safetensors", {"format": "pt"})
-    return str(folder)
+    return with_biased_keys(tmp_path_factory.mktemp("biased"))
 
 
 def test_a_gpu_is_given_pytorchs_operations() -> None:

@@ -11,6 +11,9 @@ import torch
 from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec.base import Numbers
+from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.paged import PagedCodec
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import (
     GroupBlocks,
@@ -32,14 +35,19 @@ FORMS = (0, 3, TOKENS)
 
 class World:
     """A path over a cache of random numbers. place: bytes of the tiers on the device and on the host. staging: of the
-    buffers between."""
+    buffers between. codec: makes one for a group."""
 
     def __init__(
-        self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], fails_whole: bool = False, staging: int = 1 << 14
+        self,
+        monkeypatch: pytest.MonkeyPatch,
+        place: tuple[int, int],
+        fails_whole: bool = False,
+        staging: int = 1 << 14,
+        codec: Callable[..., PagedCodec] = fake_cuda.paged_codec,
     ) -> None:
         self.gpu = fake_cuda.install(monkeypatch)
         monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)
-        self.codec = fake_cuda.paged_codec(group=GROUP)
+        self.codec = codec(group=GROUP)
         self.memory = DeviceMemory(self.codec.layout)
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Tiers(*tiers)
@@ -73,11 +81,14 @@ class World:
         """Keys and values, [2, layers, heads, tokens, head_dim]."""
         return np.stack(self.memory.gather(block_id)).copy()
 
-    def as_restored(self, numbers: Numbers, spill: SpillBlock) -> np.ndarray:
-        """What a block's numbers become, as numpy says."""
+    def encoded(self, numbers: Numbers, spill: SpillBlock, form: BlockFormat | None = None) -> np.ndarray:
+        """The block, as numpy makes it."""
         told = {"key": spill.key, "first_token": spill.first_token, "exact": spill.exact}
-        encoded = self.codec.format.encode(*numbers, **told)
-        return np.stack(self.codec.format.decode(encoded, key=spill.key))
+        return (form or self.codec.format).encode(*numbers, **told)
+
+    def as_restored(self, numbers: Numbers, spill: SpillBlock, form: BlockFormat | None = None) -> np.ndarray:
+        """What a block's numbers become, as numpy says."""
+        return np.stack((form or self.codec.format).decode(self.encoded(numbers, spill, form), key=spill.key))
 
 
 def key(n: int) -> bytes:
@@ -100,20 +111,53 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return made
 
 
+@pytest.mark.parametrize("is_prepared", [True, False])
+def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..., World], is_prepared: bool) -> None:
+    """What the guard does, before there are any; a rank that has found no fault with its own shard is not prepared."""
+    world = make()
+    layout = world.codec.layout
+    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
+    world.path._make = {"k4v4c": finer}.__getitem__
+    if is_prepared:
+        world.path.prepare("k4v4c")
+    orders = [order(n, exact)._replace(codec="k4v4c") for n, exact in enumerate(FORMS)]
+    before = [world.as_restored(world.numbers(spill.block_id), spill, finer.format) for spill in orders]
+    results = world.spill(*orders)
+    assert {result.cause for result in results} == {None}
+    assert sorted(result.nbytes for result in results) == sorted(room(finer.form(exact).nbytes) for exact in FORMS)
+    targets = [BLOCKS - 1 - n for n in range(len(orders))]
+    assert world.load([spill.key for spill in orders], targets).failed == []
+    for target, numbers in zip(targets, before, strict=True):
+        assert np.array_equal(world.numbers(target), numbers)
+
+
+def test_blocks_in_a_codec_that_cannot_be_made_are_answered_for(make: Callable[..., World]) -> None:
+    world = make()
+    world.path._make = {}.__getitem__
+    assert [result.cause for result in world.spill(order(0)._replace(codec="k4v4c"))] == ["internal"]
+    assert [result.cause for result in world.spill(order(0))] == [None]
+
+
 # -- what comes back ----------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("codec", [fake_cuda.paged_codec, fake_cuda.varying_codec], ids=["fixed", "varying"])
 @pytest.mark.parametrize("staging", [1 << 16, 1])
 @pytest.mark.parametrize("chunk", [1024, 3])
 def test_blocks_of_all_forms_come_back_as_numpy_says(
-    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, staging: int, chunk: int
+    make: Callable[..., World],
+    monkeypatch: pytest.MonkeyPatch,
+    staging: int,
+    chunk: int,
+    codec: Callable[..., PagedCodec],
 ) -> None:
-    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit.
+    """Stored, dropped, replaced and read in any order, in one piece and in several; exact tokens bit for bit. Room is
+    what blocks take, not what they might.
 
     staging: 1 is room for one block of any kind.
     """
     monkeypatch.setattr(gpu_path, "LOAD_CHUNK", chunk)
-    world, rng = make(6, staging=staging), random.Random(staging + chunk)
+    world, rng = make(6, staging=staging, codec=codec), random.Random(staging + chunk)
     stored: dict[bytes, np.ndarray] = {}
     read = in_pieces = 0
     for _ in range(100):
@@ -124,7 +168,7 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
         for spill, result in zip(spills, sorted_like(spills, world.spill(*spills)), strict=True):
             assert result.cause in (None, "store_full")
             if result.cause is None:
-                assert result.nbytes == room(world.nbytes(spill.exact))
+                assert result.nbytes == room(len(world.encoded(world.numbers(spill.block_id), spill)))
                 stored[spill.key] = world.as_restored(world.numbers(spill.block_id), spill)
         gone = [key for key in stored if rng.random() < 0.1]
         world.drop(*gone)
@@ -134,7 +178,9 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
         targets = rng.sample(range(BLOCKS // 2, BLOCKS), len(keys))
         if keys:
             before = [cache.clone() for cache in world.codec.layout.caches]
-            assert world.load(keys, targets).failed == []
+            result, kept = world.load(keys, targets), [tier._blocks for tier in world.tiers.all]
+            assert result.failed == []
+            assert result.nbytes == sum(kept[(GROUP, name) not in kept[0]][GROUP, name].nbytes for name in keys)
             assert world.path.take_failed_blocks() == set()
             right = [(world.numbers(to) == stored[name]).all() for name, to in zip(keys, targets, strict=True)]
             assert all(right)

@@ -12,9 +12,15 @@ from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
+from manthan.codec.gpu import klt_codec
+from manthan.codec.gpu.nvrtc import CompileError
+from manthan.codec.gpu.paged import PagedCodec
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker import paged_blocks
 from manthan.vllm_hooks.worker.blocks import Buffer, CpuBlocks, DeviceMemory
+from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 
 GROUP = 3
@@ -24,8 +30,8 @@ EXACT = [0, 0, 3, TOKENS, TOKENS, TOKENS, 1, 0, TOKENS - 1]
 class World:
     """Two ways to the same blocks of one cache."""
 
-    def __init__(self, dtype: torch.dtype = torch.bfloat16) -> None:
-        codec = fake_cuda.paged_codec(dtype=dtype, group=GROUP)
+    def __init__(self, dtype: torch.dtype = torch.bfloat16, codec: PagedCodec | None = None) -> None:
+        codec = codec or fake_cuda.paged_codec(dtype=dtype, group=GROUP)
         self.caches = codec.layout.caches
         self.ours = PagedBlocks(codec)
         self.numpy = CpuBlocks(DeviceMemory(codec.layout), codec.format)
@@ -54,6 +60,36 @@ def test_both_ways_write_and_read_the_same(dtype: torch.dtype) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(ours, numpys, strict=True))
     pairs = zip(world.restored(world.ours, numpys), world.restored(world.numpy, ours), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
+
+
+@pytest.mark.usefixtures("staging")
+def test_blocks_of_several_codecs_lie_side_by_side() -> None:
+    """An order may name the codec; whoever reads looks at the block."""
+    world = World()
+    layout = world.ours.codec.layout
+    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
+    ours = PagedBlocks(world.ours.codec, finer)
+    numpy = CpuBlocks(DeviceMemory(layout), world.ours.format, finer.format)
+    spills = [spill._replace(codec="k4v4c") if n % 3 else spill for n, spill in enumerate(world.spills)]
+    made, numpys = ours.encode_all(spills), numpy.encode_all(spills)
+    assert all(np.array_equal(a, b) for a, b in zip(made, numpys, strict=True))
+    found = [{section.codec for section in wire.parse(buf, group=GROUP).header.sections} - {"exact"} for buf in made]
+    assert found == [{"k4v3"}, {"k4v4c"}, {"k4v4c"}, set(), set(), set(), {"k4v3"}, {"k4v4c"}, {"k4v4c"}]
+    pairs = zip(world.restored(ours, numpys), world.restored(numpy, made), strict=True)
+    assert all(torch.equal(a, b) for a, b in pairs)
+    assert world.ours.decode_all(world.keys[1:2], world.targets[1:2], made[1:2]) == ["size"]  # it knows one codec
+
+
+@pytest.mark.usefixtures("staging")
+def test_blocks_whose_sizes_vary_are_as_long_as_they_are() -> None:
+    world = World(codec=fake_cuda.varying_codec(group=GROUP))
+    ours, numpys = world.ours.encode_all(world.spills), world.numpy.encode_all(world.spills)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, numpys, strict=True))
+    assert len({len(buf) for buf in ours}) > len({*EXACT})
+    assert torch.equal(*(torch.stack(world.restored(by, ours)) for by in (world.ours, world.numpy)))
+    for change in (-16, 16, -len(ours[0]) // 2 * 2, 1 << 20):
+        other = np.resize(ours[0], max(0, len(ours[0]) + change))
+        assert world.ours.decode_all(world.keys[:1], world.targets[:1], [other])[0] in ("truncated", "trailing")
 
 
 def test_a_block_that_cannot_be_encoded_costs_itself_alone() -> None:
@@ -127,6 +163,16 @@ def test_blocks_of_a_place_or_a_form_that_they_do_not_have_are_refused() -> None
     for cause, other in others.items():
         buf = other.encode(numbers, numbers, key=world.keys[0], first_token=0, exact=0)
         assert world.ours.decode_all(world.keys[:1], world.targets[:1], [buf]) == [cause]
+
+
+def test_a_calibrated_codec_is_nothing_on_a_gpu_without_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    def made(*args: object) -> None:
+        raise CompileError("the Python package cuda-bindings is not installed")
+
+    monkeypatch.setattr(klt_codec, "KltPagedCodec", made)
+    codec = fake_cuda.varying_codec()
+    with pytest.raises(UnsupportedError, match=r"klt-8x needs CUDA kernels .* not installed; use backend numpy"):
+        paged_codec(codec.layout, codec.format)
 
 
 def test_nothing_to_do() -> None:

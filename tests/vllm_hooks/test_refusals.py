@@ -210,7 +210,8 @@ def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
         ({"policy": "lry"}, "argument: unknown policy 'lry' (did you mean 'lru'?)"),
         (
             {"codec": "zip"},
-            "argument: unknown codec 'zip' (valid: k3v3, k4v2, k4v2c, k4v3, lloyd3, lloyd3-unrotated, lloyd4)",
+            "argument: unknown codec 'zip' (valid: auto, k3v3, k4v2, k4v2-tiles, k4v2c, k4v3, k4v4c, klt-12x, klt-5x, "
+            "klt-6x, klt-8x, lloyd3, lloyd3-unrotated, lloyd4, wht-5x)",
         ),
         ({"idle_after": 5}, "argument: unknown key 'idle_after' (did you mean 'idle_after_s'?)"),
         (

@@ -218,7 +218,7 @@ def write(taken: Taken, numbers: bytes) -> None:
 
 
 def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Extent], nbytes: int) -> None:
-    for at, to, size in pieces([froms], [tos], nbytes).t().tolist():
+    for at, to, size in pieces([froms], [tos], [nbytes]).t().tolist():
         target.codes[to : to + size] = source.codes[at : at + size]
 
 
@@ -229,18 +229,18 @@ TestTiers.settings = settings(max_examples=examples(100), stateful_step_count=40
 @given(st.data())
 def test_pieces_are_the_blocks_bytes_in_order(data: st.DataObject) -> None:
     """Whatever extents a block lies in on either side."""
-    nbytes = data.draw(st.integers(1, 4 * GRANULE))
     blocks = data.draw(st.integers(1, 3))
+    sizes = [data.draw(st.integers(1, 4 * GRANULE)) for _ in range(blocks)]
     shapes = [[data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) for _ in range(blocks)] for _ in range(2)]
     sides = []
     for shape in shapes:
-        order = iter(random.Random(nbytes).sample(range(100), 100))
-        sides.append([[Extent(next(order) * 3 * GRANULE, size * GRANULE) for size in sizes] for sizes in shape])
-    source = np.random.default_rng(nbytes).integers(0, 256, 300 * GRANULE, np.uint8)
+        order = iter(random.Random(blocks).sample(range(100), 100))
+        sides.append([[Extent(next(order) * 3 * GRANULE, size * GRANULE) for size in extents] for extents in shape])
+    source = np.random.default_rng(blocks).integers(0, 256, 300 * GRANULE, np.uint8)
     target = np.zeros_like(source)
-    for at, to, size in pieces(*sides, nbytes).t().tolist():
+    for at, to, size in pieces(*sides, sizes).t().tolist():
         target[to : to + size] = source[at : at + size]
-    for froms, tos in zip(*sides, strict=True):
+    for froms, tos, nbytes in zip(*sides, sizes, strict=True):
         wanted, found = (
             np.concatenate([memory[e.start : e.start + e.nbytes] for e in places])[:nbytes]
             for memory, places in ((source, froms), (target, tos))

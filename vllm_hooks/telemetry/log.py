@@ -7,15 +7,21 @@ from typing import TYPE_CHECKING
 from pydantic import ByteSize
 from vllm.logger import init_logger
 
+from manthan.codec.cpu.exact import EXACT
+from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
+from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.vllm_hooks.settled import wants_profile
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
 
     from vllm.config import VllmConfig
 
+    from manthan.codec.fidelity import Fidelity
     from manthan.manager.observer import Restored
     from manthan.manager.sessions.session import Eviction, MemoryShape
+    from manthan.manager.work import Verdict
 
 logger = init_logger("vllm.manthan")
 
@@ -47,10 +53,11 @@ def announce(
     store, codec = config.cold_store, config.codec
     host_bytes = store.front_bytes or store.host_bytes
     logger.info(
-        "Manthan is on: policy %s, codec %s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d tokens, "
-        "idle after %g s",
+        "Manthan is on: policy %s, codec %s%s (%.2fx for %s, %d bytes a token)%s, cold store %s of %s%s%s for %d "
+        "tokens, idle after %g s",
         config.policy.name,
         codec.name,
+        f" with the profile {codec.profile}" if codec.profile else "",
         shape.hot_nbytes / shape.cold_nbytes,
         vllm_config.model_config.model,
         shape.cold_nbytes // shape.block_tokens,
@@ -64,6 +71,8 @@ def announce(
         capacity // shape.cold_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
+    if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
+        logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
 def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
@@ -96,6 +105,33 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         restored.good * shape.block_tokens,
         max((answer.seconds for answer in restored.answers), default=0.0) * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
+    )
+
+
+def tell_verdict(verdict: "Verdict") -> None:
+    """What the codec does to this model's KV, and what is used instead if that is too much."""
+    if not verdict.measured:
+        return
+    said = ", then ".join(map(_fidelity, verdict.measured))
+    if verdict.place == 0:
+        logger.info("Manthan: codec %s is faithful on this model: %s", verdict.codec, said)
+        return
+    logger.warning(
+        "Manthan: codec %s is not faithful on this model, and %s; choose another with `codec: {name: ...}`, or have it "
+        "nevertheless with `guard: false` there. Measured: %s",
+        verdict.measured[0].codec,
+        "all tokens are kept exact" if verdict.codec == EXACT else f"{verdict.codec} is used instead",
+        said,
+    )
+
+
+def _fidelity(found: "Fidelity") -> str:
+    return (
+        f"{found.codec} adds {found.logit_noise.mean():.2g} of noise to attention logits ({LOGIT_NOISE:g} is allowed), "
+        f"{found.logit_noise.max():.2g} in layer {found.worst_layer} ({WORST_LOGIT_NOISE:g}), "
+        f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); least cosine of a layer's keys "
+        f"{found.key_cosine.min():.4f}, values {found.value_cosine.min():.4f}; {found.mean_share.max():.0%} of the "
+        f"keys' energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens"
     )
 
 

@@ -11,6 +11,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
 )
 
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.work import Verdict
 
 _SECONDS = (
     0.0001,
@@ -47,6 +48,14 @@ METRICS: dict[str, _Metric] = {
     "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
+    "codec_noise": _Metric(
+        prometheus_client.Gauge,
+        "What the configured codec does to this model's KV: noise of logits, of the worst layer's logits, of values.",
+        "of",
+    ),
+    "codec_fallback": _Metric(
+        prometheus_client.Gauge, "Whether a finer codec is used because the configured one is not faithful: 1, or 0."
+    ),
     "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
     "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
     "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
@@ -112,6 +121,8 @@ class StatsRecorder:
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
+        self.verdict = Verdict(())
+        """What was measured of codecs."""
         self._sent_gauges: dict[str, dict[str, float]] = {}
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
@@ -152,7 +163,22 @@ class StatsRecorder:
             "cold_budget_bytes": {"": usage.budget_nbytes},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
+            "codec_noise": _noise(self.verdict),
+            "codec_fallback": {"": float(self.verdict.place > 0)},
         }
+
+
+def _noise(verdict: Verdict) -> dict[str, float]:
+    """Of the configured codec; none before anything was measured."""
+    if not verdict.measured:
+        return {}
+    of = verdict.measured[0]
+    noise = {
+        "logits": of.logit_noise.mean(),
+        "worst_layer": of.logit_noise.max(),
+        "values": of.value_noise.max(),
+    }
+    return {name: round(float(value), 6) for name, value in noise.items()}
 
 
 class ManthanPromMetrics(KVConnectorPromMetrics):

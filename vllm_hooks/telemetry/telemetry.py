@@ -6,8 +6,8 @@ from manthan.manager.observer import Observer, Restored
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, Eviction, Outcome
-from manthan.manager.work import SpillResult
-from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore
+from manthan.manager.work import SpillResult, Verdict
+from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
 
 
@@ -15,7 +15,7 @@ class Telemetry(Observer):
     """One engine's."""
 
     def __init__(self, manager: SessionMemoryManager) -> None:
-        self._shape = manager.shape
+        self._manager = manager
         self._stats = StatsRecorder(manager)
         self._complaints = Complaints()
 
@@ -33,6 +33,10 @@ class Telemetry(Observer):
         if outcome is not None and outcome.refused:
             self._stats.count("pins_refused")
 
+    def judged(self, verdict: Verdict) -> None:
+        self._stats.verdict = verdict
+        tell_verdict(verdict)
+
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         self._stats.count("encoded_blocks")
         self._stats.observe("encode_seconds", max(answer.seconds for answer in answers))
@@ -44,7 +48,7 @@ class Telemetry(Observer):
     def evicted(self, eviction: Eviction) -> None:
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
-        tell_eviction(eviction, self._shape)
+        tell_eviction(eviction, self._manager.shape)
 
     def dropped(self, drop: Drop) -> None:
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
@@ -59,7 +63,7 @@ class Telemetry(Observer):
             self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
             self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
         self._stats.count_all("failures", restored.causes)
-        tell_restore(restored, self._shape)
+        tell_restore(restored, self._manager.shape)
 
     def prefetch_hit(self) -> None:
         self._stats.count("prefetch_hits")

@@ -13,6 +13,7 @@ from vllm.logger import init_logger
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
 from manthan.codec.errors import CodecError, WireError
+from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
@@ -27,11 +28,16 @@ BATCH = 16
 class Blocks(ABC):
     """Encodes and decodes blocks of this rank's paged cache, of one KV cache group. Safe to call from several threads.
 
-    batch: how many blocks a call takes, at most.
+    formats: that it reads and writes. batch: how many blocks a call takes, at most.
     """
 
-    format: BlockFormat
+    formats: Formats
     batch: int
+
+    @property
+    def format(self) -> BlockFormat:
+        """Of blocks whose order names no codec."""
+        return self.formats.current
 
     @abstractmethod
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
@@ -119,10 +125,18 @@ class CpuBlocks(Blocks):
 
     batch = BATCH
 
-    def __init__(self, memory: PagedMemory, format: BlockFormat) -> None:
-        self.format = format
-        self._memory = memory
+    def __init__(self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat) -> None:
+        """others: that can be read as well, and written where an order names their codec."""
+        self.formats, self._memory, self._first = Formats(format, *others), memory, format
         format.warm_up()
+
+    def change_to(self, format: BlockFormat) -> None:
+        """Encode in this format from now on, and go on to decode what was encoded in the first.
+
+        What is reserved for a block stays the first one's bound: a block that would take more is encoded in that.
+        """
+        format.warm_up()
+        self.formats.use(format)
 
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
         return [self._encode(spill) for spill in spills]
@@ -140,20 +154,29 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            return self.format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+            format = self.formats.named(spill.codec)
+            made = _encoded(format, keys, values, spill)
+            if format is self.formats.current and made.nbytes > self._first.max_nbytes(spill.exact):
+                return _encoded(self._first, keys, values, spill)
+            return made
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"
 
     def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
         try:
-            keys, values = self.format.decode(buf, key=key)
+            keys, values = self.formats.decode(buf, key=key)
         except WireError as error:
             return error.cause
         except CodecError:
             return "decode"
         self._memory.scatter(block_id, keys, values)
         return None
+
+
+def _encoded(format: BlockFormat, keys: Numbers, values: Numbers, spill: SpillBlock) -> Buffer:
+    """Raises CodecError."""
+    return format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

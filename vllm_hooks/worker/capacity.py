@@ -12,7 +12,7 @@ from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.stores import arena
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks.telemetry.log import human_bytes
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -55,13 +55,6 @@ def fast_tier(store: ColdStoreConfig) -> Fast | None:
     if store.kind == "device" and store.host_bytes:
         return Fast(store.max_bytes, fills_on_read=False)
     return Fast(store.front_bytes, fills_on_read=True) if store.front_bytes else None
-
-
-def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
-    from vllm.platforms import current_platform
-
-    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:

@@ -53,17 +53,18 @@ class Lane:
 
 @dataclass
 class Chunk:
-    """A part of a job. status: int32 [n], pinned, valid once `checked` is reached. done: all work on it has ended.
-    nbytes: of each block's codes."""
+    """A part of a job. status, nbytes: of each block, int32 and int64 [n], valid once `checked` is reached. done: all
+    work on it has ended."""
 
     status: torch.Tensor
+    nbytes: torch.Tensor
     checked: torch.cuda.Event
     done: torch.cuda.Event
-    nbytes: int
 
 
 class Encoding(NamedTuple):
-    """Blocks that are encoded together, and the room in a tier for the codes of each. in_place: they are made there."""
+    """Blocks that are encoded together, and the room in a tier for the codes of each: nbytes, the most that they take.
+    in_place: they are made there."""
 
     spills: Sequence[SpillBlock]
     tier: Tier
@@ -94,11 +95,19 @@ class GpuPath(WorkerPath):
     """One rank's blocks to codes and back by a paged codec on its GPU.
 
     forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared for them.
+    make: a codec by its name, should blocks be ordered in another one.
     """
 
-    def __init__(self, codec: PagedCodec, tiers: Tiers, fails_whole: bool = False, forms: Sequence[int] = (0,)) -> None:
+    def __init__(
+        self,
+        codec: PagedCodec,
+        tiers: Tiers,
+        fails_whole: bool = False,
+        forms: Sequence[int] = (0,),
+        make: Callable[[str], PagedCodec] | None = None,
+    ) -> None:
         super().__init__(fails_whole)
-        self.codec, self.tiers = codec, tiers
+        self.codec, self.tiers, self._make = codec, tiers, make
         self._device = codec.device
         nbytes = max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes)
         self._spill_lane = Lane(nbytes, self._device)
@@ -110,7 +119,13 @@ class GpuPath(WorkerPath):
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
+        self._prepared: dict[str, PagedCodec] = {}
         self._warm_up(forms)
+
+    def prepare(self, name: str) -> None:
+        """Blocks may soon be ordered in this codec instead. For any thread."""
+        assert self._make is not None
+        self._prepared[name] = self._make(name)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
@@ -130,6 +145,12 @@ class GpuPath(WorkerPath):
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
+        try:
+            self._use({spill.codec for spill in metadata.spills})
+        except Exception as error:
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in metadata.spills])
+            return
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
         for exact, spills in _by_form(metadata.spills).items():
@@ -174,6 +195,13 @@ class GpuPath(WorkerPath):
 
     # -- evict ----------------------------------------------------------------------------------------
 
+    def _use(self, names: set[str]) -> None:
+        """Encode in this codec from now on, before there is any block in the tiers: the guard has chosen it."""
+        for name in names - {"", self.codec.format.codec}:
+            if name not in self._prepared:  # another rank has asked for it
+                self.prepare(name)
+            self.codec = self._prepared.pop(name)
+
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
         read."""
@@ -185,10 +213,8 @@ class GpuPath(WorkerPath):
         if not demotions or device is None or host is None:
             return
         with torch.cuda.stream(stream):
-            for nbytes, some in groupby(demotions, attrgetter("nbytes")):
-                moved = list(some)
-                sources, targets = [move.source for move in moved], [move.target for move in moved]
-                _copy(device.codes, sources, host.codes, targets, nbytes)
+            _, sources, targets, nbytes = zip(*demotions, strict=True)
+            _copy(device.codes, sources, host.codes, targets, nbytes)
             self._demoted = stream.record_event()
 
     def _encodings(self, exact: int, spills: Sequence[SpillBlock], taken: Sequence[Taken]) -> Iterator[Encoding]:
@@ -208,12 +234,12 @@ class GpuPath(WorkerPath):
         codes, ours = (
             (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
         )
-        keys, _, block_ids, first_tokens, (exact, *_) = zip(*spills, strict=True)
+        keys, _, block_ids, first_tokens, (exact, *_), _ = zip(*spills, strict=True)
         with torch.cuda.stream(lane.stream):
             batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
             self.codec.encode(batch, codes)
-            if not in_place:
-                _copy(codes, ours, tier.codes, places, nbytes)
+            if not in_place:  # how much of its room a block takes is not known yet
+                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
             self._spills.append(Spill(encoding, self._chunk(batch, lane.stream), began))
 
     def _end_spills(self) -> None:
@@ -223,33 +249,32 @@ class GpuPath(WorkerPath):
             try:
                 if not chunk.done.query():
                     return
-                statuses = chunk.status.tolist()
+                statuses, sizes = chunk.status.tolist(), chunk.nbytes.tolist()
             except Exception as error:
                 self._spills.popleft()
                 self._fail(encoding, error)
                 continue
             self._spills.popleft()
-            self._put(encoding, statuses, (time.monotonic() - began) / len(statuses))
+            self._put(encoding, statuses, sizes, (time.monotonic() - began) / len(statuses))
 
-    def _put(self, encoding: Encoding, statuses: Sequence[int], seconds: float) -> None:
+    def _put(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
         """What was encoded is in its tier now."""
-        spills, tier, places, _, nbytes = encoding
-        taken, pairs = room(nbytes), list(zip(spills, places, statuses, strict=True))
+        tier, blocks = encoding.tier, list(zip(encoding.spills, encoding.places, statuses, sizes, strict=True))
         stored = {
             (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token)
-            for spill, place, status in pairs
+            for spill, place, status, nbytes in blocks
             if status == GOOD
         }
         self.tiers.put(tier, stored)
-        for _, place, status in pairs:
+        for _, place, status, _ in blocks:
             if status != GOOD:
                 tier.arena.free(place)
         self._spilled(
             [
-                SpillResult(spill.key, spill.group, None, seconds, taken)
+                SpillResult(spill.key, spill.group, None, seconds, room(nbytes))
                 if status == GOOD
                 else SpillResult(spill.key, spill.group, "encode", seconds)
-                for spill, _, status in pairs
+                for spill, _, status, nbytes in blocks
             ]
         )
 
@@ -272,18 +297,18 @@ class GpuPath(WorkerPath):
         for run in self._runs(part, lanes[0]):
             lane, (tier, in_place, blocks) = lanes[len(restore.chunks) % len(lanes)], run
             some = slice(done, done := done + len(blocks))
-            exact, extents = blocks[0].exact, [stored.extents for stored in blocks]
+            exact, extents, sizes = blocks[0].exact, [stored.extents for stored in blocks], [b.nbytes for b in blocks]
             places = extents if in_place else self._places(lane, exact)[: len(blocks)]
             codes = tier.codes if in_place else lane.staging.codes
             with torch.cuda.stream(lane.stream):
                 if self._demoted is not None:
                     lane.stream.wait_event(self._demoted)
                 if not in_place:
-                    _copy(tier.codes, extents, codes, places, blocks[0].nbytes)
+                    _copy(tier.codes, extents, codes, places, sizes)
                 first_tokens, offsets = [stored.first_token for stored in blocks], [place[0].start for place in places]
-                batch = self.codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets)
+                batch = self.codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets, sizes)
                 self.codec.verify(batch, codes)
-                restore.chunks.append(self._chunk(batch, lane.stream))
+                restore.chunks.append(self._chunk(batch, lane.stream, torch.tensor(sizes)))
             later.append((lane.stream, restore.chunks[-1], batch, codes))
             if not in_place:  # the staging buffer is needed for the next but one
                 self._decode(*later.pop(), model)
@@ -367,7 +392,7 @@ class GpuPath(WorkerPath):
             failed.append(FailedBlock(*blocks[good], self._cause(ended, good)))
         nbytes, left = 0, good
         for chunk in ended.chunks:
-            nbytes += chunk.nbytes * min(left, len(chunk.status))
+            nbytes += int(chunk.nbytes[:left].sum())
             left -= min(left, len(chunk.status))
         seconds = time.monotonic() - ended.began
         self._loaded(LoadResult(load.request_id, failed, nbytes, seconds, load.is_prefetch))
@@ -390,11 +415,18 @@ class GpuPath(WorkerPath):
         """For as many blocks with so many exact tokens as fit into the staging buffer."""
         return lane.staging.places(self.codec.form(exact).nbytes)
 
-    def _chunk(self, batch: Batch, stream: torch.cuda.Stream) -> Chunk:
-        status = torch.empty(batch.status.shape, dtype=torch.int32, pin_memory=self._device.type == "cuda")
-        status.copy_(batch.status, non_blocking=True)
+    def _chunk(self, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None) -> Chunk:
+        """nbytes: where it is known."""
+        form, status = self.codec.form(batch.exact), self._soon(batch.status)
+        if nbytes is None:
+            nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
         reached = stream.record_event()
-        return Chunk(status, reached, reached, self.codec.form(batch.exact).nbytes)
+        return Chunk(status, nbytes, reached, reached)
+
+    def _soon(self, there: torch.Tensor) -> torch.Tensor:
+        """A copy in pinned memory, made on the current stream."""
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
+        return here.copy_(there, non_blocking=True)
 
     def _warm_up(self, forms: Sequence[int]) -> None:
         """Do now what the first job would otherwise pay for: compile and load the kernels, allocate pinned memory."""
@@ -416,7 +448,7 @@ def _by_form(spills: Sequence[SpillBlock]) -> dict[int, list[SpillBlock]]:
     return found
 
 
-def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: int) -> None:
+def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:
     """Copy encoded blocks from one buffer to another, by the copy engines, on the current stream."""
     starts, ends, sizes = pieces(froms, tos, nbytes)
     compat.copy_blocks(starts + source.data_ptr(), ends + target.data_ptr(), sizes)

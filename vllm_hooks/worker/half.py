@@ -8,18 +8,27 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat
+from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import CENTRED, SPECS, takes_facts
+from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
+from manthan.codec.rope import Rope
+from manthan.codec.wht import NAME as WHT
+from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, exact_counts
+from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, only_group
+from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
+from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
@@ -43,6 +52,27 @@ class WorkerHalf:
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
+        self._guard: Guard | None = None
+
+    def submit_spills(self, metadata: ManthanMetadata) -> None:
+        """Begin what comes after what the model computes in this step."""
+        self.path.submit_spills(metadata)
+        if self._guard is not None:
+            self._guard.submit(metadata.samples)
+
+    def take_report(self) -> ManthanWorkerMetadata | None:
+        """What ended since the last call."""
+        report, verdicts = self.path.take_report(), self._guard.take() if self._guard is not None else []
+        if not verdicts:
+            return report
+        report = report or ManthanWorkerMetadata()
+        report.verdicts += verdicts
+        return report
+
+    def shutdown(self) -> None:
+        if self._guard is not None:
+            self._guard.shutdown()
+        self.path.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
@@ -55,45 +85,97 @@ class WorkerHalf:
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
-        codec = config.codec.name
-        facts = ModelFacts(running_rope(self._vllm_config, spec.head_size)) if takes_facts(codec) else NO_FACTS
-        mark = fingerprint(self._vllm_config, group, codec, name, facts)
-        self.path = self._path(layers, block_format(codec, group, mark, facts), tier_bytes, store)
+        codecs = (config.codec.name, *finer_codecs(config.codec.name))
+        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
+        self.path = self._path(layers, forms, group, tier_bytes, store)
+        if config.codec.guard:
+            self._guard = self._make_guard(layers, forms, rope)
+
+    def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
+        """What the codec may know. Raises ConfigError for a profile that does not fit."""
+        if not takes_facts(codec):
+            return NO_FACTS
+        if not needs_profile(codec):
+            return ModelFacts(rope)
+        parallel, profile = self._vllm_config.parallel_config, settled_profile(self._vllm_config)
+        return ModelFacts(rope, rank_facts(profile, group, parallel.rank, parallel.world_size).profile)
+
+    def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
+        """namespace: see `fingerprint`. Raises ConfigError."""
+        try:
+            return block_format(codec, group, fingerprint(self._vllm_config, group, codec, namespace, facts), facts)
+        except ProfileError as error:
+            raise ConfigError(str(error)) from None
+
+    def _make_guard(self, layers: list[Layer], forms: Sequence[BlockFormat], rope: Rope | None) -> Guard:
+        shape, device, path = forms[0].shape.numbers[1:], layers[0].rows.device, self.path
+        if device.type == "cpu":
+            return Guard(HostMemory(layers, shape), forms, rope, device, BlockFormat.warm_up)
+        from manthan.vllm_hooks.worker.gpu_path import GpuPath
+
+        layout = paged_layout(layers, shape)
+
+        def prepare(form: BlockFormat) -> None:
+            if isinstance(path, GpuPath):
+                path.prepare(form.codec)
+
+        return Guard(DeviceMemory(layout), forms, rope, device, prepare)
 
     def _path(
         self,
         layers: list[Layer],
-        form: BlockFormat,
+        forms: Sequence[BlockFormat],
+        group: Group,
         tier_bytes: TierBytes,
         store: ColdStore | None,
     ) -> WorkerPath:
         """Where the codec runs, and on what: the only place where that is chosen.
 
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
-        cache in its memory or a GPU's. store: None for one of this engine alone.
+        cache in its memory or a GPU's. forms: the configured one first. store: None for one of this engine alone.
         """
+        form = forms[0]
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
+            if calibration_job(self._vllm_config, form) is not None:
+                logger.info("Manthan: no profile is made of what a GPU encodes: run `manthan calibrate MODEL`")
             exacts = sorted(exact_counts(self._config.codec, form.shape.tokens))
-            return _gpu_path(paged_codec(paged_layout(layers, shape), form), tier_bytes, self._fails_whole, exacts)
+            return _gpu_path(paged_layout(layers, shape), forms, tier_bytes, self._fails_whole, exacts)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
+        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
         blocks: Blocks
         if on_gpu:
-            blocks = PagedBlocks(paged_codec(paged_layout(layers, shape), form))
+            layout = paged_layout(layers, shape)
+            blocks = PagedBlocks(*(paged_codec(layout, each) for each in forms))
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
-        elif device.type == "cpu":
-            blocks = CpuBlocks(HostMemory(layers, shape), form)
         else:
-            blocks = CpuBlocks(DeviceMemory(paged_layout(layers, shape)), form)
+            blocks = CpuBlocks(memory, *forms)
+        calibration = self._calibration(memory, blocks, group)
         if store is None:
             store = HostStore(tier_bytes.host)
-        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole)
+        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole, calibration)
+
+    def _calibration(self, memory: PagedMemory, blocks: Blocks, group: Group) -> Calibration | None:
+        """Where the codec wants a profile that there is not yet."""
+        job = calibration_job(self._vllm_config, blocks.format)
+        if job is None:
+            return None
+
+        def made(profile: Profile) -> str:
+            if job.ranks > 1 or self._config.cold_store.is_shared or not isinstance(blocks, CpuBlocks):
+                return "it is used from the next start on"
+            facts = ModelFacts(job.info.rope, profile)
+            blocks.change_to(self._format(job.preset, group, facts, ""))
+            return "blocks are encoded with it from now on"
+
+        return Calibration(memory, job, made)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -115,14 +197,23 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+    from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
+    from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
+    if needs_profile(form.codec) or form.codec == WHT:
+        try:
+            return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
+        except CompileError as error:
+            raise UnsupportedError(
+                f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
+            ) from None
     if form.codec in CENTRED:
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        known = ", ".join(SPECS | CENTRED)
+        known = ", ".join([*SPECS, *CENTRED, WHT, *PRESETS])
         raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)
@@ -131,11 +222,17 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
         return TorchPagedCodec(layout, form)
 
 
-def _gpu_path(codec: PagedCodec, tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]) -> WorkerPath:
+def _gpu_path(
+    layout: PagedLayout, forms: Sequence[BlockFormat], tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]
+) -> WorkerPath:
+    """forms: the configured one first."""
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
-    device = codec.layout.caches[0].device
+    device, by_name = layout.caches[0].device, {form.codec: form for form in forms}
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
-    return GpuPath(codec, Tiers(on_device, on_host), fails_whole, exacts)
+    tiers = Tiers(on_device, on_host)
+    return GpuPath(
+        paged_codec(layout, forms[0]), tiers, fails_whole, exacts, lambda name: paged_codec(layout, by_name[name])
+    )

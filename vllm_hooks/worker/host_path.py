@@ -1,8 +1,7 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -19,7 +18,9 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
+from manthan.vllm_hooks.worker.calibration import Calibration
 from manthan.vllm_hooks.worker.path import WorkerPath
+from manthan.vllm_hooks.worker.streams import behind, model_event
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
@@ -31,7 +32,7 @@ class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     blocks: by KV cache group. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
-    what the model's stream was given before.
+    what the model's stream was given before. calibration: what is made of the blocks besides.
     """
 
     def __init__(
@@ -41,9 +42,11 @@ class HostPath(WorkerPath):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
+        self._calibration = calibration
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -58,13 +61,13 @@ class HostPath(WorkerPath):
             self.store.drop(group, keys)
         for group, keys in metadata.go_first:
             self.store.go_first(group, keys)
-        model = self._model_event() if metadata.loads else None
+        model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
             threads = self._prefetchers if load.is_prefetch else self._loaders
             threads.submit(self._load, load, self.store, model)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
-        model = self._model_event() if metadata.spills else None
+        model = model_event(self._device) if metadata.spills else None
         for group, blocks in self.blocks.items():
             spills = [spill for spill in metadata.spills if spill.group == group]
             for start in range(0, len(spills), blocks.batch):
@@ -73,22 +76,9 @@ class HostPath(WorkerPath):
     def shutdown(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
+        if self._calibration is not None:
+            self._calibration.stop()
         self.store.close()
-
-    def _model_event(self) -> torch.cuda.Event | None:
-        """What the model's stream has been given up to now; None where the model has none."""
-        return None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
-
-    @contextmanager
-    def _behind(self, model: torch.cuda.Event | None) -> Iterator[None]:
-        """GPU work in this context runs on a stream of its own, after what the model's stream was given before."""
-        if model is None:
-            yield
-            return
-        stream = torch.cuda.Stream(self._device)
-        stream.wait_event(model)
-        with torch.cuda.stream(stream):
-            yield
 
     # -- evict ----------------------------------------------------------------------------------------
 
@@ -98,7 +88,9 @@ class HostPath(WorkerPath):
         """Encode blocks of one group, then store them together."""
         began = time.monotonic()
         try:
-            with self._behind(model):
+            with behind(model, self._device):
+                if self._calibration is not None:
+                    self._calibration.see(spills)
                 encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
             bufs = {spill.key: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
             refused = store.put_all(blocks.format.group, bufs) if bufs else {}
@@ -116,7 +108,7 @@ class HostPath(WorkerPath):
         began = time.monotonic()
         loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys])
         try:
-            with self._behind(model):
+            with behind(model, self._device):
                 for part in load.parts:
                     self._load_part(part, store, loaded)
                     if loaded.failed:

@@ -3,12 +3,14 @@
 import threading
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import NamedTuple
 
 import torch
 
 from manthan.codec import wire
 from manthan.codec.base import SectionKind
 from manthan.codec.errors import SizeError, WireError
+from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import GOOD, PagedCodec, status_cause
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
@@ -17,6 +19,18 @@ from manthan.vllm_hooks.worker.staging import Staging
 
 ENTRY_END = wire.HEADER.size + wire.ENTRY.size
 """Of the first entry."""
+
+
+class Kind(NamedTuple):
+    """What blocks have in common that are worked on together: the codec, and how many first tokens are kept exact."""
+
+    codec: PagedCodec
+    exact: int
+
+    @property
+    def nbytes(self) -> int:
+        """Of an encoded block."""
+        return self.codec.form(self.exact).nbytes
 
 
 class Buffers(threading.local):
@@ -30,17 +44,19 @@ class Buffers(threading.local):
 class PagedBlocks(Blocks):
     """Works on the caller's current stream, and waits for it: callers are threads beside the model's."""
 
-    def __init__(self, codec: PagedCodec) -> None:
+    def __init__(self, codec: PagedCodec, *others: PagedCodec) -> None:
+        """others: whose blocks can be read as well, and written where an order names their codec."""
         self.codec = codec
-        self.format = codec.format
+        self.formats = Formats(codec.format, *(other.format for other in others))
+        self._codecs = {each.format: each for each in (*others, codec)}
         self.batch = max(1, STAGING_BYTES // codec.form(0).nbytes)
         self._buffers = Buffers(max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes), codec.device)
 
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
         encoded: list[Buffer | str] = ["encode"] * len(spills)
-        for exact, some in self._runs([spill.exact for spill in spills]):
-            keys, _, block_ids, first_tokens, _ = zip(*(spills[n] for n in some), strict=True)
-            for n, made in zip(some, self._encode(exact, keys, block_ids, first_tokens), strict=True):
+        for kind, some in self._runs([self._kind(spill) for spill in spills]):
+            keys, _, block_ids, first_tokens, *_ = zip(*(spills[n] for n in some), strict=True)
+            for n, made in zip(some, self._encode(kind, keys, block_ids, first_tokens), strict=True):
                 encoded[n] = made
         return encoded
 
@@ -48,36 +64,40 @@ class PagedBlocks(Blocks):
         self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
     ) -> list[str | None]:
         causes: list[str | None] = [None] * len(bufs)
-        fronts: list[tuple[int, int]] = []
+        fronts: list[tuple[Kind, int]] = []
         for buf in bufs:
             front = self._front(buf)
             if isinstance(front, str):
                 causes[len(fronts)] = front
                 break
             fronts.append(front)
-        for exact, some in self._runs([exact for exact, _ in fronts]):
+        for kind, some in self._runs([kind for kind, _ in fronts]):
             part = slice(some.start, some.stop)
             first_tokens = [first_token for _, first_token in fronts[part]]
-            causes[part] = self._decode(exact, keys[part], block_ids[part], first_tokens, bufs[part])
+            causes[part] = self._decode(kind, keys[part], block_ids[part], first_tokens, bufs[part])
             if any(causes[part]):
                 break
         return causes
 
+    def _kind(self, spill: SpillBlock) -> Kind:
+        return Kind(self._codecs[self.formats.named(spill.codec)], spill.exact)
+
     def _encode(
-        self, exact: int, keys: Sequence[bytes], block_ids: Sequence[int], first_tokens: Sequence[int]
+        self, kind: Kind, keys: Sequence[bytes], block_ids: Sequence[int], first_tokens: Sequence[int]
     ) -> Iterator[Buffer | str]:
         """Encode blocks of one form, as many as fit into the staging buffer."""
-        codes, host = self._buffers.staging.codes, self._buffers.host
-        places = self._places(exact, len(keys))
-        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
-        self.codec.encode(batch, codes)
+        codec, codes, host = kind.codec, self._buffers.staging.codes, self._buffers.host
+        places = self._places(kind, len(keys))
+        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places])
+        codec.encode(batch, codes)
         host[: places[-1].stop].copy_(codes[: places[-1].stop], non_blocking=True)
-        for place, status in zip(places, batch.status.tolist(), strict=True):  # waits
-            yield host.numpy()[place].copy() if status == GOOD else "encode"
+        blocks = zip(places, batch.status.tolist(), batch.nbytes.tolist(), strict=True)  # waits
+        for place, status, nbytes in blocks:
+            yield host.numpy()[place][:nbytes].copy() if status == GOOD else "encode"
 
     def _decode(
         self,
-        exact: int,
+        kind: Kind,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         first_tokens: Sequence[int],
@@ -85,19 +105,20 @@ class PagedBlocks(Blocks):
     ) -> list[str | None]:
         """Check and decode blocks of one form, as many as fit into the staging buffer; the causes of those that are
         bad."""
-        codes, host = self._buffers.staging.codes, self._buffers.host
-        places = self._places(exact, len(keys))
-        for place, buf in zip(places, bufs, strict=True):
-            host.numpy()[place] = buf
+        codec, codes, host = kind.codec, self._buffers.staging.codes, self._buffers.host
+        places = self._places(kind, len(keys))
+        sizes = [0 if buf is None else len(buf) for buf in bufs]
+        for place, buf, nbytes in zip(places, bufs, sizes, strict=True):
+            host.numpy()[place][:nbytes] = buf
         codes[: places[-1].stop].copy_(host[: places[-1].stop], non_blocking=True)
-        batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place.start for place in places])
-        self.codec.verify(batch, codes)
-        self.codec.decode(batch, codes)
+        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places], sizes)
+        codec.verify(batch, codes)
+        codec.decode(batch, codes)
         return [status_cause(status) for status in batch.status.tolist()]  # waits
 
-    def _front(self, buf: Buffer | None) -> tuple[int, int] | str:
-        """How many first tokens of an encoded block are exact, and the place of the first in its chain. It is what the
-        block says, and compared with the rest of it later; or the cause why it cannot be right."""
+    def _front(self, buf: Buffer | None) -> tuple[Kind, int] | str:
+        """What kind of encoded block it is, and the place of its first token in its chain. It is what the block says,
+        and compared with the rest of it later; or the cause why it cannot be right."""
         if buf is None:
             return "missing"
         try:
@@ -107,21 +128,23 @@ class PagedBlocks(Blocks):
         kind, *_, tokens, _, _ = (
             wire.ENTRY.unpack_from(buf.data, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
         )
-        exact = tokens if kind == SectionKind.BOTH else 0
-        fits = exact <= self.codec.layout.tokens and self.codec.form(exact).nbytes == len(buf)
-        return (exact, front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
+        exact, codec = tokens if kind == SectionKind.BOTH else 0, self._codecs[self.formats.of(buf)]
+        fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
+        return (
+            (Kind(codec, exact), front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
+        )
 
-    def _places(self, exact: int, n: int) -> list[slice]:
+    def _places(self, kind: Kind, n: int) -> list[slice]:
         """Where n blocks lie in the buffers."""
-        places = self._buffers.staging.places(self.codec.form(exact).nbytes)[:n]
+        places = self._buffers.staging.places(kind.nbytes)[:n]
         return [slice(start, start + nbytes) for [(start, nbytes)] in places]
 
-    def _runs(self, forms: Sequence[int]) -> Iterator[tuple[int, range]]:
-        """Blocks next to each other with as many exact tokens, as many as fit into the staging buffer."""
+    def _runs(self, kinds: Sequence[Kind]) -> Iterator[tuple[Kind, range]]:
+        """Blocks of one kind next to each other, as many as fit into the staging buffer."""
         start = 0
-        for exact, same in groupby(forms):
+        for kind, same in groupby(kinds):
             end = start + len(list(same))
-            step = len(self._buffers.staging.places(self.codec.form(exact).nbytes))
+            step = len(self._buffers.staging.places(kind.nbytes))
             for first in range(start, end, step):
-                yield exact, range(first, min(first + step, end))
+                yield kind, range(first, min(first + step, end))
             start = end

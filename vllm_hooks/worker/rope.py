@@ -20,12 +20,12 @@ TOLERANCE = 2.0**-6
 """vLLM keeps them in the model's dtype: bf16 is off by 2**-9, and float32 angles by some 1e-3 at the last place."""
 
 
-def running_rope(vllm_config: "VllmConfig", head_dim: int) -> Rope | None:
-    """None, with a line in the log, where the keys are turned in a way that is not understood, or in several."""
+def running_rope(vllm_config: "VllmConfig", head_dim: int, tell: bool = True) -> Rope | None:
+    """None where the keys are turned in a way that is not understood, or in several; tell: with a line in the log."""
     modules = [module for module in rotary_modules() if module.head_dim == head_dim]
     found = {_rope_of(vllm_config, module) for module in modules}
     rope = found.pop() if len(found) == 1 else None
-    if rope is None:
+    if rope is None and tell:
         why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"
         several = f"{len(found)} kinds of RoPE" if len(found) > 1 else why
         logger.warning("Manthan: keys are coded as they are after RoPE, which is less exact: %s.", several)

@@ -25,12 +25,12 @@ class Staging:
         return self._places[nbytes]
 
 
-def pieces(sources: Places, targets: Places, nbytes: int) -> torch.Tensor:
-    """How to copy blocks of so many bytes each: int64 [3, n], where pieces begin, where they go, and their sizes."""
+def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:
+    """How to copy blocks of so many bytes: int64 [3, n], where pieces begin, where they go, and their sizes."""
     if max(map(len, sources)) == max(map(len, targets)) == 1:
         starts = [source[0].start for source in sources], [target[0].start for target in targets]
-        return torch.tensor([*starts, [nbytes] * len(sources)], dtype=torch.int64)
-    found = [piece for pair in zip(sources, targets, strict=True) for piece in _pieces(*pair, nbytes)]
+        return torch.tensor([*starts, nbytes], dtype=torch.int64)
+    found = [piece for one in zip(sources, targets, nbytes, strict=True) for piece in _pieces(*one)]
     return torch.tensor(found, dtype=torch.int64).t().contiguous()
 
 

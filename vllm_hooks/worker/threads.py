@@ -43,7 +43,7 @@ class Threads:
             thread.join()
 
     def _run(self, cpus: Collection[int]) -> None:
-        _move_to(cpus)
+        move_to(cpus)
         while (job := self._jobs.get()) is not None:
             try:
                 job()
@@ -65,7 +65,7 @@ def allowed_cpus() -> set[int]:
         return set()
 
 
-def _move_to(cpus: Collection[int]) -> None:
+def move_to(cpus: Collection[int]) -> None:
     """Run the calling thread on these CPUs, if there are any."""
     try:
         if cpus:

@@ -95,8 +95,6 @@ __device__ __forceinline__ void decode_run(const Job& job, Place place, const De
     }
 }
 
-#define WARPS (THREADS / 32)
-
 struct Range {  // the tiles of this warp: all warps of the launch share them evenly
     u32 tile, end;
 

@@ -17,6 +17,8 @@ typedef long long i64;
 #define FULL 0xffffffffu
 #define EXPONENT 0x7f800000u
 #define TILE 8
+#define WARPS (THREADS / 32)
+#define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first go to as many processors as there are
 
 struct Job {  // sections of n blocks of one form
     const u64* caches;     // [layers] addresses
@@ -25,6 +27,7 @@ struct Job {  // sections of n blocks of one form
     u8* codes;
     const u8* headers;     // [n, head_nbytes]
     int* status;           // [n]
+    const i64* sizes;      // [n] bytes of each block, where they differ; else null
     i64 nbytes, head_nbytes;        // of a block, and of its header with the entries
     i64 block_stride;               // in elements, as the next three; within a block they fit an int
     i64 at[2];                      // first key and first value of the sections in a paged block

@@ -15,7 +15,7 @@ __device__ __forceinline__ void copy_exact(const Job& job) {
         u32 rest = run / job.heads, head = run % job.heads, layer = rest % job.layers;
         rest /= job.layers;
         int kind = rest % 2, block = rest / 2;
-        if (!OUT && job.status[block] < 0) continue;
+        if (!OUT && job.status[block] != GOOD) continue;
         Word* paged = (Word*)job.caches[layer] + job.block_ids[block] * job.block_stride + job.at[kind];
         paged += head * job.head_stride;
         u8* codes = job.codes + job.offsets[block] + job.payload[kind];
@@ -30,5 +30,5 @@ __device__ __forceinline__ void copy_exact(const Job& job) {
 
 extern "C" __global__ void __launch_bounds__(THREADS) encode_exact(const Job job) { copy_exact<true>(job); }
 
-// Blocks whose status is below 0 are left alone.
+// Blocks whose status is not GOOD are left alone.
 extern "C" __global__ void __launch_bounds__(THREADS) decode_exact(const Job job) { copy_exact<false>(job); }

@@ -48,18 +48,14 @@ __device__ __forceinline__ float fold(const float (&v)[ROWS], int lane, float* s
     return total;
 }
 
-// Returns whether the vector is finite; of one that is not, nothing is written.
+// Returns whether the vector is finite; of one that is not, nothing is written. v: 0 behind the vector's end; overwritten.
 template <int BITS>
-__device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes, int lane, float* sums) {
+__device__ __forceinline__ bool encode_numbers(float (&v)[ROWS], u8* scale, u8* planes, int lane, float* sums) {
     const int levels = 1 << (BITS - 1);
-    float v[ROWS], q[ROWS], t[ROWS];
+    float q[ROWS], t[ROWS];
     u32 top = 0;
 #pragma unroll
-    for (int r = 0; r < ROWS; r++) {
-        int i = 32 * r + lane;
-        v[r] = i < HEAD_DIM ? load(x + i) : 0.f;
-        top = max(top, b(v[r]) & 0x7fffffffu);
-    }
+    for (int r = 0; r < ROWS; r++) top = max(top, b(v[r]) & 0x7fffffffu);
     top = __reduce_max_sync(FULL, top);
     if (top >= EXPONENT) return false;
     u32 field = (u32)max(254 - (int)(top >> 23), 8);
@@ -101,13 +97,18 @@ __device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes,
     return true;
 }
 
-// Returns whether the scale is finite; with one that is not, nothing is written.
 template <int BITS>
-__device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Word* x, int lane) {
-    const int levels = 1 << (BITS - 1);
-    u32 bits = (u32)scale[0] << 16 | (u32)scale[1] << 24;
-    if ((bits & EXPONENT) == EXPONENT) return false;
+__device__ __noinline__ bool encode_vector(const Word* x, u8* scale, u8* planes, int lane, float* sums) {
     float v[ROWS];
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) v[r] = 32 * r + lane < HEAD_DIM ? load(x + 32 * r + lane) : 0.f;
+    return encode_numbers<BITS>(v, scale, planes, lane, sums);
+}
+
+// scale: the bits of a finite float.
+template <int BITS>
+__device__ __forceinline__ void decode_numbers(u32 scale, const u8* planes, float (&v)[ROWS], int lane) {
+    const int levels = 1 << (BITS - 1);
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         int i = 32 * r + lane, code = 0;
@@ -123,10 +124,20 @@ __device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Wo
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         int i = 32 * r + lane;
-        if (i < HEAD_DIM) {
-            float y = __fmul_rn(__fmul_rn(v[r], f(WEIGHTS[i])), f(bits));
-            x[i] = store(__fadd_rn(fminf(fmaxf(y, -f(LARGEST)), f(LARGEST)), 0.f));  // adding 0 leaves no -0
-        }
+        float y = i < HEAD_DIM ? __fmul_rn(__fmul_rn(v[r], f(WEIGHTS[i])), f(scale)) : 0.f;
+        v[r] = __fadd_rn(fminf(fmaxf(y, -f(LARGEST)), f(LARGEST)), 0.f);  // adding 0 leaves no -0
     }
+}
+
+// Returns whether the scale is finite; with one that is not, nothing is written.
+template <int BITS>
+__device__ __noinline__ bool decode_vector(const u8* scale, const u8* planes, Word* x, int lane) {
+    u32 bits = (u32)scale[0] << 16 | (u32)scale[1] << 24;
+    if ((bits & EXPONENT) == EXPONENT) return false;
+    float v[ROWS];
+    decode_numbers<BITS>(bits, planes, v, lane);
+#pragma unroll
+    for (int r = 0; r < ROWS; r++)
+        if (32 * r + lane < HEAD_DIM) x[32 * r + lane] = store(v[r]);
     return true;
 }

@@ -1,0 +1,90 @@
+"""A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape."""
+
+from collections.abc import Mapping
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo
+from manthan.codec.rope import Rope
+from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
+
+SPREAD = 8.0, 0.2
+"""Deviations of the first component and the last; those between fall off evenly on a logarithmic scale."""
+
+
+def rope_of(head_dim: int, base: float = 1e6) -> Rope:
+    return Rope(tuple(base ** -np.arange(0, 1, 2 / head_dim)))
+
+
+def profile(
+    layers: int, heads: int, head_dim: int, rope: Rope | None, presets: Mapping[str, float] = PRESETS, seed: int = 0
+) -> Profile:
+    """Every layer has the same transform, its rows in an order of its own, and a mean as large as the deviation."""
+    rng, size = np.random.default_rng(seed), heads * head_dim
+    square, _ = np.linalg.qr(rng.standard_normal((size, size)))
+    deviations, shapes = np.geomspace(*SPREAD, size), rng.integers(0, len(SHAPES), size)
+    steps, tables = {}, {}
+    for preset, ratio in presets.items():
+        steps[preset], tables[preset] = _step(deviations, shapes, 16 / ratio)
+
+    def basis() -> Basis:
+        scale = np.exp(0.3 * rng.standard_normal(size)).astype(np.float32)
+        mean = rng.standard_normal(size).astype(np.float32)
+        return Basis(mean, scale, square[rng.permutation(size)].astype(np.float16), steps, tables)
+
+    made = [LayerProfile(basis(), basis()) for _ in range(layers)]
+    info = ProfileInfo("made-up", layers, heads, head_dim, rope, "none", ratios=dict(presets))
+    return Profile.of(info, family(), [made])
+
+
+def kv(of: Profile, tokens: int, device: torch.device, seed: int = 0) -> tuple[Tensor, Tensor]:
+    """Keys, as a cache has them from place 0 on, and values: float32 [layers, heads, tokens, head_dim]."""
+    torch.manual_seed(seed)
+    sides = []
+    for keys in (True, False):
+        rows = [_row(layer.keys if keys else layer.values, tokens, device) for layer in of.layers]
+        heads = torch.stack(rows).view(len(rows), tokens, of.info.heads, of.info.head_dim).transpose(1, 2)
+        sides.append(_turned(heads, of.info.rope) if keys and of.info.rope else heads)
+    return sides[0], sides[1]
+
+
+def _step(
+    deviations: npt.NDArray[np.float64], shapes: npt.NDArray[np.int64], bits: float
+) -> tuple[float, npt.NDArray[np.uint8]]:
+    """The step with which components take so many bits on average, and their tables."""
+    frequencies = family()
+    each = (costs(frequencies) * frequencies / frequencies.sum(1, keepdims=True)).sum(1)
+
+    def tables(step: float) -> npt.NDArray[np.uint8]:
+        nearest = np.abs(np.log(deviations[:, None] / step / DEVIATIONS)).argmin(1)
+        return (shapes * len(DEVIATIONS) + nearest).astype(np.uint8)
+
+    low, high = 0.01, 100.0
+    for _ in range(30):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if each[tables(middle)].mean() > bits else (low, middle)
+    return float(np.float32(high)), tables(high)
+
+
+def _row(basis: Basis, tokens: int, device: torch.device) -> Tensor:
+    """[tokens, C] of one layer."""
+    preset = next(iter(basis.steps))
+    chosen = np.array(SHAPES)[basis.tables[preset] // len(DEVIATIONS)]
+    shapes = torch.tensor(chosen, dtype=torch.float32, device=device)
+    power = torch._standard_gamma((1 / shapes).expand(tokens, -1).contiguous()) ** (1 / shapes)
+    spread = torch.exp(0.5 * (torch.lgamma(3 / shapes) - torch.lgamma(1 / shapes)))
+    signs = torch.randint(0, 2, power.shape, device=device) * 2 - 1
+    deviations = torch.logspace(*np.log10(SPREAD), len(shapes), device=device)
+    transform, scale, mean = (torch.from_numpy(x).to(device) for x in (basis.transform, basis.scale, basis.mean))
+    return signs * power / spread * deviations @ transform.float().t() / scale + mean
+
+
+def _turned(keys: Tensor, rope: Rope) -> Tensor:
+    """Pairs of halves."""
+    positions = np.arange(keys.shape[2], dtype=np.int64)
+    cos, sin = (torch.from_numpy(part).to(keys.device) for part in rope.tables(positions))
+    first, second, rest = keys.split((cos.shape[1], cos.shape[1], keys.shape[3] - 2 * cos.shape[1]), 3)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), 3)

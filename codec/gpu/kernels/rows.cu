@@ -1,0 +1,242 @@
+// Rows of small integers to words and back: manthan.codec.cpu.rans, whose words these are. A warp takes as many rows of
+// one layer, of blocks next to each other in the batch, as their streams fill it; they take their steps together.
+//
+// numbers has for each row its integers in the order of their streams, the rows of all blocks next to each other.
+//
+// Tables for encoding: a u32 for each of 256 symbols, frequency (12 bits), sum of those before it (12) and, where it is
+// not in the table and these are the escape's, the highest bit; behind all tables, by frequency, the reciprocal of 2**32.
+// For decoding: of each 16 slots, u16 [256], where the ranks of their symbols are, in 16 bytes; by rank, u32, frequency,
+// sum, symbol (8 bits). Ranks are behind all tables, at `pool`: tables have many in common.
+
+#define ESCAPE 255
+#define SYMBOL_MAX 127
+#define FURTHEST 32767.f
+#define ROW_THREADS 1024
+#define BATCH 8
+#define ROW_WARPS (ROW_THREADS / 32)
+
+// -127 to 127, exactly: 1024 and the symbol, less 1024 and 127.
+__device__ __forceinline__ Half of_symbol(u32 symbol) {
+    Half number;
+    asm("sub.rn.f16 %0, %1, %2;" : "=h"(number) : "h"((Half)(0x6400 + symbol)), "h"((Half)(0x6400 + SYMBOL_MAX)));
+    return number;
+}
+
+// Not reckoned again where it is used.
+__device__ __forceinline__ int kept(int x) { asm volatile("" : "+r"(x)); return x; }
+
+// In shared memory, where they fit.
+__device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
+#if SHARED_TABLES
+    extern __shared__ uint4 shared[];
+    for (int i = threadIdx.x; i < job.tables_nbytes / 16; i += ROW_THREADS) shared[i] = ((const uint4*)job.tables)[i];
+    __syncthreads();
+    return (const u8*)shared;
+#else
+    return job.tables;
+#endif
+}
+
+struct Lane {  // of a warp that works on some rows
+    int first, stream, together, row;  // first: lane of its row
+    u32 group, before;                 // the lanes of its row, and those of them before it
+
+    __device__ __forceinline__ Lane(const Sections& job) {
+        const int lane = threadIdx.x % 32;
+        stream = lane % job.streams, row = lane / job.streams, together = 32 / job.streams;
+        first = kept(lane - stream);
+        group = (job.streams == 32 ? FULL : (1u << job.streams) - 1) << first;
+        before = group & ((1u << lane) - 1);
+    }
+};
+
+struct Step {  // the numbers of all rows that are next: this lane's component, token, and place among numbers
+    int component, token;
+    u32 at;
+
+    __device__ __forceinline__ Step(const Sections& job, int row, int block, int number) {
+        component = number / job.tokens, token = number % job.tokens;
+        at = (u32)(row * components(job) + component) * job.width + block * job.tokens + token;
+    }
+};
+
+struct Stride {  // from one step to the next
+    int components, tokens, all;
+    u32 width;
+
+    __device__ __forceinline__ Stride(const Sections& job)
+        : components(job.streams / job.tokens), tokens(job.streams % job.tokens), all(job.tokens), width(job.width) {}
+    __device__ __forceinline__ void forth(Step& step) const {
+        step.component += components, step.token += tokens, step.at += components * width + tokens;
+        if (step.token >= all) step.component++, step.token -= all, step.at += width - all;
+    }
+    __device__ __forceinline__ void back(Step& step) const {
+        step.component -= components, step.token -= tokens, step.at -= components * width + tokens;
+        if (step.token < 0) step.component--, step.token += all, step.at -= width - all;
+    }
+};
+
+struct Numbers {  // that are encoded next
+    Half number[BATCH];
+    int table[BATCH];  // where its table is, in 16 bytes; -1: there is no number
+
+    __device__ __forceinline__ void fetch(const Sections& job, const Stride& stride, const u32* table_of, Step& step) {
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            bool on = (u32)step.component < (u32)components(job);
+            number[i] = on ? job.numbers[step.at] : 0;
+            table[i] = on ? table_of[step.component] : -1;
+            stride.back(step);
+        }
+    }
+};
+
+// numbers: rounded here. far becomes 1 where one is no int16, or a row's words do not fit into their room.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
+    const u8* tables = fetch_tables(job);
+    const u32* reciprocals = (const u32*)(tables + job.tables_nbytes - 4 * 4096);
+    const Lane me(job);
+    const Stride stride(job);
+    const int steps = (components(job) * job.tokens + job.streams - 1) / job.streams;
+    const u32 together = (job.n + me.together - 1) / me.together;
+    for (u32 run = SPREAD_WARP; run < 2 * job.layers * together; run += gridDim.x * ROW_WARPS) {
+        const int row = run / together, block = run % together * me.together + me.row;
+        const bool there = block < job.n;
+        const u32 room = (row * job.n + min(block, job.n - 1)) * job.room;
+        const u32* table_of = job.table_of + (i64)row * components(job);
+        Step step(job, row, block, (steps - 1) * job.streams + me.stream);
+        if (!there) step.component = -1;
+        Numbers ahead;
+        ahead.fetch(job, stride, table_of, step);
+        int at = job.room;
+        u32 x = LOWEST;
+        bool lost = false;
+        for (int left = steps; left > 0; left -= BATCH) {
+            const Numbers now = ahead;
+            if (left > BATCH) ahead.fetch(job, stride, table_of, step);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) {
+                const bool on = now.table[i] >= 0;
+                const float number = wide(now.number[i]);
+                lost = lost || !(fabsf(number) <= FURTHEST);
+                int value = (int)b(__fadd_rn(number, 12582912.f)) - 0x4b400000;  // to the nearest, ties to even
+                u32 symbol = (u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE;
+                u32 entry = *(const u32*)(tables + 16 * max(now.table[i], 0) + 4 * symbol);
+                u32 often = entry & 4095, sum = entry >> 12 & 4095, reciprocal = reciprocals[often];
+                bool escaped = on && entry >> 31, full = on && x >> 20 >= often;
+                u32 fulls = __ballot_sync(FULL, full) & me.group, escapes = __ballot_sync(FULL, escaped);
+                at -= __popc(fulls);
+                u32 before = __popc(fulls & me.before);
+                if (escapes) {
+                    at -= __popc(escapes & me.group);
+                    before += __popc(escapes & me.before);
+                    if (escaped && at >= 0) job.words[room + at + before + full] = value;
+                }
+                if (full && at >= 0) job.words[room + at + before] = x;
+                if (full) x >>= 16;
+                u32 whole = __umulhi(x, reciprocal);
+                if (x - whole * often >= often) whole++;
+                if (on) x += whole * (4096 - often) + sum;
+            }
+        }
+        if (!there) continue;
+        i64 place = (i64)block * 2 * job.layers + row;
+        job.states[place * job.streams + me.stream] = x;
+        if (me.stream == 0) job.sizes[place] = job.room - at;
+        if (lost || at < 0) job.far[2 * block + (row >= job.layers)] = 1;
+    }
+}
+
+// The words of a row that are read next, in the registers of its lanes: a pair in each of `now` and `next`, all that a
+// step may read, and one that is on its way. What is behind the row's end means nothing, and no encoder's codes ask for
+// it.
+struct Window {
+    const u32* from;
+    u32 at, end;  // in words from there on
+    u32 first;    // pair that the first lane has
+    u32 now, next, later, zero;
+
+    // zero: what the compiler does not know to be it. Moving `later` by an addition of it leaves its register to the word
+    // that is fetched into it; a copy would be made afterwards, and wait for that.
+    __device__ __forceinline__ Window(const u16* words, u32 size, u32 zero, const Lane& me, int streams) : zero(zero) {
+        u32 odd = (u64)words / 2 % 2;
+        from = (const u32*)(words - odd);
+        at = odd, end = odd + size, first = 0;
+        now = next = later = 0;
+        fetch(now, me.stream), fetch(next, streams + me.stream), fetch(later, 2 * streams + me.stream);
+    }
+    __device__ __forceinline__ void fetch(u32& to, u32 pair) const {
+        if (2 * pair < end) to = from[pair];
+    }
+    __device__ __forceinline__ u32 word(u32 i, const Lane& me, int streams) const {  // all lanes ask for one
+        u32 pair = i / 2 - first, source = me.first + (pair & (streams - 1));
+        u32 one = __shfl_sync(FULL, now, source), other = __shfl_sync(FULL, next, source);
+        return (pair < streams ? one : other) >> (i % 2 * 16) & 0xffff;
+    }
+    __device__ __forceinline__ void skip(u32 words, const Lane& me, int streams) {
+        at += words;
+        if (__builtin_expect(at / 2 >= first + streams, 0)) {
+            first += streams;
+            now = next, next = later + zero;
+            fetch(later, first + 2 * streams + me.stream);
+        }
+    }
+};
+
+// Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
+    const u8 *tables = fetch_tables(job), *pool = tables + job.pool;
+    const Lane me(job);
+    const Stride stride(job);
+    const int all = components(job), steps = (all * job.tokens + job.streams - 1) / job.streams, streams = job.streams;
+    const u32 together = (job.n + me.together - 1) / me.together;
+    for (u32 run = SPREAD_WARP; run < 2 * job.layers * together; run += gridDim.x * ROW_WARPS) {
+        const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
+        const bool there = block < job.n && job.status[block] == GOOD && job.forms[2 * block + kind] == CODED;
+        if (!__any_sync(FULL, there)) continue;
+        const u16* words = 0;
+        u32 size = 0, x = LOWEST;
+        if (there) {
+            const u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
+            i64 place = (i64)block * 2 * job.layers + row;
+            words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
+            size = job.sizes[place];
+            const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));
+            state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
+            x = state[0] | (u32)state[1] << 16;
+        }
+        Window window(words, size, job.first_row, me, streams);  // of all rows the first is 0
+        bool good = x >= LOWEST;
+        const u32* table_of = job.table_of + (i64)row * all;
+        Step step(job, row, block, me.stream);
+        u32 ahead = table_of[min((u32)step.component, (u32)all - 1)];
+        for (int left = steps; left > 0; left--) {
+            const u8* table = tables + 16 * ahead;
+            const bool on = there && step.component < all;
+            Half* to = job.numbers + step.at;
+            stride.forth(step);
+            ahead = table_of[min((u32)step.component, (u32)all - 1)];
+            u32 slot = x & 4095;
+            u32 rank = pool[16 * *(const u16*)(table + 2 * (slot / 16)) + slot % 16];
+            u32 found = *(const u32*)(table + 512 + 4 * rank), rest = slot - (found >> 12 & 4095);
+            if (on) x = (found & 4095) * (x >> 12) + rest;
+            u32 symbol = found >> 24;
+            const bool low = on && x < LOWEST, escaped = on && symbol == ESCAPE;
+            u32 lows = __ballot_sync(FULL, low) & me.group, escapes = __ballot_sync(FULL, escaped);
+            Half number = of_symbol(symbol);
+            u32 before = __popc(lows & me.before), taken = __popc(lows);
+            if (escapes) {
+                escapes &= me.group;
+                before += __popc(escapes & me.before), taken += __popc(escapes);
+                u32 word = window.word(window.at + before + low, me, streams);
+                if (escaped) number = narrow((short)word);
+            }
+            u32 word = window.word(window.at + before, me, streams);
+            if (low) x = x << 16 | word;
+            window.skip(taken, me, streams);
+            if (on) *to = number;
+        }
+        good = good && window.at == window.end && x == LOWEST;
+        if (there && !good) job.status[block] = 0;
+    }
+}

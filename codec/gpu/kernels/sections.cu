@@ -1,0 +1,209 @@
+// Sections of a calibrated codec (manthan.codec.cpu.klt has their layout) in encoded blocks: where their rows lie, their
+// headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
+// come first.
+
+typedef u16 Half;  // fp16
+__device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
+__device__ __forceinline__ Half narrow(float x) { Half y; asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(x)); return y; }
+__device__ __forceinline__ Half narrow(short x) { Half y; asm("cvt.rn.f16.s16 %0, %1;" : "=h"(y) : "h"(x)); return y; }
+
+struct Sections {  // keys and values of n blocks of one form; arrays without a word of their own are scratch
+    const u64* caches;     // [layers] addresses
+    const i64* block_ids;  // [n]
+    const i64* offsets;    // [n] multiples of 16: block i is at codes + offsets[i]
+    u8* codes;
+    const u8* headers;     // [n, head_nbytes], with the most that sections take as their sizes
+    int* status;           // [n]
+    i64* nbytes;           // [n] of each block
+    const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
+    const float *mean, *gain;        // [2 layers, heads * HEAD_DIM]: see transform.cu
+    const u8* tables;                // see rows.cu
+    const u32* table_of;             // [2 layers, heads * HEAD_DIM] in 16 bytes
+    Half* vectors;                   // [rows, width, heads * HEAD_DIM]: what the transform is applied to
+    const float* back;               // [rows, width, heads * HEAD_DIM]: what its inverse gives
+    Half* numbers;                   // [2 layers, heads * HEAD_DIM, width]: rounded, or to be
+    u16* words;                      // [2 layers, n, room]
+    u32* states;                     // [n, 2 layers, streams]
+    u32* sizes;                      // [n, 2 layers] words of a row
+    u32* places;                     // [n, 2 layers] words ahead of a row in its section
+    int* far;                        // [n, 2] whether keys, and values, do not fit into form 0
+    const u8* fronts;                // [n, 2, fronts_nbytes]: what is ahead of a section's rows, behind its first bytes
+    int* forms;                      // [n, 2]
+    u32* starts;                     // [n, 2] where keys and values begin in the encoded block
+    i64 block_stride;                // in elements, as the next four
+    i64 at[2];                       // first key and first value of the sections in a paged block
+    int head_stride, token_stride;
+    i64 tables_nbytes, pool, head_nbytes, start;  // start: of the first of these sections in a block
+    i64 limits[2], centred[2];       // bytes of keys and of values: at most, and in form 1
+    i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
+    int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
+    int first_token, block_tokens;
+    int first_row, rows, width;      // rows: that are worked on now, from the first on; width: n * tokens and some more
+    u32 room;                        // words
+    float rope_scale;
+};
+
+#define START_NBYTES 4
+#define CODED 0
+#define CENTRED 1
+#define LOWEST 65536u
+#define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
+#define NBYTES_AT 32                               // of the block's
+
+__device__ __forceinline__ int components(const Sections& job) { return job.heads * HEAD_DIM; }
+__device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
+__device__ __forceinline__ int first_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 2; }
+__device__ __forceinline__ bool wide_sizes(const Sections& job) {  // of a row, u32 rather than u16
+    return 7ull * job.tokens * components(job) >= 4ull << 16;
+}
+__device__ __forceinline__ i64 sizes_nbytes(const Sections& job) { return (wide_sizes(job) ? 4 : 2) * (i64)job.layers; }
+__device__ __forceinline__ i64 rows_at(const Sections& job, int kind) { return START_NBYTES + job.parts[kind]; }
+__device__ __forceinline__ i64 front_nbytes(const Sections& job, int kind) {  // ahead of the words
+    return rows_at(job, kind) + sizes_nbytes(job) + 4ll * job.layers * job.streams;
+}
+
+// Words ahead of each of a section's rows; returns how many there are. A row that has more than its section is counted
+// as one word more than fit.
+__device__ __forceinline__ u64 place_rows(const Sections& job, int block, int kind, const u32* sizes, int lane) {
+    u64 total = 0;
+    for (int first = 0; first < job.layers; first += 32) {
+        int layer = first + lane;
+        u32 size = layer < job.layers ? min(sizes[layer], (u32)(job.limits[kind] / 2) + 1) : 0, before = size;
+#pragma unroll
+        for (int i = 1; i < 32; i *= 2) {
+            u32 other = __shfl_up_sync(FULL, before, i);
+            if (lane >= i) before += other;
+        }
+        if (layer < job.layers) job.places[(i64)(block * 2 + kind) * job.layers + layer] = total + before - size;
+        total += __shfl_sync(FULL, before, 31);
+    }
+    return total;
+}
+
+// How long the blocks are, where their sections are and of which form; their headers, and what fills sections up.
+extern "C" __global__ void lay_out(const Sections job) {
+    int lane = threadIdx.x % 32;
+    for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        u8* out = job.codes + job.offsets[block];
+        const u64* header = (const u64*)(job.headers + block * job.head_nbytes);
+        for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
+        __syncwarp();
+        i64 at = job.start;
+        for (int kind = 0; kind < 2; kind++) {
+            u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * 2 + kind) * job.layers, lane);
+            i64 nbytes = front_nbytes(job, kind) + 2 * words;
+            int form = job.far[2 * block + kind] || nbytes > job.limits[kind] ? CENTRED : CODED;
+            if (form == CENTRED) nbytes = job.centred[kind];
+            i64 end = align16(at + nbytes);
+            if (lane < end - at - nbytes) out[at + nbytes + lane] = 0;
+            if (lane < START_NBYTES) out[at + lane] = lane == 0 ? 1 : lane == 1 ? form : 0;
+            if (lane == 0) {
+                *(u64*)(out + ENTRY_AT(first_entry(job) + kind)) = nbytes;
+                job.forms[2 * block + kind] = form;
+                job.starts[2 * block + kind] = at;
+            }
+            at = end;
+        }
+        if (lane == 0) {
+            *(u64*)(out + NBYTES_AT) = at;
+            job.nbytes[block] = at;
+        }
+    }
+}
+
+// Two words at a time where they go; where they come from they may be in two halves.
+__device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, int lane) {
+    const u32 lead = min((u32)((u64)to / 2 % 2), size), pairs = (size - lead) / 2;
+    if (lane < lead) to[0] = from[0];
+    to += lead, from += lead;
+    const bool apart = (u64)from / 2 % 2;
+#pragma unroll 4
+    for (u32 i = lane; i < pairs; i += 32)
+        ((u32*)to)[i] = apart ? from[2 * i] | (u32)from[2 * i + 1] << 16 : ((const u32*)from)[i];
+    if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
+}
+
+// Fronts, and sizes, states and words of all rows, of sections in form 0. Streams' states may begin at odd multiples of 2.
+extern "C" __global__ void pack(const Sections job) {
+    int lane = threadIdx.x % 32;
+    u32 all = 2 * job.layers;
+    for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < job.n * all; run += gridDim.x * WARPS) {
+        u32 block = run / all, row = run % all, kind = row >= job.layers, layer = row - kind * job.layers;
+        if (job.forms[2 * block + kind] != CODED) continue;
+        u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
+        const u32 *front = (const u32*)(job.fronts + (2 * block + kind) * job.fronts_nbytes), share = job.parts[kind] / 4;
+        for (u32 i = (u64)share * layer / job.layers + lane; i < (u64)share * (layer + 1) / job.layers; i += 32)
+            ((u32*)(section + START_NBYTES))[i] = front[i];
+        u32 size = job.sizes[run];
+        if (lane == 0) {
+            if (wide_sizes(job)) *(u32*)(section + rows_at(job, kind) + 4 * layer) = size;
+            else *(u16*)(section + rows_at(job, kind) + 2 * layer) = size;
+        }
+        const u16* states = (const u16*)(job.states + (i64)run * job.streams);
+        u16* kept = (u16*)(section + rows_at(job, kind) + sizes_nbytes(job) + 4ll * layer * job.streams);
+        for (int i = lane; i < 2 * job.streams; i += 32) kept[i] = states[i];
+        const u16* from = job.words + ((i64)row * job.n + block + 1) * job.room - size;
+        u16* to = (u16*)(section + front_nbytes(job, kind)) + job.places[run];
+        copy_words(to, from, size, lane);
+    }
+}
+
+// status: GOOD, BAD_CHECKSUM, or BAD_HEADER minus the offset of the first byte that is not as expected. Lengths are only
+// expected to fit together, to what nbytes says, and to what sections may take.
+extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sections job) {
+    const int thread = threadIdx.x;
+    for (int block = blockIdx.x; block < job.n; block += gridDim.x) {
+        const u8 *found = job.codes + job.offsets[block], *wanted = job.headers + block * job.head_nbytes;
+        bool right = checksum(found, job.nbytes[block]) == *(const u64*)(found + CHECKSUM_AT);
+        u32 end = job.head_nbytes, differs = end;
+        for (u32 i = thread; i < end && thread < 32; i += 32) {
+            bool length = i / 8 == NBYTES_AT / 8;
+            for (int kind = 0; kind < 2; kind++) length |= i / 8 == ENTRY_AT(first_entry(job) + kind) / 8;
+            if (found[i] != wanted[i] && !length && i / 8 != CHECKSUM_AT / 8) differs = min(differs, i);
+        }
+        i64 at = job.start;
+        bool fits = *(const u64*)(found + NBYTES_AT) == job.nbytes[block];
+        for (int kind = 0; kind < 2; kind++) {
+            u64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
+            fits = fits && nbytes >= START_NBYTES && nbytes <= job.limits[kind];
+            if (fits) at += align16(nbytes);
+        }
+        if (!fits || at != job.nbytes[block]) differs = min(differs, (u32)NBYTES_AT);
+        differs = __reduce_min_sync(FULL, differs);
+        if (thread == 0) job.status[block] = !right ? BAD_CHECKSUM : differs < end ? BAD_HEADER - (int)differs : GOOD;
+    }
+}
+
+// Where the rows of good blocks are. A status becomes 0 where a section's parts do not fit together.
+extern "C" __global__ void find_rows(const Sections job) {
+    int lane = threadIdx.x % 32;
+    for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
+        if (job.status[block] != GOOD) continue;
+        const u8* found = job.codes + job.offsets[block];
+        i64 at = job.start;
+        bool fits = true;
+        for (int kind = 0; kind < 2; kind++) {
+            i64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
+            const u8* section = found + at;
+            u32 begins = *(const u32*)section, form = begins >> 8;
+            fits = fits && (begins & 255) == 1 && form <= CENTRED;
+            if (form == CENTRED) fits = fits && nbytes == job.centred[kind];
+            else fits = fits && nbytes >= front_nbytes(job, kind);
+            if (fits && form == CODED) {
+                u32* sizes = job.sizes + (i64)(block * 2 + kind) * job.layers;
+                for (int i = lane; i < job.layers; i += 32) {
+                    const u16* size = (const u16*)(section + rows_at(job, kind) + (wide_sizes(job) ? 4 : 2) * i);
+                    sizes[i] = size[0] | (wide_sizes(job) ? (u32)size[1] << 16 : 0);
+                }
+                __syncwarp();
+                fits = front_nbytes(job, kind) + 2 * place_rows(job, block, kind, sizes, lane) == nbytes;
+            }
+            if (lane == 0) {
+                job.forms[2 * block + kind] = form;
+                job.starts[2 * block + kind] = at;
+            }
+            at += align16(nbytes);
+        }
+        if (lane == 0 && !fits) job.status[block] = 0;
+    }
+}

@@ -1,0 +1,215 @@
+// Rows of whole numbers to words and back: manthan.codec.cpu.rans, whose words these are, with a table for each run. A warp
+// takes as many rows of one layer, of blocks next to each other in the batch, as their streams fill it; they take their
+// steps together.
+//
+// encoding: for each table and of 256 symbols frequency (12 bits), sum of those before it (12) and, where it is not in the
+// table and these are the escape's, the highest bit; and 2**32 divided by the frequency. decoding: of each table the
+// symbols of its 4,096 slots, a byte each; behind all these, of each table and of 256 symbols, u32, the sum of those before
+// it, and from bit 16 on the frequency; in shared memory where they fit (SHARED_TABLES).
+
+#define ESCAPE 255
+#define SYMBOL_MAX 127
+#define SLOTS 4096
+#define ENCODE_THREADS 512
+#define DECODE_THREADS 1024
+#define ENCODING_UNITS (TABLES * 256 * 8 / 16)
+#define DECODING_UNITS (TABLES * (SLOTS + 256 * 4) / 16)
+
+struct Stream {  // of a thread
+    int stream, together, beside;  // rows that its warp works on together; which of them is its own
+    u32 group, before;             // the threads of its row, and those of them before it
+
+    __device__ __forceinline__ Stream(int streams) {
+        const int lane = threadIdx.x % 32;
+        stream = lane % streams, beside = lane / streams, together = 32 / streams;
+        group = (streams == 32 ? FULL : (1u << streams) - 1) << (lane - stream);
+        before = group & ((1u << lane) - 1);
+    }
+};
+
+struct Octets {  // eight numbers of each of a row's streams: where in the row they are, and in which run
+    u32 all, numbers, of_run, first, head, begin;
+
+    __device__ __forceinline__ Octets(const Sections& job, u32 batch)
+        : all(8 * job.streams), numbers(job.heads * HEAD_DIM * job.tokens), of_run(HEAD_DIM * job.tokens) {
+        first = batch * all, head = first / of_run, begin = head * of_run;
+    }
+    __device__ __forceinline__ void forth() {
+        for (first += all; first >= begin + of_run; begin += of_run) head++;
+    }
+    __device__ __forceinline__ void back() {
+        for (first -= all; (int)first >= 0 && first < begin; begin -= of_run) head--;
+    }
+    // Whether all of them are of one run.
+    __device__ __forceinline__ bool alike() const { return first + all <= begin + of_run; }
+};
+
+__device__ __forceinline__ uint2 entry_of(const uint2* table, int value) {
+    return table[(u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE];
+}
+
+__device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int value, uint2 entry, bool on,
+                                             const Stream& me) {
+    const u32 often = entry.x & 4095, sum = entry.x >> 12 & 4095;
+    const bool full = on && x >> 20 >= often, escaped = on && entry.x >> 31;
+    const u32 fulls = __ballot_sync(FULL, full);
+    int before = __popc(fulls & me.before), taken = __popc(fulls & me.group);
+    const u32 escapes = __ballot_sync(FULL, escaped);
+    if (escapes) {
+        before += __popc(escapes & me.before), taken += __popc(escapes & me.group);
+        if (escaped && at >= taken) words[at - taken + before + full] = value;
+    }
+    at -= taken;
+    if (full && at >= 0) words[at + before] = x;
+    if (full) x >>= 16;
+    u32 whole = __umulhi(x, entry.y);
+    if (x - whole * often >= often) whole++;
+    if (on) x += whole * (SLOTS - often) + sum;
+}
+
+// far becomes 1 where a row's words do not fit into their room.
+extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(const Wht job) {
+    extern __shared__ uint4 shared[];
+    for (int i = threadIdx.x; i < ENCODING_UNITS; i += ENCODE_THREADS) shared[i] = job.encoding[i];
+    __syncthreads();
+    const uint2* tables = (const uint2*)shared;
+    const Sections& all = job.all;
+    const Stream me(all.streams);
+    const u32 together = (all.n + me.together - 1) / me.together, warps = ENCODE_THREADS / 32;
+    const int batches = job.row_room / (8 * all.streams);
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < 2 * all.layers * together; run += gridDim.x * warps) {
+        const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
+        const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
+        const i64 place = (i64)row * all.n + safe;
+        const uint4* from = (const uint4*)(job.rounded + place * job.row_room) + me.stream;
+        const u8* chosen = job.fronts + (2 * safe + kind) * all.fronts_nbytes + job.tables_at[kind] + layer * all.heads;
+        u16* words = all.words + place * all.room;
+        int at = block < all.n ? all.room : -1;
+        u32 x = LOWEST, head = FULL;
+        const uint2* table = tables;
+        Octets octets(all, batches - 1);
+        uint4 ahead = from[(batches - 1) * all.streams];
+        for (int batch = batches - 1; batch >= 0; batch--, octets.back()) {
+            const uint4 now = ahead;
+            const u32 four[4] = {now.x, now.y, now.z, now.w};
+            if (batch) ahead = from[(batch - 1) * all.streams];
+            if (octets.alike()) {
+                if (octets.head != head) head = octets.head, table = tables + 256 * chosen[head];
+                uint2 entries[8];
+#pragma unroll
+                for (int k = 0; k < 8; k++) entries[k] = entry_of(table, (short)(four[k / 2] >> 16 * (k % 2)));
+#pragma unroll
+                for (int k = 7; k >= 0; k--)
+                    encode_whole(x, at, words, (short)(four[k / 2] >> 16 * (k % 2)), entries[k], true, me);
+            } else {
+                head = FULL;
+#pragma unroll
+                for (int k = 7; k >= 0; k--) {
+                    const u32 i = octets.first + k * all.streams + me.stream;
+                    table = tables + 256 * chosen[min(i, octets.numbers - 1) / octets.of_run];
+                    const int value = (short)(four[k / 2] >> 16 * (k % 2));
+                    encode_whole(x, at, words, value, entry_of(table, value), i < octets.numbers, me);
+                }
+            }
+        }
+        if (block >= all.n) continue;
+        const i64 kept = (i64)block * 2 * all.layers + row;
+        all.states[kept * all.streams + me.stream] = x;
+        if (me.stream == 0) all.sizes[kept] = all.room - at;
+        if (at < 0) all.far[2 * block + kind] = 1;
+    }
+}
+
+struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
+    const u16* words;
+    u32 size, at;
+
+    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
+    __device__ __forceinline__ void prefetch(const Stream& me, int streams) const {
+        for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
+    }
+};
+
+// A number, and 127 more, modulo 2**16. All threads read a word, whether they need it or not: none waits for others.
+__device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
+                                            const Stream& me) {
+    const u32 slot = x & (SLOTS - 1);
+    u32 symbol = slots[slot];
+    const u32 entry = entries[symbol], next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
+    const bool low = on && next < LOWEST, escaped = on && symbol == ESCAPE;
+    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
+    u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group);
+    if (escapes) {
+        mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
+        const u32 raw = reader.word(mine + low) + SYMBOL_MAX & 0xffff;
+        symbol = escaped ? raw : symbol;
+    }
+    const u32 word = reader.word(mine);
+    x = low ? next << 16 | word : on ? next : x;
+    reader.at += taken;
+    return symbol;
+}
+
+// Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
+extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(const Wht job) {
+#if SHARED_TABLES
+    extern __shared__ uint4 shared[];
+    for (int i = threadIdx.x; i < DECODING_UNITS; i += DECODE_THREADS) shared[i] = job.decoding[i];
+    __syncthreads();
+    const u8* slots = (const u8*)shared;
+#else
+    const u8* slots = (const u8*)job.decoding;
+#endif
+    const u32* entries = (const u32*)(slots + TABLES * SLOTS);
+    const Sections& all = job.all;
+    const Stream me(all.streams);
+    const u32 together = (all.n + me.together - 1) / me.together, warps = DECODE_THREADS / 32;
+    const int batches = job.row_room / (8 * all.streams);
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < 2 * all.layers * together; run += gridDim.x * warps) {
+        const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
+        const bool there = block < all.n && all.status[block] == GOOD && all.forms[2 * block + kind] == CODED;
+        if (!__any_sync(FULL, there)) continue;
+        const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
+        Reader reader{(const u16*)all.codes, 0, 0};
+        u32 x = LOWEST, head = FULL, table = 0;
+        const u8* chosen = 0;
+        if (there) {
+            const u8* section = all.codes + all.offsets[block] + all.starts[2 * block + kind];
+            const i64 place = (i64)block * 2 * all.layers + row;
+            reader.size = all.sizes[place];
+            if (reader.size) reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
+            chosen = section + START_NBYTES + job.tables_at[kind] + layer * all.heads;
+            const u16* state = (const u16*)(section + rows_at(all, kind) + sizes_nbytes(all));
+            state += 2 * ((i64)layer * all.streams + me.stream);
+            x = state[0] | (u32)state[1] << 16;
+            reader.prefetch(me, all.streams);
+        }
+        bool good = x >= LOWEST;
+        uint4* to = (uint4*)(job.rounded + ((i64)row * all.n + safe) * job.row_room) + me.stream;
+        Octets octets(all, 0);
+        for (int batch = 0; batch < batches; batch++, octets.forth()) {
+            u32 found[8];
+            if (octets.alike()) {
+                if (octets.head != head) head = octets.head, table = there ? chosen[head] : 0;
+                const u8* own_slots = slots + SLOTS * table;
+                const u32* own_entries = entries + 256 * table;
+#pragma unroll
+                for (int k = 0; k < 8; k++) found[k] = decode_whole(x, reader, own_slots, own_entries, true, me);
+            } else {
+                head = FULL;
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    const u32 i = octets.first + k * all.streams + me.stream;
+                    table = there ? chosen[min(i, octets.numbers - 1) / octets.of_run] : 0;
+                    const bool on = i < octets.numbers;
+                    found[k] = decode_whole(x, reader, slots + SLOTS * table, entries + 256 * table, on, me);
+                }
+            }
+            if (there)
+                to[batch * all.streams] = make_uint4(found[0] | found[1] << 16, found[2] | found[3] << 16,
+                                                     found[4] | found[5] << 16, found[6] | found[7] << 16);
+        }
+        good = good && reader.at == reader.size && x == LOWEST;
+        if (there && !good) all.status[block] = 0;
+    }
+}

@@ -1,0 +1,526 @@
+// Rows of manthan.codec.wht: numbers of the cache to whole steps, and back. A row is a layer's keys, or its values.
+//
+// `rounded` has for each row its whole numbers in the order of their streams (manthan.codec.cpu.rans), eight of a stream
+// behind each other: number i is in step i / streams; eight steps of the first stream come first, then the second's.
+
+#define TABLES 28
+#define SMALLEST 0x00800000u  // of float32 that has all its digits
+#define ROUNDS 12582912.f     // adding it leaves a float's nearest whole number in the low bits
+#define BYTE_END 0x7f80       // bf16 that is not finite
+#define STRIDE (HEAD_DIM + 4)  // of vectors in shared memory
+#define SHORT_STRIDE (HEAD_DIM + 8)
+
+struct Wht {  // `Sections`, and scratch of that many blocks
+    Sections all;
+    u8* fronts;                       // [n, 2, fronts_nbytes], the same as there
+    u16* rounded;                     // [2 layers, n, row_room]
+    float* spare;                     // room for a row for each block of threads, where it is not in shared memory
+    const uint4 *encoding, *decoding;  // see whole.cu
+    i64 means_at, row_steps_at, scales_at, tables_at[2];  // in the fronts
+    u32 row_room;
+    u32 limits[TABLES - 1];           // sums of squares at which the next table is better
+    float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
+    int abreast;                      // tokens between which octets have eight neighbouring elements; 0 where they do not
+    int staged;                       // else, whether what a warp restores is in shared memory first
+};
+
+__device__ __forceinline__ u32 log_of(int streams) { return __ffs(streams) - 1; }
+__device__ __forceinline__ bool is_small(float step) { return step < f(SMALLEST); }
+
+struct Walk {  // through eight numbers of one stream
+    u32 component, token;
+
+    __device__ __forceinline__ Walk(const Sections& job, u32 octet) {
+        const u32 log = log_of(job.streams), i = (octet >> log) << (log + 3) | octet & (job.streams - 1);
+        component = i / job.tokens, token = i % job.tokens;
+    }
+    __device__ __forceinline__ void next(u32 tokens, u32 components_on, u32 tokens_on) {
+        component += components_on, token += tokens_on;
+        if (token >= tokens) token -= tokens, component++;
+    }
+};
+
+// y / step to the nearest whole number, ties to even. inverse: of the step, about.
+__device__ __forceinline__ int whole_steps(float y, float step, float inverse) {
+    float t = y * inverse, rounded = __fadd_rn(t, ROUNDS), off = fabsf(t - (rounded - ROUNDS));
+    if (off + fabsf(t) * 4e-7f > 0.49999f) rounded = __fadd_rn(rintf(__fdiv_rn(y, step)), ROUNDS);
+    return (int)b(rounded) - 0x4b400000;
+}
+
+__device__ __forceinline__ bool too_large(const float (&x)[8]) {
+    u32 top = 0;
+#pragma unroll
+    for (int k = 0; k < 8; k++) top = max(top, b(x[k]) & 0x7fffffffu);
+    return top >= WHT_LIMIT_BITS;
+}
+
+// The fold over tokens of what a thread has at x, x + STRIDE, ...: overwritten.
+__device__ __forceinline__ float token_sum(float* x, int tokens) {
+    if (tokens == 16) {
+        float v[8];
+#pragma unroll
+        for (int t = 0; t < 8; t++) v[t] = __fadd_rn(x[t * STRIDE], x[(t + 8) * STRIDE]);
+        return fold(v);
+    }
+    for (int n = tokens; n > 1; n = (n + 1) / 2)
+        for (int t = 0, half = (n + 1) / 2; t < n - half; t++)
+            x[t * STRIDE] = __fadd_rn(x[t * STRIDE], x[(half + t) * STRIDE]);
+    return x[0];
+}
+
+// A run's mean into shared memory, and its codes into the front. turned: room for the run. Returns the first token that
+// is too large.
+__device__ __forceinline__ int take_mean(const Wht& job, const Run& run, const Turner& turner, const Share& share,
+                                         float* turned, float* mean, int lane) {
+    const Sections& all = job.all;
+    int bad = all.tokens;
+#pragma unroll 1
+    for (int t = share.beside; t < all.tokens; t += VECTORS) {
+        const Vector vector{turner, run.x + t * all.token_stride};
+#pragma unroll
+        for (int e = share.e; e < share.e + HELD; e += 8) {
+            if (e >= HEAD_DIM) continue;
+            float x[8];
+            vector.octet(e, x);
+            if (too_large(x)) bad = min(bad, t);
+            turn<true>(turner, e, t, x, vector);
+            store_octet(turned + t * STRIDE + e, x);
+        }
+    }
+    __syncwarp();
+    float average[ROWS], largest = 0.f;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane;
+        average[r] = i < HEAD_DIM ? __fmul_rn(token_sum(turned + i, all.tokens), job.one_token) : 0.f;
+        largest = fmaxf(largest, fabsf(average[r]));
+    }
+    u32 step = bf16_bits(b(__fmul_rn(f(__reduce_max_sync(FULL, b(largest))), 1.f / MEAN_TOP)));
+    if (step < 1 << 7) step = 0;
+    const float width = f(step << 16);
+    const i64 index = run.layer * all.heads + run.head;
+    u8 *front = job.fronts + 2 * run.block * all.fronts_nbytes;
+    u8* planes = front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8);
+    if (lane == 0) ((u16*)front)[index] = step;
+#pragma unroll
+    for (int r = 0; r < ROWS; r++) {
+        int i = 32 * r + lane, code = step ? __float2int_rn(__fdiv_rn(average[r], width)) : 0;
+        code = min(max(code, -MEAN_TOP), MEAN_TOP);
+        if (i < HEAD_DIM) mean[i] = __fmul_rn((float)code, width);
+        int bits = abs(code) | (code < 0 ? MEAN_TOP + 1 : 0);
+#pragma unroll
+        for (int p = 0; p < MEAN_BITS; p++) {
+            u32 word = __ballot_sync(FULL, bits >> (MEAN_BITS - 1 - p) & 1);
+            if (lane < 4 && 4 * r + lane < HEAD_DIM / 8) planes[p * (HEAD_DIM / 8) + 4 * r + lane] = word >> (8 * lane);
+        }
+    }
+    __syncwarp();
+    return bad;
+}
+
+// A run's vectors, keys less their mean, transformed, to y; and their energies. Returns the first that is too large.
+__device__ __forceinline__ int transform(const Wht& job, const Run& run, const Turner& turner, const Share& share,
+                                         const Mean& mean, float* y, float* energies, int lane) {
+    const Sections& all = job.all;
+    int bad = all.tokens;
+#pragma unroll 1
+    for (int first = 0; first < all.tokens; first += VECTORS) {
+        const int t = first + share.beside;
+        const bool on = t < all.tokens;
+        const Vector vector{turner, run.x + t * all.token_stride};
+        float v[HELD];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const int e = share.e + 8 * o;
+            float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, kept[8];
+            if (on && e < HEAD_DIM) {
+                vector.octet(e, x);
+                if (turner.keys) {
+                    mean.octet(e, kept);
+                    turn<false>(turner, e, t, kept, mean);
+#pragma unroll
+                    for (int k = 0; k < 8; k++) x[k] = __fsub_rn(x[k], kept[k]);
+                } else if (too_large(x)) {
+                    bad = min(bad, t);
+                }
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[8 * o + k] = __fmul_rn(x[k], share.weights[8 * o + k]);
+        }
+        hadamard(v, share, lane);
+        float sum = energy(v, lane);
+        if (on && share.head) energies[t] = sum;
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++)
+            if (on && share.e + 8 * o < HEAD_DIM) store_octet(y + t * STRIDE + share.e + 8 * o, v + 8 * o);
+    }
+    __syncwarp();
+    return bad;
+}
+
+// The steps of a run's values, and the codes of their scales into the front. energies: become the steps' inverses.
+__device__ __forceinline__ void step_values(const Wht& job, const Run& run, float* energies, float* steps, int lane) {
+    const Sections& all = job.all;
+    const i64 index = run.layer * all.heads + run.head;
+    u8* scales = job.fronts + (2 * run.block + 1) * all.fronts_nbytes + job.scales_at + index * (1 + all.tokens);
+    int largest = 0;
+    for (int t = lane; t < all.tokens; t += 32) {
+        u32 bits = bf16_bits(b(__fmul_rn(__fsqrt_rn(energies[t]), f(ROOT))));
+        int scale = min((bits + 4) >> 3, (u32)SCALE_MAX);
+        steps[t] = f(scale);
+        largest = max(largest, scale);
+    }
+    const int octave = max((int)__reduce_max_sync(FULL, largest) >> 4, 15) - 15;
+    if (lane == 0) scales[0] = octave;
+    for (int t = lane; t < all.tokens; t += 32) {
+        u32 code = max((int)b(steps[t]) - 16 * octave, 0), bits = code ? (16 * octave + code) << 3 : 0;
+        float step = __fmul_rn(f(bits << 16), f(VALUE_STEP));
+        if (is_small(step)) step = 0.f;
+        scales[1 + t] = code;
+        steps[t] = step, energies[t] = step > 0.f ? 1.f / step : 0.f;
+    }
+}
+
+// The step of a row's keys. energies: overwritten.
+__device__ __forceinline__ float step_keys(const Wht& job, int block, int layer, float* energies) {
+    const Sections& all = job.all;
+    for (int n = all.heads * all.tokens; n > 1; n = (n + 1) / 2) {
+        const int half = (n + 1) / 2;
+        for (int i = threadIdx.x; i < n - half; i += blockDim.x) energies[i] = __fadd_rn(energies[i], energies[half + i]);
+        __syncthreads();
+    }
+    u32 bits = bf16_bits(b(__fmul_rn(__fsqrt_rn(__fmul_rn(energies[0], job.one_number)), f(KEY_STEP))));
+    u8* at = job.fronts + 2 * block * all.fronts_nbytes + job.row_steps_at + 2 * layer;
+    if (threadIdx.x < 2) at[threadIdx.x] = bits >> 8 * threadIdx.x;
+    return is_small(f(bits << 16)) ? 0.f : f(bits << 16);
+}
+
+// The first octet that has element e of a head's tokens `stream`, `stream` + streams, ...: the next are a stream further.
+__device__ __forceinline__ u32 octet_at(const Sections& job, int head, int e, int stream, int abreast) {
+    return (head * HEAD_DIM + e) / 8 * abreast * job.streams + stream;
+}
+
+__device__ __forceinline__ void add_squares(u32* squares, u32 head, u32 sum) {
+    const u32 leader = __shfl_sync(FULL, head, 0);
+    if (__all_sync(FULL, head == leader || !sum)) {
+        sum = __reduce_add_sync(FULL, sum);
+        if (threadIdx.x % 32 == 0 && sum) atomicAdd(squares + leader, sum);
+    } else if (sum) {
+        atomicAdd(squares + head, sum);
+    }
+}
+
+// The same as round_row, by octets of ABREAST tokens.
+template <int ABREAST>
+__device__ __forceinline__ void round_octets(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
+                                             const float* inverses, u32* squares) {
+    const Sections& all = job.all;
+    const float key_inverse = key_step > 0.f ? 1.f / key_step : 0.f;
+    uint4* to = (uint4*)(job.rounded + (i64)at * job.row_room);
+    const u32 each = HEAD_DIM / 8 * all.streams, units = all.heads * each, log = log_of(all.streams);
+    for (u32 first = 0; first < units; first += blockDim.x) {
+        const u32 unit = first + threadIdx.x, head = unit / each, stream = unit & (all.streams - 1);
+        const u32 e = (unit >> log) % (HEAD_DIM / 8) * 8;
+        u32 sum = 0, packed[ABREAST][4];
+        if (unit < units) {
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++) {
+                const u32 vector = head * all.tokens + stream + (i << log);
+                float x[8], step = key_step, inverse = key_inverse;
+                if (key_step < 0.f) step = steps[vector], inverse = inverses[vector];
+                load_octet(y + vector * STRIDE + e, x);
+#pragma unroll
+                for (int k = 0; k < 8; k++) {
+                    const int q = step > 0.f ? (short)whole_steps(x[k], step, inverse) : 0;
+                    const int place = k * ABREAST + i;  // of all octets' numbers
+                    sum += q * q;
+                    if (place % 2) packed[place / 8][place % 8 / 2] |= q << 16;
+                    else packed[place / 8][place % 8 / 2] = q & 0xffff;
+                }
+            }
+            const u32 octet = octet_at(all, head, e, stream, ABREAST);
+#pragma unroll
+            for (int i = 0; i < ABREAST; i++)
+                to[octet + (i << log)] = make_uint4(packed[i][0], packed[i][1], packed[i][2], packed[i][3]);
+        }
+        add_squares(squares, head, sum);
+    }
+}
+
+// A row's numbers in whole steps to `rounded`, and the sum of their squares for each run. key_step: 0 or more where all
+// numbers have this step, or else less.
+__device__ __forceinline__ void round_row(const Wht& job, u32 at, const float* y, float key_step, const float* steps,
+                                          const float* inverses, u32* squares) {
+    const Sections& all = job.all;
+    const u32 octets = job.row_room / 8, on = all.streams / all.tokens, tokens_on = all.streams % all.tokens;
+    const float key_inverse = key_step > 0.f ? 1.f / key_step : 0.f;
+    for (u32 first = 0; first < octets; first += blockDim.x) {
+        const u32 octet = first + threadIdx.x;
+        Walk walk(all, octet);
+        u32 head = walk.component / HEAD_DIM, sum = 0, packed[4];
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const u32 here = walk.component / HEAD_DIM, vector = here * all.tokens + walk.token;
+            int q = 0;
+            if (here < all.heads) {
+                float step = key_step, inverse = key_inverse;
+                if (key_step < 0.f) step = steps[vector], inverse = inverses[vector];
+                if (step > 0.f) q = (short)whole_steps(y[vector * STRIDE + walk.component % HEAD_DIM], step, inverse);
+            }
+            if (here != head) {
+                if (sum) atomicAdd(squares + head, sum);
+                head = here, sum = 0;
+            }
+            sum += q * q;
+            if (k % 2) packed[k / 2] |= q << 16;
+            else packed[k / 2] = q & 0xffff;
+            walk.next(all.tokens, on, tokens_on);
+        }
+        if (octet < octets)
+            ((uint4*)(job.rounded + (i64)at * job.row_room))[octet] = make_uint4(packed[0], packed[1], packed[2], packed[3]);
+        add_squares(squares, head, sum);
+    }
+}
+
+// A status becomes the first vector that is not finite or too large.
+extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
+    extern __shared__ uint4 shared[];
+    const Sections& all = job.all;
+    const int thread = threadIdx.x, lane = thread % 32, warp = thread / 32, warps = blockDim.x / 32;
+    const int vectors = all.heads * all.tokens, even = (vectors + 3) & ~3;
+    float *energies = (float*)shared, *steps = energies + even;
+    u32* squares = (u32*)(steps + even);
+    float* means = (float*)(squares + ((all.heads + 3) & ~3));
+    float* y = job.spare ? job.spare + (i64)blockIdx.x * vectors * STRIDE : means + warps * HEAD_DIM;
+    const Share share(lane);
+    for (u32 at = blockIdx.x; at < (u32)(2 * all.layers * all.n); at += gridDim.x) {
+        const Run first(all, at * all.heads);
+        for (int head = thread; head < all.heads; head += blockDim.x) squares[head] = 0;
+        for (int head = warp; head < all.heads; head += warps) {
+            const Run run(all, at * all.heads + head);
+            const Turner turner{all, run.cosines(all), run.kind == 0};
+            const Mean mean{means + warp * HEAD_DIM};
+            float* run_y = y + head * all.tokens * STRIDE;
+            int bad = all.tokens, also;
+            if (run.kind == 0) bad = take_mean(job, run, turner, share, run_y, means + warp * HEAD_DIM, lane);
+            also = transform(job, run, turner, share, mean, run_y, energies + head * all.tokens, lane);
+            bad = __reduce_min_sync(FULL, min(bad, also));
+            if (lane == 0 && bad < all.tokens)
+                atomicMin(all.status + run.block, (run.layer * all.heads + head) * all.tokens + bad);
+            if (run.kind) step_values(job, run, energies + head * all.tokens, steps + head * all.tokens, lane);
+        }
+        __syncthreads();
+        float key_step = first.kind == 0 ? step_keys(job, first.block, first.layer, energies) : -1.f;
+        if (job.abreast == 1) round_octets<1>(job, at, y, key_step, steps, energies, squares);
+        else if (job.abreast == 2) round_octets<2>(job, at, y, key_step, steps, energies, squares);
+        else if (job.abreast == 4) round_octets<4>(job, at, y, key_step, steps, energies, squares);
+        else round_row(job, at, y, key_step, steps, energies, squares);
+        __syncthreads();
+        u8 *front = job.fronts + (2 * first.block + first.kind) * all.fronts_nbytes;
+        u8* tables = front + job.tables_at[first.kind] + first.layer * all.heads;
+        for (int head = thread; head < all.heads; head += blockDim.x) {
+            int table = 0;
+            for (int i = 0; i < TABLES - 1; i++) table += squares[head] >= job.limits[i];
+            tables[head] = table;
+        }
+        if (first.layer + 1 == all.layers && front + all.parts[first.kind] - tables - all.heads > thread)
+            tables[all.heads + thread] = 0;  // up to a multiple of 4
+        __syncthreads();
+    }
+}
+
+// A status becomes 0 where a section in form 0 has a step or a table that no encoder writes.
+extern "C" __global__ void check_fronts(const Wht job) {
+    const Sections& all = job.all;
+    const int lane = threadIdx.x % 32, runs = all.layers * all.heads;
+    for (u32 i = SPREAD_WARP; i < (u32)(2 * all.n); i += gridDim.x * WARPS) {
+        const int block = i / 2, kind = i % 2;
+        if (*(volatile int*)(all.status + block) != GOOD || all.forms[i] != CODED) continue;
+        const u8* front = all.codes + all.offsets[block] + all.starts[i] + START_NBYTES;
+        bool good = true;
+        for (int run = lane; run < runs; run += 32) {
+            good = good && front[job.tables_at[kind] + run] < TABLES;
+            if (kind == 0) {
+                good = good && ((const u16*)front)[run] < STEP_END;
+            } else {
+                const u8* scales = front + job.scales_at + (i64)run * (1 + all.tokens);
+                int largest = 0;
+                for (int t = 1; t <= all.tokens; t++) largest = max(largest, (int)scales[t]);
+                good = good && (largest == 0 || 16 * scales[0] + largest < SCALE_END);
+            }
+        }
+        for (int layer = lane; kind == 0 && layer < all.layers; layer += 32) {
+            const u8* step = front + job.row_steps_at + 2 * layer;
+            good = good && (step[0] | step[1] << 8) < BYTE_END;
+        }
+        if (!__all_sync(FULL, good) && lane == 0) all.status[block] = 0;
+    }
+}
+
+// Whole numbers are kept as they are and 127 more, modulo 2**16.
+__device__ __forceinline__ float number_of(u32 kept) { return (float)(short)(kept - 127); }
+
+// A run's numbers, as they are kept, to [tokens][SHORT_STRIDE].
+__device__ __forceinline__ void stage(const Wht& job, const Run& run, u16* to, int lane) {
+    const Sections& all = job.all;
+    const u32 of_run = HEAD_DIM * all.tokens, log = log_of(all.streams), begin = run.head * HEAD_DIM;
+    const u32 on = all.streams / all.tokens, tokens_on = all.streams % all.tokens;
+    const u32 first = run.head * of_run >> (log + 3) << log;
+    const u32 end = ((run.head + 1) * of_run - 1 >> (log + 3)) + 1 << log;
+    const uint4* from = (const uint4*)(job.rounded + ((i64)run.row * all.n + run.block) * job.row_room);
+    for (u32 octet = first + lane; octet < end; octet += 32) {
+        Walk walk(all, octet);
+        const uint4 words = from[octet];
+        const u32 four[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            const u32 e = walk.component - begin;
+            if (e < HEAD_DIM) to[walk.token * SHORT_STRIDE + e] = four[k / 2] >> 16 * (k % 2);
+            walk.next(all.tokens, on, tokens_on);
+        }
+    }
+    __syncwarp();
+}
+
+// Elements e to e + 7 of a run's token t.
+__device__ __forceinline__ void fetch_octet(const Wht& job, const Run& run, const u16* staged, int e, int t, float* x) {
+    const Sections& all = job.all;
+    if (job.staged) {
+        const uint4 words = *(const uint4*)(staged + t * SHORT_STRIDE + e);
+        const u32 four[4] = {words.x, words.y, words.z, words.w};
+#pragma unroll
+        for (int k = 0; k < 8; k++) x[k] = number_of(four[k / 2] >> 16 * (k % 2));
+        return;
+    }
+    const u16* row = job.rounded + ((i64)run.row * all.n + run.block) * job.row_room;
+    const u32 log = log_of(all.streams);
+    for (int k = 0; k < 8; k++) {
+        const u32 i = (run.head * HEAD_DIM + e + k) * all.tokens + t, step = i >> log;
+        x[k] = number_of(row[((step >> 3 << log | i & (all.streams - 1)) << 3) + (step & 7)]);
+    }
+}
+
+struct Restored {  // a run, and what is ahead of its numbers
+    const Wht& job;
+    const Run& run;
+    const Turner turner;
+    const u8 *front, *scales;
+    float key_step;
+
+    __device__ __forceinline__ Restored(const Wht& job, const Run& run)
+        : job(job), run(run), turner{job.all, run.cosines(job.all), run.kind == 0}, key_step(0.f) {
+        const Sections& all = job.all;
+        front = all.codes + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
+        scales = front + job.scales_at + (i64)(run.layer * all.heads + run.head) * (1 + all.tokens);
+        const u8* row_step = front + job.row_steps_at + 2 * run.layer;
+        if (run.kind == 0) key_step = f((row_step[0] | row_step[1] << 8) << 16);
+    }
+    __device__ __forceinline__ void fetch_mean(float* mean, int lane) const {
+        const i64 index = run.layer * job.all.heads + run.head;
+        if (run.kind) return;
+        decode_mean(((const u16*)front)[index], front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8), mean, lane);
+    }
+    __device__ __forceinline__ float step(int t) const {
+        if (run.kind == 0) return key_step;
+        const int code = scales[1 + t];
+        return __fmul_rn(f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16), f(VALUE_STEP));
+    }
+    // Whole numbers of token t to the cache. on: whether there is such a token.
+    __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, int t, bool on,
+                                         int lane) const {
+        hadamard(v, share, lane);
+        if (!on) return;
+        const Vector vector{turner, run.x + t * job.all.token_stride};
+        const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST), step = this->step(t);
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const int e = share.e + 8 * o;
+            if (e >= HEAD_DIM) continue;
+            float x[8], kept[8];
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[k] = __fmul_rn(__fmul_rn(v[8 * o + k], share.weights[8 * o + k]), step);
+            if (turner.keys) {
+                mean.octet(e, kept);
+                turn<false>(turner, e, t, kept, mean);
+#pragma unroll
+                for (int k = 0; k < 8; k++) x[k] = __fadd_rn(x[k], kept[k]);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
+            vector.keep(e, x);
+        }
+    }
+};
+
+__device__ __forceinline__ void restore_tokens(const Restored& restored, const Share& share, const Mean& mean,
+                                               const u16* staged, int lane) {
+    const int tokens = restored.job.all.tokens;
+#pragma unroll 1
+    for (int first = 0; first < tokens; first += VECTORS) {
+        const int t = first + share.beside;
+        float v[HELD];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[8 * o + k] = 0.f;
+            if (t < tokens && share.e + 8 * o < HEAD_DIM)
+                fetch_octet(restored.job, restored.run, staged, share.e + 8 * o, t, v + 8 * o);
+        }
+        restored.keep(v, share, mean, t, t < tokens, lane);
+    }
+}
+
+// The same by octets of ABREAST tokens.
+template <int ABREAST>
+__device__ __forceinline__ void restore_octets(const Restored& restored, const Share& share, const Mean& mean, int lane) {
+    const Sections& all = restored.job.all;
+    const Run& run = restored.run;
+    const uint4* row = (const uint4*)(restored.job.rounded + ((i64)run.row * all.n + run.block) * restored.job.row_room);
+#pragma unroll 1
+    for (int first = 0; first < all.streams; first += VECTORS) {
+        const int stream = first + share.beside;
+        const bool on = stream < all.streams && share.e < HEAD_DIM;
+        const uint4* from = row + octet_at(all, run.head, share.e, stream, ABREAST);
+        u32 words[ABREAST][4];
+#pragma unroll
+        for (int i = 0; i < ABREAST; i++) {
+            const uint4 four = on ? from[i * all.streams] : make_uint4(0, 0, 0, 0);
+            words[i][0] = four.x, words[i][1] = four.y, words[i][2] = four.z, words[i][3] = four.w;
+        }
+#pragma unroll
+        for (int i = 0; i < ABREAST; i++) {
+            float v[HELD];
+#pragma unroll
+            for (int k = 0; k < HELD; k++) {
+                const int place = (k * ABREAST + i) % (8 * ABREAST);
+                v[k] = on ? number_of(words[place / 8][place % 8 / 2] >> 16 * (place % 2)) : 0.f;
+            }
+            restored.keep(v, share, mean, stream + i * all.streams, on, lane);
+        }
+    }
+}
+
+// Of sections in form 0 of good blocks, into the cache.
+extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job) {
+    extern __shared__ uint4 shared[];
+    const Sections& all = job.all;
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
+    float* mean_x = (float*)shared + warp * HEAD_DIM;
+    u16* staged = (u16*)((float*)shared + warps * HEAD_DIM) + warp * all.tokens * SHORT_STRIDE;
+    const Mean mean{mean_x};
+    const Share share(lane);
+    for (u32 i = blockIdx.x * warps + warp; i < (u32)(2 * all.layers * all.n * all.heads); i += gridDim.x * warps) {
+        const Run run(all, i);
+        if (all.status[run.block] != GOOD || all.forms[2 * run.block + run.kind] != CODED) continue;
+        const Restored restored(job, run);
+        __syncwarp();
+        restored.fetch_mean(mean_x, lane);
+        if (job.abreast == 1) restore_octets<1>(restored, share, mean, lane);
+        else if (job.abreast == 2) restore_octets<2>(restored, share, mean, lane);
+        else if (job.abreast == 4) restore_octets<4>(restored, share, mean, lane);
+        else {
+            if (job.staged) stage(job, run, staged, lane);
+            restore_tokens(restored, share, mean, staged, lane);
+        }
+    }
+}

@@ -1,0 +1,281 @@
+"""Calibrated sections by CUDA kernels, and cuBLAS between them: `manthan.codec.cpu.klt` on a GPU.
+
+Blocks are worked on in groups, and of those some rows (a layer's keys, or its values) at a time, so that what lies
+between two kernels is bounded. Encoding a group: rows are gathered and multiplied by their transform; when all of them
+are, they are entropy-coded, each into room of its own; then it is known where in the blocks their words go.
+
+The entropy coder's words are those of the CPU for the same integers, and both read what the other wrote. The integers
+are of sums that are rounded in other places, and to fp16 before they are rounded to whole numbers: one in some hundreds
+or thousands is the next one. Numbers that are decoded differ from the CPU's by about 2**-12 of how far they are from
+the mean.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import torch
+from torch import Tensor
+
+from manthan.codec.base import CodecSpec, Kind
+from manthan.codec.block import BlockFormat
+from manthan.codec.centred import K4V2C, Places
+from manthan.codec.cpu.klt import START
+from manthan.codec.cpu.rans import streams_of
+from manthan.codec.errors import ProfileError
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_job, is_aligned, sources
+from manthan.codec.gpu.klt_tables import RowTables, Transforms
+from manthan.codec.gpu.nvrtc import ALONE, Module
+from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
+from manthan.codec.profile import Profile
+from manthan.codec.rope import Rope
+
+NUMBERS_AT_ONCE = 72 * 2**20
+"""Of a group of blocks: 2 bytes for each, and when encoding 1 more."""
+PRODUCTS_AT_ONCE = 2**24
+"""Numbers of rows that are multiplied at once: when encoding 2 bytes for each, when decoding 4."""
+WORD_NUMBERS = 2
+"""A row has room for a word for so many of its numbers: one that takes more puts its section into form 1."""
+ROW_THREADS = 1024
+KINDS: tuple[Kind, ...] = ("key", "value")
+ALL = slice(None)
+SOURCES = (
+    "common.cu",
+    "vector.cu",
+    "exact.cu",
+    "seal.cu",
+    "sections.cu",
+    "runs.cu",
+    "rows.cu",
+    "transform.cu",
+    "centred.cu",
+)
+
+
+class Sections(ctypes.Structure):
+    """`struct Sections` of sections.cu."""
+
+    _fields_ = (
+        *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
+        *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "mean", "gain", "tables", "table_of", "vectors")),
+        *((name, ctypes.c_uint64) for name in ("back", "numbers", "words", "states", "sizes", "places", "far")),
+        *((name, ctypes.c_uint64) for name in ("fronts", "forms", "starts")),
+        ("block_stride", ctypes.c_int64),
+        ("at", ctypes.c_int64 * 2),
+        ("head_stride", ctypes.c_int32),
+        ("token_stride", ctypes.c_int32),
+        *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start")),
+        ("limits", ctypes.c_int64 * 2),
+        ("centred", ctypes.c_int64 * 2),
+        ("parts", ctypes.c_int64 * 2),
+        ("fronts_nbytes", ctypes.c_int64),
+        *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
+        *((name, ctypes.c_int32) for name in ("block_tokens", "first_row", "rows", "width")),
+        ("room", ctypes.c_uint32),
+        ("rope_scale", ctypes.c_float),
+    )
+
+    @classmethod
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec) -> Self:
+        """For the sections of the tokens that are not exact. caches: `addresses`. fallback: of sections in form 1."""
+        layers, tokens = len(layout.caches), layout.tokens - exact
+        sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in KINDS)
+        return cls(
+            caches=caches.data_ptr(),
+            block_stride=layout.block_stride,
+            at=tuple(at + exact * layout.token_stride for at in (layout.key_at, layout.value_at)),
+            head_stride=layout.head_stride,
+            token_stride=layout.token_stride,
+            head_nbytes=form.header.nbytes,
+            start=form.starts[-2],
+            limits=form.sizes[-2:],
+            centred=tuple(START + size for size in sizes),
+            layers=layers,
+            heads=layout.heads,
+            tokens=tokens,
+            streams=streams_of(tokens * layout.heads * layout.head_dim),
+            first_token=exact,
+            block_tokens=layout.tokens,
+            rows=2 * layers,
+            rope_scale=rope.scale,
+        )
+
+    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
+        """The same for these blocks of a batch."""
+        job = type(self).from_buffer_copy(self)
+        job.block_ids, job.offsets = batch.block_ids[some].data_ptr(), batch.offsets[some].data_ptr()
+        job.headers, job.turns = batch.headers[some].data_ptr(), batch.turns[some].data_ptr()
+        job.status, job.nbytes = batch.status[some].data_ptr(), batch.nbytes[some].data_ptr()
+        job.codes, job.n = codes.data_ptr(), len(batch.block_ids[some])
+        return job
+
+
+class Plan(NamedTuple):
+    """How blocks of one form are worked on. exact: None where no token is. sections: None where all are. seal: with no
+    header where one is written before."""
+
+    exact: Job | None
+    sections: Sections | None
+    seal: Job
+
+
+class Group:
+    """Blocks that are worked on together, and the memory between the kernels.
+
+    job: what the kernels are told, with all rows. numbers: rounded or to be, float16 [rows, C, tokens of all blocks and
+    up to 7 more]. vectors: some rows before the transform, float16, or after the way back, float32: [rows, the same
+    tokens, C].
+    """
+
+    def __init__(self, job: Sections, components: int, vectors: torch.dtype, device: torch.device) -> None:
+        rows, self.job = job.rows, job
+        job.width = -(-job.n * job.tokens // 8) * 8
+        self.at_once = min(rows, max(1, PRODUCTS_AT_ONCE // (components * job.width)))
+        self.numbers = torch.empty((rows, components, job.width), dtype=torch.float16, device=device)
+        self.vectors = torch.empty((self.at_once, job.width, components), dtype=vectors, device=device)
+        self._zeros = torch.zeros((2, job.n, 2), dtype=torch.int32, device=device)
+        self._books = torch.empty(job.n * (2 * rows + 2), dtype=torch.int32, device=device)
+        sizes, places, starts = self._books.split((job.n * rows, job.n * rows, job.n * 2))
+        job.numbers, job.sizes, job.places, job.starts = (x.data_ptr() for x in (self.numbers, sizes, places, starts))
+        job.forms, job.far = (zeros.data_ptr() for zeros in self._zeros)
+
+    def pieces(self) -> Iterator[tuple[slice, Sections]]:
+        """All rows, as many as are multiplied at once, with a job for them."""
+        for first in range(0, self.job.rows, self.at_once):
+            job = Sections.from_buffer_copy(self.job)
+            job.first_row, job.rows = first, min(self.at_once, job.rows - first)
+            yield slice(first, first + job.rows), job
+
+
+class KltPagedCodec(PagedCodec):
+    """`PagedCodec` for calibrated codecs, on one CUDA device of compute capability 8.0 or newer.
+
+    Raises CompileError, ProfileError.
+    """
+
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        profile = format.facts.profile
+        if not isinstance(profile, Profile):
+            raise ProfileError(f"codec {format.codec} needs a profile of the model: run `manthan calibrate MODEL`.")
+        super().__init__(layout, format, profile.info.rope)
+        self._rope, self._components = profile.info.rope or Rope(()), layout.heads * layout.head_dim
+        self._addresses = addresses(layout)
+        self._transforms = Transforms.of(profile, format.codec, self.device)
+        self._tables = RowTables.of(profile, format.codec, self.device)
+        self._plans: dict[int, Plan] = {}
+        largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
+        properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
+        self._shared = largest <= properties.shared_memory_per_block_optin
+        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+
+    def encode(self, batch: Batch, codes: Tensor) -> None:
+        """Sections that do not fit their profile get form 1."""
+        plan = self._plan(batch.exact)
+        batch.status.fill_(GOOD)
+        if plan.exact is not None:
+            self._launch_exact("encode_exact", plan.exact, batch, codes)
+        if plan.sections is not None:
+            with torch.inference_mode():
+                for job in self._jobs(plan.sections, batch, codes):
+                    self._encode(job)
+        self._launch_one("seal", plan.seal, batch, codes)
+
+    def verify(self, batch: Batch, codes: Tensor) -> None:
+        plan = self._plan(batch.exact)
+        if plan.sections is None:
+            self._launch_one("verify", plan.seal, batch, codes)
+        else:
+            self._launch("verify_sections", plan.sections.of(batch, codes), ALONE)
+
+    def decode(self, batch: Batch, codes: Tensor) -> None:
+        """A status becomes 0 or more for codes that no encoder writes, too."""
+        plan = self._plan(batch.exact)
+        if plan.sections is not None:
+            with torch.inference_mode():
+                for job in self._jobs(plan.sections, batch, codes):
+                    self._decode(job)
+        if plan.exact is not None:
+            self._launch_exact("decode_exact", plan.exact, batch, codes)
+
+    def _encode(self, job: Sections) -> None:
+        transforms, group = self._transforms, Group(job, self._components, torch.float16, self.device)
+        job.room = self._components * job.tokens // WORD_NUMBERS
+        words = torch.empty((job.rows, job.n, job.room), dtype=torch.int16, device=self.device)
+        states = torch.empty((job.n, job.rows, job.streams), dtype=torch.int32, device=self.device)
+        job.words, job.states = words.data_ptr(), states.data_ptr()
+        job.vectors, job.gain = group.vectors.data_ptr(), transforms.gain.data_ptr()
+        for rows, part in group.pieces():
+            self._launch("gather", part, part.rows * part.heads)
+            vectors = group.vectors[: part.rows].transpose(1, 2)
+            torch.bmm(transforms.forward[rows].transpose(1, 2), vectors, out=group.numbers[rows])
+        self._launch_rows("encode_rows", job, self._tables.encoding, self._tables.of_components[0])
+        self._launch("lay_out", job, ALONE)
+        self._launch("pack", job, job.rows)
+        self._launch("encode_centred", job, job.rows * job.heads)
+
+    def _decode(self, job: Sections) -> None:
+        transforms, group = self._transforms, Group(job, self._components, torch.float32, self.device)
+        job.back, job.gain = group.vectors.data_ptr(), transforms.gain_back.data_ptr()
+        self._launch("find_rows", job, ALONE)
+        self._launch_rows("decode_rows", job, self._tables.decoding, self._tables.of_components[1])
+        for rows, part in group.pieces():
+            numbers, out = group.numbers[rows].transpose(1, 2), group.vectors[: part.rows]
+            torch.bmm(numbers, transforms.inverse[rows], out_dtype=torch.float32, out=out)
+            self._launch("scatter", part, part.rows * part.heads)
+        self._launch("decode_centred", job, job.rows * job.heads)
+
+    def _jobs(self, plan: Sections, batch: Batch, codes: Tensor) -> Iterator[Sections]:
+        """The batch in even groups of NUMBERS_AT_ONCE, or of a block."""
+        n, most = len(batch.block_ids), max(1, NUMBERS_AT_ONCE // (plan.rows * self._components * plan.tokens))
+        groups = -(-n // most)
+        for group in range(groups):
+            yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))
+
+    def _launch(self, name: str, job: Sections, warps: int) -> None:
+        """warps: that a block of the batch can put to work."""
+        self._kernels.launch(name, job, job.n * warps)
+
+    def _launch_rows(self, name: str, job: Sections, tables: Tensor, of_components: Tensor) -> None:
+        """A warp for each row, or for several that fit into it."""
+        job.tables, job.tables_nbytes, job.table_of = tables.data_ptr(), tables.nbytes, of_components.data_ptr()
+        warps = job.rows * -(-job.n * job.streams // 32) * (ROW_THREADS // 32)
+        shared = tables.nbytes if self._shared else 0
+        self._kernels.launch(name, job, warps, threads=ROW_THREADS, shared=shared)
+
+    def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        of_batch = job.of(batch, codes)
+        self._kernels.launch(name, of_batch, of_batch.n * 2 * of_batch.layers * of_batch.heads)
+
+    def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        """A warp for each block."""
+        of_batch = job.of(batch, codes)
+        of_batch.sizes = batch.nbytes.data_ptr()
+        self._kernels.launch(name, of_batch, of_batch.n * ALONE)
+
+    def _plan(self, exact: int) -> Plan:
+        if exact not in self._plans:
+            layout, form = self.layout, self.form(exact)
+            kept = exact_job(layout, self._addresses, form, exact) if exact else None
+            if exact == layout.tokens:
+                assert kept is not None
+                self._plans[exact] = Plan(kept, None, kept)
+            else:
+                sections = Sections.plan(layout, self._addresses, form, exact, self._rope, K4V2C)
+                sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
+                self._plans[exact] = Plan(kept, sections, Job())
+        return self._plans[exact]
+
+
+@lru_cache
+def _module(
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+) -> Module:
+    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
+    into a block's shared memory. pairs, interleaved: of RoPE."""
+    macros = {"SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
+    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved}
+    lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
+    lines += [f"#define {name} {int(value)}" for name, value in macros.items()]
+    return Module("\n".join([*lines, sources(SOURCES)]), device)

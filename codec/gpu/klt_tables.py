@@ -1,0 +1,123 @@
+"""What a GPU needs of a profile: transforms for its tensor cores, and the tables that its entropy coder looks up.
+
+The transforms of a profile are fp16, with rows of length 1: they are used as they are, and what they are applied to is
+rounded to fp16. Their inverses are rounded to fp16, each column by a factor of its own. Integers up to 2,048 are exact
+in fp16, larger ones to 11 bits. All sums are float32.
+"""
+
+from collections.abc import Sequence
+from typing import NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manthan.codec.cpu.rans import ESCAPE, SCALE
+from manthan.codec.errors import ProfileError
+from manthan.codec.profile import Basis, Profile
+
+BUCKET = 16
+"""Slots that share an entry of a table for decoding."""
+ENCODING_NBYTES = 1024
+"""Of a table for encoding."""
+ESCAPED = 1 << 31
+
+Entries = npt.NDArray[np.uint32]
+Ranks = npt.NDArray[np.uint8]
+
+
+class Transforms(NamedTuple):
+    """Of rows: the keys of all layers, then the values, [rows, C] float32 and [rows, C, C] float16.
+
+    Encoding: rint(((x - mean) * gain) @ forward). Decoding: (q @ inverse) * gain_back + mean.
+    """
+
+    mean: Tensor
+    gain: Tensor
+    forward: Tensor
+    gain_back: Tensor
+    inverse: Tensor
+
+    @classmethod
+    def of(cls, profile: Profile, preset: str, device: torch.device) -> Self:
+        """Raises ProfileError for a transform that cannot be undone."""
+        made = [_transform(basis, preset, device) for basis in _bases(profile)]
+        return cls(*(torch.stack(parts) for parts in zip(*made, strict=True)))
+
+
+class RowTables(NamedTuple):
+    """What rows.cu looks up, uint8: for encoding, and for decoding. of_components: where the table of each component is
+    in them, in 16 bytes, int32 [2, rows, C]. pool: where in the latter are the ranks that all tables share, in bytes.
+    """
+
+    encoding: Tensor
+    decoding: Tensor
+    of_components: Tensor
+    pool: int
+
+    @classmethod
+    def of(cls, profile: Profile, preset: str, device: torch.device) -> Self:
+        """The tables that the preset uses."""
+        chosen = np.stack([basis.tables[preset] for basis in _bases(profile)])
+        used, which = np.unique(chosen, return_inverse=True)
+        frequencies = profile.frequencies[used].astype(np.uint32)
+        encoding = np.concatenate([_encoding(frequencies).ravel(), _reciprocals()]).view(np.uint8)
+        decoding, starts, pool = _decoding(frequencies)
+        places = np.stack([np.arange(len(used)) * ENCODING_NBYTES, starts])[:, which].reshape(2, *chosen.shape) // 16
+        parts = (encoding, decoding, places.astype(np.int32))
+        there = [torch.from_numpy(np.ascontiguousarray(part)).to(device) for part in parts]  # kernels know no strides
+        return cls(there[0], there[1], there[2], pool)
+
+
+def _bases(profile: Profile) -> Sequence[Basis]:
+    layers = profile.layers
+    return [*(layer.keys for layer in layers), *(layer.values for layer in layers)]
+
+
+def _transform(basis: Basis, preset: str, device: torch.device) -> tuple[Tensor, ...]:
+    mean, scale, transform = (torch.from_numpy(part).to(device) for part in (basis.mean, basis.scale, basis.transform))
+    step = basis.steps[preset]
+    inverse, failed = torch.linalg.inv_ex(transform.double())
+    if failed or not inverse.isfinite().all():
+        raise ProfileError("the profile holds a transform that cannot be undone: calibrate the model again.")
+    largest = torch.exp2(torch.ceil(torch.log2(inverse.abs().amax(0))))
+    gain_back = (largest * step / scale).float()
+    return mean, scale / step, transform, gain_back, (inverse / largest).half()
+
+
+def _encoding(frequencies: Entries) -> Entries:
+    """[tables, 256]: frequency; sum of those before it << 12; ESCAPED, where it is the escape's for want of its own."""
+    before = np.cumsum(frequencies, axis=1, dtype=np.uint32) - frequencies
+    entries: Entries = before << np.uint32(12) | frequencies
+    entries[:, ESCAPE] |= np.uint32(ESCAPED)
+    made: Entries = np.where(frequencies > 0, entries, entries[:, ESCAPE:])
+    return made
+
+
+def _reciprocals() -> Entries:
+    """By frequency, 2**32 divided by it, rounded down."""
+    f = np.arange(SCALE, dtype=np.uint64)
+    made: Entries = np.minimum((1 << 32) // np.maximum(f, 1), (1 << 32) - 1).astype(np.uint32)
+    return made
+
+
+def _decoding(frequencies: Entries) -> tuple[Ranks, npt.NDArray[np.int64], int]:
+    """All tables, then the ranks that they share; where each table begins, and the ranks do.
+
+    A symbol's rank is how many before it have a frequency. A table: of each BUCKET of slots, uint16, where the ranks of
+    their symbols are, in BUCKETs; by rank, uint32, frequency, sum << 12, symbol << 24; up to a multiple of 16 bytes.
+    """
+    pool: dict[bytes, int] = {}
+    made, starts = [], [0]
+    for row in frequencies:
+        symbols = np.flatnonzero(row).astype(np.uint32)
+        often = row[symbols]
+        ranks = np.repeat(np.arange(len(symbols), dtype=np.uint8), often).reshape(-1, BUCKET)
+        buckets = np.array([pool.setdefault(some.tobytes(), len(pool)) for some in ranks], np.uint16)
+        entries = symbols << 24 | (np.cumsum(often, dtype=np.uint32) - often) << 12 | often
+        table = np.concatenate([buckets.view(np.uint8), entries.view(np.uint8)])
+        made.append(np.pad(table, (0, -len(table) % 16)))
+        starts.append(starts[-1] + len(made[-1]))
+    ranks_of_all = np.frombuffer(b"".join(pool), np.uint8)
+    return np.concatenate([*made, ranks_of_all]), np.array(starts[:-1]), starts[-1]

@@ -1,0 +1,321 @@
+"""`manthan.codec.wht` by CUDA kernels: the same bytes as the CPU's, and the same numbers.
+
+Blocks are worked on in groups, so that what lies between two kernels is bounded: whole numbers, and when encoding the
+words of each row, whose places in the block are known when all are coded. Sections in form 1 are made by the kernels of
+`manthan.codec.centred`, of blocks that need them, in the same stream: nothing waits for the device.
+"""
+
+import ctypes
+from collections.abc import Iterator
+from functools import lru_cache
+from typing import Any, NamedTuple, Self
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from manthan.codec.base import align16
+from manthan.codec.block import BlockFormat, sections
+from manthan.codec.cpu.rans import ESCAPE, SCALE
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_job, is_aligned, sources
+from manthan.codec.gpu.klt_codec import Sections
+from manthan.codec.gpu.nvrtc import ALONE, Module
+from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
+from manthan.codec.rope import Rope
+from manthan.codec.tables.frequencies import family
+from manthan.codec.wht import FALLBACK, KEY_STEP, LIMIT_BITS, LIMITS, MEAN_BITS, START, TABLES, VALUE_STEP, Parts
+
+SCRATCH_BYTES = 320 * 2**20
+"""Of a group of blocks, about."""
+ENCODING, DECODING = 4, 2
+"""Bytes of it for each number."""
+OCTET = 8
+"""Numbers of a stream that are next to each other."""
+WARPS = 8
+"""Of a block of threads, at most."""
+STAGE_BYTES = 48 * 2**10
+"""Shared memory of a block of threads that restores, if it may be so little."""
+SPARE_BLOCKS = 128
+"""Blocks of threads that round rows which do not fit into shared memory."""
+ENCODE_THREADS, DECODE_THREADS = 512, 1024
+SOURCES = (
+    "common.cu",
+    "vector.cu",
+    "exact.cu",
+    "seal.cu",
+    "sections.cu",
+    "runs.cu",
+    "centred.cu",
+    "octets.cu",
+    "wht.cu",
+    "whole.cu",
+)
+ALL = slice(None)
+
+Entries = npt.NDArray[np.uint32]
+
+
+class Wht(ctypes.Structure):
+    """`struct Wht` of wht.cu."""
+
+    _fields_ = (
+        ("all", Sections),
+        *((name, ctypes.c_uint64) for name in ("fronts", "rounded", "spare", "encoding", "decoding")),
+        *((name, ctypes.c_int64) for name in ("means_at", "row_steps_at", "scales_at")),
+        ("tables_at", ctypes.c_int64 * 2),
+        ("row_room", ctypes.c_uint32),
+        ("limits", ctypes.c_uint32 * len(LIMITS)),
+        ("one_token", ctypes.c_float),
+        ("one_number", ctypes.c_float),
+        ("abreast", ctypes.c_int32),
+        ("staged", ctypes.c_int32),
+    )
+
+    @classmethod
+    def plan(cls, layout: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
+        """For the tokens that are not exact. caches: `addresses`."""
+        made = cls(all=Sections.plan(layout, caches, form, exact, rope, FALLBACK))
+        all = made.all
+        keys, values = (Parts.of(section) for section in sections(format.codec, format.shape, exact)[-2:])
+        numbers = all.heads * layout.head_dim * all.tokens
+        all.parts[:] = keys.end - START, values.end - START
+        all.fronts_nbytes = align16(max(all.parts))
+        all.room = numbers
+        made.means_at, made.row_steps_at = keys.means.start - START, keys.row_steps.start - START
+        made.scales_at = values.scales.start - START
+        made.tables_at[:] = keys.tables.start - START, values.tables.start - START
+        made.row_room = -(-numbers // (OCTET * all.streams)) * OCTET * all.streams
+        made.limits[:] = np.ceil(LIMITS * (layout.head_dim * all.tokens)).astype(np.int64).tolist()
+        abreast, rest = divmod(all.tokens, all.streams)
+        made.abreast = abreast if not rest and abreast in (1, 2, 4) and layout.head_dim <= 256 else 0
+        made.one_token, made.one_number = np.float32(1 / all.tokens), np.float32(1 / numbers)
+        return made
+
+    def of(self, batch: Batch, codes: Tensor, some: slice) -> Self:
+        """The same for these blocks of a batch."""
+        job = type(self).from_buffer_copy(self)
+        job.all = self.all.of(batch, codes, some)
+        return job
+
+
+class Threads(NamedTuple):
+    """How a kernel is started. blocks: of threads, at most; 0 for as many as there is room for."""
+
+    warps: int
+    shared: int
+    blocks: int = 0
+
+
+class Plan(NamedTuple):
+    """How blocks of one form are worked on. exact: None where no token is. rows: None where all are. seal: with no
+    header where one is written before."""
+
+    exact: Job | None
+    rows: Wht | None
+    seal: Job
+
+
+class WhtPagedCodec(PagedCodec):
+    """`PagedCodec` for `manthan.codec.wht`, on one CUDA device of compute capability 8.0 or newer.
+
+    Raises CompileError.
+    """
+
+    def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
+        super().__init__(layout, format, format.facts.rope)
+        self._rope = format.facts.rope or Rope(())
+        self._addresses = addresses(layout)
+        self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
+        self._most_shared: int = properties_of(self.device).shared_memory_per_block_optin
+        self._plans: dict[int, Plan] = {}
+        self._shared = self._tables[1].nbytes <= self._most_shared
+        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+
+    def encode(self, batch: Batch, codes: Tensor) -> None:
+        """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
+        finite."""
+        plan = self._plan(batch.exact)
+        batch.status.fill_(GOOD)
+        if plan.exact is not None:
+            self._launch_exact("encode_exact", plan.exact, batch, codes)
+        if plan.rows is not None:
+            for job in self._jobs(plan.rows, batch, codes, ENCODING):
+                self._encode(job)
+        self._launch_one("seal", plan.seal, batch, codes)
+
+    def verify(self, batch: Batch, codes: Tensor) -> None:
+        plan = self._plan(batch.exact)
+        if plan.rows is None:
+            self._launch_one("verify", plan.seal, batch, codes)
+        else:
+            job = plan.rows.all.of(batch, codes)
+            self._kernels.launch("verify_sections", job, job.n * ALONE)
+
+    def decode(self, batch: Batch, codes: Tensor) -> None:
+        """A status becomes 0 or more for codes that no encoder writes, too."""
+        plan = self._plan(batch.exact)
+        if plan.rows is not None:
+            for job in self._jobs(plan.rows, batch, codes, DECODING):
+                self._decode(job)
+        if plan.exact is not None:
+            self._launch_exact("decode_exact", plan.exact, batch, codes)
+
+    def _encode(self, job: Wht) -> None:
+        all = job.all
+        rows, threads = all.n * all.rows, self._rounding(job)
+        rounded, words = (self._scratch(2 * rows * room) for room in (job.row_room, all.room))
+        fronts, states = self._scratch(2 * all.n * all.fronts_nbytes), self._scratch(4 * rows * all.streams)
+        spare = self._scratch(threads.blocks * 4 * all.heads * all.tokens * (self.layout.head_dim + 4))
+        books, far = self._scratch(4 * (2 * rows + 4 * all.n)), self._scratch(8 * all.n).zero_()
+        job.rounded, job.spare = rounded.data_ptr(), spare.data_ptr()
+        job.fronts = all.fronts = fronts.data_ptr()
+        all.words, all.states, all.far = words.data_ptr(), states.data_ptr(), far.data_ptr()
+        _keep_books(all, books)
+        blocks = min(rows, threads.blocks or rows)
+        self._launch("round_rows", job, blocks * threads.warps, 32 * threads.warps, threads.shared)
+        self._launch_words("encode_words", job, self._tables[0], ENCODE_THREADS, shared=True)
+        for name, warps in (("lay_out", ALONE), ("pack", all.rows), ("encode_centred", all.rows * all.heads)):
+            self._kernels.launch(name, all, all.n * warps)
+
+    def _decode(self, job: Wht) -> None:
+        all = job.all
+        rows, threads = all.n * all.rows, self._restoring(job)
+        rounded, books = self._scratch(2 * rows * job.row_room), self._scratch(4 * (2 * rows + 4 * all.n))
+        job.rounded = rounded.data_ptr()
+        _keep_books(all, books)
+        self._kernels.launch("find_rows", all, all.n * ALONE)
+        self._launch("check_fronts", job, 2 * all.n * ALONE)
+        self._launch_words("decode_words", job, self._tables[1], DECODE_THREADS, shared=self._shared)
+        self._launch("restore_rows", job, rows * all.heads, 32 * threads.warps, threads.shared)
+        self._kernels.launch("decode_centred", all, all.n * all.rows * all.heads)
+
+    def _scratch(self, nbytes: int) -> Tensor:
+        """For this stream; who has launched what uses it may let go of it."""
+        return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
+
+    def _jobs(self, plan: Wht, batch: Batch, codes: Tensor, each: int) -> Iterator[Wht]:
+        """The batch in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each))
+        groups = -(-n // most)
+        for group in range(groups):
+            yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))
+
+    def _rounding(self, job: Wht) -> Threads:
+        """A warp for each head; a row between their two passes in shared memory, where it fits."""
+        all, dim = job.all, self.layout.head_dim
+        warps, vectors = min(WARPS, all.heads), all.heads * all.tokens
+        shared = 4 * (2 * _even(vectors) + _even(all.heads) + warps * dim)
+        row = 4 * vectors * (dim + 4)
+        if shared + row <= self._most_shared:
+            return Threads(warps, shared + row)
+        return Threads(WARPS, shared + 4 * (WARPS - warps) * dim, SPARE_BLOCKS)
+
+    def _restoring(self, job: Wht) -> Threads:
+        """A warp for each run, and the run in shared memory, where it fits."""
+        dim = self.layout.head_dim
+        each = 4 * dim + 2 * job.all.tokens * (dim + 8)
+        job.staged = not job.abreast and each <= self._most_shared
+        if not job.staged:
+            return Threads(WARPS, WARPS * 4 * dim)
+        warps = max(1, min(WARPS, STAGE_BYTES // each))
+        return Threads(warps, warps * each)
+
+    def _launch(self, name: str, job: Wht, warps: int, threads: int = 0, shared: int = 0) -> None:
+        if threads:
+            self._kernels.launch(name, job, warps, threads=threads, shared=shared)
+        else:
+            self._kernels.launch(name, job, warps)
+
+    def _launch_words(self, name: str, job: Wht, tables: Tensor, threads: int, *, shared: bool) -> None:
+        """A warp for each row, or for several that fit into it, on as many processors as there are."""
+        all = job.all
+        job.encoding = job.decoding = tables.data_ptr()
+        warps = all.rows * -(-all.n * all.streams // 32) * (threads // 32)
+        self._kernels.launch(name, job, warps, threads=threads, shared=tables.nbytes if shared else 0)
+
+    def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        of_batch = job.of(batch, codes)
+        self._kernels.launch(name, of_batch, of_batch.n * 2 * of_batch.layers * of_batch.heads)
+
+    def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
+        """A block of threads for each block."""
+        of_batch = job.of(batch, codes)
+        of_batch.sizes = batch.nbytes.data_ptr()
+        self._kernels.launch(name, of_batch, of_batch.n * ALONE)
+
+    def _plan(self, exact: int) -> Plan:
+        if exact not in self._plans:
+            layout, form = self.layout, self.form(exact)
+            kept = exact_job(layout, self._addresses, form, exact) if exact else None
+            if exact == layout.tokens:
+                assert kept is not None
+                self._plans[exact] = Plan(kept, None, kept)
+            else:
+                rows = Wht.plan(layout, self.format, self._addresses, form, exact, self._rope)
+                self._plans[exact] = Plan(kept, rows, Job())
+        return self._plans[exact]
+
+
+def properties_of(device: torch.device) -> Any:
+    """Which are more than PyTorch's stubs know."""
+    return torch.cuda.get_device_properties(device)
+
+
+def _keep_books(all: Sections, books: Tensor) -> None:
+    """Where sizes and places of rows, and forms and starts of sections are."""
+    rows = 4 * all.n * all.rows
+    sizes, places, forms, starts = books.split((rows, rows, 8 * all.n, 8 * all.n))
+    all.sizes, all.places, all.forms, all.starts = (part.data_ptr() for part in (sizes, places, forms, starts))
+
+
+def _even(count: int) -> int:
+    """A multiple of 4."""
+    return -(-count // 4) * 4
+
+
+@lru_cache
+def _module(
+    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+) -> Module:
+    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables for
+    decoding fit into a block's shared memory. pairs, interleaved: of RoPE."""
+    macros = {
+        "SHARED_TABLES": int(shared),
+        "PAIRS": pairs,
+        "INTERLEAVED": int(interleaved),
+        "MEAN_BITS": MEAN_BITS,
+        "KNOWN_MEANS": 1,
+        "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
+        "KEY_STEP": f"0x{KEY_STEP.view(np.uint32):08x}u",
+        "VALUE_STEP": f"0x{VALUE_STEP.view(np.uint32):08x}u",
+    }
+    lines = [f"#define {name} {value}" for name, value in macros.items()]
+    return Module("\n".join([constants(FALLBACK, head_dim, dtype, aligned, False), *lines, sources(SOURCES)]), device)
+
+
+def _frequencies() -> tuple[Entries, Entries]:
+    """[tables, 256]: of each symbol, and the sum of those before it."""
+    often = family()[TABLES].astype(np.uint32)
+    return often, np.cumsum(often, axis=1, dtype=np.uint32) - often
+
+
+def _encoding() -> Entries:
+    """[tables, 256, 2], as whole.cu has it."""
+    often, before = _frequencies()
+    entries = before << np.uint32(12) | often
+    entries[:, ESCAPE] |= np.uint32(1 << 31)
+    rare = often == 0
+    entries = np.where(rare, entries[:, ESCAPE:], entries)
+    often = np.where(rare, often[:, ESCAPE:], often)
+    inverses = np.minimum((1 << 32) // often.astype(np.uint64), (1 << 32) - 1).astype(np.uint32)
+    return np.stack([entries, inverses], axis=2)
+
+
+def _decoding() -> npt.NDArray[np.uint8]:
+    """As whole.cu has it."""
+    often, before = _frequencies()
+    symbols = np.tile(np.arange(256, dtype=np.uint8), len(often))
+    slots = np.repeat(symbols, often.ravel()).reshape(len(often), SCALE)
+    return np.concatenate([slots.ravel(), (often << np.uint32(16) | before).ravel().view(np.uint8)])

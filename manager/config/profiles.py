@@ -1,0 +1,98 @@
+"""The codec that a configuration means for a model, and the profile that it takes."""
+
+import logging
+from dataclasses import dataclass
+from pathlib import Path
+
+from manthan.codec.errors import ProfileError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.registry import needs_profile
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.config.model import CodecConfig, ConfigError
+
+logger = logging.getLogger("vllm.manthan")
+
+AUTO = "auto"
+"""The name that stands for CALIBRATED where the model has a profile, and for PLAIN where it has none."""
+CALIBRATED, PLAIN = "klt-6x", "wht-5x"
+
+
+@dataclass(frozen=True)
+class ChosenCodec:
+    """name: of a codec. profile: the model's, if the codec takes one, and path where it lies. wanted: where one belongs
+    that the codec would take if it were there."""
+
+    name: str
+    path: Path | None = None
+    profile: Profile | None = None
+    wanted: Path | None = None
+
+    def facts(self, rank: int, ranks: int) -> ModelFacts:
+        """As far as the profile tells them."""
+        return NO_FACTS if self.profile is None else facts_of(self.profile, rank, ranks)
+
+
+def choose_codec(config: CodecConfig, model: str, ranks: int = 1) -> ChosenCodec:
+    """For so many tensor-parallel ranks. A profile that is not named is looked for where `manthan calibrate` puts it.
+
+    Raises ConfigError for a profile that is missing, cannot be read, is for another number of ranks, or has not the
+    codec's preset.
+    """
+    if config.name != AUTO and not needs_profile(config.name):
+        if config.profile:
+            takes = ", ".join((AUTO, *PRESETS))
+            raise ConfigError(f"codec.profile is {config.profile}, but codec {config.name} takes none: use {takes}")
+        return ChosenCodec(config.name)
+    named = Path(config.profile).expanduser().absolute() if config.profile else None
+    path = named or profile_path(model, ranks)
+    name = CALIBRATED if config.name == AUTO else config.name
+    try:
+        if named or path.exists():
+            return ChosenCodec(name, path, load_profile(path, name, model, ranks))
+    except ConfigError as error:
+        if config.name != AUTO or named:
+            raise
+        logger.warning("Manthan: codec %s is used, for %s", PLAIN, error)
+        return ChosenCodec(PLAIN)
+    if config.name == AUTO:
+        return ChosenCodec(PLAIN, wanted=path)
+    raise ConfigError(
+        f"codec {name} needs a profile of {model}, and there is none at {path}: run `{_command(model, ranks)}`, or "
+        "name one that you have with codec.profile"
+    )
+
+
+def load_profile(path: Path, codec: str, model: str, ranks: int) -> Profile:
+    """Raises ConfigError for what codec, model and ranks cannot use."""
+    try:
+        profile = Profile.load(path)
+        profile.for_rank(0, ranks)
+    except ProfileError as error:
+        raise ConfigError(str(error).rstrip(".")) from None
+    if codec not in profile.info.ratios:
+        has = ", ".join(profile.info.ratios) or "none"
+        raise ConfigError(f"the profile {path} has no {codec}: it has {has}; run `{_command(model, ranks)}`")
+    return profile
+
+
+def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head_dim: int) -> None:
+    """heads: of all ranks. Raises ConfigError for a profile of another shape."""
+    if chosen.profile is None:
+        return
+    info = chosen.profile.info
+    if (info.layers, info.heads, info.head_dim) != (layers, heads, head_dim):
+        raise ConfigError(
+            f"the profile {chosen.path} is of {info.layers} layers with {info.heads} KV heads of {info.head_dim} "
+            f"numbers, but {model} has {layers} with {heads} of {head_dim}: run "
+            f"`{_command(model, len(chosen.profile.ranks))}`"
+        )
+
+
+def facts_of(profile: Profile, rank: int, ranks: int) -> ModelFacts:
+    """What a rank's codec needs, of a model that turns its keys as the profile says."""
+    return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
+
+
+def _command(model: str, ranks: int) -> str:
+    return f"manthan calibrate {model}" + (f" --tensor-parallel-size {ranks}" if ranks > 1 else "")

@@ -1,0 +1,140 @@
+"""What tells a codec that is faithful to a model from one that is not, on made-up KV with and without biased keys."""
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from manthan.codec import NonFiniteError
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE, Fidelity, Sample, measure
+from manthan.codec.model import ModelFacts
+from manthan.codec.rope import Rope
+
+SHAPE = BlockShape(layers=4, heads=2, tokens=32, head_dim=64)
+ROPE = Rope(tuple(10000.0 ** (-np.arange(0, 64, 2) / 64)))
+SLOW, FAST = (29, 30, 31), (0, 1, 2)
+
+
+def kv(vectors, pairs=(), bias=40.0, blocks=4, layers=range(4), seed=0, shape=SHAPE):
+    """Blocks of noise, and of keys with a bias in some pairs of some layers before RoPE."""
+    rng = np.random.default_rng(seed)
+    numbers = (shape.layers, shape.heads, blocks * shape.tokens, shape.head_dim)
+    keys, values = rng.standard_normal((2, *numbers), np.float32)
+    for pair in pairs:
+        keys[list(layers), :, :, pair] += bias
+        keys[list(layers), :, :, pair + 32] -= 0.7 * bias
+    keys = ROPE.turn(keys, np.arange(numbers[2]))
+    keys, values = vectors.to_bf16(keys), vectors.to_bf16(values)
+    at = [slice(first, first + shape.tokens) for first in range(0, numbers[2], shape.tokens)]
+    return [Sample(keys[:, :, some], values[:, :, some], some.start) for some in at]
+
+
+def of(codec, samples, rope=ROPE):
+    shape = replace(SHAPE, tokens=samples[0].keys.shape[2])
+    return measure(BlockFormat(codec, shape, bytes(16), facts=ModelFacts(ROPE)), samples, rope)
+
+
+# ---- what it says
+
+
+@pytest.mark.parametrize("codec", ["k3v3", "k4v2", "lloyd4", "k4v2c", "k4v4c", "k4v2-tiles", "exact"])
+def test_without_a_bias_all_codecs_are_faithful(codec, vectors):
+    found = of(codec, kv(vectors))
+    assert found.is_faithful
+    assert (found.codec, found.tokens) == (codec, 128)
+    assert found.mean_share.max() < 0.02
+
+
+@pytest.mark.parametrize("pairs", [SLOW, FAST])
+@pytest.mark.parametrize(("codec", "faithful"), [("k3v3", 0), ("k4v2", 0), ("lloyd4", 0), ("k4v2c", 1), ("k4v4c", 1)])
+def test_with_biased_keys_those_that_are_centred_are(codec, faithful, pairs, vectors):
+    found = of(codec, kv(vectors, pairs))
+    assert found.is_faithful == bool(faithful)
+    assert found.mean_share.min() > 0.9
+    assert found.key_cosine.min() > 0.98  # which says nothing
+
+
+def test_the_noise_is_what_queries_suffer(vectors):
+    """Of logits with the keys that others differ by: a share of 1/100 of their energy is noise of 1/100."""
+    rng = np.random.default_rng(1)
+    keys, values, noise = rng.standard_normal((3, 2, 3, 512, 64), np.float32)
+    found = Fidelity.of("some", keys, values, (keys + noise * 0.1, values + noise * 0.2), np.arange(512), None)
+    assert found.logit_noise == pytest.approx(0.01, rel=0.1)
+    assert found.value_noise == pytest.approx(0.04, rel=0.1)
+    assert found.key_cosine == pytest.approx(1 / np.sqrt(1.01), rel=1e-3)
+
+
+def test_one_bad_layer_of_many_is_enough(vectors):
+    """It is named, and the average alone would hide it."""
+    shape = replace(SHAPE, layers=64)
+    samples = kv(vectors, SLOW, bias=15.0, layers=[17], shape=shape, blocks=2)
+    found = measure(BlockFormat("k3v3", shape, bytes(16)), samples, ROPE)
+    assert found.worst_layer == 17
+    assert found.logit_noise[17] > WORST_LOGIT_NOISE
+    found.logit_noise[:17] = found.logit_noise[18:] = 0
+    assert found.logit_noise.mean() < LOGIT_NOISE
+    assert not found.is_faithful
+
+
+def test_a_bias_where_rope_turns_fast_is_only_seen_before_it(vectors):
+    """After it, it looks like what tells tokens apart."""
+    samples = kv(vectors, FAST)
+    assert of("k3v3", samples).logit_noise.mean() > 10 * of("k3v3", samples, rope=None).logit_noise.mean()
+
+
+def test_bad_values_count_too(vectors):
+    samples = kv(vectors)
+    for sample in samples:
+        values = vectors.from_bf16(sample.values)
+        values[..., 5] += 100
+        sample.values[:] = vectors.to_bf16(values)
+    found = of("k3v3", samples)
+    assert found.logit_noise.mean() < LOGIT_NOISE
+    assert found.value_noise.max() > VALUE_NOISE
+    assert not found.is_faithful
+
+
+def test_an_outlier_is_told(vectors):
+    samples = kv(vectors)
+    samples[1].keys[1, 1, 3, 5] = vectors.to_bf16(np.array([[20.0]], np.float32))[0, 0]
+    assert of("exact", samples).outlier == pytest.approx(20, rel=0.02)
+
+
+# ---- of what it is measured
+
+
+def test_tokens_that_are_kept_exact_are_not_looked_at(vectors):
+    samples = kv(vectors)
+    with_exact = [replace(samples[0], exact=20), *samples[1:]]
+    assert of("k3v3", with_exact).tokens == 108
+    assert of("k3v3", with_exact).logit_noise.mean() == pytest.approx(of("k3v3", samples).logit_noise.mean(), rel=0.2)
+    whole = of("k3v3", [replace(sample, exact=32) for sample in samples])
+    assert (whole.tokens, whole.is_faithful) == (128, True)
+    assert not whole.logit_noise.any()
+    one_whole = of("k3v3", [replace(samples[0], exact=32), *samples[1:]])
+    assert one_whole.tokens == 96
+
+
+def test_places_are_those_of_the_chain(vectors):
+    """Blocks from anywhere in it: taken for others, the mean before RoPE would not be found."""
+    samples = kv(vectors, FAST, blocks=8)[5:]
+    assert of("k4v2c", samples).is_faithful
+    moved = [replace(sample, first_token=0) for sample in samples]
+    assert of("k3v3", moved).logit_noise.mean() < 0.5 * of("k3v3", samples).logit_noise.mean()
+
+
+@pytest.mark.parametrize("tokens", [1, 16])
+def test_few_tokens_and_equal_keys_are_no_trouble(tokens, vectors):
+    shape = replace(SHAPE, tokens=tokens)
+    [sample] = kv(vectors, blocks=1, shape=shape)
+    assert np.isfinite(of("k3v3", [sample]).logit_noise).all()
+    zeros = Sample(sample.keys * 0, sample.values * 0, 0)
+    assert of("k3v3", [zeros]).is_faithful
+
+
+def test_kv_that_cannot_be_encoded_is_refused(vectors):
+    samples = kv(vectors)
+    samples[2].keys[0, 0, 0, 0] = 0x7FC0
+    with pytest.raises(NonFiniteError):
+        of("k3v3", samples)

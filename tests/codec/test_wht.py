@@ -1,0 +1,349 @@
+"""Rotated, rounded to steps, entropy-coded: the format, both implementations, biases, bounds, refusals."""
+
+import importlib.util
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import xxhash
+
+from manthan.codec import NonFiniteError, UnknownCodecError, get_codec, section_codec
+from manthan.codec.base import Dtype, Section, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.centred import from_bytes, halves
+from manthan.codec.cpu.rans import Coder, Rows, streams_of
+from manthan.codec.cpu.rows import parse
+from manthan.codec.cpu.wht import WhtSections
+from manthan.codec.errors import CodecError, DamagedError, SizeError
+from manthan.codec.model import ModelFacts
+from manthan.codec.rope import Rope
+from manthan.codec.tables.frequencies import DEVIATIONS, family
+from manthan.codec.tables.rotation import weights
+from manthan.codec.wht import CENTRED, CODED, NAME, START, TABLES, VALUE_STEP, Parts, table_numbers
+from tests.helpers.kv import ROPES, as_floats, error, in_cache, integers, keys, places_from, rope
+
+LAYERS, HEADS, TOKENS = 2, 3, 16
+DTYPES = [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32]
+needs_numba = pytest.mark.skipif(not importlib.util.find_spec("numba"), reason="needs numba")
+
+
+@pytest.fixture(params=[False, pytest.param(True, marks=needs_numba)], ids=["plain", "fused"])
+def fused(request):
+    return request.param
+
+
+def section_of(head_dim=64, tokens=TOKENS, dtype=Dtype.FLOAT32, kind=SectionKind.BOTH, layers=LAYERS):
+    return Section(kind, NAME, layers, tokens, HEADS, head_dim, dtype)
+
+
+def encoded(codec, x, section, first=0):
+    out = np.full(codec.max_nbytes(section), 255, np.uint8)
+    return out[: codec.encode(x, section, places_from(first, section.tokens), out)]
+
+
+def roundtrip(codec, x, section, first=0):
+    return codec.decode(encoded(codec, x, section, first), section, places_from(first, section.tokens))
+
+
+# ---- the format
+
+
+@pytest.mark.parametrize("turning", ["none", "halves", "partial neighbours"])
+@pytest.mark.parametrize("head_dim", [64, 80])
+def test_decoding_follows_the_format(head_dim, turning, fused):
+    """Against a decoder written from the format's description, in float64, but for the entropy coder."""
+    turn, section, first = ROPES[turning](head_dim), section_of(head_dim, tokens=5), 1000
+    codec = WhtSections(head_dim, turn, fused=fused)
+    codes = encoded(codec, keys(section, turn, first, bias=10.0), section, first)
+    assert codes[:START].tolist() == [1, CODED, 0, 0]
+    runs, width = LAYERS * HEADS, head_dim // 8
+    at, parts = START, []
+    for size in (2 * runs, runs * 5 * width, 2 * LAYERS, runs * 6, 2 * runs):
+        parts.append(codes[at : at + size].copy())
+        at += size
+    assert at == Parts.of(section).end
+    numbers = 5 * HEADS * head_dim
+    rows = Rows(np.full(2 * LAYERS, numbers // 5), np.repeat(parts[4], head_dim), 5, streams_of(numbers))
+    q = Coder(family()).decode(parse(codes[at:], rows), rows).reshape(2, runs, head_dim, 5)
+    bf16 = lambda bits: float((np.array([bits], np.uint32) << 16).view(np.float32)[0])  # noqa: E731
+
+    hadamard = np.zeros((head_dim, head_dim))
+    for start, end in ((0, 64), (64, head_dim)):  # 80 = 64 + 16
+        parity = [[(i & j).bit_count() % 2 for j in range(end - start)] for i in range(end - start)]
+        hadamard[start:end, start:end] = 1 - 2 * np.array(parity).reshape(end - start, end - start)
+    cos, sin = (Rope(()) if turn is None else turn).tables(places_from(first, 5))
+    pairs, expected = cos.shape[1], np.zeros((2, runs, 5, head_dim))
+    for run in range(runs):
+        bits = np.unpackbits(parts[1].reshape(runs, 5, width)[run], axis=1, bitorder="little")
+        code = np.array([int("".join(map(str, column)), 2) for column in bits[1:].T])
+        mean = (-1.0) ** bits[0] * code * bf16(parts[0].view("<u2")[run])
+        octave, *scales = parts[3].reshape(runs, 6)[run].astype(int)
+        for t in range(5):
+            key = hadamard @ q[0, run, :, t] * weights(head_dim) * bf16(parts[2].view("<u2")[run // HEADS])
+            a, b = mean[:pairs], mean[pairs : 2 * pairs]
+            key[:pairs] += a * cos[t] - b * sin[t]
+            key[pairs : 2 * pairs] += b * cos[t] + a * sin[t]
+            key[2 * pairs :] += mean[2 * pairs :]
+            order = halves(turn, head_dim)
+            expected[0, run, t, np.arange(head_dim) if order is None else order] = key
+            scale = bf16((16 * octave + scales[t]) << 3) * VALUE_STEP
+            expected[1, run, t] = hadamard @ q[1, run, :, t] * weights(head_dim) * scale
+    found = codec.decode(codes, section, places_from(first, 5)).reshape(expected.shape)
+    assert found == pytest.approx(expected, abs=1e-4)
+
+
+GOLDEN = {
+    64: ["54c6b29238b3fb1c", "f2a7dd15fe5e802d"],
+    80: ["ce909dc4ac7f307e", "032fb43b194cac4f"],
+    128: ["e25f6c8ebe3816bc", "9eef061c3df234f4"],
+    256: ["7f377c78a64bb457", "dde3289265069004"],
+}
+
+
+@pytest.mark.parametrize("head_dim", GOLDEN)
+def test_the_format_has_not_changed(head_dim, fused):
+    """Blocks in a store outlive the process that wrote them: a change of these needs a new codec name."""
+    section = section_of(head_dim, dtype=Dtype.BFLOAT16)
+    codec = WhtSections(head_dim, rope(head_dim), fused=fused)
+    x = (integers(section.shape).view(np.uint32) >> 16).astype(np.uint16)
+    codes = encoded(codec, x, section, 48)
+    decoded = codec.decode(codes, section, places_from(48))
+    assert [xxhash.xxh3_64_hexdigest(a.tobytes()) for a in (codes, decoded)] == GOLDEN[head_dim]
+
+
+def test_the_tables_have_not_changed():
+    assert xxhash.xxh3_64_hexdigest(family()[TABLES].tobytes()) == "909bfc4ab9e1e6b2"
+
+
+@pytest.mark.parametrize("deviation", DEVIATIONS[7:25])
+def test_a_run_has_the_table_of_its_width(deviation):
+    """The cheapest, or one that is hardly dearer."""
+    q = np.rint(np.random.default_rng(0).standard_normal(20_000) * deviation).astype(int).clip(-127, 127)
+    shares = family()[TABLES][:, q + 127] / 4096
+    bits = -np.log2(np.maximum(shares, 2.0**-28)).mean(1)
+    chosen = table_numbers(np.array([(q * q).sum()]), len(q))[0]
+    assert bits[np.flatnonzero(chosen == TABLES)[0]] < bits.min() + 0.01
+
+
+@pytest.mark.parametrize("tokens", [16, 32, 128])
+def test_it_is_4_8_times_smaller_than_bf16(tokens):
+    """Gaussian numbers of a model of 30 layers with 3 heads of 64; header and entries counted in, as expected."""
+    form = BlockFormat(NAME, BlockShape(30, 3, tokens, 64), bytes(16), facts=ModelFacts(rope(64)))
+    x = np.random.default_rng(0).standard_normal((2, 30, 3, tokens, 64), np.float32)
+    keys_, values = (x.view(np.uint32) >> 16).astype(np.uint16)
+    block = form.encode(keys_, values, key=bytes(32), first_token=0, exact=0)
+    assert block.nbytes < 1.01 * keys_.nbytes * 2 / 4.8
+    assert block.nbytes == pytest.approx(form.expected_nbytes(0), rel=0.02)
+    assert block.nbytes <= form.max_nbytes(0)
+
+
+# ---- both implementations
+
+
+@needs_numba
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(
+    ("head_dim", "turning"), [(64, "none"), (64, "halves"), (80, "neighbours"), (128, "halves"), (256, "partial")]
+)
+def test_fused_and_plain_agree_bit_for_bit(head_dim, turning, dtype, vectors):
+    turn = ROPES[turning](head_dim)
+    plain, fused = (WhtSections(head_dim, turn, fused=fused) for fused in (False, True))
+    for tokens, first, bias in ((16, 0, 0.0), (1, 7, 40.0), (13, 4100, 300.0), (64, 2**33, 1e-4)):
+        section = section_of(head_dim, tokens, dtype)
+        x = in_cache(keys(section, turn, first, bias, seed=tokens), dtype, vectors)
+        codes = encoded(plain, x, section, first)
+        assert np.array_equal(codes, encoded(fused, x, section, first))
+        a, b = (codec.decode(codes, section, places_from(first, tokens)) for codec in (plain, fused))
+        assert a.dtype == b.dtype == dtype.numpy
+        assert a.tobytes() == b.tobytes()
+
+
+@needs_numba
+@pytest.mark.parametrize("turning", ["none", "halves"])
+def test_fused_and_plain_agree_on_the_edges(turning, vectors):
+    """Zeros, one-hot, denormal, mixed magnitudes."""
+    turn = ROPES[turning](64)
+    plain, fused = (WhtSections(64, turn, fused=fused) for fused in (False, True))
+    x = vectors.edges(64)
+    x = x[np.abs(x).max(axis=1) < 2.0**40]
+    for tokens in (1, 4, len(x)):
+        section = Section(SectionKind.KEYS, NAME, len(x) // tokens, tokens, 1, 64, Dtype.FLOAT32)
+        part = x[: len(x) // tokens * tokens].reshape(section.shape)
+        for kind in (SectionKind.KEYS, SectionKind.VALUES):
+            each = replace(section, kind=kind)
+            codes = encoded(plain, part, each)
+            assert np.array_equal(codes, encoded(fused, part, each))
+            a, b = (codec.decode(codes, each, places_from(0, tokens)) for codec in (plain, fused))
+            assert a.tobytes() == b.tobytes()
+            assert np.isfinite(a).all()
+
+
+def test_a_section_of_both_kinds_holds_what_keys_and_values_hold(fused):
+    codec, both = WhtSections(64, rope(64), fused=fused), section_of()
+    x = keys(both, rope(64))
+    apart = [
+        roundtrip(codec, part, replace(both, kind=kind))
+        for part, kind in zip(x, (SectionKind.KEYS, SectionKind.VALUES), strict=True)
+    ]
+    assert np.array_equal(roundtrip(codec, x, both), np.stack(apart))
+
+
+def test_layers_do_not_depend_on_others(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    x = keys(section, rope(64), bias=5.0)
+    one = replace(section, layers=1)
+    assert np.array_equal(roundtrip(codec, x, section)[:, 1:], roundtrip(codec, x[:, 1:], one))
+
+
+# ---- what it is for
+
+
+@pytest.mark.parametrize("first", [0, 100_000])
+@pytest.mark.parametrize("tokens", [1, 3, 16, 31, 128])
+@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+def test_a_round_trip_loses_little(head_dim, tokens, first, fused, vectors):
+    turn = rope(head_dim)
+    codec = WhtSections(head_dim, turn, fused=fused)
+    for dtype in DTYPES:
+        section = section_of(head_dim, tokens, dtype)
+        x = in_cache(keys(section, turn, first, bias=2.0), dtype, vectors)
+        y = roundtrip(codec, x, section, first)
+        assert (y.shape, y.dtype) == (section.shape, dtype.numpy)
+        for part, limit in ((0, 0.012), (1, 0.056)):
+            assert error(as_floats(x[part], vectors), as_floats(y[part], vectors)) < limit
+
+
+@pytest.mark.parametrize("turning", ROPES)
+@pytest.mark.parametrize("first", [0, 130_000])
+def test_a_bias_before_rope_does_little_harm(first, turning, fused):
+    turn, section = ROPES[turning](64), section_of(kind=SectionKind.KEYS)
+    codec = WhtSections(64, turn, fused=fused)
+    plain = roundtrip(codec, keys(section, turn, first), section, first) - keys(section, turn, first)
+    x = keys(section, turn, first, bias=40.0)
+    biased = roundtrip(codec, x, section, first) - x
+    assert (biased**2).sum() < 2.5 * (plain**2).sum()
+    without = roundtrip(section_codec("k4v2", 64), x, section, first) - x
+    assert (without**2).sum() > 20 * (plain**2).sum()
+
+
+def test_at_the_same_bytes_it_loses_less_than_a_fixed_rate():
+    """Less than half as much of values, and of keys hardly more than k4v2c, whose keys have four bits."""
+    section = section_of(layers=8)
+    x = keys(section, rope(64))
+    facts = ModelFacts(rope(64))
+    mine, theirs = (roundtrip(section_codec(name, 64, facts), x, section) for name in (NAME, "k4v2c"))
+    codecs = {name: section_codec(name, 64, facts) for name in (NAME, "k4v2c")}
+    assert len(encoded(codecs[NAME], x, section)) < 1.01 * len(encoded(codecs["k4v2c"], x, section))
+    assert error(x[1], mine[1]) < 0.5 * error(x[1], theirs[1])
+    assert error(x[0], mine[0]) < 1.2 * error(x[0], theirs[0])
+
+
+def test_zeros_decode_to_exact_zeros(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    for x in (np.zeros(section.shape, np.float32), -np.zeros(section.shape, np.float32)):
+        assert not roundtrip(codec, x, section).view(np.uint32).any()
+
+
+def test_float16_stays_within_its_range(fused):
+    section = section_of(dtype=Dtype.FLOAT16)
+    x = np.full(section.shape, 65504, np.float16)
+    x[..., ::7] = -65504
+    back = roundtrip(WhtSections(64, rope(64), fused=fused), x, section)
+    assert np.isfinite(back).all()
+    assert back.max() == 65504
+
+
+def test_what_would_be_longer_than_its_bound_has_a_fixed_rate(fused, monkeypatch):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    x = keys(section, rope(64))
+    whole = encoded(codec, x, section)
+    monkeypatch.setattr(codec, "max_nbytes", lambda section: len(whole) - 1)
+    with pytest.raises(ValueError, match="broadcast"):
+        encoded(codec, x, section)  # no room for the other form either
+    monkeypatch.undo()
+    monkeypatch.setattr(codec._coder, "encode", lambda *_: None)
+    codes = encoded(codec, x, section)
+    assert codes[1] == CENTRED
+    assert len(codes) == codec.max_nbytes(section)
+    theirs = roundtrip(section_codec("k4v4c", 64, ModelFacts(rope(64))), x, section)
+    assert np.array_equal(codec.decode(codes, section, places_from(0)), theirs)
+
+
+def test_any_numbers_fit_their_bound(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    rng = np.random.default_rng(0)
+    for seed in range(30):
+        power = rng.integers(1, 12)
+        lengths = 2.0 ** rng.integers(-20, 20, (*section.shape[:4], 1))
+        x = np.clip(rng.standard_normal(section.shape) ** power * lengths, -(2.0**39), 2.0**39).astype(np.float32)
+        codes = encoded(codec, x, section, seed)
+        assert len(codes) <= codec.max_nbytes(section)
+        assert np.isfinite(codec.decode(codes, section, places_from(seed))).all()
+
+
+# ---- refusals
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf, 2.0**40, -(2.0**41)])
+@pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT32])
+@pytest.mark.parametrize("part", [0, 1])
+def test_numbers_that_are_not_finite_or_too_large_are_refused(part, value, dtype, fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    x = keys(section)
+    x[part, 1, 2, 3, 5] = value
+    cached = (x.view(np.uint32) >> 16).astype(np.uint16) if dtype is Dtype.BFLOAT16 else x
+    with pytest.raises(NonFiniteError, match=r"holds a NaN, an infinity or a number of 2\*\*40 and more") as refusal:
+        encoded(codec, cached, replace(section, dtype=dtype))
+    assert refusal.value.index == part * 2 * HEADS * TOKENS + (1 * HEADS + 2) * TOKENS + 3
+
+
+def test_codes_that_no_encoder_writes_are_refused(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    codes, parts = encoded(codec, keys(section), section), Parts.of(section)
+
+    def changed(at, *values):
+        made = codes.copy()
+        made[at : at + len(values)] = values
+        return made
+
+    for made, error_class, sentence in (
+        (changed(0, 2), DamagedError, "begin with 02000000: 01000000 or 01010000 do"),
+        (changed(1, 1), SizeError, "bytes are not the codes of"),
+        (changed(parts.tables.start, 200), DamagedError, "a table of frequencies has a number"),
+        (changed(parts.row_steps.start, 0x80, 0x7F), NonFiniteError, "step 0 is not finite"),
+        (changed(parts.row_steps.start, 0, 0x80), NonFiniteError, "step 0 is not finite"),
+        (changed(parts.steps.start, 0x80, 0x7F), NonFiniteError, "the mean of run 0 is not finite"),
+        (codes[:-1], SizeError, "words of 2 bytes"),
+        (codes[:-2], DamagedError, "do not end where they should"),
+        (codes[: parts.end - 1], SizeError, "are ahead of its numbers"),
+        (codes[:2], SizeError, "bytes are not the codes of"),
+    ):
+        with pytest.raises(error_class, match=sentence):
+            codec.decode(made, section, places_from(0))
+
+
+def test_a_scale_that_is_not_finite_is_refused(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of(kind=SectionKind.VALUES)
+    codes, parts = encoded(codec, keys(section), section), Parts.of(section)
+    codes[parts.scales].reshape(-1, 1 + TOKENS)[2, :2] = 240, 240
+    assert from_bytes(codes[parts.scales].reshape(-1, 1 + TOKENS))[2, 0] == 0x7F80
+    with pytest.raises(NonFiniteError, match="is not finite: the codes are damaged"):
+        codec.decode(codes, section, places_from(0))
+
+
+def test_damage_is_an_error_or_other_numbers_and_never_a_crash(fused):
+    codec, section = WhtSections(64, rope(64), fused=fused), section_of()
+    codes, rng, refused = encoded(codec, keys(section), section), np.random.default_rng(0), 0
+    for _ in range(200):
+        made = codes.copy()
+        made[rng.integers(len(made), size=3)] ^= rng.integers(1, 256, 3).astype(np.uint8)
+        try:
+            assert codec.decode(made, section, places_from(0)).shape == section.shape
+        except CodecError:
+            refused += 1
+    assert refused > 150
+
+
+def test_it_is_no_codec_of_single_vectors():
+    with pytest.raises(UnknownCodecError, match="codec 'wht-5x' is not one of single vectors: section_codec makes it"):
+        get_codec(NAME, 64)

@@ -1,0 +1,39 @@
+"""The tiny model with what Qwen2.5 has: a bias of the keys in the pairs that turn slowest."""
+
+import json
+import shutil
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from vllm_engine import MODEL
+
+BIAS = 40.0
+
+
+def with_biased_keys(folder: Path, bias: float = BIAS, of_values: float = 0.0) -> str:
+    """Its folder: this one, which is empty.
+
+    of_values: a bias of a number of each value, which that of the output takes back; zero, as that of queries is.
+    """
+    for file in Path(MODEL).iterdir():
+        shutil.copy(file, folder)
+    config = json.loads((folder / "config.json").read_text())
+    heads, dim = config["num_key_value_heads"], config["head_dim"]
+    config["attention_bias"] = True
+    (folder / "config.json").write_text(json.dumps(config))
+    weights = load_file(folder / "model.safetensors")
+    sizes = {"q": dim * config["num_attention_heads"], "v": heads * dim, "o": config["hidden_size"]}
+    for layer in range(config["num_hidden_layers"]):
+        name = f"model.layers.{layer}.self_attn"
+        for which, size in sizes.items():
+            weights[f"{name}.{which}_proj.bias"] = torch.zeros(size, dtype=torch.bfloat16)
+        weights[f"{name}.v_proj.bias"][5::dim] = of_values
+        added = weights[f"{name}.o_proj.weight"].float()[:, 5::dim].sum(1) * of_values
+        weights[f"{name}.o_proj.bias"] = (-added).to(torch.bfloat16)
+        of_keys = torch.zeros(heads, dim)
+        for pair in (1, 2, 3):
+            of_keys[:, dim // 2 - pair], of_keys[:, dim - pair] = bias * (-1) ** pair, 0.7 * bias
+        weights[f"{name}.k_proj.bias"] = of_keys.flatten().to(torch.bfloat16)
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+    return str(folder)

@@ -1,0 +1,149 @@
+"""The codec that a configuration means, and profiles that are missing, damaged or of something else."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import profiles
+import pytest
+from logged import warnings
+from typer.testing import CliRunner
+
+from manthan.codec.profile import PRESETS, Profile
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.cli import app
+from manthan.manager.config.model import CodecConfig, ConfigError
+from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.manager.config.registered import check_registered
+from manthan.manager.config.resolve import resolve_config
+
+MODEL = "someone/made-up"
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def saved(path: Path, **options: object) -> Profile:
+    profile: Profile = profiles.built(**options)
+    profile.save(path)
+    return profile
+
+
+def test_codecs_that_take_none_have_none() -> None:
+    assert choose_codec(CodecConfig(name="k3v3"), MODEL).profile is None
+    with pytest.raises(ConfigError, match=r"^codec.profile is a.file, but codec k3v3 takes none: use auto, klt-5x"):
+        choose_codec(CodecConfig(name="k3v3", profile="a.file"), MODEL)
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_profile_is_the_one_that_is_named_or_else_that_of_the_cache(tmp_path: Path, name: str) -> None:
+    made = saved(profile_path(MODEL))
+    chosen = choose_codec(CodecConfig(name=name), MODEL)
+    assert (chosen.name, chosen.path) == (name, profile_path(MODEL))
+    assert chosen.profile is not None
+    assert chosen.profile.digest == made.digest
+    other = saved(tmp_path / "other.safetensors", tokens=512)
+    chosen = choose_codec(CodecConfig(name=name, profile=str(tmp_path / "other.safetensors")), MODEL)
+    assert chosen.profile is not None
+    assert chosen.profile.digest == other.digest != made.digest
+
+
+def test_without_a_profile_the_start_ends_with_a_sentence_that_says_what_to_do() -> None:
+    with pytest.raises(ConfigError) as refused:
+        choose_codec(CodecConfig(name="klt-8x"), MODEL, 2)
+    assert str(refused.value) == (
+        f"codec klt-8x needs a profile of {MODEL}, and there is none at {profile_path(MODEL, 2)}: run `manthan "
+        f"calibrate {MODEL} --tensor-parallel-size 2`, or name one that you have with codec.profile"
+    )
+
+
+def test_auto_is_what_there_is_a_profile_for() -> None:
+    chosen = choose_codec(CodecConfig(name="auto"), MODEL)
+    assert (chosen.name, chosen.profile, chosen.wanted) == ("wht-5x", None, profile_path(MODEL))
+    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    chosen = choose_codec(CodecConfig(name="auto"), MODEL)
+    assert (chosen.name, chosen.wanted) == ("klt-6x", None)
+    assert chosen.profile is not None
+
+
+def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named() -> None:
+    path = profile_path(MODEL)
+    path.parent.mkdir(parents=True)
+    path.write_bytes(b"nothing of the kind")
+    with warnings() as said:
+        chosen = choose_codec(CodecConfig(name="auto"), MODEL)
+    assert (chosen.name, chosen.profile, chosen.wanted) == ("wht-5x", None, None)  # the file is not overwritten either
+    assert len(said) == 1
+    assert f"codec wht-5x is used, for {path} is no profile, or a damaged one" in said[0]
+    with pytest.raises(ConfigError, match="is no profile, or a damaged one"):
+        choose_codec(CodecConfig(name="auto", profile=str(path)), MODEL)
+
+
+@pytest.mark.parametrize(
+    ("options", "ranks", "sentence"),
+    [
+        ({"presets": {"klt-6x": 6.0}}, 1, "has no klt-8x: it has klt-6x; run `manthan calibrate someone/made-up`"),
+        ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
+    ],
+)
+def test_profiles_that_do_not_fit(tmp_path: Path, options: dict, ranks: int, sentence: str) -> None:
+    saved(tmp_path / "p", **options)
+    with pytest.raises(ConfigError) as refused:
+        choose_codec(CodecConfig(name="klt-8x", profile=str(tmp_path / "p")), MODEL, ranks)
+    assert sentence in str(refused.value)
+
+
+def test_a_profile_of_another_shape() -> None:
+    saved(profile_path(MODEL))
+    chosen = choose_codec(CodecConfig(name="klt-8x"), MODEL)
+    check_profile(chosen, MODEL, profiles.LAYERS, profiles.HEADS, profiles.HEAD_DIM)
+    for shape in ((4, 2, 32), (3, 1, 32), (3, 2, 64)):
+        with pytest.raises(ConfigError, match=r"is of 3 layers with 2 KV heads of 32 numbers, but someone/made-up has"):
+            check_profile(chosen, MODEL, *shape)
+
+
+def test_names_are_registered() -> None:
+    for name in (*PRESETS, "auto"):
+        check_registered(resolve_config(env={}, flags={"codec": name}))
+    flags = {"--manthan-codec": "klt-8x", "--manthan-codec-profile": "p.safetensors"}
+    resolved = resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}, flags=flags)
+    assert (resolved.config.codec.name, resolved.config.codec.profile) == ("klt-8x", "p.safetensors")
+    assert resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}).config.codec.profile == "other"
+    assert resolve_config(env={"MANTHAN_CODEC__CALIBRATE": "false"}).config.codec.calibrate is False
+
+
+def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> None:
+    model = tmp_path / "model"
+    model.mkdir()
+    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    (model / "config.json").write_text(str(shape | {"hidden_size": 128}).replace("'", '"'))
+    config = tmp_path / "x.yaml"
+    config.write_text("codec: klt-8x")
+    missing = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model)])
+    assert missing.exit_code == 1
+    assert missing.output.count("\n") == 1
+    assert f"codec klt-8x needs a profile of {model}" in missing.output
+    saved(profile_path(str(model)))
+    said = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
+    assert said.exit_code == 0, said.output
+    rows = dict(line.strip().split("  ", 1) for line in said.output.split("\n\n")[1].splitlines()[1:])
+    assert rows["profile"].strip() == str(profile_path(str(model)))
+    assert rows["… of"].strip() == "821 tokens, metric none"
+    assert 8 < float(rows["ratio"].strip().rstrip("x")) < 9.5  # made for blocks of 16 tokens, these are of 64
+    config.write_text("codec: k4v2c")
+    plain = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
+    assert "profile  " not in plain.output.split("\n\n")[1]
+
+
+def test_cut_for_ranks() -> None:
+    saved(profile_path(MODEL, 2), ranks=2)
+    chosen = choose_codec(CodecConfig(name="klt-5x"), MODEL, 2)
+    assert chosen.profile is not None
+    facts = chosen.facts(1, 2)
+    assert facts.rope == profiles.ROPE
+    assert facts.profile is not None
+    assert len(facts.profile.ranks) == 1
+    assert facts.profile.digest == chosen.profile.digest
+    assert replace(chosen, profile=None).facts(0, 1).profile is None

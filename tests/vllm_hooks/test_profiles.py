@@ -1,0 +1,304 @@
+"""Codecs that take a profile: what an engine settles on before it starts, and sessions of a real one that return."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import profiles
+import pytest
+import torch
+from paged_cache import HEADS, LAYERS, paged, shape_of, write
+from typer.testing import CliRunner
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm_engine import MODEL, Engine, Table
+
+from manthan.codec.block import BlockFormat
+from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.model import ModelFacts
+from manthan.codec.profile import Profile, ProfileInfo
+from manthan.manager.calibration.places import profile_path
+from manthan.manager.cli import app
+from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.cold_store import HostStore
+from manthan.vllm_hooks import kv_transfer_config, settled
+from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.memory import block_format, memory_shape
+from manthan.vllm_hooks.messages import GroupBlocks, Load, SpillBlock
+from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile, wants_profile
+from manthan.vllm_hooks.shared_store import namespace_of
+from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory
+from manthan.vllm_hooks.worker.host_path import HostPath
+from manthan.vllm_hooks.worker.layout import probe_layers
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
+BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
+"""Of the tiny model."""
+
+
+@pytest.fixture
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The folder where profiles are looked for."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+def configured(model: str = MODEL, **codec: Any) -> Any:
+    """vLLM's configuration, as far as it can be had without an engine."""
+    transfer = kv_transfer_config(codec=codec)
+    return EngineArgs(model, kv_transfer_config=transfer, max_model_len=1024).create_engine_config()
+
+
+def group(layers: int = 4) -> Group:
+    return Group(0, FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16), layers)
+
+
+# -- before the engine starts -------------------------------------------------------------------------
+
+
+def test_the_profile_goes_to_all_processes_by_path_and_digest(tiny_profile: Path, cache: Path) -> None:
+    made = Profile.load(tiny_profile)
+    named = configured(name="klt-8x", profile=str(tiny_profile))
+    assert from_vllm_config(named).codec == CodecConfig(name="klt-8x", profile=str(tiny_profile))
+    assert profile_digest(named) == made.digest
+    found = settled_profile(named)
+    assert found is not None
+    assert found.digest == made.digest
+    made.save(profile_path(MODEL))
+    auto = configured(name="auto")
+    assert from_vllm_config(auto).codec == CodecConfig(name="klt-6x", profile=str(profile_path(MODEL)))
+    assert not wants_profile(auto)
+
+
+def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path, cache: Path) -> None:
+    """vLLM may check a configuration twice; and a KVTransferConfig may be used for two models."""
+    config = configured(name="auto")
+    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("wht-5x", True)
+    settle_codec(config)
+    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("wht-5x", True)
+    assert settled_profile(config) is None
+    Profile.load(tiny_profile).save(profile_path(MODEL))
+    settle_codec(config)
+    assert (from_vllm_config(config).codec.name, wants_profile(config)) == ("klt-6x", False)
+
+
+def test_a_plain_codec_wants_none(cache: Path) -> None:
+    config = configured(name="k3v3")
+    assert (profile_digest(config), wants_profile(config), settled_profile(config)) == ("", False, None)
+
+
+def test_without_a_profile_there_is_one_sentence(cache: Path) -> None:
+    with pytest.raises(ConfigError, match=rf"klt-8x needs a profile of {MODEL}.*manthan calibrate.*codec\.profile"):
+        configured(name="klt-8x")
+
+
+def test_a_gpu_makes_no_calibrated_codes_yet(tiny_profile: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    Profile.load(tiny_profile).save(profile_path(MODEL))
+    monkeypatch.setattr(settled, "is_on_gpu", lambda config: True)
+    auto = configured(name="auto")
+    assert (from_vllm_config(auto).codec.name, wants_profile(auto)) == ("wht-5x", False)
+    with pytest.raises(
+        ConfigError, match=r"klt-8x is made by the CPU only so far, .*use backend numpy, or codec wht-5x"
+    ):
+        configured(name="klt-8x")
+
+
+def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
+    profiles.built().save(tmp_path / "p")
+    with pytest.raises(
+        ConfigError, match=r"3 layers with 2 KV heads of 32 numbers, but .*tiny-llama has 4 with 2 of 1"
+    ):
+        configured(name="klt-8x", profile=str(tmp_path / "p"))
+
+
+def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile: Path, tmp_path: Path) -> None:
+    path = tmp_path / "p.safetensors"
+    shutil.copy(tiny_profile, path)
+    config = configured(name="klt-8x", profile=str(path))
+    made = Profile.load(path)
+    Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks).save(path)
+    with pytest.raises(ConfigError, match="was changed while the engine started: start it again"):
+        settled_profile(config)
+    path.unlink()
+    with pytest.raises(ConfigError, match="cannot be read"):
+        settled_profile(config)
+
+
+def test_another_profile_is_another_fingerprint_and_another_place_in_redis(tiny_profile: Path, tmp_path: Path) -> None:
+    made = Profile.load(tiny_profile)
+    other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks)
+    other.save(tmp_path / "other")
+    configs = [configured(name="klt-8x", profile=str(path)) for path in (tiny_profile, tmp_path / "other")]
+    rope = made.info.rope
+    marks = {fingerprint(configs[0], group(), "klt-8x", "", ModelFacts(rope, each)) for each in (made, other, None)}
+    assert len(marks) == 3
+    names = {namespace_of(config, from_vllm_config(config), group()).name for config in configs}
+    assert len(names) == 2
+    plain = configured(name="k3v3")
+    assert namespace_of(plain, from_vllm_config(plain), group()).name not in names
+
+
+def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
+    """All ranks together; the bound is that of the codec without a profile, or so."""
+    profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
+    shape = memory_shape(codec, group(), 1, profile)
+    centred = memory_shape(CodecConfig(name="k4v2c", sink_tokens=4), group(), 1)
+    assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
+    assert centred.cold_nbytes == centred.bounds[0]
+    for exact in (0, 4):
+        assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.02)
+    with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
+        memory_shape(codec, group(3), 1, profile)
+
+
+# -- a worker -----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def path(engine_config: None) -> Iterator[tuple[HostPath, list[BlockFormat]]]:
+    """With the format of one profile; formats of this one, and of another."""
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 64)
+    of_cache = Group(0, spec, LAYERS)
+    forms = []
+    for seed in range(2):
+        builder = ProfileBuilder(ProfileInfo("m", LAYERS, HEADS, 64, None, "none"))
+        x = np.random.default_rng(seed).standard_normal((2, HEADS, 600, 64)).astype(np.float32)
+        for layer in range(LAYERS):
+            builder.add(layer, x[0], x[1], np.arange(600))
+        profile = builder.finish()
+        facts = ModelFacts(None, profile)
+        forms.append(block_format("klt-5x", of_cache, bytes.fromhex(profile.digest)[:16], facts))
+    memory = HostMemory(probe_layers(caches, layers, 8, shape_of(spec)), shape_of(spec))
+    for block in range(2):
+        write(caches, layers, block, spec, seed=block)
+    made = HostPath({0: CpuBlocks(memory, forms[0])}, HostStore(1 << 20), 1, torch.device("cpu"))
+    yield made, forms
+    made.shutdown()
+
+
+def test_codes_of_another_profile_are_a_miss(path: tuple[HostPath, list[BlockFormat]]) -> None:
+    """And nothing is written into the cache."""
+    made, forms = path
+    blocks = made.blocks[0]
+    assert isinstance(blocks, CpuBlocks)
+    [mine] = blocks.encode_all([SpillBlock(b"k", 0, 0, 0)])
+    assert not isinstance(mine, str)
+    before = np.stack(blocks._memory.gather(5))
+    other = CpuBlocks(blocks._memory, forms[1])
+    assert other.decode_all([b"k"], [5], [mine]) == ["fingerprint"]
+    assert np.array_equal(np.stack(blocks._memory.gather(5)), before)
+    assert blocks.decode_all([b"k"], [5], [mine]) == [None]
+    assert not np.array_equal(np.stack(blocks._memory.gather(5)), before)
+
+
+def test_a_format_that_takes_over_reads_what_was_there(path: tuple[HostPath, list[BlockFormat]]) -> None:
+    made, forms = path
+    blocks = made.blocks[0]
+    assert isinstance(blocks, CpuBlocks)
+    [before] = blocks.encode_all([SpillBlock(b"a", 0, 0, 0)])
+    blocks.change_to(forms[1])
+    [after] = blocks.encode_all([SpillBlock(b"b", 0, 1, 32)])
+    assert blocks.decode_all([b"a", b"b"], [5, 6], [before, after]) == [None, None]  # type: ignore[list-item]
+    assert [buf[16:32].tobytes() for buf in (before, after)] == [form.fingerprint for form in forms]  # type: ignore[union-attr]
+    assert made.store.put_all(0, {b"a": before, b"b": after}) == {}  # type: ignore[dict-item]
+    made._load(Load("r", (GroupBlocks(0, [b"a", b"b"], [5, 6]),)), made.store, None)
+    assert made.take_failed_blocks() == set()
+
+
+def test_a_block_never_takes_more_than_the_first_format_would(path: tuple[HostPath, list[BlockFormat]]) -> None:
+    """What was reserved for it is that: here, exact tokens take more than codes do."""
+    made, forms = path
+    blocks = made.blocks[0]
+    assert isinstance(blocks, CpuBlocks)
+    wider = BlockFormat("exact", forms[0].shape, b"w" * 16)
+    assert wider.max_nbytes(0) > forms[0].max_nbytes(0)
+    blocks.change_to(wider)
+    [buf] = blocks.encode_all([SpillBlock(b"a", 0, 0, 0)])
+    assert not isinstance(buf, str)
+    assert buf[16:32].tobytes() == forms[0].fingerprint
+    assert buf.nbytes <= forms[0].max_nbytes(0)
+    assert blocks.decode_all([b"a"], [5], [buf]) == [None]
+
+
+# -- an engine ----------------------------------------------------------------------------------------
+
+
+def run(what: list[str], codec: dict[str, Any], cache: Path, **more: Any) -> dict[str, Any]:
+    """What became of sessions of an engine with this codec; cache: where it looks for profiles, and puts them."""
+    manthan = {
+        "min_tokens": 64,
+        "idle_after_s": 3600,
+        "codec": {"sink_tokens": 4} | codec,
+        "cold_store": {"max_bytes": "64MiB"},
+    }
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
+    job = json.dumps({"what": what, "blocks": 131, "manthan": manthan} | more)
+    done = subprocess.run([sys.executable, SCRIPT], input=job, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report | {"log": done.stderr}
+
+
+def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:
+    """Three times; its codes are as small as they should be, and as the books say."""
+    found = run(["profile", "grow"], {"name": "klt-8x", "profile": str(tiny_profile)}, tmp_path)
+    assert found["profile"] == Profile.load(tiny_profile).digest
+    assert found["right"] == [True] * 4
+    assert found["failures"] == []
+    assert all(now["restored"] > 16 for now in found["rounds"])
+    for now in found["rounds"]:
+        assert BF16_BLOCK / np.mean(now["sizes"][1:]) > 6.5  # the first has exact tokens
+        assert now["cold_bytes"] == now["used"]
+
+
+def test_a_profile_is_made_of_traffic_and_used_at_once(tmp_path: Path) -> None:
+    """Codes of before are read as they were written, codes of after by the profile; all answers are right."""
+    found = run(["calibrate"], {"name": "auto"}, tmp_path, calibration_tokens=0)
+    made = found["calibrated"]
+    assert made["first"] != made["later"]
+    assert made["marks"][-1] == [made["later"]]
+    assert made["marks"][0] == [made["first"]]
+    assert all(found["right"])
+    assert found["failures"] == []
+    assert min(made["restored"]) > 16
+    profile = Profile.load(Path(made["path"]))
+    assert list(profile.info.ratios) == ["klt-6x"]
+    assert (profile.info.text, profile.info.metric) == ("traffic", "none")
+    assert profile.info.tokens >= 8 * 256
+    said = [line for line in found["log"].splitlines() if "made a profile of" in line]
+    assert len(said) == 1
+    assert "blocks are encoded with it from now on" in said[0]
+
+
+@pytest.mark.slow
+def test_two_ranks_have_their_parts_of_a_profile(tiny_profile: Path, tmp_path: Path, start_engine: Any) -> None:
+    whole = tmp_path / "two"
+    words = ["calibrate", MODEL, "--tokens", "4096", "--out", str(whole), "--tensor-parallel-size", "2"]
+    assert CliRunner().invoke(app, words).exit_code == 0
+    with pytest.raises(ConfigError, match="is for 1 tensor-parallel ranks, and there are 2"):
+        next(start_engine(blocks=131, ranks=2, codec={"name": "klt-8x", "profile": str(tiny_profile)}))
+    engines: Iterator[Engine] = start_engine(
+        blocks=131,
+        ranks=2,
+        idle_after_s=0.5,
+        sweep_interval_s=0.1,
+        cold_store={"max_bytes": "64MiB"},
+        codec={"name": "klt-8x", "sink_tokens": 4, "profile": str(whole)},
+    )
+    for engine in engines:
+        prompt, right = Table(5).question(3)
+        assert engine.ask(prompt, "duo").text == right
+        engine.wait_until_cold(1)
+        answer = engine.ask(prompt, "duo")
+        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+        assert engine.failures() == 0

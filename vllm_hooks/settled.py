@@ -1,0 +1,80 @@
+"""The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
+
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from manthan.codec.errors import ProfileError
+from manthan.codec.profile import Profile
+from manthan.codec.registry import needs_profile
+from manthan.manager.config.model import CodecConfig, ConfigError
+from manthan.manager.config.profiles import AUTO, PLAIN, ChosenCodec, check_profile, choose_codec
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on_gpu
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+ASKED, DIGEST, WANTS_PROFILE = "manthan_codec_asked", "manthan_profile_digest", "manthan_wants_profile"
+"""Beside the configuration, in what vLLM carries to its processes."""
+
+
+def settle_codec(vllm_config: "VllmConfig") -> None:
+    """Put the codec and the profile that are meant in place of what was asked for. Raises ConfigError.
+
+    More than once for the same configuration, or for that of another model, is as well as once.
+    """
+    extra, model = _extra(vllm_config), vllm_config.model_config
+    parallel = vllm_config.parallel_config
+    asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
+    chosen = _served(asked, choose_codec(asked, model.model, parallel.tensor_parallel_size), vllm_config)
+    shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
+    check_profile(chosen, model.model, *shape)
+    settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
+    extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
+    extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
+    extra[WANTS_PROFILE] = chosen.wanted is not None
+
+
+def _served(asked: CodecConfig, chosen: ChosenCodec, vllm_config: "VllmConfig") -> ChosenCodec:
+    """Raises ConfigError for a codec that is not made where it would have to be.
+
+    There are CUDA kernels for calibrated codecs, but they have not passed all of their tests on a GPU.
+    """
+    if not (needs_profile(chosen.name) and is_on_gpu(vllm_config)):
+        return chosen
+    if asked.name == AUTO:
+        return ChosenCodec(PLAIN)
+    raise ConfigError(
+        f"codec {chosen.name} is made by the CPU only so far, and backend is {from_vllm_config(vllm_config).backend}: "
+        f"use backend numpy, or codec {PLAIN}"
+    )
+
+
+def profile_digest(vllm_config: "VllmConfig") -> str:
+    """Of the profile that codes are made with; empty where there is none."""
+    return str(_extra(vllm_config).get(DIGEST, ""))
+
+
+def wants_profile(vllm_config: "VllmConfig") -> bool:
+    """Whether the engine would use a profile if the model had one."""
+    return bool(_extra(vllm_config).get(WANTS_PROFILE, False))
+
+
+def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
+    """The profile that codes are made with. Raises ConfigError for another one than was there when the engine began to
+    start."""
+    digest = profile_digest(vllm_config)
+    if not digest:
+        return None
+    path = Path(_extra(vllm_config)[EXTRA_KEY]["codec"]["profile"])
+    try:
+        profile = Profile.load(path)
+    except ProfileError as error:
+        raise ConfigError(str(error)) from None
+    if profile.digest != digest:
+        raise ConfigError(f"the profile {path} was changed while the engine started: start it again.")
+    return profile
+
+
+def _extra(vllm_config: "VllmConfig") -> dict[str, Any]:
+    assert vllm_config.kv_transfer_config is not None
+    return vllm_config.kv_transfer_config.kv_connector_extra_config
