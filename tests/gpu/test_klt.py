@@ -13,6 +13,7 @@ from manthan.benchmarks import made_up
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu import klt
+from manthan.codec.cpu.rows import parse
 from manthan.codec.errors import CodecError
 from manthan.codec.gpu import klt_codec
 from manthan.codec.gpu.paged import DTYPES, GOOD, Batch, PagedLayout, status_cause
@@ -143,7 +144,7 @@ def coded_again(world: World, i: int) -> None:
     codec = world.format._codecs[world.format.codec]
     for section, codes in zip(block.header.sections[-2:], block.payloads[-2:], strict=True):
         rows = klt._rows(section, codec._of(section))
-        coded = klt._parse(codes, section, rows)
+        coded = parse(codes[klt.START :], rows)
         again = codec._coder.encode(codec._coder.decode(coded, rows), rows, codes.size)
         assert all(np.array_equal(one, other) for one, other in zip(coded, again, strict=True))
 
