@@ -1,12 +1,24 @@
-"""A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape."""
+"""A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape.
 
+As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and the profile that it is measured to have:
+
+    python benchmarks/made_up.py FOLDER
+    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER/profile.safetensors
+"""
+
+import time
 from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any
 
 import numpy as np
 import numpy.typing as npt
 import torch
+import typer
 from torch import Tensor
 
+from manthan.benchmarks.engines import QWEN3_8B, random_tokens, write_model
+from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES, costs, family
@@ -88,3 +100,38 @@ def _turned(keys: Tensor, rope: Rope) -> Tensor:
     cos, sin = (torch.from_numpy(part).to(keys.device) for part in rope.tables(positions))
     first, second, rest = keys.split((cos.shape[1], cos.shape[1], keys.shape[3] - 2 * cos.shape[1]), 3)
     return torch.cat((first * cos - second * sin, second * cos + first * sin, rest), 3)
+
+
+# -- a whole model --------------------------------------------------------------------------------------
+
+PIECES, PIECE = 12, 2048
+"""What its profile is measured on: random tokens."""
+
+
+def write_weights(folder: Path, device: str) -> None:
+    """Beside the configuration that is there, weights as Transformers begins with, in bf16."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    torch.manual_seed(0)
+    with torch.device(device):
+        model: Any = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.bfloat16)
+    model.save_pretrained(folder)
+
+
+def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) -> None:
+    """Make a model of Qwen3-8B's shape, and its profile."""
+    from manthan.manager.calibration.model import Reader
+
+    began = time.monotonic()
+    write_weights(write_model(folder), "cuda" if torch.cuda.is_available() else "cpu")
+    typer.echo(f"{folder} is written, {time.monotonic() - began:.0f} s")
+    began, reader = time.monotonic(), Reader(str(folder))
+    builder = ProfileBuilder(reader.info("fisher", ""))
+    pieces = [random_tokens(1, index, PIECE, int(str(QWEN3_8B["vocab_size"]))) for index in range(PIECES)]
+    reader.read(builder, pieces, True, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
+    builder.finish().save(folder / "profile.safetensors")
+    typer.echo(f"its profile is written, {time.monotonic() - began:.0f} s")
+
+
+if __name__ == "__main__":
+    typer.run(main)

@@ -6,6 +6,7 @@ survive in the same number of bytes. Every arm is an engine of its own; where ea
 return that was not answered from where its arm says is an error.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,tiered]
+        [--codecs wht-5x,klt-8x] [--profile FILE]
     python benchmarks/restore.py --plot-only FOLDER/restore.json
 """
 
@@ -35,6 +36,8 @@ from manthan.benchmarks.engines import (
 )
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.restore_report import CAPACITY, LATENCY, OURS, REDIS, show
+from manthan.codec.registry import needs_profile
+from manthan.manager.commands.completion import complete_codecs
 
 SESSIONS = 3
 """Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
@@ -150,6 +153,8 @@ class Setting:
     seed: int
     simple_offload: bool
     redis_url: str
+    weights: bool = False
+    profile: str = ""
 
     @property
     def shape(self) -> Shape:
@@ -169,18 +174,28 @@ class Setting:
             max_model_len=longest,
             eager=self.eager,
             batched_tokens=self.batched_tokens,
+            made_up_weights=not self.weights,
             **more,
         )
 
+    def codec(self, name: str) -> dict[str, Any]:
+        """The part of Manthan's options that says so; the default where there is no name."""
+        if not name:
+            return {}
+        profile = {"profile": self.profile} if needs_profile(name) else {}
+        return {"codec": {"name": name, "calibrate": False, **profile}}
 
-def latency_arm(name: str, setting: Setting) -> Arm:
+
+def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
     """Offload and stores have room for all sessions and one more."""
+    label = f"{name} {codec}" if codec else name
     nbytes = (SESSIONS + 1) * setting.tokens * setting.shape.token_nbytes
     more: dict[str, Any] = {}
     if name == "vllm-offload":
         more["offload_nbytes"] = nbytes
     elif name in (*OURS, *REDIS):
-        more["manthan"] = MANTHAN | {"cold_store": {"kind": name, "max_bytes": math.ceil(nbytes / LEAST_RATIO)}}
+        store = {"kind": name, "max_bytes": math.ceil(nbytes / LEAST_RATIO)}
+        more["manthan"] = MANTHAN | {"cold_store": store} | setting.codec(codec)
         if name in REDIS:
             more["manthan"] |= {"redis": {"url": setting.redis_url, "prefix": f"manthan-{name}:"}}
         if name == "tiered":
@@ -193,7 +208,7 @@ def latency_arm(name: str, setting: Setting) -> Arm:
         "seed": setting.seed,
     }
     engine = setting.engine(setting.tokens, POOL_SESSIONS, **more)
-    return Arm(f"latency {name}", "latency", engine, parameters, setting.env)
+    return Arm(f"latency {label}", "latency", engine, parameters, setting.env)
 
 
 def capacity_arm(name: str, setting: Setting) -> Arm:
@@ -223,14 +238,16 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
     return Arm(f"capacity {name}", "capacity", setting.engine(tokens, pool_sessions, **more), parameters, setting.env)
 
 
-def chosen_arms(only: Only | None, names: str, setting: Setting) -> list[Arm]:
-    """Raises BadParameter for names that there are not."""
+def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
+    """codecs: arm host once with each of these, for the latency. Raises BadParameter for names that there are not."""
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
     known = (*LATENCY, *REDIS, "plain")
     if unknown := wanted - {*known}:
         raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
     timed = [name for name in (*LATENCY, *REDIS) if name in wanted]
-    latency = [] if only is Only.capacity else [latency_arm(name, setting) for name in timed]
+    with_codecs = [(name, "") for name in timed if name != "host" or not codecs]
+    with_codecs += [("host", codec.strip()) for codec in codecs.split(",") if codec.strip()]
+    latency = [] if only is Only.capacity else [latency_arm(name, setting, codec) for name, codec in with_codecs]
     capacity = [] if only is Only.latency else [capacity_arm(name, setting) for name in CAPACITY if name in wanted]
     return latency + capacity
 
@@ -243,7 +260,12 @@ def main(
     capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of so many bf16 sessions.")] = 16,
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
     arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
+    codecs: Annotated[
+        str, typer.Option(help="Arm host with each of these, by comma.", autocompletion=complete_codecs)
+    ] = "",
+    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json; else Qwen3-8B's shape.")] = None,
+    weights: Annotated[bool, typer.Option("--weights", help="MODEL's own weights, not made-up ones.")] = False,
     block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
     batched_tokens: Annotated[int, typer.Option(help="Most tokens that vLLM computes in a step.")] = 8192,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
@@ -279,8 +301,10 @@ def main(
             seed,
             simple_offload,
             url,
+            weights,
+            str(profile.absolute()) if profile else "",
         )
-        selected = chosen_arms(only, arms, setting)
+        selected = chosen_arms(only, arms, setting, codecs)
         found, errors = run_arms(Path(__file__), selected, out, console, timeout)
     report = new_report("restore", context.params, selected, found, errors)
     path = write_report(report, out)

@@ -54,8 +54,9 @@ class Row:
 def latency_rows(report: dict[str, Any]) -> list[Row]:
     """The first return of each kind warmed up and does not count."""
     rows = []
-    for name in (*LATENCY, *REDIS):
-        found = report["arms"].get(f"latency {name}", {})
+    named = [name.removeprefix("latency ") for name in report["arms"] if name.startswith("latency ")]
+    for name in sorted(named, key=_place):
+        found = report["arms"][f"latency {name}"]
         for key, label in (("returns", name), ("hot", f"{name}, hot")):
             if counted := found.get(key, [])[1:]:
                 times = [answer["ttft_s"] * 1e3 for answer in counted]
@@ -63,9 +64,21 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
     return rows
 
 
+def _place(name: str) -> int:
+    """Of an arm among others; the name is followed by its codec, if that was chosen."""
+    return (*LATENCY, *REDIS).index(name.split()[0])
+
+
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
-    median = {row.name: row.median for row in rows}
-    return {f"{a} / {b}": median[a] / median[b] for a, b in RATIOS if a in median and b in median}
+    """Those of RATIOS that were measured, each with every codec."""
+    median = {row.name: row.median for row in rows if not row.name.endswith(", hot")}
+    return {
+        f"{a} / {b}": median[a] / median[b]
+        for first, second in RATIOS
+        for a in median
+        for b in median
+        if (a.split()[0], b.split()[0]) == (first, second)
+    }
 
 
 def kept_sessions(report: dict[str, Any]) -> dict[str, int]:

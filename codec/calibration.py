@@ -7,7 +7,7 @@ of the covariance there give the transform L U: components that do not correlate
 layers compare: steps are as their components' deviations then.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -34,8 +34,10 @@ EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, relative to the deviation of their layer's components."""
-HALVINGS = 8
+HALVINGS = 7
 """Of the interval in which a step is looked for."""
+FEW = 8
+"""A step is looked for with each eighth of the tokens held back, and then set right with all of them."""
 
 Doubles = npt.NDArray[np.float64]
 Floats = npt.NDArray[np.float32]
@@ -159,15 +161,16 @@ class _Source:
         deviation, weight = float(np.sqrt(np.square(self.y).mean())), moments.weight(at)
         self.step = (share * deviation if weight is None else weight and weight**-0.5) or 1.0
 
-    def coded(self, step: float) -> tuple[float, npt.NDArray[np.uint8]]:
-        """Bits a token, and the cheapest tables."""
-        q = np.rint(self.y / np.float32(step))
+    def coded(self, step: float, every: int = 1) -> tuple[float, npt.NDArray[np.uint8]]:
+        """Bits a token, and the cheapest tables, of each so-manieth token."""
+        y = self.y[::every]
+        q = np.rint(y / np.float32(step))
         symbols = np.where(np.abs(q) <= LARGEST, q + LARGEST, ESCAPE).astype(np.int64)
         size = q.shape[1]
         counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
         bits = counts @ _COSTS.T
         tables = bits.argmin(1).astype(np.uint8)
-        return float(bits.min(1).sum() / len(self.y)), tables
+        return float(bits.min(1).sum() / len(y)), tables
 
 
 _COSTS = costs(family())
@@ -182,23 +185,34 @@ def _basis(moments: _Moments, at: slice) -> Basis:
     return Basis(moments.mean[at].astype(np.float32), scale.astype(np.float32), transform)
 
 
+def _smallest(bits: Callable[[float], float], wanted: float, start: float, times: float) -> float:
+    """The smallest factor that takes no more bits than are wanted; looked for in strides of so many times."""
+    low = high = start
+    while bits(high) > wanted:
+        low, high = high, times * high
+    while low > 0 and bits(low) <= wanted:
+        low, high = low / times, low
+    for _ in range(HALVINGS):
+        middle = (low * high) ** 0.5
+        low, high = (middle, high) if bits(middle) > wanted else (low, middle)
+    return high
+
+
 def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
     """Give each basis its step and tables, all steps in proportion; bits a number."""
     numbers = sum(source.y.shape[1] for source in sources)
     wanted = 16 / (ratio * MARGIN)
 
-    def bits(factor: float) -> float:
-        coded = sum(source.coded(factor * source.step)[0] + source.front for source in sources)
+    def bits(factor: float, every: int = 1) -> float:
+        coded = sum(source.coded(factor * source.step, every)[0] + source.front for source in sources)
         return float((coded + 8 * HEADER / BLOCK) / numbers)
 
-    low = high = 0.5
-    while bits(high) > wanted:
-        low, high = high, 2 * high
-    while low > 0 and bits(low) <= wanted:
-        low, high = low / 2, low
-    for _ in range(HALVINGS):
-        middle = (low * high) ** 0.5
-        low, high = (middle, high) if bits(middle) > wanted else (low, middle)
+    def some(factor: float) -> float:
+        return bits(factor, FEW)
+
+    high = _smallest(some, wanted, 0.5, 2)
+    hidden = bits(high) - some(high)  # tables fit a few tokens better than they fit all
+    high = _smallest(some, wanted - hidden, high, 1.05)
     for source in sources:
         step = float(np.float32(high * source.step))
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}

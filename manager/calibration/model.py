@@ -54,7 +54,6 @@ class Reader:
         dtype = torch.float32 if self._device == "cpu" else torch.bfloat16
         try:
             self._config = AutoConfig.from_pretrained(model).get_text_config(decoder=True)
-            self._tokenizer = AutoTokenizer.from_pretrained(model)
             loaded: Any = AutoModelForCausalLM.from_pretrained(model, dtype=dtype)
         except (OSError, ValueError) as error:
             said = str(error).strip().splitlines()[0]
@@ -73,8 +72,13 @@ class Reader:
     def pieces(self, text: str, tokens: int) -> list[list[int]]:
         """At most so many tokens of it, in pieces of at most PIECE. Raises ProfileError for none."""
         longest = getattr(self._config, "max_position_embeddings", None) or PIECE
-        ids = self._tokenizer(text, add_special_tokens=False).input_ids[:tokens]
-        begin = self._tokenizer("").input_ids
+        try:
+            tokenizer = AutoTokenizer.from_pretrained(self._name)
+        except (OSError, ValueError) as error:
+            said = str(error).strip().splitlines()[0]
+            raise ProfileError(f"{self._name} has no tokenizer that Transformers can load: {said}") from None
+        ids = tokenizer(text, add_special_tokens=False).input_ids[:tokens]
+        begin = tokenizer("").input_ids
         length = min(PIECE, longest) - len(begin)
         made = [begin + ids[at : at + length] for at in range(0, len(ids), length)]
         whole = [piece for piece in made if len(piece) >= length // 2]

@@ -6,7 +6,7 @@ from typing import Any
 import pytest
 
 from manthan.benchmarks.engines import Answer, Shape, WrongPathError, write_model
-from manthan.benchmarks.restore import Setting, capacity_arm, check, chosen_arms, latency_arm
+from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms, latency_arm
 from manthan.benchmarks.restore_report import capacity_ratios, kept_sessions, latency_ratios, latency_rows
 
 
@@ -83,6 +83,12 @@ def test_arms_can_be_chosen(setting: Setting) -> None:
     ]
 
 
+def test_the_host_s_store_is_timed_with_each_codec(setting: Setting) -> None:
+    arms = chosen_arms(Only.latency, "vllm-offload,host", setting, "wht-5x, k3v3")
+    assert [arm.name for arm in arms] == ["latency vllm-offload", "latency host wht-5x", "latency host k3v3"]
+    assert [(arm.engine.manthan or {}).get("codec", {}).get("name") for arm in arms] == [None, "wht-5x", "k3v3"]
+
+
 def test_the_warm_up_does_not_count() -> None:
     def returns(*times: float) -> list[dict[str, float]]:
         return [{"ttft_s": time, "cached_tokens": 16} for time in times]
@@ -91,6 +97,10 @@ def test_the_warm_up_does_not_count() -> None:
     rows = latency_rows({"arms": arms})
     assert {row.name: row.median for row in rows} == {"host": 3000, "vllm-offload": 6000}
     assert latency_ratios(rows) == {"host / vllm-offload": 0.5}
+    arms["latency host klt-8x"] = {"returns": returns(9, 6)}
+    rows = latency_rows({"arms": dict(reversed(arms.items()))})
+    assert [row.name for row in rows] == ["vllm-offload", "host klt-8x", "host"]
+    assert latency_ratios(rows) == {"host klt-8x / vllm-offload": 1, "host / vllm-offload": 0.5}
 
 
 def test_ratios_of_what_was_kept() -> None:
