@@ -5,10 +5,9 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
-from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import AUTO, PLAIN, ChosenCodec, check_profile, choose_codec
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on_gpu
+from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -25,28 +24,13 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    chosen = _served(asked, choose_codec(asked, model.model, parallel.tensor_parallel_size), vllm_config)
+    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
     extra[WANTS_PROFILE] = chosen.wanted is not None
-
-
-def _served(asked: CodecConfig, chosen: ChosenCodec, vllm_config: "VllmConfig") -> ChosenCodec:
-    """Raises ConfigError for a codec that is not made where it would have to be.
-
-    There are CUDA kernels for calibrated codecs, but they have not passed all of their tests on a GPU.
-    """
-    if not (needs_profile(chosen.name) and is_on_gpu(vllm_config)):
-        return chosen
-    if asked.name == AUTO:
-        return ChosenCodec(PLAIN)
-    raise ConfigError(
-        f"codec {chosen.name} is made by the CPU only so far, and backend is {from_vllm_config(vllm_config).backend}: "
-        f"use backend numpy, or codec {PLAIN}"
-    )
 
 
 def profile_digest(vllm_config: "VllmConfig") -> str:
