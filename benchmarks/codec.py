@@ -25,7 +25,7 @@ from rich.console import Console
 from rich.table import Table
 
 from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.registry import DEFAULT, SPECS
+from manthan.codec.registry import SPECS
 
 
 @dataclass(frozen=True)
@@ -147,7 +147,7 @@ ON_GPU = ((128, 1 << 18), (128, 1 << 20), (128, 1 << 22), (64, 1 << 20), (256, 1
 
 
 def main(
-    codec: Annotated[str, typer.Option(help="Name of the codec.")] = DEFAULT,
+    codec: Annotated[str, typer.Option(help="Name of the codec; numpy: of single vectors.")] = "k3v3",
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
@@ -157,6 +157,8 @@ def main(
     if backend == "cuda":
         on_gpu(console, codec, repeats, json_file)
         return
+    if codec not in SPECS:
+        raise typer.BadParameter(f"--codec {codec} is none of single vectors: {', '.join(SPECS)}, or --backend cuda")
     cpus = os.sched_getaffinity(0)
     implementations = [True, False] if NumpyCodec(SPECS[codec], 128).fused else [False]
     results: list[Result] = []

@@ -28,7 +28,7 @@ BLOCK = 16
 """Tokens of the block that a preset's size is reckoned for: the smallest that is usual."""
 HEADER = 256
 """Bytes of such a block's header and entries."""
-MARGIN = 1.01
+MARGIN = 1.045
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
@@ -102,7 +102,7 @@ class ProfileBuilder:
     are kept exact, and so do not count."""
 
     def __init__(self, info: ProfileInfo, sinks: int = 4) -> None:
-        self._info, self._sinks = info, sinks
+        self._info, self.sinks = info, sinks
         size = info.heads * info.head_dim
         self._layers = [(_Moments(size), _Moments(size)) for _ in range(info.layers)]
 
@@ -118,7 +118,7 @@ class ProfileBuilder:
         if self._info.rope is not None:
             k = self._info.rope.turn_back(k, positions)
         rows = tuple(x.transpose(1, 0, 2).reshape(len(positions), -1) for x in (k, v))
-        good = (positions >= self._sinks) & np.isfinite(rows[0]).all(1) & np.isfinite(rows[1]).all(1)
+        good = (positions >= self.sinks) & np.isfinite(rows[0]).all(1) & np.isfinite(rows[1]).all(1)
         for moments, x in zip(self._layers[layer], rows, strict=True):
             moments.add(x[good])
 

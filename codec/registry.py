@@ -20,7 +20,8 @@ from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.wht import NAME as WHT
 
 GROUP = "manthan.codecs"
-DEFAULT = "k3v3"
+DEFAULT = WHT
+"""Where nothing is known of the model."""
 SPECS = {
     spec.name: spec
     for spec in (

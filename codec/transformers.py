@@ -1,6 +1,6 @@
 """A cache for Transformers' `generate` that keeps old tokens in codes, so that a long context takes less memory.
 
-    cache = ManthanCache(model.config, codec="k3v3")
+    cache = ManthanCache(model.config, codec="wht-5x")
     model.generate(**inputs, past_key_values=cache)
 
 As in Transformers' own quantized cache (after KIVI; Liu et al., 2024), what a forward pass computes is exact in that

@@ -1,5 +1,9 @@
 """What all tests share: how property tests are tried, how tests are spread over processes, and servers."""
 
+import atexit
+import os
+import shutil
+import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +24,12 @@ START_S = 600
 """Long enough for a start beside all that other tests do."""
 
 examples.register()
+
+# A profile that one test's server leaves behind would be found by the next one's, and by the user's own.
+CACHE = tempfile.mkdtemp(prefix="manthan-tests-")
+atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
+os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm").expanduser()))
+os.environ["XDG_CACHE_HOME"] = CACHE
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -29,7 +29,7 @@ HELP = {
     ),
     CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
-    "--manthan-codec": ("NAME", "How KV is encoded, such as k3v3."),
+    "--manthan-codec": ("NAME", "How KV is encoded, such as wht-5x."),
     "--manthan-codec-profile": ("FILE", "The model's profile, for a codec that takes one, such as klt-8x."),
     "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),

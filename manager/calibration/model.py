@@ -26,6 +26,7 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 from transformers.utils import logging
 
+from manthan.codec.base import Positions
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import ProfileInfo
@@ -94,7 +95,7 @@ class Reader:
             for number, piece in enumerate(pieces):
                 self._read(builder, piece)
                 if weigh:
-                    self._feel(weights, piece, number)
+                    self._feel(weights, piece, builder.sinks, number)
                 step()
         if weigh:
             for layer, attention in seen.items():
@@ -114,8 +115,9 @@ class Reader:
         for layer, found in enumerate(self._compute(ids).layers):
             builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
 
-    def _feel(self, weights: Sequence["_Weights"], ids: list[int], seed: int) -> None:
-        """Add what the last tokens' probabilities feel of the others' keys and values."""
+    def _feel(self, weights: Sequence["_Weights"], ids: list[int], sinks: int, seed: int) -> None:
+        """Add what the last tokens' probabilities feel of the others' keys and values; but not of the first tokens,
+        which are felt more than all others together, and are exact."""
         cut = len(ids) - len(ids) // ASKED
         cache = self._compute(ids[:cut])
         leaves = []
@@ -130,7 +132,7 @@ class Reader:
             said = told.gather(-1, tokens).sum()
             found = torch.autograd.grad(said, leaves, retain_graph=draw < DRAWS - 1)
             for weight, keys, values in zip(weights, found[::2], found[1::2], strict=True):
-                weight.add(_numpy(keys[0]), _numpy(values[0]))
+                weight.add(_numpy(keys[0, :, sinks:]), _numpy(values[0, :, sinks:]), np.arange(sinks, cut))
 
 
 class _Weights:
@@ -141,10 +143,10 @@ class _Weights:
         self._rope = replace(info.rope, scale=1 / info.rope.scale) if info.rope else None
         self._keys, self._values = np.zeros((size, size)), np.zeros((size, size))
 
-    def add(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32]) -> None:
-        """Gradients, [heads, tokens, head_dim], of what the cache has."""
+    def add(self, keys: npt.NDArray[np.float32], values: npt.NDArray[np.float32], positions: Positions) -> None:
+        """Gradients, [heads, tokens, head_dim], of what the cache has at these places."""
         if self._rope is not None:
-            keys = self._rope.turn_back(keys, np.arange(keys.shape[1]))
+            keys = self._rope.turn_back(keys, positions)
         for total, x in ((self._keys, keys), (self._values, values)):
             rows = x.transpose(1, 0, 2).reshape(x.shape[1], -1).astype(np.float64)
             total += rows.T @ rows

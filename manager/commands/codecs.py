@@ -16,12 +16,12 @@ BLOCK_TOKENS = 16
 TILE_TOKENS = 128
 """Its block on CPUs, and as large as tiles should be."""
 PURPOSE = {
-    "k3v3": "the default: five times less than bf16",
+    "k3v3": "3 bits for each number: fast, but loses much of a real model, and biased keys break it",
     "k4v2": "the same size, more exact for keys; encoding takes longer",
-    "wht-5x": "rotated, rounded to steps and entropy-coded: the most exact without a profile",
+    "wht-5x": "the default, auto, without a profile: rotated, rounded to steps and entropy-coded",
     "k4v2c": "keys less their block's mean before RoPE: more exact, and biased keys do it no harm",
     "klt-5x": "takes a profile of the model (manthan calibrate): the most exact",
-    "klt-6x": "the same, a little smaller: what auto uses",
+    "klt-6x": "the same, a little smaller: the default, auto, with a profile",
     "klt-8x": "the same, smaller",
     "klt-12x": "the same: the smallest, which loses most",
     "k4v4c": "k4v2c with finer values: what the guard falls back to",

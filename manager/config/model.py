@@ -115,10 +115,10 @@ class CodecConfig(_Group):
 
     shorthand = "name"
 
-    name: str = Field(default="k3v3", description="the name of a codec, such as k3v3")
+    name: str = Field(default="auto", description="the name of a codec, such as wht-5x")
     profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
     calibrate: bool = Field(default=True, description="true or false")
-    sink_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's first tokens, 0 for none")
+    sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
     guard: bool = Field(default=True, description="true or false")
 

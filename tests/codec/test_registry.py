@@ -6,7 +6,7 @@ from importlib.metadata import EntryPoint
 
 import pytest
 
-from manthan.codec import CodecSpec, codec_names, get_codec, registry
+from manthan.codec import CodecSpec, codec_names, get_codec, registry, section_codec
 from manthan.codec.cpu.numpy_codec import NumpyCodec
 
 OURS = ["k3v3", "k4v2", "lloyd3", "k4v3", "lloyd4", "lloyd3-unrotated", "k4v2c", "k4v4c", "k4v2-tiles", "wht-5x"]
@@ -37,7 +37,7 @@ def test_entry_points_add_codecs():
 
 def test_ours_alone():
     assert codec_names() == OURS
-    assert get_codec(registry.DEFAULT, 64).name == "k3v3"
+    assert section_codec(registry.DEFAULT, 64).name == "wht-5x"
 
 
 def test_importing_the_package_does_not_import_torch():

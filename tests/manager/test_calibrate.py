@@ -78,7 +78,7 @@ def test_gradients_are_of_keys_before_they_are_turned():
     rng, places, rope = np.random.default_rng(0), np.arange(5), Rope((1.0, 0.1), scale=2.0)
     keys, gradient, change = rng.standard_normal((3, 1, 5, 6)).astype(np.float32)
     weights = _Weights(ProfileInfo("made-up", 1, 1, 6, rope, "fisher"))
-    weights.add(gradient, gradient)
+    weights.add(gradient, gradient, places)
     gained = ((rope.turn(keys + change, places) - rope.turn(keys, places)) * gradient).sum((0, 2))
     own, _ = weights.with_directions(weights._keys, weights._values)
     before = replace(rope, scale=1 / rope.scale).turn_back(gradient, places)

@@ -37,7 +37,7 @@ def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:
     assert ["idle_after_s", "60.0", str(path)] in rows
     assert ["cold_store.max_bytes", "1.0GiB", str(path)] in rows
     assert ["min_tokens", "7", "MANTHAN_MIN_TOKENS"] in rows
-    assert ["codec.name", "k3v3", "default"] in rows
+    assert ["codec.name", "auto", "default"] in rows
 
 
 def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path) -> None:

@@ -54,10 +54,10 @@ def test_defaults_are_the_documented_ones() -> None:
         "sweep_interval_s": 10,
         "min_tokens": 256,
         "codec": {
-            "name": "k3v3",
+            "name": "auto",
             "profile": "",
             "calibrate": True,
-            "sink_tokens": 0,
+            "sink_tokens": 4,
             "window_tokens": 0,
             "guard": True,
         },
@@ -159,7 +159,7 @@ def test_bad_sizes_are_refused_in_one_sentence(write: WriteYaml, size: object) -
 
 
 def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
-    expected = "codec.name must be the name of a codec, such as k3v3, not 3"
+    expected = "codec.name must be the name of a codec, such as wht-5x, not 3"
     assert refusal(write("codec: 3")) == f"x.yaml: {expected}"
     assert refusal(flags={"--manthan-codec": 3}) == f"--manthan-codec: {expected}"
     assert refusal(flags={"codec": 3}) == f"argument: {expected}"
@@ -303,7 +303,8 @@ def test_what_is_kept_exact_comes_from_all_sources(write: WriteYaml) -> None:
     assert sources["codec.window_tokens"] == "MANTHAN_CODEC__WINDOW_TOKENS"
     assert config.codec.keeps_exact
     assert load(codec={"window_tokens": 1}).codec.keeps_exact
-    assert not load(env={"MANTHAN_CODEC": "two"}).codec.keeps_exact
+    assert load(env={"MANTHAN_CODEC": "two"}).codec.sink_tokens == 4
+    assert not load(codec={"sink_tokens": 0}).codec.keeps_exact
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "few", True, False, None])
@@ -340,7 +341,7 @@ def test_a_configuration_is_frozen() -> None:
 
 NAMES: dict[str, Any] = {
     "policies": {"lru": (), "decay": ("half_life_s",)},
-    "codecs": ["k3v3"],
+    "codecs": ["auto", "k3v3"],
     "stores": ["host"],
 }
 

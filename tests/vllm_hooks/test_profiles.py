@@ -29,7 +29,7 @@ from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.cold_store import HostStore
-from manthan.vllm_hooks import kv_transfer_config, settled
+from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, memory_shape
 from manthan.vllm_hooks.messages import GroupBlocks, Load, SpillBlock
@@ -102,17 +102,6 @@ def test_without_a_profile_there_is_one_sentence(cache: Path) -> None:
         configured(name="klt-8x")
 
 
-def test_a_gpu_makes_no_calibrated_codes_yet(tiny_profile: Path, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Profile.load(tiny_profile).save(profile_path(MODEL))
-    monkeypatch.setattr(settled, "is_on_gpu", lambda config: True)
-    auto = configured(name="auto")
-    assert (from_vllm_config(auto).codec.name, wants_profile(auto)) == ("wht-5x", False)
-    with pytest.raises(
-        ConfigError, match=r"klt-8x is made by the CPU only so far, .*use backend numpy, or codec wht-5x"
-    ):
-        configured(name="klt-8x")
-
-
 def test_a_profile_of_another_model_is_refused(tmp_path: Path) -> None:
     profiles.built().save(tmp_path / "p")
     with pytest.raises(
@@ -156,7 +145,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
     assert centred.cold_nbytes == centred.bounds[0]
     for exact in (0, 4):
-        assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.02)
+        assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.1)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
         memory_shape(codec, group(3), 1, profile)
 

@@ -51,8 +51,8 @@ def test_sessions_go_cold_and_return(server, table) -> None:
         assert ask(server, prompt, f"guest-{n}").text == right
     wait_until_cold(server)
     started = server.log.read_text().splitlines()
-    assert len([line for line in started if "Manthan is on: policy lru, codec k3v3 (5.07x" in line]) == 1
-    assert len([line for line in started if "idle after 0.5 s" in line and "64.0MiB for 83040 tokens" in line]) == 1
+    assert len([line for line in started if "Manthan is on: policy lru, codec wht-5x (4.88x" in line]) == 1
+    assert len([line for line in started if "idle after 0.5 s" in line and "64.0MiB for 79872 tokens" in line]) == 1
     lines = server.new_log_lines()
     restored = []
     for n, t in enumerate(tables):
