@@ -93,37 +93,42 @@ class Reader:
         weights = [_Weights(info) for _ in range(info.layers)]
         with _seen(self._model, info) as seen:
             for number, piece in enumerate(pieces):
-                self._read(builder, piece)
+                layers = self._read(builder, piece)
                 if weigh:
-                    self._feel(weights, piece, builder.sinks, number)
+                    self._feel(weights, piece, layers, builder.sinks, number)
                 step()
         if weigh:
             for layer, attention in seen.items():
                 builder.weigh(layer, *weights[layer].with_directions(attention.keys(), attention.values()))
 
     @torch.no_grad()
-    def _compute(self, ids: list[int]) -> Any:
+    def _compute(self, ids: list[int]) -> list[Any]:
+        """The layers of the cache."""
         cache: Any = DynamicCache(config=self._config)
         self._model(torch.tensor([ids], device=self._device), past_key_values=cache, logits_to_keep=1)
         if not all(type(layer) is DynamicLayer for layer in cache.layers):
             raise ProfileError(
                 f"{self._name} cannot be calibrated: its cache is not keys and values of all tokens in all layers."
             )
-        return cache
+        return list(cache.layers)
 
-    def _read(self, builder: ProfileBuilder, ids: list[int]) -> None:
-        for layer, found in enumerate(self._compute(ids).layers):
+    def _read(self, builder: ProfileBuilder, ids: list[int]) -> list[Any]:
+        """The layers of the cache."""
+        layers = self._compute(ids)
+        for layer, found in enumerate(layers):
             builder.add(layer, _numpy(found.keys[0]), _numpy(found.values[0]), np.arange(len(ids)))
+        return layers
 
-    def _feel(self, weights: Sequence["_Weights"], ids: list[int], sinks: int, seed: int) -> None:
+    def _feel(
+        self, weights: Sequence["_Weights"], ids: list[int], layers: Sequence[Any], sinks: int, seed: int
+    ) -> None:
         """Add what the last tokens' probabilities feel of the others' keys and values; but not of the first tokens,
         which are felt more than all others together, and are exact."""
-        cut = len(ids) - len(ids) // ASKED
-        cache = self._compute(ids[:cut])
-        leaves = []
-        for layer in cache.layers:
-            layer.keys, layer.values = (x.detach().requires_grad_() for x in (layer.keys, layer.values))
-            leaves += [layer.keys, layer.values]
+        cut, cache, leaves = len(ids) - len(ids) // ASKED, DynamicCache(config=self._config), []
+        for number, layer in enumerate(layers):
+            prefix = [x[:, :, :cut].detach().requires_grad_() for x in (layer.keys, layer.values)]
+            leaves += prefix
+            cache.update(prefix[0], prefix[1], number)
         logits = self._model(torch.tensor([ids[cut:]], device=self._device), past_key_values=cache).logits[0]
         told = logits.float().log_softmax(-1)
         drawing = torch.Generator(self._device).manual_seed(seed)

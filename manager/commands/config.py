@@ -94,12 +94,8 @@ def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: in
     table.add_row("ratio", f"{hot / cold:.2f}x")
     table.add_row("the cold store holds", f"{usable // sizes[0] * block_tokens} tokens")
     for tokens in lengths:
-        plain = [sizes[0]] * (tokens // block_tokens)
-        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, plain, block_tokens))
-        if codec.keeps_exact:
-            exact = [sizes[count] for count in _exact(codec, tokens // block_tokens, block_tokens)]
-            row = _sessions(config, tokens, usable, exact, block_tokens)
-            table.add_row("… with their exact tokens", row)
+        blocks = [sizes[count] for count in _exact(codec, tokens // block_tokens, block_tokens)]
+        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, blocks, block_tokens))
     return table
 
 

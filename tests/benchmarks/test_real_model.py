@@ -18,6 +18,7 @@ from typer.testing import CliRunner
 
 from manthan.benchmarks import real_model as making
 from manthan.benchmarks.cli import evaluate
+from manthan.manager.cli import app
 
 SCRIPT = Path(__file__).parents[2] / "benchmarks" / "real_model.py"
 
@@ -144,6 +145,36 @@ def test_biased_keys_break_codes_of_single_vectors(text: Path, tmp_path: Path) -
     found = quality(biased_model(), text, tmp_path, "transformers", *settings, *SIZES)
     assert found["exact"]["nll"]["mean"] < 3
     assert found["k3v3 4+0"]["kl"]["mean"] > 1
+
+
+BLOCKS = ("--block-size", 16, "--chats", 0)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("folder", "most"), [(real_model, 0.008), (biased_model, 0.010)])
+def test_what_the_default_loses(folder: Any, most: float, text: Path, tmp_path: Path) -> None:
+    settings = ("--codec", "wht-5x", "--exact", "4+0", *BLOCKS)
+    found = quality(folder(), text, tmp_path, "transformers", *settings, *SIZES)
+    ours, lost = found["wht-5x 4+0"], found["exact"]["recall"]["mean"] - found["wht-5x 4+0"]["recall"]["mean"]
+    assert ours["ratio_long"] > 4.75
+    assert ours["kl"]["mean"] < most
+    assert lost < 0.05  # one table
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("folder", [real_model, biased_model])
+def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) -> None:
+    """With a profile of fewer tokens than the command takes by itself."""
+    profile = tmp_path / "p.safetensors"
+    made = CliRunner().invoke(app, ["calibrate", folder(), "--tokens", "8192", "--out", str(profile)])
+    assert made.exit_code == 0, made.output
+    bounds = {"klt-5x": (4.8, 0.004), "klt-8x": (7.5, 0.012), "klt-12x": (11, 0.05)}
+    settings = ("--codec", ",".join(bounds), "--exact", "4+0", "--profile", profile, *BLOCKS)
+    found = quality(folder(), text, tmp_path, "transformers", *settings, *SIZES)
+    for codec, (ratio, kl) in bounds.items():
+        assert found[f"{codec} 4+0"]["ratio_long"] > ratio
+        assert found[f"{codec} 4+0"]["kl"]["mean"] < kl
+        assert found["exact"]["recall"]["mean"] - found[f"{codec} 4+0"]["recall"]["mean"] < 0.06
 
 
 @pytest.mark.slow

@@ -106,7 +106,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    engine = SteppedEngine(131, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"})
+    codec = {"name": "k3v3", "sink_tokens": 0}  # blocks that are encoded again are as they were
+    engine = SteppedEngine(131, codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"})
     sessions = SameStep(engine, job["loads_first"])
     sessions.go()
     with report:

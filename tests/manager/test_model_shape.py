@@ -119,14 +119,11 @@ def test_exact_tokens_take_room(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
     path.write_text("{codec: {name: k3v3, window_tokens: 128}, cold_store: {max_bytes: 64MiB}}")
     result = run(str(path), "--model", str(MODEL), "--block-size", "32", "--session-tokens", "2000")
-    lines = result.stdout.splitlines()[-2:]
+    lines = result.stdout.splitlines()
     plain, first, whole = (ModelShape.of(str(MODEL)).block_nbytes("k3v3", 32, 1, exact) for exact in (0, 4, 32))
     budget, full = 64 << 20, 2000 // 32
     assert plain < first < whole
-    assert [int(line.split()[-1]) for line in lines] == [
-        budget // (full * plain),
-        budget // (first + (full - 5) * plain + 4 * whole),
-    ]
+    assert int(lines[-1].split()[-1]) == budget // (first + (full - 5) * plain + 4 * whole)
 
 
 @pytest.mark.parametrize(

@@ -12,12 +12,12 @@ import profiles
 import pytest
 
 from manthan.codec.base import Dtype
-from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.calibration import MARGIN, ProfileBuilder
 from manthan.codec.cpu.numbers import as_numbers
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import Profile, ProfileInfo
 from manthan.codec.registry import section_codec
-from manthan.manager.calibration.traffic import ENOUGH, MORE, Job, gathered, made
+from manthan.manager.calibration.traffic import ALLOWANCE, ENOUGH, MORE, Job, gathered, made
 
 TOKENS = 16
 INFO = ProfileInfo("made-up", profiles.LAYERS, profiles.HEADS, profiles.HEAD_DIM, profiles.ROPE, "none")
@@ -80,7 +80,7 @@ def test_ranks_make_one_profile_of_their_parts(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
     profile = Profile.load(tmp_path / "p")
     assert (profile.info.heads, len(profile.ranks), profile.info.text) == (2, 2, "traffic")
-    assert profile.info.ratios["klt-6x"] == pytest.approx(6.18, abs=0.06)
+    assert profile.info.ratios["klt-6x"] == pytest.approx(6 * MARGIN * ALLOWANCE, abs=0.06)
     for rank in range(2):
         cut = profile.for_rank(rank, 2)
         codec = section_codec("klt-6x", profiles.HEAD_DIM, ModelFacts(profiles.ROPE, cut))

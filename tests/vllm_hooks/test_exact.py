@@ -13,14 +13,15 @@ from redis_server import RedisServer, running
 from vllm_engine import BLOCK
 
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.manager.config.resolve import load_config
 from manthan.manager.stores.arena import room
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
 SINK, WINDOW = 4, 2
 """In tokens, and in blocks."""
-EXACT = {"sink_tokens": SINK, "window_tokens": 40}
-FORM = BlockFormat(load_config(env={}).codec.name, BlockShape(4, 2, BLOCK, 128), bytes(16))
+CODEC = "k4v2"
+"""Of fixed rate: what a block takes is known."""
+EXACT = {"name": CODEC, "sink_tokens": SINK, "window_tokens": 40}
+FORM = BlockFormat(CODEC, BlockShape(4, 2, BLOCK, 128), bytes(16))
 SMALL = 100 * room(FORM.max_nbytes(0))
 """Bytes for not quite four sessions."""
 

@@ -58,9 +58,10 @@ def test_in_redis_each_rank_has_a_shard(start_engine: Any, redis_server: RedisSe
         assert redis_server.client.exists(name)  # stored again, on both ranks
 
 
-def stored_bytes(worker: Any) -> tuple[int, int]:
+def stored(worker: Any) -> tuple[int, int, int]:
+    """How many blocks, and bytes of how many."""
     store = get_kv_transfer_group().worker.path.store
-    return store.used, store.max_bytes
+    return len(store._blocks), store.used, store.max_bytes
 
 
 def flip_a_byte(worker: Any, rank: int) -> None:
@@ -92,8 +93,8 @@ def test_a_session_goes_cold_on_both_ranks_and_returns(pair, table) -> None:
     prompt, right = table(1).question(3)
     assert pair.ask(prompt, "duo").text == right
     pair.wait_until_cold(1)
-    (used, budget), (used_too, budget_too) = pair.on_workers(stored_bytes)
-    assert used == used_too > 0
+    (blocks, used, budget), (blocks_too, used_too, budget_too) = pair.on_workers(stored)
+    assert blocks == blocks_too > 0
     assert used + used_too == pair.metric("manthan_cold_bytes")
     assert budget + budget_too == 64 << 20
     answer = pair.ask(prompt, "duo")
@@ -111,7 +112,7 @@ def test_damage_on_one_rank_is_enough_to_recompute(pair, table, rank: int) -> No
     assert pair.ask(prompt, "duo").text == right
     assert pair.failures() == failures + 1
     pair.wait_until_cold(1)
-    assert len(set(pair.on_workers(stored_bytes))) == 1
+    assert len({blocks for blocks, *_ in pair.on_workers(stored)}) == 1
 
 
 @BOTH
@@ -122,16 +123,16 @@ def test_an_exact_block_that_one_rank_has_lost_is_stored_again_on_both(pair, tab
     blocks = (first.prompt_tokens + 3) // 32  # the last token's KV is not computed
     pair.wait_until_cold(1)
     assert pair.metric("manthan_exact_blocks") == 3
-    stored, lost = pair.on_workers(stored_bytes), pair.metric("manthan_failures_total", cause="missing")
+    before, lost = pair.on_workers(stored), pair.metric("manthan_failures_total", cause="missing")
     pair.on_workers(lose_an_exact_block, rank)
-    assert len(set(pair.on_workers(stored_bytes))) == 2
+    assert len({blocks for blocks, *_ in pair.on_workers(stored)}) == 2
     restored = pair.metric("manthan_restored_blocks_total")
     assert pair.ask(prompt, "duo").text == right
     assert blocks - 2 <= pair.metric("manthan_restored_blocks_total") - restored < blocks
     assert pair.metric("manthan_failures_total", cause="missing") == lost + 1
     pair.wait_until_cold(1)
     assert pair.metric("manthan_exact_blocks") == 3
-    pair.wait(lambda: pair.on_workers(stored_bytes) == stored, "as much on both ranks as before")
+    pair.wait(lambda: pair.on_workers(stored) == before, "as much on both ranks as before")
 
 
 @BOTH

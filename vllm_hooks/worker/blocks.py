@@ -2,7 +2,7 @@
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -64,6 +64,11 @@ class PagedMemory(ABC):
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
         """A block's keys and values."""
 
+    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+        """What gives the same, to be called when the current stream has come so far."""
+        found = self.gather(block_id)
+        return lambda: found
+
     @abstractmethod
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
         """Write what `gather` returns into a block."""
@@ -99,9 +104,19 @@ class DeviceMemory(PagedMemory):
         self._layout = layout
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        keys, values = (torch.stack(self._views(block_id, at)) for at in (self._layout.key_at, self._layout.value_at))
-        both = _as_numpy(torch.stack([keys, values]).cpu())
+        both = _as_numpy(self._both(block_id).cpu())
         return both[0], both[1]
+
+    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+        there = self._both(block_id)
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+        here.copy_(there, non_blocking=True)
+
+        def numbers() -> tuple[Numbers, Numbers]:
+            both = _as_numpy(here)
+            return both[0], both[1]
+
+        return numbers
 
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
         device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
@@ -110,6 +125,11 @@ class DeviceMemory(PagedMemory):
             torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
         if device.type == "cuda":
             torch.cuda.current_stream(device).synchronize()
+
+    def _both(self, block_id: int) -> torch.Tensor:
+        """[2, layers, heads, tokens, head_dim], on the device."""
+        ats = (self._layout.key_at, self._layout.value_at)
+        return torch.stack([torch.stack(self._views(block_id, at)) for at in ats])
 
     def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
         """[heads, tokens, head_dim] of each layer."""

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from contextlib import suppress
 from pathlib import Path
 from queue import Empty, Full, Queue
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
 
@@ -66,6 +66,13 @@ def calibration_job(vllm_config: "VllmConfig", form: BlockFormat) -> Job | None:
     )
 
 
+class Sample(NamedTuple):
+    """A block's place, and what gives its keys and values once they have come."""
+
+    first_token: int
+    numbers: Callable[[], tuple[Numbers, Numbers]]
+
+
 class Calibration:
     """memory: the paged cache. made: called with the profile, on a thread of its own; it says what becomes of it."""
 
@@ -79,13 +86,19 @@ class Calibration:
 
     def see(self, spills: Sequence[SpillBlock]) -> None:
         """These blocks go cold, and are not written to until this returns. It does not wait for anything else."""
-        for spill in spills[::EVERY]:
-            if not self._wants_more or self._blocks.full():
-                return
-            try:
-                self._blocks.put_nowait((spill.first_token, *self._memory.gather(spill.block_id)))
-            except Full:  # another thread was faster
-                return
+        self.take(self.begin(spills))
+
+    def begin(self, spills: Sequence[SpillBlock]) -> list[Sample]:
+        """Begin to copy some of these blocks, on the current stream, before which they are not written to. Those that
+        have come are to be taken."""
+        room = WAITING - self._blocks.qsize() if self._wants_more else 0
+        return [Sample(s.first_token, self._memory.gather_soon(s.block_id)) for s in spills[::EVERY][:room]]
+
+    def take(self, samples: Sequence[Sample]) -> None:
+        for sample in samples:
+            if self._wants_more:
+                with suppress(Full):  # another thread was faster
+                    self._blocks.put_nowait((sample.first_token, *sample.numbers()))
 
     def stop(self) -> None:
         """Whatever has not been made is given up."""

@@ -30,6 +30,7 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
+from manthan.vllm_hooks.worker.calibration import Calibration, Sample
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
@@ -74,9 +75,12 @@ class Encoding(NamedTuple):
 
 
 class Spill(NamedTuple):
+    """samples: for the calibration; they have come when the chunk is done."""
+
     encoding: Encoding
     chunk: Chunk
     began: float
+    samples: Sequence[Sample]
 
 
 @dataclass
@@ -95,7 +99,7 @@ class GpuPath(WorkerPath):
     """One rank's blocks to codes and back by a paged codec on its GPU.
 
     forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared for them.
-    make: a codec by its name, should blocks be ordered in another one.
+    make: a codec by its name, should blocks be ordered in another one. calibration: what is made of the blocks besides.
     """
 
     def __init__(
@@ -105,9 +109,10 @@ class GpuPath(WorkerPath):
         fails_whole: bool = False,
         forms: Sequence[int] = (0,),
         make: Callable[[str], PagedCodec] | None = None,
+        calibration: Calibration | None = None,
     ) -> None:
         super().__init__(fails_whole)
-        self.codec, self.tiers, self._make = codec, tiers, make
+        self.codec, self.tiers, self._make, self._calibration = codec, tiers, make, calibration
         self._device = codec.device
         nbytes = max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes)
         self._spill_lane = Lane(nbytes, self._device)
@@ -191,6 +196,8 @@ class GpuPath(WorkerPath):
     def shutdown(self) -> None:
         for lane in self._lanes:
             lane.stream.synchronize()
+        if self._calibration is not None:
+            self._calibration.stop()
         self.tiers.release()
 
     # -- evict ----------------------------------------------------------------------------------------
@@ -240,12 +247,13 @@ class GpuPath(WorkerPath):
             self.codec.encode(batch, codes)
             if not in_place:  # how much of its room a block takes is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-            self._spills.append(Spill(encoding, self._chunk(batch, lane.stream), began))
+            samples = self._calibration.begin(spills) if self._calibration is not None else ()
+            self._spills.append(Spill(encoding, self._chunk(batch, lane.stream), began, samples))
 
     def _end_spills(self) -> None:
         """Report those whose codes are there."""
         while self._spills:
-            encoding, chunk, began = self._spills[0]
+            encoding, chunk, began, samples = self._spills[0]
             try:
                 if not chunk.done.query():
                     return
@@ -255,6 +263,8 @@ class GpuPath(WorkerPath):
                 self._fail(encoding, error)
                 continue
             self._spills.popleft()
+            if self._calibration is not None:
+                self._calibration.take(samples)
             self._put(encoding, statuses, sizes, (time.monotonic() - began) / len(statuses))
 
     def _put(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], seconds: float) -> None:

@@ -140,10 +140,9 @@ class WorkerHalf:
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
-            if calibration_job(self._vllm_config, form) is not None:
-                logger.info("Manthan: no profile is made of what a GPU encodes: run `manthan calibrate MODEL`")
-            exacts = sorted(exact_counts(self._config.codec, form.shape.tokens))
-            return _gpu_path(paged_layout(layers, shape), forms, tier_bytes, self._fails_whole, exacts)
+            exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
+            calibration = self._calibration(DeviceMemory(layout), form, None, group)
+            return _gpu_path(layout, forms, tier_bytes, self._fails_whole, exacts, calibration)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -157,14 +156,16 @@ class WorkerHalf:
             threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
         else:
             blocks = CpuBlocks(memory, *forms)
-        calibration = self._calibration(memory, blocks, group)
+        calibration = self._calibration(memory, form, blocks, group)
         if store is None:
             store = HostStore(tier_bytes.host)
         return HostPath({form.group: blocks}, store, threads, device, self._fails_whole, calibration)
 
-    def _calibration(self, memory: PagedMemory, blocks: Blocks, group: Group) -> Calibration | None:
-        """Where the codec wants a profile that there is not yet."""
-        job = calibration_job(self._vllm_config, blocks.format)
+    def _calibration(
+        self, memory: PagedMemory, form: BlockFormat, blocks: Blocks | None, group: Group
+    ) -> Calibration | None:
+        """Where the codec wants a profile that there is not yet. blocks: that may take it up at once."""
+        job = calibration_job(self._vllm_config, form)
         if job is None:
             return None
 
@@ -223,7 +224,12 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
 
 
 def _gpu_path(
-    layout: PagedLayout, forms: Sequence[BlockFormat], tier_bytes: TierBytes, fails_whole: bool, exacts: Sequence[int]
+    layout: PagedLayout,
+    forms: Sequence[BlockFormat],
+    tier_bytes: TierBytes,
+    fails_whole: bool,
+    exacts: Sequence[int],
+    calibration: Calibration | None,
 ) -> WorkerPath:
     """forms: the configured one first."""
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
@@ -234,5 +240,10 @@ def _gpu_path(
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
     tiers = Tiers(on_device, on_host)
     return GpuPath(
-        paged_codec(layout, forms[0]), tiers, fails_whole, exacts, lambda name: paged_codec(layout, by_name[name])
+        paged_codec(layout, forms[0]),
+        tiers,
+        fails_whole,
+        exacts,
+        lambda name: paged_codec(layout, by_name[name]),
+        calibration,
     )
