@@ -1,9 +1,10 @@
 """A calibrated codec's profile that nobody measured, and numbers that fit it: for figures and tests of any shape.
 
-As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and the profile that it is measured to have:
+As a script, a model of Qwen3-8B's shape with random weights, 16 GB, and, beside its folder, the profile that it is
+measured to have:
 
     python benchmarks/made_up.py FOLDER
-    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER/profile.safetensors
+    python benchmarks/restore.py --model FOLDER --weights --codecs klt-8x --profile FOLDER-profile.safetensors
 """
 
 import time
@@ -129,7 +130,9 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     builder = ProfileBuilder(reader.info("fisher", ""))
     pieces = [random_tokens(1, index, PIECE, int(str(QWEN3_8B["vocab_size"]))) for index in range(PIECES)]
     reader.read(builder, pieces, True, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
-    builder.finish().save(folder / "profile.safetensors")
+    builder.finish().save(
+        folder.with_name(f"{folder.name}-profile.safetensors")
+    )  # in it, vLLM would take it for weights
     typer.echo(f"its profile is written, {time.monotonic() - began:.0f} s")
 
 
