@@ -38,7 +38,7 @@ def continued(model: Any, cache: Any, prompts: list[list[int]], **options: Any) 
     return found[:, ids.shape[1] :].tolist()
 
 
-@pytest.mark.parametrize("sink", [0, 4])
+@pytest.mark.parametrize("sink", [pytest.param(0, marks=pytest.mark.slow), 4])
 def test_codes_that_lose_nothing_change_nothing(model: Any, sink: int) -> None:
     prompts = [PROMPT, PROMPT[::-1]]
     cache = cache_of(model, sink_tokens=sink)

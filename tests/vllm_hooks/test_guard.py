@@ -63,6 +63,7 @@ def test_with_biased_keys_a_finer_codec_is_used_and_what_returns_is_right(biased
     assert 3.3 < found["gauges"]["compression_ratio"][""] < 3.8
 
 
+@pytest.mark.slow
 def test_without_the_guard_biased_keys_are_destroyed(biased: str) -> None:
     """So it is the guard that makes the answers right."""
     found = run(biased, "k3v3", guard=False)
@@ -87,6 +88,7 @@ def test_where_no_codec_is_faithful_all_tokens_are_kept_exact(tmp_path: Path) ->
         assert now["same"][: 32 * now["restored"]] == list(range(32 * now["restored"]))
 
 
+@pytest.mark.slow
 def test_a_codec_that_bears_biased_keys_is_kept(biased: str) -> None:
     found = run(biased, "k4v2c")
     assert found["codecs"] == ["exact", "k4v2c"]
