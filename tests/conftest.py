@@ -32,6 +32,13 @@ os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(os.environ.get("XDG_CACHE_HOME
 os.environ["XDG_CACHE_HOME"] = CACHE
 
 
+@pytest.fixture(autouse=True)
+def no_profile_stays() -> Iterator[None]:
+    """What one test has put into the cache folder is not there for the next."""
+    yield
+    shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts engines goes first: with several processes, none is left with the longest of them at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)

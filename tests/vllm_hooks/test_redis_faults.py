@@ -109,10 +109,14 @@ def assert_sessions_go_cold_and_return(engine: Engine, traffic: Traffic) -> None
     """Redis is in use again, and nothing leaks."""
     engine.wait(lambda: is_up(engine), "a store that answers")
     traffic.ask_all()
-    wait_until_cold(engine)
-    before = restores(engine)
-    traffic.ask_all()
-    assert restores(engine) - before >= GUESTS * 16
+
+    def all_return() -> bool:
+        wait_until_cold(engine)
+        before = restores(engine)
+        traffic.ask_all()
+        return restores(engine) - before >= GUESTS * 16
+
+    engine.wait(all_return, "a round in which everybody's session returns")
 
 
 def test_redis_stops_for_ten_seconds(engine: Engine, traffic: Traffic, redis_server: RedisServer) -> None:
