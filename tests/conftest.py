@@ -29,6 +29,7 @@ examples.register()
 CACHE = tempfile.mkdtemp(prefix="manthan-tests-")
 atexit.register(shutil.rmtree, CACHE, ignore_errors=True)
 os.environ.setdefault("VLLM_CACHE_ROOT", str(Path(os.environ.get("XDG_CACHE_HOME", "~/.cache"), "vllm").expanduser()))
+os.environ.setdefault("MPLCONFIGDIR", str(Path(tempfile.gettempdir(), "manthan-tests-matplotlib")))
 os.environ["XDG_CACHE_HOME"] = CACHE
 
 
