@@ -117,6 +117,7 @@ def run_arms(
             log = out / f"{script.stem}-{arm.name.replace(' ', '-')}.log"
             try:
                 results[arm.name] = run_arm(script, arm, log, step, timeout_s)
+                log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # a run that is cut short keeps it
             except ArmError as error:
                 errors[arm.name] = str(error)
                 console.print(error.log_tail, markup=False, soft_wrap=True)

@@ -40,12 +40,13 @@ TILED = {spec.name: spec for spec in (CodecSpec("k4v2-tiles", 4, 2),)}
 """Codecs that see all of a head's keys or values of a block at once."""
 
 FALLBACK = "k4v4c"
-"""What is used where a codec turns out not to be faithful to a model, if that is any better."""
+"""What is used last where a codec turns out not to be faithful to a model, if that is any better."""
 
 
 def finer_codecs(name: str) -> list[str]:
     """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
-    return [] if name == FALLBACK else [FALLBACK]
+    without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
+    return [] if name == FALLBACK else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:

@@ -24,7 +24,7 @@ PURPOSE = {
     "klt-6x": "the same, a little smaller: the default, auto, with a profile",
     "klt-8x": "the same, smaller",
     "klt-12x": "the same: the smallest, which loses most",
-    "k4v4c": "k4v2c with finer values: what the guard falls back to",
+    "k4v4c": "k4v2c with finer values: what the guard falls back to last",
     "k4v2-tiles": "KVarN's variance-normalized tiles, to compare with: blocks of 128 tokens, on the CPU",
     "lloyd3": "k3v3 with the least-squares scale: loses more",
     "lloyd4": "more exact, four times less",

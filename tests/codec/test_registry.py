@@ -35,6 +35,12 @@ def test_entry_points_add_codecs():
     assert (codec.bits("key"), codec.bits("value")) == (3, 4)
 
 
+def test_what_takes_the_place_of_a_codec_that_is_not_faithful():
+    assert registry.finer_codecs("klt-8x") == ["wht-5x", "k4v4c"]
+    assert registry.finer_codecs("wht-5x") == registry.finer_codecs("k3v3") == ["k4v4c"]
+    assert registry.finer_codecs("k4v4c") == []
+
+
 def test_ours_alone():
     assert codec_names() == OURS
     assert section_codec(registry.DEFAULT, 64).name == "wht-5x"
