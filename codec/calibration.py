@@ -3,8 +3,9 @@
 What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token
 costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U
 of the covariance there give the transform L U: components that do not correlate. One step for all is then best (Goyal,
-"Theoretical foundations of transform coding", 2001), of all layers, keys and values. Without metrics, nobody knows how
-layers compare: steps are as their components' deviations then.
+"Theoretical foundations of transform coding", 2001), of all layers, keys and values. Without metrics, keys stand for the
+queries that nobody has seen: a direction weighs what keys differ in it. Nobody knows how layers compare: steps are as
+their components' deviations then.
 """
 
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,8 @@ MARGIN = 1.045
 """A preset is made so much smaller than its name says: another text takes a little more."""
 EVEN = 0.001
 """What every direction weighs at least, of what they do on average."""
+EVEN_OF_KEYS = 0.3
+"""The same of keys, where they stand for queries."""
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, relative to the deviation of their layer's components."""
 HALVINGS = 7
@@ -45,9 +48,10 @@ Floats = npt.NDArray[np.float32]
 
 @dataclass
 class _Moments:
-    """Of rows x [C] of one layer's keys or values."""
+    """Of rows x [C] of one layer's keys or values. asked: they are keys, which queries are compared with."""
 
     size: int
+    asked: bool
     tokens: int = 0
     sums: Doubles = field(init=False)
     products: Doubles = field(init=False)
@@ -87,14 +91,20 @@ class _Moments:
         """1 on average."""
         even = np.eye(at.stop - at.start)
         if self.weights is None:
-            return even
-        made: Doubles = self.weights[at, at] / (self.weight(at) or 1.0) + EVEN * even
-        return made
+            return _evened(self.covariance(at), EVEN_OF_KEYS) if self.asked else even
+        return _evened(self.weights[at, at], EVEN)
 
     def covariance(self, at: slice) -> Doubles:
         mean = self.mean[at]
         made: Doubles = self.products[at, at] / self.tokens - np.outer(mean, mean)
         return made
+
+
+def _evened(weights: Doubles, least: float) -> Doubles:
+    """1 on average, and so much more in each direction."""
+    mean = float(np.trace(weights)) / len(weights)
+    made: Doubles = weights / (mean or 1.0) + least * np.eye(len(weights))
+    return made
 
 
 class ProfileBuilder:
@@ -104,7 +114,7 @@ class ProfileBuilder:
     def __init__(self, info: ProfileInfo, sinks: int = 4) -> None:
         self._info, self.sinks = info, sinks
         size = info.heads * info.head_dim
-        self._layers = [(_Moments(size), _Moments(size)) for _ in range(info.layers)]
+        self._layers = [(_Moments(size, True), _Moments(size, False)) for _ in range(info.layers)]
 
     @property
     def tokens(self) -> int:

@@ -110,7 +110,7 @@ class PagedCodec(ABC):
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}
-        self._place_turns = Turns(rope, layout.tokens)
+        self._place_turns = Turns(rope, layout.tokens, pinned=self.device.type == "cuda")
 
     def form(self, exact: int) -> Form:
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
@@ -129,7 +129,7 @@ class PagedCodec(ABC):
         offsets: Sequence[int],
         nbytes: Sequence[int] | None = None,
     ) -> Batch:
-        """Blocks with these keys, in one upload. nbytes: sizes of encoded blocks, where the form's vary.
+        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary.
 
         Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
         """
@@ -139,17 +139,15 @@ class PagedCodec(ABC):
                 raise ShapeError(f"no block of {exact} exact tokens has {size} bytes: {form.nbytes} are the most.")
         numbers = np.array([block_ids, offsets, nbytes or [form.nbytes] * n], np.int64)
         headers = heads(form.header, form.sizes, keys, first_tokens)
-        turns = self._place_turns.of(first_tokens)
-        parts = (turns, numbers, headers)  # cosines first: they are read 16 bytes at a time
-        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in parts]))
+        turns = self._place_turns.of(first_tokens).to(self.device, non_blocking=True)
+        host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers)]))
         if self.device.type == "cuda":
             host = host.pin_memory()
         there = host.to(self.device, non_blocking=True)
-        turned, counts, heads_there = there.split([part.nbytes for part in parts])
+        counts, heads_there = there.split([numbers.nbytes, headers.nbytes])
         ids, places, sizes = counts.view(torch.int64).view(3, n)
         status = torch.empty(n, dtype=torch.int32, device=self.device)
-        turns_there = turned.view(torch.float32).view(turns.shape)
-        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns_there, status)
+        return Batch(exact, ids, places, sizes, heads_there.view(n, form.header.nbytes), turns, status)
 
     @abstractmethod
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:

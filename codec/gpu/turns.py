@@ -1,30 +1,53 @@
-"""Cosines and sines for a GPU's codec: reckoned by numpy, so that codes are the same on every device, and kept."""
+"""Cosines and sines for a GPU's codec: reckoned by numpy, so that codes are the same on every device, and kept in RAM."""
 
+import threading
 from collections.abc import Sequence
-from functools import lru_cache
 
 import numpy as np
+import numpy.typing as npt
+import torch
 
-from manthan.codec.rope import Floats, Rope
+from manthan.codec.rope import Rope
 
 KEPT_BYTES = 2**26
+"""Those of a chain's first blocks; of the rest they are reckoned each time."""
 
 
 class Turns:
-    """Of blocks of so many tokens. rope: None for no pairs. Safe to use from several threads."""
+    """Of blocks of so many tokens. rope: None for no pairs. pinned: they can be copied to a GPU while others work. Safe
+    to use from several threads."""
 
-    def __init__(self, rope: Rope | None, tokens: int) -> None:
-        self._rope, self._tokens = rope or Rope(()), tokens
-        self._nbytes = 8 * tokens * len(self._rope.frequencies)
-        self._block = lru_cache(KEPT_BYTES // max(1024, self._nbytes))(self._reckoned)
+    def __init__(self, rope: Rope | None, tokens: int, *, pinned: bool) -> None:
+        self._rope, self._tokens, self._pinned = rope or Rope(()), tokens, pinned
+        self._shape = (2, tokens, len(self._rope.frequencies))
+        self._most = KEPT_BYTES // max(1024, 4 * int(np.prod(self._shape)))
+        self._kept = torch.empty((0, *self._shape))
+        self._growing = threading.Lock()
 
-    def of(self, first_tokens: Sequence[int]) -> Floats:
-        """[blocks, 2, tokens, pairs] of blocks that begin at these places."""
-        made = np.empty((len(first_tokens), 2, self._tokens, len(self._rope.frequencies)), np.float32)
-        if made.size:
-            for block, first_token in zip(made, first_tokens, strict=True):
-                block[:] = self._block(first_token)
-        return made
+    def of(self, first_tokens: Sequence[int]) -> torch.Tensor:
+        """float32 [blocks, 2, tokens, pairs] of blocks that begin at these places; not to be written to."""
+        places = np.array(first_tokens, np.int64)
+        rows, beside = np.divmod(places, self._tokens)
+        if not len(rows) or beside.any() or rows.max() >= self._most:
+            return self._in_place(self._reckoned(places))
+        kept = self._upto(int(rows.max()) + 1)
+        if (np.diff(rows) == 1).all():  # as those of a session follow each other: nothing is copied
+            return kept[int(rows[0]) : int(rows[-1]) + 1]
+        return self._in_place(kept[torch.from_numpy(rows)])
 
-    def _reckoned(self, first_token: int) -> Floats:
-        return np.stack(self._rope.tables(np.arange(first_token, first_token + self._tokens, dtype=np.int64)))
+    def _upto(self, blocks: int) -> torch.Tensor:
+        """Of at least so many blocks from the chain's beginning."""
+        with self._growing:
+            there = len(self._kept)
+            if there < blocks:
+                more = self._tokens * np.arange(there, min(max(blocks, 2 * there), self._most))
+                self._kept = self._in_place(torch.cat([self._kept, self._reckoned(more)]))
+            return self._kept
+
+    def _reckoned(self, places: npt.NDArray[np.int64]) -> torch.Tensor:
+        positions = (places[:, None] + np.arange(self._tokens)).ravel()
+        tables = [table.reshape(len(places), *self._shape[1:]) for table in self._rope.tables(positions)]
+        return torch.from_numpy(np.stack(tables, axis=1))
+
+    def _in_place(self, made: torch.Tensor) -> torch.Tensor:
+        return made.pin_memory() if self._pinned and made.numel() else made

@@ -194,6 +194,24 @@ def test_a_metric_moves_errors_to_where_they_weigh_little():
     assert errors[1] < 0.5 * errors[0]
 
 
+def test_without_a_metric_keys_stand_for_queries():
+    """Errors are smallest where keys differ most; those of values are everywhere alike."""
+    keys, values, positions = profiles.kv(4096, seed=5)
+    shares = []
+    for basis, kind in (
+        (PROFILE.layers[0].keys, profiles.ROPE.turn_back(keys, positions)),
+        (PROFILE.layers[0].values, values),
+    ):
+        x = kind[0].transpose(1, 0, 2).reshape(4096, -1)
+        _, directions = np.linalg.eigh(np.cov(x.T))
+        step = basis.steps["klt-6x"]
+        back = np.rint((x - basis.mean) @ basis.forward / step) * step @ basis.inverse + basis.mean
+        wrong = np.square((back - x) @ directions).mean(0)
+        shares.append(wrong[-8:].mean() / wrong[-40:-32].mean())
+    assert shares[0] < 0.6 * shares[1]
+    assert 0.7 < shares[1] < 1.4
+
+
 def test_first_tokens_and_what_is_not_finite_do_not_count():
     clean, dirty = (ProfileBuilder(ProfileInfo("m", 1, profiles.HEADS, profiles.HEAD_DIM, None, "none")) for _ in "12")
     keys, values, positions = profiles.kv(300, rope=None)

@@ -11,7 +11,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.support import UnsupportedError
-from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS, TierBytes, set_gpu_memory_aside
+from manthan.vllm_hooks.worker.capacity import STAGINGS_BYTES, TierBytes, set_gpu_memory_aside
 from manthan.vllm_hooks.worker.half import codec_backend
 
 GIB = 1 << 30
@@ -65,7 +65,7 @@ class Gpu:
 def test_the_device_tier_is_taken_out_of_the_pool(monkeypatch: pytest.MonkeyPatch) -> None:
     gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"})
     set_gpu_memory_aside(gpu)
-    ours = 20 * GIB + STAGINGS * STAGING_BYTES
+    ours = 20 * GIB + STAGINGS_BYTES
     assert gpu.cache_config.gpu_memory_utilization == pytest.approx(0.9 - ours / (100 * GIB), abs=2e-6)
     gpu = Gpu(monkeypatch, {"kind": "device", "max_bytes": "40GiB"}, kv_cache_memory_bytes=50 * GIB)
     set_gpu_memory_aside(gpu)

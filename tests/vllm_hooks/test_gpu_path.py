@@ -49,6 +49,7 @@ class World:
     ) -> None:
         self.gpu = fake_cuda.install(monkeypatch)
         monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)
+        monkeypatch.setattr(gpu_path, "RESTORE_STAGING_BYTES", staging)
         self.codec = codec(group=GROUP)
         self.memory = DeviceMemory(self.codec.layout)
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]

@@ -20,9 +20,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
-STAGINGS = 4
-"""Buffers on the GPU for codes on their way: one for evictions, one for prefetches, and two for restores, so that one
-is decoded while the next is copied."""
+"""Of a buffer on the GPU for codes on their way: of evictions, and of prefetches, for which nobody waits."""
+RESTORE_STAGING_BYTES = 128 << 20
+"""The same of restores: what is begun at once. Most of a restore's time was the model's thread's, for each chunk."""
+RESTORE_STAGINGS = 2
+"""One is decoded while the next is copied."""
+ENCODE_THREADS = 2
+"""At most, where codes of a GPU go to Redis: each has a buffer of STAGING_BYTES, and so has each that decodes."""
+STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
+"""All of them."""
 
 
 class TierBytes(NamedTuple):
@@ -67,7 +73,7 @@ def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
     if not is_on_gpu(vllm_config):
         return
     cache, store = vllm_config.cache_config, from_vllm_config(vllm_config).cold_store
-    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS * STAGING_BYTES
+    ours = TierBytes.of_a_rank(store, vllm_config.parallel_config.world_size).device + STAGINGS_BYTES
     total = current_platform.get_device_total_memory()
     given = cache.kv_cache_memory_bytes or cache.gpu_memory_utilization * total
     if ours >= given:

@@ -31,7 +31,7 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.worker.calibration import Calibration, Sample
-from manthan.vllm_hooks.worker.capacity import STAGING_BYTES, STAGINGS
+from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
 from manthan.vllm_hooks.worker.tiers import Demotion, Run, Stored, Taken, Tier, Tiers
@@ -114,10 +114,10 @@ class GpuPath(WorkerPath):
         super().__init__(fails_whole)
         self.codec, self.tiers, self._make, self._calibration = codec, tiers, make, calibration
         self._device = codec.device
-        nbytes = max(STAGING_BYTES, codec.form(codec.layout.tokens).nbytes)
-        self._spill_lane = Lane(nbytes, self._device)
-        self._prefetch_lane = Lane(nbytes, self._device)
-        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(STAGINGS - 2)]
+        least = codec.form(codec.layout.tokens).nbytes
+        self._spill_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, least), self._device) for _ in range(2))
+        nbytes = max(RESTORE_STAGING_BYTES, least)
+        self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
         self._lanes = (self._spill_lane, self._prefetch_lane, *self._load_lanes)
         self._spills: deque[Spill] = deque()
         self._restores: deque[Restore] = deque()

@@ -27,7 +27,7 @@ from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
-from manthan.vllm_hooks.worker.capacity import STAGINGS, TierBytes
+from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
@@ -153,7 +153,7 @@ class WorkerHalf:
         if on_gpu:
             layout = paged_layout(layers, shape)
             blocks = PagedBlocks(*(paged_codec(layout, each) for each in forms))
-            threads = min(threads, STAGINGS - 2)  # restores have one, and so have prefetches
+            threads = min(threads, ENCODE_THREADS)
         else:
             blocks = CpuBlocks(memory, *forms)
         calibration = self._calibration(memory, form, blocks, group)
