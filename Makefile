@@ -13,19 +13,20 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-# Engines wait as much as they compute: three processes share two cores well. More cores bear more: make test WORKERS=6
-WORKERS := 3
-SPREAD := --numprocesses $(WORKERS) --no-loadscope-reorder
+# Engines wait as much as they compute: four processes share two cores well, if none spins with more threads than one.
+# More cores bear more: make test WORKERS=8
+WORKERS := 4
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
 .PHONY: setup test test-all lint demo docs clean
 
 setup: $(VENV)/.installed
 
 test: $(VENV)/.redis lint
-	$(BIN)/pytest $(SPREAD) -m "not slow" --hypothesis-profile quick
+	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
 test-all: $(VENV)/.redis lint
-	$(BIN)/pytest $(SPREAD)
+	$(PYTEST)
 
 # mypy reads the installed wheel, from a folder where the source folders do not shadow it.
 lint: $(VENV)/.installed

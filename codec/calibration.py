@@ -3,9 +3,9 @@
 What errors weigh is a metric: a matrix G for keys and one for values of a layer, with which an error e of a token
 costs e G e^T. With G = L L^T (Cholesky), x @ L is a space in which all directions cost the same, and the eigenvectors U
 of the covariance there give the transform L U: components that do not correlate. One step for all is then best (Goyal,
-"Theoretical foundations of transform coding", 2001), of all layers, keys and values. Without metrics, keys stand for the
-queries that nobody has seen: a direction weighs what keys differ in it. Nobody knows how layers compare: steps are as
-their components' deviations then.
+"Theoretical foundations of transform coding", 2001), of all layers, keys and values. Without metrics, keys stand for
+the queries that nobody has seen: a direction weighs what keys differ in it. Nobody knows how layers compare: steps are
+as their components' deviations then.
 """
 
 from collections.abc import Callable, Mapping, Sequence

@@ -63,6 +63,7 @@ def test_blocks_go_there_and_back(site: Path, tmp_path: Path) -> None:
     assert done.stdout == "vector 7 holds a NaN or an infinity and cannot be encoded.\n"
 
 
+@pytest.mark.slow
 def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:
     flags = ["--manthan-codec", "int8", "--manthan-idle-after", "0.5", "--block-size", "32", "--max-model-len", "2048"]
     more = ["--num-gpu-blocks-override", "131", "--enforce-eager", "--enable-prompt-tokens-details"]

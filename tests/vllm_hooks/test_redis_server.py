@@ -1,4 +1,4 @@
-"""`vllm serve` with its sessions in Redis: killed and started again, and two servers at once."""
+"""`vllm serve` with its sessions in Redis: two servers at once, one of which is killed, and started again."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -35,54 +35,46 @@ def ask(server: VllmServer, prompt: str, session: str) -> Reply:
     return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
 
 
-def wait_until_cold(server: VllmServer, count: int) -> None:
-    def is_cold() -> bool:
-        text = httpx.get(f"{server.url}/metrics").text
-        return f'state="cold"}} {count:.1f}' in text and 'state="idle"} 0.0' in text
-
-    server.wait_for(is_cold, 60, f"show {count} cold sessions")
-
-
 def restored(reply: Reply) -> bool:
     """At least 95% of the full blocks of a prompt were not computed."""
     return reply.cached_tokens >= 0.95 * ((reply.prompt_tokens - 1) // 32 * 32) > 0
 
 
 @pytest.fixture(scope="module")
-def killed(redis_server: RedisServer, table, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """Four sessions of a server that is no more; returns its log."""
-    with serve(redis_server, tmp_path_factory.mktemp("first")) as server:
-        server.wait_until_ready(600)
-        for seed in range(4):
-            prompt, right = table(seed).question(1)
-            assert ask(server, prompt, f"guest-{seed}").text == right
-        wait_until_cold(server, 4)
-        command = Path(f"/proc/{server.pid}/cmdline").read_bytes() if Path("/proc").exists() else b""
-        assert PASSWORD.encode() not in command
-        server.kill()
-        return server.new_log_lines()
-
-
-@pytest.fixture(scope="module")
-def pair(redis_server: RedisServer, killed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[list]:
-    """Two servers on one Redis, started after the first was killed."""
+def pair(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
+    """Two servers on one Redis."""
     with (
-        serve(redis_server, tmp_path_factory.mktemp("second")) as one,
-        serve(redis_server, tmp_path_factory.mktemp("third")) as two,
+        serve(redis_server, tmp_path_factory.mktemp("first")) as one,
+        serve(redis_server, tmp_path_factory.mktemp("second")) as two,
     ):
         one.wait_until_ready(600)
         two.wait_until_ready(600)
         yield [one, two]
 
 
-def test_sessions_return_after_a_kill(pair: list[VllmServer], table) -> None:
-    for seed in range(3):
+@pytest.fixture(scope="module")
+def killed(pair: list[VllmServer], table) -> list[str]:
+    """The log of one of them, which had four sessions and is no more."""
+    [server, _] = pair
+    for seed in range(4):
         prompt, right = table(seed).question(1)
-        reply = ask(pair[0], prompt, f"guest-{seed}")
+        assert ask(server, prompt, f"guest-{seed}").text == right
+    wait_until_quiet(server)
+    command = Path(f"/proc/{server.pid}/cmdline").read_bytes() if Path("/proc").exists() else b""
+    assert PASSWORD.encode() not in command
+    server.kill()
+    return server.new_log_lines()
+
+
+def its_sessions_return(server: VllmServer, seeds: range, table) -> None:
+    before = server.metrics().get("vllm:manthan_restored_blocks_total", 0)
+    for seed in seeds:
+        prompt, right = table(seed).question(1)
+        reply = ask(server, prompt, f"guest-{seed}")
         assert reply.text == right
         assert restored(reply)
-    assert pair[0].metrics()["vllm:manthan_restored_blocks_total"] >= 3 * 17
-    assert pair[0].metrics().get("vllm:manthan_failures_total", 0) == 0
+    assert server.metrics()["vllm:manthan_restored_blocks_total"] >= before + 17 * len(seeds)
+    assert server.metrics().get("vllm:manthan_failures_total", 0) == 0
 
 
 def test_a_session_goes_on_at_another_server(pair: list[VllmServer], table) -> None:
@@ -114,12 +106,27 @@ def test_redis_says_who_has_a_session(pair: list[VllmServer], redis_server: Redi
     assert int(session["blocks"]) == raw.llen(name.replace(":session:", ":chain:"))
 
 
+def test_sessions_of_a_server_that_was_killed_return_at_another(
+    pair: list[VllmServer], killed: list[str], table
+) -> None:
+    its_sessions_return(pair[1], range(2), table)
+
+
+@pytest.mark.slow
+def test_sessions_return_when_it_is_started_again(
+    killed: list[str], redis_server: RedisServer, table, tmp_path: Path
+) -> None:
+    with serve(redis_server, tmp_path) as server:
+        server.wait_until_ready(600)
+        its_sessions_return(server, range(2, 4), table)
+
+
 def test_no_secret_and_no_text_is_anywhere(
     pair: list[VllmServer], killed: list[str], redis_server: RedisServer, table
 ) -> None:
     raw, raw_bytes = redis_server.admin(PASSWORD), redis_server.admin(PASSWORD, decode_responses=False)
-    logs = "\n".join([*killed, *pair[0].new_log_lines(), *pair[1].new_log_lines()])
-    metrics = "".join(httpx.get(f"{server.url}/metrics").text for server in pair)
+    logs = "\n".join([*killed, *pair[1].new_log_lines()])
+    metrics = httpx.get(f"{pair[1].url}/metrics").text
     keys = "\n".join(raw.scan_iter("*"))
     books = [raw.hgetall(key) for key in keys.split("\n") if raw.type(key) == "hash"]
     names = [name for seed in (0, 1, 2, 77) for name in table(seed).values]
@@ -131,6 +138,7 @@ def test_no_secret_and_no_text_is_anywhere(
     assert "session guest-1 restored" in logs
 
 
+@pytest.mark.slow
 def test_a_wrong_password_ends_the_start_with_one_sentence(redis_server: RedisServer, tmp_path: Path) -> None:
     server = serve(redis_server, tmp_path)
     server._env["MANTHAN_REDIS_PASSWORD"] = "wrong-secret"

@@ -28,6 +28,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     yield from running(tmp_path_factory.mktemp("redis"))
 
 
+@pytest.mark.slow
 def test_in_redis_each_rank_has_a_shard(start_engine: Any, redis_server: RedisServer, table) -> None:
     """Shards of a block lie side by side; one that is missing costs that block, and what follows it."""
     prompt, right = table(5).question(3)
