@@ -127,9 +127,9 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     write_weights(write_model(folder), "cuda" if torch.cuda.is_available() else "cpu")
     typer.echo(f"{folder} is written, {time.monotonic() - began:.0f} s")
     began, reader = time.monotonic(), Reader(str(folder))
-    builder = ProfileBuilder(reader.info("fisher", ""))
+    builder = ProfileBuilder(reader.info("none", ""))
     pieces = [random_tokens(1, index, PIECE, int(str(QWEN3_8B["vocab_size"]))) for index in range(PIECES)]
-    reader.read(builder, pieces, True, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
+    reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
     builder.finish().save(
         folder.with_name(f"{folder.name}-profile.safetensors")
     )  # in it, vLLM would take it for weights
