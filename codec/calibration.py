@@ -10,6 +10,7 @@ as their components' deviations then.
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import numpy as np
 import numpy.typing as npt
@@ -178,12 +179,15 @@ class _Source:
         symbols = np.where(np.abs(q) <= LARGEST, q + LARGEST, ESCAPE).astype(np.int64)
         size = q.shape[1]
         counts = np.bincount((symbols + 256 * np.arange(size)).ravel(), minlength=256 * size).reshape(size, 256)
-        bits = counts @ _COSTS.T
+        bits = counts @ _costs().T
         tables = bits.argmin(1).astype(np.uint8)
         return float(bits.min(1).sum() / len(y)), tables
 
 
-_COSTS = costs(family())
+@lru_cache
+def _costs() -> Doubles:
+    """Made when they are needed: it takes a second or two."""
+    return costs(family())
 
 
 def _basis(moments: _Moments, at: slice) -> Basis:

@@ -14,7 +14,6 @@ REPO = Path(__file__).parents[1]
 FROM_VLLM = {"numba", "torch"}
 OF_VLLM = ("codec.cpu.numba_", "codec.cpu.jit", "codec.gpu", "codec.transformers", "manager.calibration.model")
 """Modules that import what comes with vLLM; nothing imports them where that is missing."""
-"""What modules of the codec import that are not imported where vLLM, which brings these, is missing."""
 MAIN = "import sys; from manthan.manager.cli import app; sys.argv[0] = 'manthan'; app()"
 IMPORT_ALL = """
 import importlib, pkgutil

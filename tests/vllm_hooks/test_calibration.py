@@ -115,6 +115,7 @@ def test_what_is_under_way_is_given_up_when_the_engine_ends(
         assert made.calibration._process.poll() is not None
 
 
+@pytest.mark.slow
 def test_a_place_that_cannot_be_written_is_a_warning(make: Callable[[Path], Made], tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     made = make(tmp_path / "file" / "p")

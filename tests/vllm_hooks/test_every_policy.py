@@ -9,6 +9,8 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 from manthan.policies import policy_names
 
+pytestmark = pytest.mark.slow
+"""Each policy has the manager's side of this in tests/manager, and other engines' tests run under pressure too."""
 SESSIONS = 40
 RETURNS = 50
 OPTIONS = {"returns": {"window": 64, "refit_every": 8}}
@@ -21,12 +23,7 @@ def store_figures(worker: Any) -> tuple[int, int]:
     return store.peak, store.max_bytes
 
 
-def policies() -> list[object]:
-    """Each has the manager's side of this in tests/manager; on an engine, `make test` tries one."""
-    return [name if name == "lru" else pytest.param(name, marks=pytest.mark.slow) for name in policy_names()]
-
-
-@pytest.fixture(scope="module", params=policies())
+@pytest.fixture(scope="module", params=policy_names())
 def pressed(request: pytest.FixtureRequest, start_engine: Any) -> Iterator[Any]:
     policy = {"name": request.param, **OPTIONS.get(request.param, {})}
     yield from start_engine(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25856}, policy=policy)

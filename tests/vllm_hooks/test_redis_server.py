@@ -5,6 +5,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from redis import Redis
 from redis_server import RedisServer, running
 
 from manthan.benchmarks.server import Reply, VllmServer
@@ -77,8 +78,9 @@ def its_sessions_return(server: VllmServer, seeds: range, table) -> None:
     assert server.metrics().get("vllm:manthan_failures_total", 0) == 0
 
 
-def test_a_session_goes_on_at_another_server(pair: list[VllmServer], table) -> None:
+def test_a_session_goes_on_at_another_server(pair: list[VllmServer], redis_server: RedisServer, table) -> None:
     """Each turn at the other one; what one has added the other restores."""
+    raw = redis_server.admin(PASSWORD)
     t, shared = table(77), 0
     for turn in range(4):
         name = list(t.values)[turn]
@@ -87,6 +89,14 @@ def test_a_session_goes_on_at_another_server(pair: list[VllmServer], table) -> N
         assert reply.cached_tokens >= 0.95 * shared
         shared = (reply.prompt_tokens - 12) // 32 * 32  # all but the question
         wait_until_quiet(pair[turn % 2])
+        pair[turn % 2].wait_for(lambda: blocks_of(raw, "wanderer") >= shared // 32, 60, "tell Redis")  # noqa: B023
+
+
+def blocks_of(raw: Redis, session: str) -> int:
+    """How many the books have of it."""
+    return max(
+        (int(raw.hget(name, "blocks") or 0) for name in raw.scan_iter(f"manthan:*:session:{session}")), default=0
+    )
 
 
 def wait_until_quiet(server: VllmServer) -> None:

@@ -1,4 +1,4 @@
-"""The simulator against a real engine: 100 requests (200), one after the other, more sessions than there is room for.
+"""The simulator against a real engine: 140 requests (200), one after the other, more sessions than there is room for.
 
 The engine says which requests it served; the simulator is told no more than their keys, lengths and order.
 """
@@ -52,7 +52,7 @@ def traced(number: int, said: dict[str, Any]) -> TracedRequest:
     return TracedRequest(number * EVERY_S, said["session"], keys, full, said["input_tokens"], said["output_tokens"])
 
 
-@pytest.mark.parametrize("count", [100, pytest.param(200, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("count", [140, pytest.param(200, marks=pytest.mark.slow)])
 def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(count: int) -> None:
     policy = "lru"
     report = real(policy, count)
@@ -70,6 +70,6 @@ def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(coun
     assert tally.journal is not None
     what = ("spill", "drop", "restore")
     simulated = [[action.what, key.hex()] for action in tally.journal if action.what in what for key in action.keys]
-    assert min(Counter(action[0] for action in simulated).values()) > count // 2
+    assert min(Counter(action[0] for action in simulated).values()) > count // 4
     assert [list(served[1:3]) for served in tally.served if served] == [said["found"] for said in report["requests"]]
     assert simulated == report["actions"]
