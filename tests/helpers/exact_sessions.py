@@ -23,7 +23,7 @@ from manthan.vllm_hooks.worker import calibration
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys and values of paged blocks, [2, layers, heads, tokens, head_dim], by block key."""
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class ExactSessions:
