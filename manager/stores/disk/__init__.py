@@ -1,0 +1,1 @@
+"""Encoded blocks on a local file system, which outlive the process."""

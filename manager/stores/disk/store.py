@@ -1,0 +1,358 @@
+"""One rank's encoded blocks in a folder of a local file system: a log of segments, and an index of it in memory.
+
+Blocks are appended. What is dropped stays where it is until its segment is compacted: its living blocks are written
+again at the log's end, and the file goes. A process may be killed at any moment: what `put_all` has confirmed is found
+again, since the page cache is the system's. When the power fails, what was written in the last `sync_s` seconds is lost;
+a record that is not whole is never taken for one.
+
+As in log-structured file systems (Rosenblum and Ousterhout, 1992). The segment with the most that is dropped is compacted first.
+"""
+
+import errno
+import fcntl
+import logging
+import threading
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, ClassVar, NamedTuple
+
+from manthan.manager.integrity import IntegrityError
+from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore, ColdStoreError
+from manthan.manager.stores.disk.segment import PAGE, Record, Segment, digest_of, room, segments, sync_folder
+
+logger = logging.getLogger("vllm.manthan.disk")
+
+SEGMENT_BYTES = 128 << 20
+SHARE = 32
+"""A budget has room for so many segments, if they are smaller than SEGMENT_BYTES."""
+SPARE = 0.1
+"""This share of the budget, and two segments, are for what is dropped and not compacted yet."""
+CHECKED = 2
+"""So many of the last segments are read whole when a store is opened: only there may bodies be torn."""
+
+Name = tuple[int, bytes]
+"""Of a block: its KV cache group, and its key."""
+
+
+class DiskError(ColdStoreError):
+    """The disk does not do what was asked."""
+
+    cause: ClassVar[str] = "disk"
+
+
+class FolderInUseError(ColdStoreError):
+    """Another process has this folder."""
+
+
+class _Kept(NamedTuple):
+    """A block, and the segment that it is in."""
+
+    segment: Segment
+    record: Record
+
+
+class DiskStore(ColdStore):
+    """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
+
+    sync_s: seconds after which what was written is on the disk at the latest; 0 for before it is confirmed. What was
+    dropped may be found again after a restart, until it is dropped again. Raises FolderInUseError, and OSError where
+    the folder cannot be used.
+    """
+
+    def __init__(self, folder: Path, max_bytes: int, sync_s: float = 5.0) -> None:
+        self.folder, self.max_bytes, self._sync_s = folder, max_bytes, sync_s
+        self.segment_bytes = max(min(SEGMENT_BYTES, max_bytes // SHARE), PAGE)
+        self._appending = threading.Lock()
+        """Of who takes room at the log's end, or makes some; taken before the other one."""
+        self._lock = threading.Lock()
+        """Of all below."""
+        self._written = threading.Condition(self._lock)
+        self._index: dict[Name, _Kept] = {}
+        self._logs: dict[int, _Log] = {}
+        self._sequence = 0
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder_lock = _locked(folder)
+        self._open()
+        self._closing = threading.Event()
+        self._syncer = threading.Thread(target=self._sync_again_and_again, name="manthan-sync", daemon=True)
+        self._syncer.start()
+
+    # -- what is asked of it --------------------------------------------------------------------------
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        refused = {}
+        for key, buf in blocks.items():
+            try:
+                if not self._put((group, key), buf):
+                    refused[key] = STORE_FULL
+            except OSError as error:
+                refused[key] = STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
+                logger.warning("Manthan: %s: a block could not be written: %s", self.folder, error.strerror)
+        if not self._sync_s:
+            try:
+                self.sync()
+            except OSError as error:
+                logger.warning("Manthan: %s: blocks are not on the disk: %s", self.folder, error.strerror)
+                self.drop(group, blocks)
+                return dict.fromkeys(blocks, DiskError.cause)
+        return refused
+
+    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Raises DiskError."""
+        return (self._read((group, key)) for key in keys)
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        with self._lock:
+            return [key for key in keys if (group, key) not in self._index]
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        with self._lock:
+            for key in keys:
+                self._forget((group, key))
+
+    def cleared(self, place: str) -> "DiskStore":
+        """This one. No process finds again what was there before; what is being put is not kept."""
+        with self._appending, self._lock:
+            self._index.clear()
+            logs, self._logs = self._logs, {}
+            for log in logs.values():
+                log.segment.path.unlink(missing_ok=True)
+            sync_folder(self.folder)
+            self._last_number = max(logs, default=self._last_number)
+        return self
+
+    def close(self) -> None:
+        self._closing.set()
+        self._syncer.join()
+        self.sync()
+        with self._appending, self._lock:
+            self._index.clear()
+            self._logs.clear()
+            self._folder_lock.close()
+
+    def room(self, nbytes: int) -> int:
+        return room(nbytes)
+
+    @property
+    def usable(self) -> int:
+        """Bytes that blocks may take of the budget; the rest is for what was dropped."""
+        return max(0, self.max_bytes - int(self.max_bytes * SPARE) - 2 * self.segment_bytes)
+
+    @property
+    def used(self) -> int:
+        """Bytes that blocks take, those that are being written too."""
+        with self._lock:
+            return self._used()
+
+    @property
+    def on_disk(self) -> int:
+        """Bytes of all files."""
+        with self._lock:
+            return self._on_disk()
+
+    def blocks(self) -> dict[Name, int]:
+        """What is there, and how many bytes each has."""
+        with self._lock:
+            return {name: kept.record.nbytes for name, kept in self._index.items()}
+
+    def sync(self) -> None:
+        """What was written is on the disk, even if the machine stops. Raises OSError."""
+        with self._lock:
+            segments = [log.segment for log in self._logs.values()]
+        for segment in segments:
+            segment.sync()
+
+    def check(self) -> None:
+        """Raise IntegrityError if its books do not agree with themselves. Nothing may be under way."""
+        with self._lock:
+            alive = dict.fromkeys(self._logs, 0)
+            for kept in self._index.values():
+                alive[kept.segment.number] += kept.record.room
+            counted = {number: log.alive for number, log in self._logs.items()}
+            if counted != alive:
+                raise IntegrityError(f"alive are {alive} bytes by segment, but {counted} count.")
+            if self._on_disk() > self.max_bytes:
+                raise IntegrityError(f"files take {self._on_disk()} of {self.max_bytes} bytes.")
+
+    # -- the log --------------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        """Find what is there."""
+        found = segments(self.folder)
+        self._last_number = max((segment.number for segment in found), default=0)
+        for segment in found:
+            self._logs[segment.number] = _Log(segment)
+            is_checked = segment in found[-CHECKED:]
+            for record in segment.records():
+                self._sequence = max(self._sequence, record.sequence)
+                if is_checked and segment.read(record) is None:
+                    segment.spoil(record)
+                    continue
+                name = record.group, record.key
+                known = self._index.get(name)
+                if known is None or known.record.sequence < record.sequence:
+                    self._forget(name)
+                    self._keep(name, _Kept(segment, record))
+
+    def _put(self, name: Name, buf: Buffer) -> bool:
+        """Raises OSError."""
+        need = room(buf.nbytes)
+        with self._appending:
+            with self._lock:
+                self._forget(name)
+                if self._used() + need > self.usable:
+                    return False
+            log = self._end(need)
+            if log is None:
+                return False
+            kept = self._place(log, name, buf)
+        try:
+            kept.segment.write(kept.record, buf)
+        finally:
+            with self._lock:
+                log.writing -= 1
+                log.alive -= need
+                self._written.notify_all()
+        with self._lock:
+            if self._logs.get(log.segment.number) is not log:  # all was cleared meanwhile
+                return False
+            self._forget(name)  # somebody else may have put it meanwhile
+            self._keep(name, kept)
+        return True
+
+    def _read(self, name: Name) -> Buffer | None:
+        kept = self._index.get(name)
+        if kept is None:
+            return None
+        try:
+            buf = kept.segment.read(kept.record)
+        except OSError as error:
+            raise DiskError(f"{kept.segment.path}: {error.strerror}") from error
+        if buf is None:
+            logger.warning("Manthan: %s: a block is not what was written.", kept.segment.path)
+        return buf
+
+    def _end(self, need: int) -> "_Log | None":
+        """A segment with so much room behind its end; None if there is none to be made. Whoever asks is appending."""
+        last = next(reversed(self._logs.values()), None)
+        if last is not None and last.segment.end + need <= self.segment_bytes:
+            return last
+        while self.on_disk + max(need, self.segment_bytes) + self.segment_bytes > self.max_bytes:
+            if not self._compact():
+                return None
+        last = next(reversed(self._logs.values()), None)
+        if last is not None and last.segment.end + need <= self.segment_bytes:
+            return last  # begun for what was alive
+        return self._begin()
+
+    def _begin(self) -> "_Log":
+        self._last_number += 1
+        log = _Log(Segment(self.folder, self._last_number, new=True))
+        with self._lock:
+            self._logs[self._last_number] = log
+        return log
+
+    def _place(self, log: "_Log", name: Name, buf: Buffer) -> _Kept:
+        """At the segment's end, for a block that is about to be written there."""
+        with self._lock:
+            self._sequence += 1
+            segment, need = log.segment, room(buf.nbytes)
+            record = Record(*name, self._sequence, segment.end, buf.nbytes, digest_of(buf))
+            segment.end += need
+            log.writing += 1
+            log.alive += need
+            return _Kept(segment, record)
+
+    def _compact(self) -> bool:
+        """Write the living blocks of one segment again, at the log's end, and remove it. False if that gains nothing.
+
+        Blocks that cannot be read are dropped. Raises OSError.
+        """
+        with self._lock:
+            while True:
+                logs = [log for log in self._logs.values() if not log.writing]
+                if logs or not self._logs:
+                    break
+                self._written.wait()
+            least = min(logs, key=lambda log: log.alive - log.segment.end, default=None)  # most is gained there
+            if least is None or least.alive >= least.segment.end:
+                return False
+            names = [name for name, kept in self._index.items() if kept.segment is least.segment]
+        for name in names:
+            self._move(name, least)
+        with self._lock:
+            least.segment.path.unlink(missing_ok=True)
+            del self._logs[least.segment.number]
+        return True
+
+    def _move(self, name: Name, log: "_Log") -> None:
+        with self._lock:
+            kept = self._index.get(name)
+        if kept is None or kept.segment is not log.segment:
+            return
+        buf = kept.segment.read(kept.record)
+        if buf is None:
+            with self._lock:
+                self._forget(name)
+            return
+        last = next(reversed(self._logs.values()))
+        need = kept.record.room
+        if last is log or last.segment.end + need > self.segment_bytes:
+            last = self._begin()
+        moved = self._place(last, name, buf)
+        try:
+            moved.segment.write(moved.record, buf)
+        finally:
+            with self._lock:
+                last.writing -= 1
+                last.alive -= need
+        with self._lock:
+            if self._index.get(name) is kept:
+                self._forget(name)
+                self._keep(name, moved)
+
+    def _sync_again_and_again(self) -> None:
+        while not self._closing.wait(self._sync_s or None):
+            try:
+                self.sync()
+            except OSError as error:
+                logger.warning("Manthan: %s: what was written may not last: %s", self.folder, error.strerror)
+
+    # -- books; whoever calls has the lock ------------------------------------------------------------
+
+    def _used(self) -> int:
+        return sum(log.alive for log in self._logs.values())
+
+    def _on_disk(self) -> int:
+        return sum(log.segment.end for log in self._logs.values())
+
+    def _keep(self, name: Name, kept: _Kept) -> None:
+        self._index[name] = kept
+        self._logs[kept.segment.number].alive += kept.record.room
+
+    def _forget(self, name: Name) -> None:
+        kept = self._index.pop(name, None)
+        if kept is not None:
+            self._logs[kept.segment.number].alive -= kept.record.room
+
+
+@dataclass(eq=False)
+class _Log:
+    """What is known of a segment. alive: bytes of what is in the index, or being written. writing: how many records
+    are being written."""
+
+    segment: Segment
+    alive: int = 0
+    writing: int = 0
+
+
+def _locked(folder: Path) -> IO[bytes]:
+    """The folder is this process's until the file is closed, or the process ends. Raises FolderInUseError."""
+    file = (folder / "lock").open("wb")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        file.close()
+        raise FolderInUseError(f"{folder} is in use by another process.") from None
+    return file

@@ -1,0 +1,309 @@
+"""A cold store on disk: what is found again, by whom, and after what."""
+
+import errno
+import os
+import random
+from collections.abc import Iterator
+from pathlib import Path
+
+import disk_writer
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from manthan.manager.stores.cold_store import STORE_FULL
+from manthan.manager.stores.disk.segment import HEADER, PAGE, room
+from manthan.manager.stores.disk.store import DiskError, DiskStore, FolderInUseError
+
+MIB = 1 << 20
+KEYS = [bytes([number]) * 32 for number in range(50)]
+
+
+def numbers(seed: int, nbytes: int = 5000) -> NDArray[np.uint8]:
+    return np.random.default_rng(seed).integers(0, 256, nbytes, np.uint8)
+
+
+def get(store: DiskStore, key: bytes, group: int = 0) -> NDArray[np.uint8] | None:
+    [found] = store.read(group, [key])
+    return found
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    return tmp_path / "rank-0"
+
+
+@pytest.fixture
+def store(folder: Path) -> Iterator[DiskStore]:
+    store = DiskStore(folder, 4 * MIB)
+    yield store
+    store.close()
+
+
+def again(store: DiskStore, max_bytes: int = 4 * MIB) -> DiskStore:
+    """As the next process finds it."""
+    store.close()
+    return DiskStore(store.folder, max_bytes)
+
+
+def files(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.seg"))
+
+
+# -- what a store does ----------------------------------------------------------------------------------
+
+
+def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
+    assert store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1, 0)}) == {}
+    assert store.put_all(3, {KEYS[0]: numbers(3)}) == {}
+    assert np.array_equal(get(store, KEYS[0]), numbers(0))
+    assert np.array_equal(get(store, KEYS[0], 3), numbers(3))
+    assert get(store, KEYS[1]).nbytes == 0
+    assert get(store, KEYS[2]) is None
+    assert store.absent(0, KEYS[:3]) == [KEYS[2]]
+    assert store.used == 2 * room(5000) + room(0)
+    store.drop(0, KEYS)
+    assert get(store, KEYS[0]) is None
+    assert np.array_equal(get(store, KEYS[0], 3), numbers(3))
+    store.check()
+
+
+def test_what_is_put_again_is_replaced(store: DiskStore) -> None:
+    for seed in range(3):
+        store.put_all(0, {KEYS[0]: numbers(seed)})
+    assert np.array_equal(get(store, KEYS[0]), numbers(2))
+    store = again(store)
+    assert np.array_equal(get(store, KEYS[0]), numbers(2))
+    assert store.used == room(5000)
+    store.close()
+
+
+def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
+    store.put_all(7, {KEYS[0]: numbers(100)})
+    store = again(store)
+    assert store.blocks() == {(0, key): 5000 for key in KEYS} | {(7, KEYS[0]): 5000}
+    assert all(np.array_equal(get(store, key), numbers(n)) for n, key in enumerate(KEYS))
+    store.check()
+    store.close()
+
+
+def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskStore) -> None:
+    rng, there = random.Random(0), {}
+    keys = [bytes([number]) * 32 for number in range(100)]
+    for number in range(1500):
+        key = rng.choice(keys)
+        if rng.random() < 0.3:
+            store.drop(0, [key])
+            there.pop(key, None)
+        else:
+            nbytes = rng.randrange(100_000)
+            there.pop(key, None)
+            if not store.put_all(0, {key: numbers(number, nbytes)}):
+                there[key] = (number, nbytes)
+        assert store.on_disk <= store.max_bytes
+        assert sum(path.stat().st_size for path in files(store.folder)) <= store.max_bytes
+    store.check()
+    assert {key for _, key in store.blocks()} == set(there)
+    for key, made in there.items():
+        assert np.array_equal(get(store, key), numbers(*made))
+    assert store.used >= 0.9 * store.usable
+
+
+def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> None:
+    large = {key: numbers(n, 200_000) for n, key in enumerate(KEYS)}
+    refused = store.put_all(0, large)
+    assert set(refused.values()) == {STORE_FULL}
+    kept = [key for key in KEYS if key not in refused]
+    assert len(kept) == store.usable // room(200_000)
+    store.drop(0, kept[::2])
+    assert store.put_all(0, {KEYS[-1]: large[KEYS[-1]]}) == {}
+    assert all(np.array_equal(get(store, key), large[key]) for key in [*kept[1::2], KEYS[-1]])
+    assert store.put_all(0, {b"x" * 32: numbers(0, store.max_bytes)}) == {b"x" * 32: STORE_FULL}
+
+
+def test_what_is_read_stays_as_it_was(store: DiskStore) -> None:
+    store.put_all(0, {KEYS[0]: numbers(0)})
+    reader = store.read(0, [KEYS[0], KEYS[0]])
+    found = next(reader)
+    store.put_all(0, {KEYS[0]: numbers(1)})
+    store.cleared("")
+    assert np.array_equal(found, numbers(0))
+    assert next(reader) is None
+
+
+def test_what_was_cleared_is_not_found_by_the_next_process(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
+    assert store.cleared("elsewhere") is store
+    assert (store.used, store.blocks()) == (0, {})
+    store.put_all(0, {KEYS[3]: numbers(33)})
+    store = again(store)
+    assert store.blocks() == {(0, KEYS[3]): 5000}
+    store.close()
+
+
+# -- what can happen to a folder ------------------------------------------------------------------------
+
+
+def test_one_process_at_a_time_has_a_folder(store: DiskStore) -> None:
+    with pytest.raises(FolderInUseError, match="in use by another process"):
+        DiskStore(store.folder, MIB)
+    again(store).close()
+
+
+def test_a_smaller_budget_finds_all_and_takes_nothing_until_some_is_dropped(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
+    store = again(store, 2 * MIB)
+    assert len(store.blocks()) == 50
+    assert store.put_all(0, {b"x" * 32: numbers(0)}) == {b"x" * 32: STORE_FULL}
+    store.drop(0, KEYS[10:])
+    assert store.put_all(0, {b"x" * 32: numbers(0)}) == {}
+    for n, key in enumerate(KEYS[:10]):
+        assert np.array_equal(get(store, key), numbers(n, 60_000))
+    store.put_all(0, {bytes([n]) * 31: numbers(n, 60_000) for n in range(10)})
+    assert store.on_disk <= 2 * MIB
+    store.close()
+
+
+@pytest.mark.parametrize("cut", [1, PAGE - HEADER - 5000 % PAGE, 5000, 5000 + HEADER - 1, 2 * PAGE - 1])
+def test_a_torn_last_record_is_not_there_and_all_before_it_are(store: DiskStore, cut: int) -> None:
+    for n, key in enumerate(KEYS[:10]):
+        store.put_all(0, {key: numbers(n)})
+    [path] = files(store.folder)
+    os.truncate(path, path.stat().st_size - cut)
+    store = again(store)
+    assert set(store.blocks()) == {(0, key) for key in KEYS[:9]}
+    assert store.put_all(0, {KEYS[9]: numbers(9), KEYS[10]: numbers(10)}) == {}
+    store = again(store)
+    assert all(np.array_equal(get(store, key), numbers(n)) for n, key in enumerate(KEYS[:11]))
+    store.close()
+
+
+def test_a_hole_where_a_record_was_being_written_hides_none_behind_it(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:10])})
+    [path] = files(store.folder)
+    with path.open("r+b") as file:
+        file.seek(3 * room(5000))
+        file.write(bytes(room(5000)))
+    store = again(store)
+    assert set(store.blocks()) == {(0, key) for n, key in enumerate(KEYS[:10]) if n != 3}
+    store.close()
+
+
+def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskStore) -> None:
+    rng = random.Random(1)
+    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
+    paths = files(store.folder)
+    for number in range(300):
+        path = rng.choice(paths)
+        with path.open("r+b") as file:
+            at = rng.randrange(path.stat().st_size)
+            file.seek(at)
+            was = file.read(1)
+            file.seek(at)
+            file.write(bytes([was[0] ^ 1 << rng.randrange(8)]))
+        if number % 10 == 0:
+            store = again(store)
+        for n, key in enumerate(KEYS):
+            found = get(store, key)
+            assert found is None or np.array_equal(found, numbers(n))
+    store.close()
+
+
+def test_a_file_that_was_removed_is_a_miss_for_the_next_process(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
+    gone = files(store.folder)[1]
+    gone.unlink()
+    assert all(np.array_equal(get(store, key), numbers(n, 60_000)) for n, key in enumerate(KEYS))  # it is open
+    store = again(store)
+    assert 0 < len(store.blocks()) < 50
+    assert all(np.array_equal(get(store, KEYS[n]), numbers(n, 60_000)) for n in range(50) if (0, KEYS[n]) in store.blocks())
+    store.close()
+
+
+def test_a_file_that_was_cut_is_a_miss(store: DiskStore) -> None:
+    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
+    for path in files(store.folder):
+        os.truncate(path, PAGE)
+    assert [get(store, key) for key in KEYS] == [None] * 50
+
+
+def test_what_is_no_segment_is_left_alone(store: DiskStore) -> None:
+    (store.folder / "notes.seg").write_bytes(b"MNDS" * 5000)
+    (store.folder / "00000099.seg").write_bytes(b"MNDS" * 5000)
+    store = again(store)
+    assert store.blocks() == {}
+    assert store.put_all(0, {KEYS[0]: numbers(0)}) == {}
+    store = again(store)
+    assert np.array_equal(get(store, KEYS[0]), numbers(0))
+    store.close()
+
+
+@pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
+def test_a_disk_that_takes_nothing(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str
+) -> None:
+    store.put_all(0, {KEYS[0]: numbers(0)})
+
+    def fail(*_: object) -> int:
+        raise OSError(fault, os.strerror(fault))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fail)
+        assert store.put_all(0, {KEYS[1]: numbers(1)}) == {KEYS[1]: cause}
+    assert store.put_all(0, {KEYS[2]: numbers(2)}) == {}
+    store = again(store)
+    assert set(store.blocks()) == {(0, KEYS[0]), (0, KEYS[2])}
+    store.check()
+    store.close()
+
+
+def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    store.put_all(0, {KEYS[0]: numbers(0)})
+
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", fail)
+        with pytest.raises(DiskError, match=r"00000001\.seg: Input/output error"):
+            get(store, KEYS[0])
+    assert np.array_equal(get(store, KEYS[0]), numbers(0))
+
+
+# -- a process that is killed ---------------------------------------------------------------------------
+
+
+def survives(folder: Path, kills: int) -> int:
+    """Kill writers at random moments, and look what the next process finds. Returns how many blocks were confirmed."""
+    rng, version, confirmed = random.Random(2), 0, 0
+    sure: dict[bytes, int] = {}
+    """By key, the last version that was confirmed, if nothing was begun since."""
+    for _ in range(kills):
+        said = disk_writer.killed_after(folder, version, rng.random() * 0.03)
+        open_ends: dict[bytes, int] = {}
+        for what, key, version in said:  # noqa: B020 the next writer goes on from there
+            if what == "P":
+                sure[key], confirmed = version, confirmed + 1
+                open_ends.pop(key, None)
+            else:
+                sure.pop(key, None)
+                open_ends[key] = version
+        store = DiskStore(folder, disk_writer.BUDGET)
+        for key in disk_writer.KEYS:
+            found = get(store, key)
+            assert found is not None or key not in sure
+            if found is not None:
+                assert disk_writer.version_of(key, found) == sure.get(key, disk_writer.version_of(key, found))
+        store.check()
+        store.close()
+    return confirmed
+
+
+def test_what_was_confirmed_survives_kills(folder: Path) -> None:
+    assert survives(folder, 40) > 40
+
+
+@pytest.mark.slow
+def test_what_was_confirmed_survives_a_thousand_kills(folder: Path) -> None:
+    assert survives(folder, 1000) > 1000
