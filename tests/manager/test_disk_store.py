@@ -217,7 +217,9 @@ def test_a_file_that_was_removed_is_a_miss_for_the_next_process(store: DiskStore
     assert all(np.array_equal(get(store, key), numbers(n, 60_000)) for n, key in enumerate(KEYS))  # it is open
     store = again(store)
     assert 0 < len(store.blocks()) < 50
-    assert all(np.array_equal(get(store, KEYS[n]), numbers(n, 60_000)) for n in range(50) if (0, KEYS[n]) in store.blocks())
+    assert all(
+        np.array_equal(get(store, KEYS[n]), numbers(n, 60_000)) for n in range(50) if (0, KEYS[n]) in store.blocks()
+    )
     store.close()
 
 
@@ -240,9 +242,7 @@ def test_what_is_no_segment_is_left_alone(store: DiskStore) -> None:
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
-def test_a_disk_that_takes_nothing(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str
-) -> None:
+def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str) -> None:
     store.put_all(0, {KEYS[0]: numbers(0)})
 
     def fail(*_: object) -> int:
@@ -282,7 +282,7 @@ def survives(folder: Path, kills: int) -> int:
     for _ in range(kills):
         said = disk_writer.killed_after(folder, version, rng.random() * 0.03)
         open_ends: dict[bytes, int] = {}
-        for what, key, version in said:  # noqa: B020 the next writer goes on from there
+        for what, key, version in said:
             if what == "P":
                 sure[key], confirmed = version, confirmed + 1
                 open_ends.pop(key, None)

@@ -2,10 +2,11 @@
 
 Blocks are appended. What is dropped stays where it is until its segment is compacted: its living blocks are written
 again at the log's end, and the file goes. A process may be killed at any moment: what `put_all` has confirmed is found
-again, since the page cache is the system's. When the power fails, what was written in the last `sync_s` seconds is lost;
-a record that is not whole is never taken for one.
+again, since the page cache is the system's. When the power fails, what was written in the last `sync_s` seconds is
+lost; a record that is not whole is never taken for one.
 
-As in log-structured file systems (Rosenblum and Ousterhout, 1992). The segment with the most that is dropped is compacted first.
+As in log-structured file systems (Rosenblum and Ousterhout, 1992): the segment that has the most of what was dropped
+is compacted first.
 """
 
 import errno

@@ -1,0 +1,73 @@
+"""The journal of sessions on disk: what the next process finds."""
+
+import os
+import signal
+import sqlite3
+import time
+from pathlib import Path
+
+import pytest
+
+from manthan.manager.stores.disk.journal import Journal, JournalBlock, JournalSession
+
+
+def session(name: str, blocks: int = 3, **facts: object) -> JournalSession:
+    chain = tuple(
+        JournalBlock(bytes([number]) * 32, number % 2, 4 * (number == 0), 1000 + number) for number in range(blocks)
+    )
+    return JournalSession(name, {"tenant": "", **facts}, chain)
+
+
+def found(folder: Path) -> dict[str, JournalSession]:
+    journal = Journal(folder)
+    sessions = {each.session_id: each for each in journal.sessions()}
+    journal.close()
+    return sessions
+
+
+def test_the_next_process_finds_what_was_told_last(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.tell([session("a"), session("b", 2, pinned=True), session("ä b/c")])
+    journal.tell([session("a", 5), session("b", 0)])
+    journal.close()
+    assert found(tmp_path) == {"a": session("a", 5), "ä b/c": session("ä b/c")}
+
+
+def test_what_was_cleared_is_gone_and_what_was_told_afterwards_is_there(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.tell([session("a")])
+    journal.clear()
+    journal.tell([session("b")])
+    journal.close()
+    assert set(found(tmp_path)) == {"b"}
+
+
+def test_it_survives_a_kill(tmp_path: Path) -> None:
+    child = os.fork()
+    if not child:
+        journal = Journal(tmp_path)
+        journal.tell([session("a")])
+        while not list(journal.sessions()):
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    assert found(tmp_path) == {"a": session("a")}
+
+
+def test_one_of_another_version_is_begun_anew(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.tell([session("a")])
+    journal.close()
+    with sqlite3.connect(journal.path) as db:
+        db.execute("PRAGMA user_version=99")
+    assert found(tmp_path) == {}
+
+
+def test_a_chain_that_was_damaged_is_left_out(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    journal = Journal(tmp_path)
+    journal.tell([session("a"), session("b")])
+    journal.close()
+    with sqlite3.connect(journal.path) as db:
+        db.execute("UPDATE sessions SET chain = substr(chain, 1, 60) WHERE id = 'a'")
+    assert set(found(tmp_path)) == {"b"}
+    assert "session a cannot be read" in caplog.text
