@@ -88,7 +88,7 @@ class Segment:
         """At the record's offset."""
         self._is_dirty = True
         head, at = self._header(record), record.offset
-        pieces = [memoryview(head), memoryview(body)]
+        pieces = [memoryview(head), body.data]
         while pieces:
             done = os.pwritev(self._fd, pieces, at)
             at += done
@@ -100,7 +100,7 @@ class Segment:
     def read(self, record: Record) -> Buffer | None:
         """The record's body; None if it is not what was written."""
         body = np.empty(record.nbytes, np.uint8)
-        view, at = memoryview(body), record.offset + HEADER
+        view, at = body.data, record.offset + HEADER
         while view:
             count = os.preadv(self._fd, [view], at)
             if not count:

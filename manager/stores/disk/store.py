@@ -71,7 +71,7 @@ class DiskStore(ColdStore):
         self._written = threading.Condition(self._lock)
         self._index: dict[Name, _Kept] = {}
         self._logs: dict[int, _Log] = {}
-        self._sequence = 0
+        self._sequence = self._last_number = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
         self._open()
