@@ -1,0 +1,178 @@
+"""How fast blocks go to disk and come back: DiskStore beside plain files of the same bytes on the same disk.
+
+Each way writes so many incompressible blocks with some threads, lets them be synced, has the page cache forget them,
+and reads them back in another order; then once more from the page cache. By turns, several rounds. `plain` writes and
+reads one preallocated file at given offsets with the same threads, and looks at nothing; `direct` the same with
+O_DIRECT.
+
+    python benchmarks/disk_store.py [--folder FOLDER] [--size 1GiB] [--block 400KiB] [--threads 4] [--out FOLDER]
+"""
+
+import mmap
+import os
+import random
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Annotated, Any, Protocol
+
+import numpy as np
+import typer
+from numpy.typing import NDArray
+from pydantic import ByteSize, TypeAdapter
+from rich.box import SIMPLE
+from rich.table import Table
+
+from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
+from manthan.manager.stores.disk.segment import PAGE
+from manthan.manager.stores.disk.store import DiskStore
+
+Block = NDArray[np.uint8]
+PUT, COLD, WARM = "written and synced", "read from disk", "read from the page cache"
+
+
+class Way(Protocol):
+    """How blocks are written and read, by number."""
+
+    def put(self, number: int, block: Block) -> None: ...
+
+    def get(self, number: int) -> Block: ...
+
+    def sync(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class Stored:
+    """Manthan's store."""
+
+    def __init__(self, folder: Path, size: int, block: int) -> None:
+        self._store = DiskStore(folder / "store", 2 * size + (64 << 20))
+
+    def put(self, number: int, block: Block) -> None:
+        if refused := self._store.put_all(0, {number.to_bytes(32, "little"): block}):
+            raise OSError(f"refused: {refused}")
+
+    def get(self, number: int) -> Block:
+        [block] = self._store.read(0, [number.to_bytes(32, "little")])
+        assert block is not None
+        return block
+
+    def sync(self) -> None:
+        self._store.sync()
+
+    def close(self) -> None:
+        self._store.close()
+
+
+class Plain:
+    """One file. flags: further ones to open it with; blocks are whole pages then."""
+
+    def __init__(self, folder: Path, size: int, block: int, flags: int = 0) -> None:
+        self._step, self._is_direct = -(-block // PAGE) * PAGE, bool(flags)
+        self._nbytes = self._step if flags else block
+        self._fd = os.open(folder / "plain", os.O_RDWR | os.O_CREAT | flags, 0o600)
+        os.posix_fallocate(self._fd, 0, -(-size // block) * self._step)
+
+    def put(self, number: int, block: Block) -> None:
+        view = block.data
+        if self._is_direct:
+            aligned = mmap.mmap(-1, self._nbytes)
+            aligned[: block.nbytes] = view
+            view = memoryview(aligned)
+        os.pwrite(self._fd, view, number * self._step)
+
+    def get(self, number: int) -> Block:
+        buf: Any = mmap.mmap(-1, self._nbytes) if self._is_direct else np.empty(self._nbytes, np.uint8)
+        os.preadv(self._fd, [buf], number * self._step)
+        return np.frombuffer(buf, np.uint8)
+
+    def sync(self) -> None:
+        os.fdatasync(self._fd)
+
+    def close(self) -> None:
+        os.close(self._fd)
+
+
+WAYS: dict[str, Callable[[Path, int, int], Way]] = {
+    "DiskStore": Stored,
+    "plain": Plain,
+    "direct": lambda folder, size, block: Plain(folder, size, block, os.O_DIRECT),
+}
+
+
+def one_round(
+    make: Callable[[Path, int, int], Way], folder: Path, blocks: list[Block], size: int, threads: int
+) -> dict[str, float]:
+    """GB/s of each step."""
+    count, nbytes = size // blocks[0].nbytes, blocks[0].nbytes
+    order = random.Random(0).sample(range(count), count)
+    with tempfile.TemporaryDirectory(dir=folder) as own, ThreadPoolExecutor(threads) as pool:
+        way, found = make(Path(own), size, nbytes), {}
+
+        def get(number: int) -> None:
+            block = way.get(number)
+            assert block[7] == blocks[number % len(blocks)][7]
+
+        with timed(found, PUT, count * nbytes):
+            list(pool.map(lambda number: way.put(number, blocks[number % len(blocks)]), range(count)))
+            way.sync()
+        forget(Path(own))
+        for step in (COLD, WARM):
+            with timed(found, step, count * nbytes):
+                list(pool.map(get, order))
+        way.close()
+    return found
+
+
+@contextmanager
+def timed(found: dict[str, float], step: str, nbytes: int) -> Iterator[None]:
+    began = time.perf_counter()
+    yield
+    found[step] = nbytes / (time.perf_counter() - began) / 1e9
+
+
+def forget(folder: Path) -> None:
+    """The page cache drops what it has of these files, which are synced."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
+
+
+def main(
+    context: typer.Context,
+    folder: Annotated[Path, typer.Option(help="On the disk to be measured.")] = Path(),
+    size: Annotated[str, typer.Option(help="Of all blocks.")] = "1GiB",
+    block: Annotated[str, typer.Option(help="Of one: 400 KiB are 16 tokens of a model like Qwen3-8B.")] = "400KiB",
+    threads: Annotated[int, typer.Option(min=1, help="That write and read.")] = 4,
+    rounds: Annotated[int, typer.Option(min=1, help="Of all ways by turns.")] = 5,
+    out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = OUT,
+) -> None:
+    """Measure writing and reading of blocks on a disk."""
+    console = make_console()
+    total, each = (int(TypeAdapter(ByteSize).validate_python(text)) for text in (size, block))
+    rng = np.random.default_rng(0)
+    blocks = [rng.integers(0, 256, each, np.uint8) for _ in range(8)]
+    found: dict[str, dict[str, list[float]]] = {name: {PUT: [], COLD: [], WARM: []} for name in WAYS}
+    for number in range(rounds):
+        for name, make in WAYS.items():
+            console.print(f"round {number + 1} of {rounds}: {name}")
+            for step, rate in one_round(make, folder, blocks, total, threads).items():
+                found[name][step].append(rate)
+    table = Table("GB/s", PUT, COLD, WARM, box=SIMPLE)
+    for name, steps in found.items():
+        table.add_row(name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in steps.values()))
+    console.print(table)
+    out.mkdir(parents=True, exist_ok=True)
+    path = write_report(new_report("disk_store", context.params, [], {"ways": found}, {}), out)
+    console.print(f"  {path}", soft_wrap=True)
+
+
+if __name__ == "__main__":
+    typer.run(main)
