@@ -25,6 +25,10 @@ if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
 
 
+Name = tuple[int, bytes]
+"""Of a block: its KV cache group, and its key."""
+
+
 @dataclass
 class Restore:
     """A restore under way: which session, which load, and what the ranks have answered."""
@@ -84,10 +88,10 @@ class Driver(Generic[B]):
         )
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id
-        self._held: dict[bytes, Held[B]] = {}
-        self._granted: list[bytes] = []
+        self._held: dict[Name, Held[B]] = {}
+        self._granted: list[Name] = []
         self._done: list[B] = []  # to be given back, all at once
-        self._answers: dict[bytes, list[SpillResult]] = {}
+        self._answers: dict[Name, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
@@ -144,22 +148,38 @@ class Driver(Generic[B]):
         self.pressure.admitted(request_id)
         self.prefetcher.admitted(request_id, keys, hot, usable)
 
-    def restoring(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Codes of these keys are to be decoded into these blocks of the request."""
-        load = Load(request_id, (GroupBlocks(self._group, keys, block_ids),))
+    def restoring(
+        self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
+    ) -> None:
+        """Codes of these keys are to be decoded into these blocks of the request; beside: those of other groups."""
+        load = Load(request_id, (GroupBlocks(self._group, keys, block_ids), *beside))
         self.manager.restore_started(request_id, keys)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
 
-    def finished(self, request_id: str, keys: Sequence[bytes], now: float, tokens: int) -> Outcome | None:
-        """A request ended, with KV computed for these blocks; tokens: of prompt and answer."""
+    def finished(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        now: float,
+        tokens: int,
+        beside: Sequence[tuple[int, bytes, int]] = (),
+    ) -> Outcome | None:
+        """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
+
+        beside: what other groups need to go on from there, group, key and depth of each block: in the pool until the
+        next request takes it, and held at once.
+        """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
         self.pressure.admitted(request_id)
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        return self.manager.request_finished(request_id, keys, now, tokens=tokens)
+        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, beside=beside)
+        if beside:
+            self._hold(now)
+        return outcome
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -183,7 +203,7 @@ class Driver(Generic[B]):
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
             go_first=[GroupKeys(self._group, moves)] if moves else (),
-            spills=[self._spill(self._held[key]) for key in self._granted],
+            spills=[self._spill(self._held[name]) for name in self._granted],
             loads=self._loads,
             lost=lost,
             samples=samples,
@@ -194,8 +214,12 @@ class Driver(Generic[B]):
 
     def _spill(self, held: Held[B]) -> SpillBlock:
         order = held.order
+        group, _ = self._name(order)
         block_id = self._pool.block_id(held.block)
-        return SpillBlock(order.key, self._group, block_id, order.first_token, order.exact, order.codec)
+        return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec)
+
+    def _name(self, order: SpillOrder) -> Name:
+        return (self._group if order.group is None else order.group), order.key
 
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
@@ -204,15 +228,15 @@ class Driver(Generic[B]):
         """
         held, lost = [], 0
         for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
-            block = self._pool.hold(order.key)
+            block = self._pool.hold(order.key) if order.group is None else self._pool.hold_beside(order.group, order.key)
             if block is None:
-                self.manager.lost(order.key, now)
+                self.manager.lost(order.key, now, order.group)
                 lost += 1
                 continue
-            self._held[order.key] = Held(order, block)
+            self._held[self._name(order)] = Held(order, block)
             held.append(order)
         if self._directory is None:
-            self._granted += [order.key for order in held]  # the manager's own count is all that there is to know
+            self._granted += map(self._name, held)  # the manager's own count is all that there is to know
         else:
             self._directory.reserve(held)
         return lost
@@ -223,12 +247,12 @@ class Driver(Generic[B]):
             return
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
-        self._granted += answers.granted
+        self._granted += [(self._group, key) for key in answers.granted]
         for key, nbytes in answers.stored:
-            self._let_go(key)
+            self._let_go((self._group, key))
             self.manager.spilled(key, nbytes, now)
         for key, cause in answers.refused:
-            self._refuse(key, {cause}, now)
+            self._refuse((self._group, key), {cause}, now)
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------
@@ -256,16 +280,17 @@ class Driver(Generic[B]):
         self._tell_evictions()
 
     def _spill_answered(self, answer: SpillResult, now: float) -> None:
-        answers = [*self._answers.pop(answer.key, ()), answer]
+        name = answer.group, answer.key
+        answers = [*self._answers.pop(name, ()), answer]
         if len(answers) < self._ranks:
-            self._answers[answer.key] = answers
+            self._answers[name] = answers
             return
         if causes := {one.cause for one in answers if one.cause is not None}:
-            self._refuse(answer.key, causes, now)
+            self._refuse(name, causes, now)
             return
-        self._let_go(answer.key)
+        order = self._let_go(name)
         self._observer.spilled(answers)
-        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now)
+        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now, order.group)
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:
@@ -278,22 +303,28 @@ class Driver(Generic[B]):
             self._settle(restore)
 
     def _settle(self, restore: Restore) -> None:
-        failed = {block.key: block.cause for answer in restore.answers for block in answer.failed}
-        bad = [key for key, cause in failed.items() if cause != STORE_DOWN]
+        failed = {(block.group, block.key): block.cause for answer in restore.answers for block in answer.failed}
+        bad = [name for name, cause in failed.items() if cause != STORE_DOWN]
         if len(bad) < len(failed):
             self._unserved.add(restore.load.request_id)
-        self.manager.restore_finished(restore.load.request_id, bad)
+        self.manager.restore_finished(
+            restore.load.request_id,
+            [key for group, key in bad if group == self._group],
+            [name for name in bad if name[0] != self._group],
+        )
         good = good_blocks(restore.load, failed)
         causes = list(failed.values())
         self._observer.restored(Restored(restore.session_id, restore.load.blocks, good, restore.answers, causes))
 
-    def _refuse(self, key: bytes, causes: set[str], now: float) -> None:
-        self._let_go(key)
+    def _refuse(self, name: Name, causes: set[str], now: float) -> None:
+        order = self._let_go(name)
         self._observer.not_spilled(causes)
-        self.manager.spill_failed(key, now)
+        self.manager.spill_failed(order.key, now, order.group)
 
-    def _let_go(self, key: bytes) -> None:
-        self._done.append(self._held.pop(key).block)
+    def _let_go(self, name: Name) -> SpillOrder:
+        held = self._held.pop(name)
+        self._done.append(held.block)
+        return held.order
 
     def _give_back(self) -> None:
         if self._done:
@@ -316,8 +347,8 @@ class Driver(Generic[B]):
         self.prefetcher.reset()
         place = "" if self._directory is None else self._directory.reset()
         granted, self._granted = self._granted, []
-        for key in granted:
-            self._refuse(key, {"reset"}, now)
+        for name in granted:
+            self._refuse(name, {"reset"}, now)
         self._give_back()
         return place
 
@@ -347,8 +378,8 @@ class Driver(Generic[B]):
         return min((when for when in deadlines if when is not None), default=None)
 
 
-def good_blocks(load: Load, failed: Iterable[bytes]) -> int:
+def good_blocks(load: Load, failed: Iterable[Name]) -> int:
     """How many blocks of a load are good before the first that is not."""
     bad = set(failed)
-    keys = [key for part in load.parts for key in part.keys]
-    return next((i for i, key in enumerate(keys) if key in bad), len(keys))
+    names = [(part.group, key) for part in load.parts for key in part.keys]
+    return next((i for i, name in enumerate(names) if name in bad), len(names))

@@ -20,6 +20,9 @@ class Pool(FreeQueue, Protocol[B]):
     def hold(self, key: bytes) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""
 
+    def hold_beside(self, group: int, key: bytes) -> B | None:
+        """The same of a block of another KV cache group."""
+
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""
 

@@ -153,7 +153,7 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
 
 
 class VllmPool:
-    """vLLM's block pool as the driver sees it: the blocks of one KV cache group."""
+    """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named."""
 
     def __init__(self, pool: "BlockPool", group: int, block_tokens: int) -> None:
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
@@ -178,6 +178,13 @@ class VllmPool:
         if block is not None:
             self._pool.touch([block])
         return block
+
+    def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
+        found = self._pool.get_cached_block(BlockHash(key), [group])
+        if not found:
+            return None
+        self._pool.touch(found)
+        return found[0]
 
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)

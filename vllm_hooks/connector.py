@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
 
-    SupportsHMA is declared so that vLLM need not change its memory allocator; one KV cache group is required.
+    SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -62,7 +62,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
         return self.scheduler.step(
@@ -79,7 +79,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_work

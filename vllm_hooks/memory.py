@@ -1,5 +1,6 @@
 """What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
 
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -8,7 +9,8 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
-from manthan.codec.registry import finer_codecs
+from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
+from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import facts_of
@@ -16,7 +18,7 @@ from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
 
 if TYPE_CHECKING:
-    from manthan.vllm_hooks.support import Group
+    from manthan.vllm_hooks.support import Group, Window
 
 
 def block_shape(group: "Group") -> BlockShape:
@@ -40,6 +42,29 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
     bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
     typical = sum(room(form.expected_nbytes(0)) for form in made)
     return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
+
+
+def with_windows(
+    shapes: Sequence[MemoryShape], codec: CodecConfig, windows: "Sequence[Window]", ranks: int
+) -> list[MemoryShape]:
+    """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
+    names = [codec.name, *finer_codecs(codec.name)]
+    return [
+        replace(shape, beside={w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in windows})
+        for at, shape in enumerate(shapes)
+    ]
+
+
+def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int) -> Mapping[int, int]:
+    """Of blocks of another group in this codec, or, without one, with all tokens exact."""
+    if not names:
+        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks)[-1].bounds
+    return memory_shape(codec.model_copy(update={"name": codec_beside(names[0])}), group, ranks).bounds
+
+
+def codec_beside(name: str) -> str:
+    """What blocks of other groups than chains' are encoded in: a profile is of those of chains."""
+    return WHT if needs_profile(name) else name
 
 
 def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:

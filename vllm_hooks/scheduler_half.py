@@ -2,6 +2,8 @@
 
 import time
 from collections.abc import Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -16,11 +18,11 @@ from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.compat import VllmPool, engine_waker
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
-from manthan.vllm_hooks.memory import fallback_shapes, memory_shape
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
+from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import only_group
+from manthan.vllm_hooks.support import UnsupportedError, groups_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -43,13 +45,20 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        group = only_group(kv_cache_config)
+        self.groups = groups_of(kv_cache_config)
+        group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups.windows, self._ranks)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
+        if shared and self.groups.windows:
+            raise UnsupportedError(
+                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows, whose blocks "
+                "are kept in this engine's memory only: use host."
+            )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()
         chosen = choose_policy(config.policy)
@@ -63,7 +72,7 @@ class SchedulerHalf:
             options=chosen.options,
             fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and not self.groups.windows else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
@@ -105,7 +114,9 @@ class SchedulerHalf:
         """What sees to it that the codec is measured first, if that is wanted."""
         if not self._config.codec.guard:
             return None
-        shapes = [self._shape, *fallback_shapes(self._config.codec, self._kv_group, self._ranks, self._profile)]
+        codec = self._config.codec
+        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile)]
+        shapes = with_windows(shapes, codec, self.groups.windows, self._ranks)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
@@ -150,22 +161,27 @@ class SchedulerHalf:
         """How many blocks its tokens take."""
         return -(-request.num_tokens // self._block_size)
 
-    def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
-        """vLLM has allocated the request's blocks; `tokens` tokens behind its hot ones are to be restored."""
+    def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
+        restored."""
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
-        self.driver.admitted(request.request_id, request.block_hashes, hot, usable, len(block_ids))
+        self.driver.admitted(request.request_id, request.block_hashes, hot, usable, sum(map(len, block_ids)))
         if tokens:
-            end = hot + tokens // self._block_size
-            self.driver.restoring(request.request_id, request.block_hashes[hot:end], block_ids[hot:end])
+            keys, end = request.block_hashes, hot + tokens // self._block_size
+            beside = []
+            for group, places in groupby(self.groups.beside(end), itemgetter(0)):
+                missing = [at for _, at in places if at >= hot]
+                beside.append(GroupBlocks(group, [keys[at] for at in missing], [block_ids[group][at] for at in missing]))
+            self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        outcome = self.driver.finished(
-            request.request_id, request.block_hashes[:computed], time.monotonic(), request.num_tokens
-        )
+        keys = request.block_hashes[:computed]
+        beside = [(group, keys[at], at) for group, at in self.groups.beside(computed)]
+        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)

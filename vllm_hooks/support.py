@@ -2,15 +2,16 @@
 
 import os
 import re
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
@@ -53,10 +54,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (model.is_hybrid or model.has_inner_state, f"{model.model} has Mamba or linear attention layers; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
-        (
-            model.get_sliding_window() is not None,
-            f"{model.model} uses sliding window attention (window {model.get_sliding_window()}); {without}",
-        ),
         (
             cache.cache_dtype not in KV_DTYPES,
             f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
@@ -106,11 +103,35 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and its layers. names: theirs."""
 
     index: int
-    spec: "FullAttentionSpec"
+    spec: "AttentionSpec"
     layers: int
+    names: Sequence[str] = ()
+
+
+class Window(NamedTuple):
+    """A group whose layers look back so many tokens, their own included."""
+
+    group: Group
+    tokens: int
+
+    def needed(self, depth: int) -> range:
+        """Which blocks who goes on behind so many blocks of a chain needs of it."""
+        size = self.group.spec.block_size
+        return range(max(0, depth * size - self.tokens + 1) // size, depth)
+
+
+class Groups(NamedTuple):
+    """chain: the one with full attention, whose blocks make up chains. windows: the others."""
+
+    chain: Group
+    windows: Sequence[Window] = ()
+
+    def beside(self, depth: int) -> Iterator[tuple[int, int]]:
+        """Group and place in the chain of each block that is needed behind so many blocks of it."""
+        return ((window.group.index, at) for window in self.windows for at in window.needed(depth))
 
 
 def check_version(version: str) -> None:
@@ -123,21 +144,29 @@ def check_version(version: str) -> None:
         )
 
 
-def only_group(kv_cache_config: "KVCacheConfig") -> Group:
-    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def groups_of(kv_cache_config: "KVCacheConfig") -> Groups:
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows, in blocks of one size.
 
+    Raises UnsupportedError for others.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+
+    chains, windows = [], []
+    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+        spec, names = group.kv_cache_spec, tuple(group.layer_names)
+        found = Group(index, spec, len(names), names)
+        if type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size):
+            chains.append(found)
+        elif type(spec) is SlidingWindowSpec:
+            windows.append(Window(found, spec.sliding_window))
     groups = kv_cache_config.kv_cache_groups
-    names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if (
-        not isinstance(spec, FullAttentionSpec)
-        or type(spec) is not FullAttentionSpec
-        or spec.sliding_window
-        or spec.attention_chunk_size
-    ):
-        raise UnsupportedError(
-            f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
-            "is supported."
+    sizes = {group.kv_cache_spec.block_size for group in groups}
+    if len(chains) != 1 or len(chains) + len(windows) < len(groups) or len(sizes) > 1:
+        names = ", ".join(
+            f"{type(group.kv_cache_spec).__name__} in blocks of {group.kv_cache_spec.block_size}" for group in groups
         )
-    return Group(0, spec, len(groups[0].layer_names))
+        raise UnsupportedError(
+            f"Manthan cannot be used here: the model's KV cache groups are {names or 'none'}; one group of full "
+            "attention is supported, and sliding windows beside it in blocks as large."
+        )
+    return Groups(chains[0], windows)

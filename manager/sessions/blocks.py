@@ -3,18 +3,21 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
 
 class BlockTable:
-    """Blocks of one KV cache group by key. All changes go through here, so that the totals need no scan.
+    """Blocks of chains by key, and those of other KV cache groups by group and key. All changes go through here, so
+    that the totals need no scan.
 
     A block is forgotten when no session uses it and it has no codes. Bytes are those of all ranks together.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
+        self._beside: dict[tuple[int, bytes], Block] = {}
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
@@ -31,10 +34,10 @@ class BlockTable:
         self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) + len(self._beside)
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks.values())
+        return chain(self._blocks.values(), self._beside.values())
 
     @property
     def queued(self) -> int:
@@ -58,14 +61,22 @@ class BlockTable:
         """Bytes of codes in the cold store."""
         return self.stored - self._nbytes[CodeState.SPILLING]
 
-    def get(self, key: bytes) -> Block | None:
-        return self._blocks.get(key)
+    def get(self, key: bytes, group: int | None = None) -> Block | None:
+        """A chain's block, or that of another group."""
+        return self._blocks.get(key) if group is None else self._beside.get((group, key))
 
     def obtain(self, key: bytes, depth: int, session: Session) -> Block:
         """The block of that key, new if need be; `depth` is its place in every chain, `session` needs it."""
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = Block(key, depth, tenant=session.tenant)
+        return block
+
+    def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
+        """The same of another group's block."""
+        block = self._beside.get((group, key))
+        if block is None:
+            block = self._beside[group, key] = Block(key, depth, group, tenant=session.tenant)
         return block
 
     def known(self, keys: Sequence[bytes]) -> int:
@@ -160,5 +171,9 @@ class BlockTable:
         self.reserved_of[block.tenant] += taken
 
     def _forget_if_unused(self, block: Block) -> None:
-        if not (block.users or block.reserves):
+        if block.users or block.reserves:
+            return
+        if block.group is None:
             self._blocks.pop(block.key, None)
+        else:
+            self._beside.pop((block.group, block.key), None)

@@ -13,7 +13,7 @@ from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Sessi
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _sessions, _order):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -74,8 +74,10 @@ def _blocks(manager: SessionMemoryManager) -> Findings:
             yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
             users.setdefault(block.key, []).append(session)
         windows.update(session.chain[depth].key for depth in session.window)
-    pins = Counter(block.key for blocks in manager._restores.under_way.values() for block in blocks)
+    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
     for block in manager.blocks:
+        if block.group is not None:
+            continue
         states = [session.state for session in users.get(block.key, [])]
         running = states.count(SessionState.HOT)
         counts = (block.users, block.running, block.hot, block.pins, block.windows)
@@ -83,11 +85,37 @@ def _blocks(manager: SessionMemoryManager) -> Findings:
             len(states),
             running,
             sum(state in HOT_STATES for state in states),
-            pins[block.key],
+            pins[block],
             windows[block.key],
         )
         yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
         yield from _leaks(manager, block)
+
+
+def _anchors(manager: SessionMemoryManager) -> Findings:
+    anchors, used = {}, Counter[Block]()
+    for session in manager.table.by_id.values():
+        depths = [anchor.depth for anchor in session.anchors]
+        yield depths == sorted(set(depths)), f"{session.session_id} has anchors at {depths}"
+        for anchor in session.anchors:
+            anchors[anchor.key] = anchor
+            inside = anchor.depth <= len(session.chain) and session.chain[anchor.depth - 1].key == anchor.key
+            yield inside, f"{session.session_id} has an anchor at {anchor.depth} that is none of its chain's places"
+            mutual = session in anchor.sessions and manager._anchors.at(anchor.key) is anchor
+            yield mutual, f"the anchor of {session.session_id} at {anchor.depth} does not know it"
+        if manager._anchors.is_needed and session.state is SessionState.COLD:
+            last = session.anchors[-1].depth if session.anchors else 0
+            yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
+    for anchor in anchors.values():
+        used.update(anchor.parts)
+    yield len(anchors) == len(manager._anchors), f"{len(manager._anchors)} anchors are kept, and {len(anchors)} needed"
+    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
+    for block in manager.blocks:
+        if block.group is not None:
+            name, found = f"{block.key!r} of group {block.group}", (used[block], pins[block])
+            yield (block.users, block.pins) == found, f"{name} has users and pins {block.users, block.pins}, not {found}"
+            needed = block.users or block.pins or block.code is CodeState.SPILLING
+            yield bool(needed), f"{name} is a record that nobody needs"
 
 
 def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
@@ -96,7 +124,7 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield bool(needed), f"{name} is a record that nobody needs"
     yield block.code is CodeState.COLD or not block.pins, f"{name} is read, but has no codes"
     yield block.code is CodeState.COLD or not block.moved, f"{name} has moved, but has no codes"
-    yield queued == (block.key in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
+    yield queued == (block in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
     yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
     yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"

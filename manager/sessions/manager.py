@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
@@ -44,9 +45,9 @@ PATIENCE = 2.0
 
 
 class SpillOrder(NamedTuple):
-    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
+    """Encode the block of this group and key; first_token: its place in the chain; exact: how many tokens are kept exact.
 
-    codec: as in MemoryShape. nbytes: what it takes at most.
+    codec: as in MemoryShape. nbytes: what it takes at most. group: None for that of chains.
     """
 
     key: bytes
@@ -54,6 +55,7 @@ class SpillOrder(NamedTuple):
     exact: int
     codec: str
     nbytes: int
+    group: int | None = None
 
 
 class Usage(NamedTuple):
@@ -110,18 +112,26 @@ class SessionMemoryManager:
             self.table.front = FastTier(make_policy, self.blocks, fast)
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
-        self._orders = Orders(self.blocks)
+        self._orders = Orders(self.blocks, shape.group)
+        self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside))
         self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
-        self._pruning = Pruning(self.table, self._orders, exact)
+        self._pruning = Pruning(self.table, self._orders, exact, self._anchors)
         self.elsewhere = Elsewhere(self.table, self._pruning, self._running)
         if is_shared:
             self.elsewhere.listen()
-        self._restores = Restores(self.table, self._pruning, self._running)
+        self._restores = Restores(self.table, self._pruning, self._anchors, self._running)
         self.budget = ColdBudget(
             self.table, self._pruning, self._restores, exact, self.elsewhere, make_policy, capacity_nbytes, shares
         )
         self._evictions = Evictions(
-            self.table, self._orders, self._pruning, self.budget, exact, idle_after_s, may_replace=not is_shared
+            self.table,
+            self._orders,
+            self._pruning,
+            self.budget,
+            exact,
+            self._anchors,
+            idle_after_s,
+            may_replace=not is_shared,
         )
         self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, prefetch_lead_s)
 
@@ -168,11 +178,18 @@ class SessionMemoryManager:
         return session.session_id
 
     def request_finished(
-        self, request_id: str, keys: Sequence[bytes], now: float, *, tokens: int | None = None
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        now: float,
+        *,
+        tokens: int | None = None,
+        beside: Sequence[tuple[int, bytes, int]] = (),
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. Returns what came of the request's hints.
+        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and depth of each
+        block. Returns what came of the request's hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -190,6 +207,8 @@ class SessionMemoryManager:
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
         refused = self._wishes.take(session, hints, now)
+        if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
+            self._evictions.anchor(session, beside)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
@@ -235,12 +254,15 @@ class SessionMemoryManager:
         return self._restores.match(keys)
 
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """These codes, which matched, are being read for the request; they are not dropped until it ends."""
+        """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
+        dropped until it ends."""
         self._restores.started(request_id, keys)
 
-    def restore_finished(self, request_id: str, failed: Iterable[bytes] = ()) -> None:
-        """The restore ended; codes in `failed` could not be read and are dropped."""
-        self._restores.finished(request_id, failed)
+    def restore_finished(
+        self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()
+    ) -> None:
+        """The restore ended; codes in `failed`, or `beside`, by group and key, could not be read and are dropped."""
+        self._restores.finished(request_id, failed, beside)
 
     def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
         """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
@@ -286,17 +308,17 @@ class SessionMemoryManager:
         """
         return self.may_evict and self._evictions.relieve(wanted, now)
 
-    def spilled(self, key: bytes, nbytes: int, now: float) -> None:
+    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled(key, nbytes, now)
+        self._evictions.spilled(key, nbytes, now, group)
 
-    def spill_failed(self, key: bytes, now: float) -> None:
+    def spill_failed(self, key: bytes, now: float, group: int | None = None) -> None:
         """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while."""
-        self._evictions.failed(key, now)
+        self._evictions.failed(key, now, group)
 
-    def lost(self, key: bytes, now: float) -> None:
+    def lost(self, key: bytes, now: float, group: int | None = None) -> None:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
-        self._evictions.lost(key, now)
+        self._evictions.lost(key, now, group)
 
     def reset(self) -> None:
         """Forget all KV, hot and cold: the weights changed, or somebody asked for it."""
@@ -324,7 +346,7 @@ class SessionMemoryManager:
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
         first_token = block.depth * self.shape.block_tokens
-        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes)
+        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
         """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now."""

@@ -32,7 +32,8 @@ class MemoryShape:
     """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
-    group: the KV cache group whose blocks make up the chains. typical: about how many bytes an encoded block without
+    group: the KV cache group whose blocks make up the chains. beside: what blocks of other groups take, by group, as in
+    bounds; from a place in a chain nobody goes on without some of these. typical: about how many bytes an encoded block without
     exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
     whoever encodes was told of.
     """
@@ -43,6 +44,7 @@ class MemoryShape:
     group: int = 0
     typical: int = 0
     codec: str = ""
+    beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
 
     @property
     def cold_nbytes(self) -> int:
@@ -67,10 +69,15 @@ NO_CODES = Encoding()
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block key and who needs it. A key covers its prefix, so it has the same place in every chain."""
+    """One block key and who needs it. A key covers its prefix, so it has the same place in every chain.
+
+    group: None for a block of chains; else it is of another KV cache group and of the same tokens, and belongs to
+    anchors, which are its users.
+    """
 
     key: bytes
     depth: int
+    group: int | None = None
     code: CodeState = CodeState.NONE
     encoding: Encoding = NO_CODES
     """Of the codes that it has, or that it is about to get."""
@@ -119,6 +126,24 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
+class Anchor:
+    """What other KV cache groups need to go on behind a block of chains: the last blocks of a window, a state.
+
+    key: of that block. depth: how many blocks a chain has before that place.
+    """
+
+    key: bytes
+    depth: int
+    parts: "list[Block]"
+    sessions: "dict[Session, None]" = field(default_factory=dict)
+
+    @property
+    def stands(self) -> bool:
+        """Whether all of it is in the cold store."""
+        return all(part.code is CodeState.COLD for part in self.parts)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One growing chain of block keys; `asked_id` is what the client called it, if it did."""
 
@@ -136,6 +161,8 @@ class Session:
     """Blocks that an eviction under way still waits for."""
     window: range = range(0)
     """Places in the chain of its last tokens, when it was evicted last."""
+    anchors: list[Anchor] = field(default_factory=list)
+    """Where it can go on from, the deepest last; those that are still being made included."""
     evict_began: float = 0.0
     evict_encoded: int = 0
     evict_nbytes: int = 0

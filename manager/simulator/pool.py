@@ -51,6 +51,10 @@ class SimulatedPool:
             self.touch([block])
         return block
 
+    def hold_beside(self, group: int, key: bytes) -> int | None:
+        """There is one group."""
+        return None
+
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each."""
         for block in blocks:

@@ -19,11 +19,11 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.memory import block_format, codec_beside, exact_counts, rank_facts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
+from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
@@ -48,7 +48,8 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._group = only_group(kv_cache_config)
+        self._groups = groups_of(kv_cache_config)
+        self._group = self._groups.chain
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
@@ -78,7 +79,8 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
+        ours = {name: cache for name, cache in kv_caches.items() if name in self._group.names}
+        layers = probe_layers(ours, modules, self._num_blocks, shape)
         group = replace(self._group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
@@ -88,9 +90,23 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        self.path = self._path(layers, forms, group, tier_bytes, store)
+        beside = {each.group.index: self._beside(each.group, kv_caches, modules) for each in self._groups.windows}
+        self.path = self._path(layers, forms, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)
+
+    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any]) -> Blocks:
+        """What reads and writes the blocks of another group."""
+        spec, codec = group.spec, codec_beside(self._config.codec.name)
+        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
+        caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
+        layers = probe_layers(caches, modules, self._num_blocks, shape)
+        group = replace(group, layers=len(layers))
+        memory = (
+            HostMemory(layers, shape) if layers[0].rows.device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
+        )
+        names = (codec, *finer_codecs(codec))
+        return CpuBlocks(memory, *(self._format(name, group, NO_FACTS, "") for name in names))
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -129,6 +145,7 @@ class WorkerHalf:
         group: Group,
         tier_bytes: TierBytes,
         store: ColdStore | None,
+        beside: Mapping[int, Blocks],
     ) -> WorkerPath:
         """Where the codec runs, and on what: the only place where that is chosen.
 
@@ -139,6 +156,10 @@ class WorkerHalf:
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        if on_gpu and beside:
+            raise UnsupportedError(
+                "the model has layers with sliding windows, whose codes are made on the CPU: set backend to numpy."
+            )
         if on_gpu and store is None:
             exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
             calibration = self._calibration(DeviceMemory(layout), form, None, group)
@@ -159,7 +180,7 @@ class WorkerHalf:
         calibration = self._calibration(memory, form, blocks, group)
         if store is None:
             store = HostStore(tier_bytes.host)
-        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole, calibration)
+        return HostPath({form.group: blocks, **beside}, store, threads, device, self._fails_whole, calibration)
 
     def _calibration(
         self, memory: PagedMemory, form: BlockFormat, blocks: Blocks | None, group: Group

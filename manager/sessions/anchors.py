@@ -1,0 +1,98 @@
+"""Where chains can be gone on from, for models with several KV cache groups: what the other groups need stands at a few
+places of a chain only, the last blocks of a window or a recurrent state.
+
+An anchor goes cold as soon as its place is reached, since the pool loses such blocks first. A session keeps its deepest
+one, and, until that stands, those before it. What a cold chain has behind its deepest anchor is worth nothing.
+"""
+
+from collections.abc import Sequence
+
+from manthan.manager.sessions.blocks import BlockTable
+from manthan.manager.sessions.orders import Orders
+from manthan.manager.sessions.session import Anchor, Block, DropCause, Session
+
+
+class Anchors:
+    """All of them, and who needs them. is_needed: whether the model has groups that need any."""
+
+    def __init__(self, blocks: BlockTable, orders: Orders, is_needed: bool) -> None:
+        self._blocks, self._orders, self.is_needed = blocks, orders, is_needed
+        self._at: dict[bytes, Anchor] = {}
+        self._of: dict[Block, dict[bytes, Anchor]] = {}
+
+    def __len__(self) -> int:
+        return len(self._at)
+
+    def at(self, key: bytes) -> Anchor | None:
+        """That behind the block of this key."""
+        return self._at.get(key)
+
+    def place(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
+        """The session wants one at the end of its chain. parts: group, key and depth of each block that it takes."""
+        last = session.chain[-1]
+        anchor = self._at.get(last.key)
+        if anchor is None:
+            blocks = [self._blocks.obtain_beside(*part, session) for part in parts]
+            anchor = self._at[last.key] = Anchor(last.key, last.depth + 1, blocks)
+            for block in blocks:
+                self._blocks.change(block, users=+1, hot=0, running=0)
+                self._of.setdefault(block, {})[anchor.key] = anchor
+        if session not in anchor.sessions:
+            anchor.sessions[session] = None
+            session.anchors.append(anchor)
+            session.anchors.sort(key=lambda anchor: anchor.depth)
+        return anchor
+
+    def deepest(self, session: Session, length: int) -> int:
+        """How much of so many first blocks of its chain ends with an anchor, be it still in the making."""
+        if not self.is_needed:
+            return length
+        return max((anchor.depth for anchor in session.anchors if anchor.depth <= length), default=0)
+
+    def cut(self, session: Session, length: int) -> None:
+        """The session's chain is about to be shortened."""
+        for anchor in [anchor for anchor in session.anchors if anchor.depth > length]:
+            self.leave(session, anchor, DropCause.ABANDONED)
+
+    def leave(self, session: Session, anchor: Anchor, cause: DropCause) -> None:
+        """The session needs it no more; what nobody needs goes."""
+        session.anchors.remove(anchor)
+        del anchor.sessions[session]
+        if not anchor.sessions:
+            self._remove(anchor, cause)
+
+    def stored(self, block: Block) -> None:
+        """A block of some is cold now."""
+        for anchor in list(self._of.get(block, {}).values()):
+            self.settle(anchor)
+
+    def settle(self, anchor: Anchor) -> None:
+        """Where it stands, its sessions do not need those before it any more."""
+        for session in list(anchor.sessions) if anchor.stands else ():
+            for other in [other for other in session.anchors if other.depth < anchor.depth]:
+                self.leave(session, other, DropCause.ABANDONED)
+
+    def lost(self, block: Block, cause: DropCause) -> list[Session]:
+        """A block of some is not to be had: they are none any more. Returns whose they were."""
+        found: dict[Session, None] = {}
+        for anchor in list(self._of.get(block, {}).values()):
+            for session in list(anchor.sessions):
+                found[session] = None
+                self.leave(session, anchor, cause)
+        return list(found)
+
+    def _remove(self, anchor: Anchor, cause: DropCause) -> None:
+        del self._at[anchor.key]
+        idle = []
+        for block in anchor.parts:
+            of_block = self._of[block]
+            del of_block[anchor.key]
+            if not of_block:
+                del self._of[block]
+                idle.append(block)
+        for block in anchor.parts:
+            self._blocks.change(block, users=-1, hot=0, running=0)
+        for block in idle:
+            if block in self._orders.queue:
+                self._orders.take_back(block)
+        self._orders.forget_codes([block for block in idle if block.droppable], cause)

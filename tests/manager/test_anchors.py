@@ -1,0 +1,165 @@
+"""Models with several KV cache groups: chains are gone on from where what the other groups need is cold as well."""
+
+import pytest
+
+from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import MemoryShape, SessionState
+from manthan.policies import get_policy
+
+WINDOW = 0
+SHAPE = MemoryShape(16, 1000, {0: 100}, group=1, beside={WINDOW: {0: 50}})
+KEYS = [bytes([n]) * 32 for n in range(20)]
+
+
+class World:
+    """A manager whose orders are carried out at once, unless they are lost. stored: names of what is in the store."""
+
+    def __init__(self, capacity: int = 10_000) -> None:
+        self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, capacity, idle_after_s=10, min_tokens=16)
+        self.stored: set[tuple[int, bytes]] = set()
+        self.gone: set[tuple[int, bytes]] = set()
+
+    def turn(self, name: str, blocks: int, now: float, keys: list[bytes] = KEYS, window: int = 2) -> None:
+        """A request that ends with so many blocks; an anchor takes the last two of the window's."""
+        manager = self.manager
+        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8)
+        beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
+        manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
+        self.carry_out(now)
+
+    def carry_out(self, now: float) -> None:
+        manager = self.manager
+        for _ in range(20):
+            for drop in manager.take_drops():
+                self.stored -= {(drop.group, key) for key in drop.keys}
+            orders = manager.take_spills(100)
+            if not orders:
+                break
+            for order in orders:
+                name = (SHAPE.group if order.group is None else order.group), order.key
+                if name in self.gone:
+                    manager.lost(order.key, now, order.group)
+                else:
+                    self.stored.add(name)
+                    manager.spilled(order.key, order.nbytes, now, order.group)
+                check_integrity(manager)
+        manager.take_releases()
+        check_integrity(manager)
+
+    def idle(self, now: float) -> None:
+        self.manager.sweep(now)
+        self.carry_out(now)
+
+    def names(self, group: int) -> list[int]:
+        return sorted(KEYS.index(key) for of, key in self.stored if of == group)
+
+    def state(self, name: str) -> SessionState | None:
+        session = self.manager.table.by_id.get(name)
+        return None if session is None else session.state
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_an_anchor_is_cold_at_once_and_the_chain_when_it_is_idle(world: World) -> None:
+    world.turn("s", 5, 0)
+    assert world.names(WINDOW) == [3, 4]
+    assert world.names(SHAPE.group) == []
+    world.idle(100)
+    assert world.names(SHAPE.group) == [0, 1, 2, 3, 4]
+    assert world.state("s") is SessionState.COLD
+    assert world.manager.match(KEYS) == 5
+    assert world.manager.match(KEYS[:4]) == 0
+    assert world.manager.blocks.cold_nbytes == 5 * 100 + 2 * 50
+
+
+def test_sessions_keep_their_deepest_anchor(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.turn("s", 6, 1)
+    assert world.names(WINDOW) == [4, 5]
+    world.turn("s", 9, 2)
+    assert world.names(WINDOW) == [7, 8]
+    world.idle(100)
+    assert world.manager.match(KEYS) == 9
+
+
+def test_until_a_deeper_one_stands_the_one_before_is_kept(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.gone = {(WINDOW, KEYS[7])}
+    world.turn("s", 8, 1)
+    assert world.names(WINDOW) == [3, 4]
+    world.idle(100)
+    assert world.manager.match(KEYS) == 5
+    assert world.names(SHAPE.group) == [0, 1, 2, 3, 4]
+
+
+def test_a_session_without_an_anchor_is_not_kept(world: World) -> None:
+    world.gone = {(WINDOW, KEYS[4])}
+    world.turn("s", 5, 0)
+    world.idle(100)
+    assert world.state("s") is None
+    assert not world.stored
+
+
+def test_a_restore_reads_the_anchor_too_and_its_loss_ends_the_session(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.request_started("again", KEYS[:6], "s", 101, tokens=100)
+    world.manager.restore_started("again", KEYS[:5])
+    assert world.manager.blocks.get(KEYS[4], WINDOW).pins == 1
+    check_integrity(world.manager)
+    world.manager.restore_finished("again", [], [(WINDOW, KEYS[4])])
+    world.carry_out(102)
+    assert world.manager.match(KEYS) == 0
+    assert (WINDOW, KEYS[4]) not in world.stored
+    world.manager.request_finished("again", KEYS[:5], 103, tokens=90)
+    world.carry_out(103)
+    world.idle(200)
+    assert world.state("s") is None
+
+
+def test_room_is_made_by_whole_sessions(world: World) -> None:
+    world = World(capacity=1250)
+    world.turn("a", 5, 0)
+    world.idle(20)
+    others = [bytes([100 + n]) * 32 for n in range(20)]
+    world.manager.request_started("b", others[:4], "b", 30, tokens=70)
+    beside = [(WINDOW, others[at], at) for at in (3, 4)]
+    world.manager.request_finished("b", others[:5], 30, tokens=85, beside=beside)
+    for drop in world.manager.take_drops():
+        world.stored -= {(drop.group, key) for key in drop.keys}
+    for order in world.manager.take_spills(100):
+        world.manager.spilled(order.key, order.nbytes, 30, order.group)
+    check_integrity(world.manager)
+    world.manager.sweep(50)
+    world.manager.take_drops()
+    for order in world.manager.take_spills(100):
+        world.manager.spilled(order.key, order.nbytes, 50, order.group)
+    check_integrity(world.manager)
+    assert world.manager.match(others) == 5
+    assert world.manager.match(KEYS) in (0, 5)
+    assert world.manager.blocks.reserved <= 1250
+
+
+def test_two_sessions_share_an_anchor(world: World) -> None:
+    world.turn("a", 5, 0)
+    world.turn("b", 5, 1)
+    world.idle(100)
+    assert len(world.manager._anchors) == 1
+    world.turn("a", 8, 101)
+    assert world.names(WINDOW) == [3, 4, 6, 7]
+    world.turn("b", 8, 102)
+    assert world.names(WINDOW) == [6, 7]
+
+
+def test_a_reset_forgets_all(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.reset()
+    world.carry_out(101)
+    assert len(world.manager._anchors) == 0
+    assert len(world.manager.blocks) == 0
+    assert not world.stored
