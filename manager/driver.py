@@ -228,7 +228,8 @@ class Driver(Generic[B]):
         """
         held, lost = [], 0
         for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
-            block = self._pool.hold(order.key) if order.group is None else self._pool.hold_beside(order.group, order.key)
+            group, pool = order.group, self._pool
+            block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
             if block is None:
                 self.manager.lost(order.key, now, order.group)
                 lost += 1

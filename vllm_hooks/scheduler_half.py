@@ -56,8 +56,8 @@ class SchedulerHalf:
         shared = config.cold_store.is_shared
         if shared and self.groups.windows:
             raise UnsupportedError(
-                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows, whose blocks "
-                "are kept in this engine's memory only: use host."
+                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows, whose "
+                "blocks are kept in this engine's memory only: use host."
             )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()
@@ -171,8 +171,8 @@ class SchedulerHalf:
             keys, end = request.block_hashes, hot + tokens // self._block_size
             beside = []
             for group, places in groupby(self.groups.beside(end), itemgetter(0)):
-                missing = [at for _, at in places if at >= hot]
-                beside.append(GroupBlocks(group, [keys[at] for at in missing], [block_ids[group][at] for at in missing]))
+                cold, ids = [at for _, at in places if at >= hot], block_ids[group]
+                beside.append(GroupBlocks(group, [keys[at] for at in cold], [ids[at] for at in cold]))
             self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:

@@ -113,7 +113,8 @@ def _anchors(manager: SessionMemoryManager) -> Findings:
     for block in manager.blocks:
         if block.group is not None:
             name, found = f"{block.key!r} of group {block.group}", (used[block], pins[block])
-            yield (block.users, block.pins) == found, f"{name} has users and pins {block.users, block.pins}, not {found}"
+            counts = block.users, block.pins
+            yield counts == found, f"{name} has users and pins {counts}, not {found}"
             needed = block.users or block.pins or block.code is CodeState.SPILLING
             yield bool(needed), f"{name} is a record that nobody needs"
 

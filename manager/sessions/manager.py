@@ -45,9 +45,9 @@ PATIENCE = 2.0
 
 
 class SpillOrder(NamedTuple):
-    """Encode the block of this group and key; first_token: its place in the chain; exact: how many tokens are kept exact.
+    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
 
-    codec: as in MemoryShape. nbytes: what it takes at most. group: None for that of chains.
+    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains.
     """
 
     key: bytes

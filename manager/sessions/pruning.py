@@ -10,8 +10,8 @@ from manthan.manager.sessions.table import SessionTable
 
 
 class Pruning:
-    """Sessions keep a head of their chain that is hot or cold throughout; the rest goes. Cold ones keep no more than can be
-    gone on from."""
+    """Sessions keep a head of their chain that is hot or cold throughout; the rest goes. Cold ones keep no more than
+    can be gone on from."""
 
     def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens, anchors: Anchors) -> None:
         self._table, self._orders, self._exact, self._anchors = table, orders, exact, anchors

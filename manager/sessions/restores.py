@@ -11,9 +11,7 @@ from manthan.manager.sessions.table import SessionTable
 class Restores:
     """running: the sessions of running requests, by request id."""
 
-    def __init__(
-        self, table: SessionTable, pruning: Pruning, anchors: Anchors, running: dict[str, Session]
-    ) -> None:
+    def __init__(self, table: SessionTable, pruning: Pruning, anchors: Anchors, running: dict[str, Session]) -> None:
         self._table, self._blocks, self._pruning, self._running = table, table.blocks, pruning, running
         self._anchors = anchors
         self.under_way: dict[str, list[Block]] = {}
@@ -40,9 +38,7 @@ class Restores:
         self._blocks.pin(blocks, +1)
         self.under_way[request_id] = blocks
 
-    def finished(
-        self, request_id: str, failed: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()
-    ) -> None:
+    def finished(self, request_id: str, failed: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()) -> None:
         """failed: blocks of the chain that could not be read. beside: those of other groups, by group and key."""
         blocks = self.under_way.pop(request_id, [])
         self._blocks.pin(blocks, -1)

@@ -102,9 +102,8 @@ class WorkerHalf:
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         layers = probe_layers(caches, modules, self._num_blocks, shape)
         group = replace(group, layers=len(layers))
-        memory = (
-            HostMemory(layers, shape) if layers[0].rows.device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
-        )
+        is_ours = layers[0].rows.device.type == "cpu"
+        memory = HostMemory(layers, shape) if is_ours else DeviceMemory(paged_layout(layers, shape))
         names = (codec, *finer_codecs(codec))
         return CpuBlocks(memory, *(self._format(name, group, NO_FACTS, "") for name in names))
 
