@@ -1,8 +1,10 @@
-"""What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
+"""What a block of this model weighs: in vLLM's pool, and as codes."""
 
+import math
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
@@ -14,6 +16,7 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import facts_of
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group
@@ -21,8 +24,20 @@ if TYPE_CHECKING:
 
 def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
-    spec = group.spec
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
+    if group.is_packed:
+        return packed_shape(group.layer_nbytes, group.spec.block_size)
+    spec = group.vectors
+    dtype = FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, dtype)
+
+
+def packed_shape(layer_nbytes: list[int], tokens: int) -> BlockShape:
+    """Of a block of bytes, which layers may have different numbers of: as many runs of a token's as all of them have in
+    common, since an encoded block has no place for larger numbers. Raises ConfigError."""
+    if any(nbytes % tokens for nbytes in layer_nbytes):
+        raise ConfigError(f"a KV block of {tokens} tokens takes {layer_nbytes} bytes, which are no whole ones a token.")
+    run = math.gcd(*layer_nbytes) // tokens
+    return BlockShape(1, sum(layer_nbytes) // tokens // run, tokens, run, Dtype.UINT8)
 
 
 def block_format(
@@ -39,7 +54,7 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
+    return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
 
 
 def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:

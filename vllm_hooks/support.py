@@ -6,16 +6,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
 """The releases of vLLM whose insides Manthan knows."""
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 class UnsupportedError(ConfigError):
@@ -58,8 +58,16 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"{model.model} uses sliding window attention (window {model.get_sliding_window()}); {without}",
         ),
         (
-            cache.cache_dtype not in KV_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
+            on_device and not is_plain(cache),
+            f"cold_store.kind is device, but --kv-cache-dtype {cache.cache_dtype} is encoded by the CPU: use host",
+        ),
+        (
+            config.backend == "cuda" and not is_plain(cache),
+            f"backend is cuda, but there are no CUDA kernels for --kv-cache-dtype {cache.cache_dtype}: use auto",
+        ),
+        (
+            current_platform.is_rocm() and not is_plain(cache),
+            f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
         (
             shared and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
@@ -106,11 +114,49 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
+
+    cache_dtype: of its numbers, as --kv-cache-dtype names it. is_packed: whether its blocks are bytes that nobody looks
+    into; then layers may be of several kinds.
+    """
 
     index: int
-    spec: "FullAttentionSpec"
+    spec: "FullAttentionSpec | UniformTypeKVCacheSpecs"
     layers: int
+    cache_dtype: str = "auto"
+    is_packed: bool = False
+
+    @property
+    def vectors(self) -> "FullAttentionSpec":
+        """The spec of layers that have keys and values; not of a packed group."""
+        assert not self.is_packed
+        return self.spec  # type: ignore[return-value]
+
+    @property
+    def dtype_name(self) -> str:
+        """What tells its numbers from others of as many bytes."""
+        if self.cache_dtype in PLAIN:
+            return str(self.vectors.dtype)
+        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 and not self.is_packed else self.cache_dtype
+
+    @property
+    def shape(self) -> list[int]:
+        """What tells its blocks from others of as many tokens: layers, heads, head_dim, or bytes of each layer."""
+        if self.is_packed:
+            return self.layer_nbytes
+        return [self.layers, self.vectors.num_kv_heads, self.vectors.head_size]
+
+    @property
+    def layer_nbytes(self) -> list[int]:
+        """What a block takes in each layer, without what vLLM leaves free behind it."""
+        specs = getattr(self.spec, "kv_cache_specs", None)
+        return [spec.real_page_size_bytes for spec in (specs.values() if specs else [self.spec] * self.layers)]
+
+    @property
+    def page_nbytes(self) -> int:
+        """What a block takes in vLLM's pool, in all layers."""
+        of_all = hasattr(self.spec, "kv_cache_specs")
+        return self.spec.page_size_bytes * (1 if of_all else self.layers)
 
 
 def check_version(version: str) -> None:
@@ -123,21 +169,30 @@ def check_version(version: str) -> None:
         )
 
 
-def only_group(kv_cache_config: "KVCacheConfig") -> Group:
-    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def only_group(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None) -> Group:
+    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several.
+
+    cache: vLLM's configuration of it; None for numbers of the model's kind.
+    """
+    from vllm.v1.kv_cache_interface import KVQuantMode, UniformTypeKVCacheSpecs
 
     groups = kv_cache_config.kv_cache_groups
     names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if (
-        not isinstance(spec, FullAttentionSpec)
-        or type(spec) is not FullAttentionSpec
-        or spec.sliding_window
-        or spec.attention_chunk_size
-    ):
+    packed = cache is not None and is_packed(cache)
+    mixed = packed and isinstance(spec, UniformTypeKVCacheSpecs)
+    if spec is None or not all(map(_is_full, spec.kv_cache_specs.values() if mixed else [spec])):
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
             "is supported."
         )
-    return Group(0, spec, len(groups[0].layer_names))
+    cache_dtype = "auto" if cache is None else cache.cache_dtype
+    if cache_dtype == "auto" and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
+        cache_dtype = E4M3  # the model says so
+    return Group(0, spec, len(groups[0].layer_names), cache_dtype, packed)
+
+
+def _is_full(spec: "KVCacheSpec") -> bool:
+    from vllm.v1.kv_cache_interface import FullAttentionSpec
+
+    return type(spec) is FullAttentionSpec and not spec.sliding_window and not spec.attention_chunk_size

@@ -35,7 +35,8 @@ def calibrate(
     out: Annotated[Path | None, typer.Option(help="The profile; a file in the cache folder.")] = None,
     tensor_parallel_size: Annotated[int, typer.Option(min=1, help="As the server has it.")] = 1,
     metric: Annotated[
-        Metric, typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell.")
+        Metric,
+        typer.Option(help="What errors weigh: what they do to the model's predictions, or what keys alone tell."),
     ] = Metric.fisher,
 ) -> None:
     """Measure a model's keys and values, for codecs that take a profile (klt-5x, klt-6x, klt-8x, klt-12x)."""

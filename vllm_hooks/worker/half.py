@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.paged import PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import DTYPES, PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
@@ -25,12 +25,12 @@ from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PackedMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -48,7 +48,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._group = only_group(kv_cache_config)
+        self._group = only_group(kv_cache_config, vllm_config.cache_config)
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
@@ -75,22 +75,34 @@ class WorkerHalf:
         self.path.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
-        group = replace(self._group, layers=len(layers))  # those that share a cache are one
+        config, parallel = self._config, self._vllm_config.parallel_config
+        layers = self._layers(kv_caches)
+        group = self._group
+        if not group.is_packed:
+            group = replace(group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        rope = None
+        if not group.is_packed:
+            rope = running_rope(self._vllm_config, group.vectors.head_size, tell=takes_facts(config.codec.name))
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         self.path = self._path(layers, forms, group, tier_bytes, store)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)
+
+    def _layers(self, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
+        """Where the blocks lie. Raises UnsupportedError."""
+        group = self._group
+        if group.is_packed:
+            return packed_layers(kv_caches, self._num_blocks, group.layer_nbytes)
+        modules: dict[str, Any] = attention_modules(self._vllm_config)
+        spec = group.vectors
+        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
+        return probe_layers(kv_caches, modules, self._num_blocks, shape)
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -138,7 +150,7 @@ class WorkerHalf:
         form = forms[0]
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
-        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        on_gpu = form.shape.dtype in DTYPES.values() and codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
             exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
             calibration = self._calibration(DeviceMemory(layout), form, None, group)
@@ -148,7 +160,7 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
+        memory = _memory(layers, form)
         blocks: Blocks
         if on_gpu:
             layout = paged_layout(layers, shape)
@@ -177,6 +189,14 @@ class WorkerHalf:
             return "blocks are encoded with it from now on"
 
         return Calibration(memory, job, made)
+
+
+def _memory(layers: list[Layer], form: BlockFormat) -> PagedMemory:
+    """The paged cache as the CPU reads and writes it."""
+    shape = form.shape.numbers[1:]
+    if form.shape.is_raw:
+        return PackedMemory(layers, form.shape)
+    return HostMemory(layers, shape) if layers[0].rows.is_cpu else DeviceMemory(paged_layout(layers, shape))
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
