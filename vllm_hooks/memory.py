@@ -1,6 +1,7 @@
 """What a block of this model weighs: in vLLM's pool, and as codes."""
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
@@ -26,16 +27,18 @@ def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
-    spec = group.vectors
+    spec = group.spec
     dtype = FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
     return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, dtype)
 
 
-def packed_shape(layer_nbytes: list[int], tokens: int) -> BlockShape:
+def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
     """Of a block of bytes, which layers may have different numbers of: as many runs of a token's as all of them have in
     common, since an encoded block has no place for larger numbers. Raises ConfigError."""
     if any(nbytes % tokens for nbytes in layer_nbytes):
-        raise ConfigError(f"a KV block of {tokens} tokens takes {layer_nbytes} bytes, which are no whole ones a token.")
+        raise ConfigError(
+            f"a KV block of {tokens} tokens takes {list(layer_nbytes)} bytes, which are no whole ones a token."
+        )
     run = math.gcd(*layer_nbytes) // tokens
     return BlockShape(1, sum(layer_nbytes) // tokens // run, tokens, run, Dtype.UINT8)
 

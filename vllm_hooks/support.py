@@ -11,7 +11,7 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheSpec, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
@@ -116,47 +116,37 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 class Group:
     """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
 
-    cache_dtype: of its numbers, as --kv-cache-dtype names it. is_packed: whether its blocks are bytes that nobody looks
-    into; then layers may be of several kinds.
+    cache_dtype: of its numbers, as --kv-cache-dtype names it. layer_nbytes: where blocks are bytes that nobody looks
+    into, what one takes in each layer; the layers may be of several kinds then, and the spec is that of one.
     """
 
     index: int
-    spec: "FullAttentionSpec | UniformTypeKVCacheSpecs"
+    spec: "FullAttentionSpec"
     layers: int
     cache_dtype: str = "auto"
-    is_packed: bool = False
+    layer_nbytes: tuple[int, ...] = ()
 
     @property
-    def vectors(self) -> "FullAttentionSpec":
-        """The spec of layers that have keys and values; not of a packed group."""
-        assert not self.is_packed
-        return self.spec  # type: ignore[return-value]
+    def is_packed(self) -> bool:
+        """Whether blocks are bytes that nobody looks into."""
+        return bool(self.layer_nbytes)
 
     @property
     def dtype_name(self) -> str:
         """What tells its numbers from others of as many bytes."""
-        if self.cache_dtype in PLAIN:
-            return str(self.vectors.dtype)
-        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 and not self.is_packed else self.cache_dtype
+        if self.is_packed:
+            return self.cache_dtype
+        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
 
     @property
     def shape(self) -> list[int]:
-        """What tells its blocks from others of as many tokens: layers, heads, head_dim, or bytes of each layer."""
-        if self.is_packed:
-            return self.layer_nbytes
-        return [self.layers, self.vectors.num_kv_heads, self.vectors.head_size]
-
-    @property
-    def layer_nbytes(self) -> list[int]:
-        """What a block takes in each layer, without what vLLM leaves free behind it."""
-        specs = getattr(self.spec, "kv_cache_specs", None)
-        return [spec.real_page_size_bytes for spec in (specs.values() if specs else [self.spec] * self.layers)]
+        """What tells its blocks from others of as many tokens: layers, heads, head_dim, or the bytes of each layer."""
+        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size]
 
     @property
     def page_nbytes(self) -> int:
         """What a block takes in vLLM's pool, in all layers."""
-        of_all = hasattr(self.spec, "kv_cache_specs")
-        return self.spec.page_size_bytes * (1 if of_all else self.layers)
+        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
 
 
 def check_version(version: str) -> None:
@@ -174,14 +164,20 @@ def only_group(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = N
 
     cache: vLLM's configuration of it; None for numbers of the model's kind.
     """
-    from vllm.v1.kv_cache_interface import KVQuantMode, UniformTypeKVCacheSpecs
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVQuantMode, UniformTypeKVCacheSpecs
 
     groups = kv_cache_config.kv_cache_groups
     names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     packed = cache is not None and is_packed(cache)
-    mixed = packed and isinstance(spec, UniformTypeKVCacheSpecs)
-    if spec is None or not all(map(_is_full, spec.kv_cache_specs.values() if mixed else [spec])):
+    if packed and isinstance(spec, UniformTypeKVCacheSpecs):  # so it is for workers; the scheduler gets one of them
+        spec = next(iter(spec.kv_cache_specs.values()))
+    if (
+        not isinstance(spec, FullAttentionSpec)
+        or type(spec) is not FullAttentionSpec
+        or spec.sliding_window
+        or spec.attention_chunk_size
+    ):
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
             "is supported."
@@ -189,10 +185,11 @@ def only_group(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = N
     cache_dtype = "auto" if cache is None else cache.cache_dtype
     if cache_dtype == "auto" and spec.kv_quant_mode is KVQuantMode.FP8_PER_TENSOR:
         cache_dtype = E4M3  # the model says so
-    return Group(0, spec, len(groups[0].layer_names), cache_dtype, packed)
+    layer_nbytes = _layer_nbytes(kv_cache_config) if packed else ()
+    return Group(0, spec, len(groups[0].layer_names), cache_dtype, layer_nbytes)
 
 
-def _is_full(spec: "KVCacheSpec") -> bool:
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
-
-    return type(spec) is FullAttentionSpec and not spec.sliding_window and not spec.attention_chunk_size
+def _layer_nbytes(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+    """What a block takes in each layer: the distance of blocks where layers lie apart, of layers where blocks do."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return tuple(min(each.layer_stride, each.block_stride) for each in tensors for _ in each.layers)

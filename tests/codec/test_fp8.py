@@ -139,4 +139,4 @@ def test_the_guard_and_calibration_see_numbers_and_not_bytes() -> None:
     positions = np.arange(64, 96)
     builders[0].add(0, keys[0], values[0], positions, dtype)
     builders[1].add(0, widened(keys[0], dtype), widened(values[0], dtype), positions)
-    assert np.array_equal(builders[0]._layers[0][0].total, builders[1]._layers[0][0].total)
+    assert np.array_equal(builders[0]._layers[0][0].products, builders[1]._layers[0][0].products)

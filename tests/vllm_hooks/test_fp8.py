@@ -15,10 +15,12 @@ from paged_cache import BLOCKS, HEADS, LAYERS, PRINT, shape_of
 from vllm import EngineArgs
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
+from vllm.v1.core.kv_cache_utils import generate_scheduler_kv_cache_config
 from vllm.v1.kv_cache_interface import (
     FullAttentionSpec,
     KVCacheConfig,
     KVCacheGroupSpec,
+    KVCacheTensor,
     KVQuantMode,
     UniformTypeKVCacheSpecs,
 )
@@ -115,12 +117,17 @@ def mixed(**options: Any) -> tuple[KVCacheConfig, CacheConfig]:
         block_size=32, num_kv_heads=HEADS, head_size=64, dtype=torch.uint8, state_content_bytes=70
     )
     specs = UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"a": plain, "b": packed, "c": packed})
-    return KVCacheConfig(8, [], [KVCacheGroupSpec(["a", "b", "c"], specs)]), CacheConfig(**options)
+    pages, size = (plain.page_size_bytes, packed.page_size_bytes), plain.page_size_bytes + 2 * packed.page_size_bytes
+    tensors = [
+        KVCacheTensor(8 * size, ["a"], 8 * pages[0], pages[0]),
+        KVCacheTensor(8 * size, ["b", "c"], 8 * pages[1], pages[1], 8 * pages[0]),
+    ]
+    return KVCacheConfig(8, tensors, [KVCacheGroupSpec(["a", "b", "c"], specs)]), CacheConfig(**options)
 
 
 def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() -> None:
     group = only_group(*mixed(cache_dtype="turboquant_3bit_nc"))
-    sizes = [HEADS * 32 * 256, HEADS * 32 * 70, HEADS * 32 * 70]
+    sizes = (HEADS * 32 * 256, HEADS * 32 * 70, HEADS * 32 * 70)
     assert (group.is_packed, group.layer_nbytes, group.page_nbytes) == (True, sizes, sum(sizes))
     caches = {
         "a": torch.randn(BLOCKS, HEADS, 32, 128).to(torch.bfloat16),
@@ -159,6 +166,11 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
     assert shape.hot_nbytes < shape.cold_nbytes < shape.hot_nbytes + 2 * 512
 
 
+def test_the_scheduler_is_told_of_one_layer_and_knows_them_all() -> None:
+    config, cache = mixed(cache_dtype="turboquant_3bit_nc")
+    assert only_group(generate_scheduler_kv_cache_config([config]), cache) == only_group(config, cache)
+
+
 def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> None:
     with pytest.raises(UnsupportedError, match="KV cache groups are UniformTypeKVCacheSpecs"):
         only_group(*mixed())
@@ -167,7 +179,7 @@ def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> Non
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     config, spec = EngineArgs(MODEL).create_engine_config(), fp8_spec()
     groups = [Group(0, spec, LAYERS, dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
-    packed = Group(0, spec, LAYERS, "int8_per_token_head", is_packed=True)
+    packed = Group(0, spec, LAYERS, "int8_per_token_head", (4352,) * LAYERS)
     marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed)]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3

@@ -88,7 +88,7 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = None
         if not group.is_packed:
-            rope = running_rope(self._vllm_config, group.vectors.head_size, tell=takes_facts(config.codec.name))
+            rope = running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(config.codec.name))
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         self.path = self._path(layers, forms, group, tier_bytes, store)
         if config.codec.guard:
@@ -100,7 +100,7 @@ class WorkerHalf:
         if group.is_packed:
             return packed_layers(kv_caches, self._num_blocks, group.layer_nbytes)
         modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec = group.vectors
+        spec = group.spec
         shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
         return probe_layers(kv_caches, modules, self._num_blocks, shape)
 
