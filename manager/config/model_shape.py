@@ -23,7 +23,7 @@ CACHE_DTYPES = {
     "fp8_e4m3": Dtype.FLOAT8_E4M3,
     "fp8_e5m2": Dtype.FLOAT8_E5M2,
 }
-"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is taken for bf16."""
+"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, if the model asks for no fp8."""
 FULL = "full_attention"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head")
@@ -79,7 +79,9 @@ class ModelShape:
                 f"--kv-cache-dtype {cache_dtype}: such KV is kept cold as it is, and only a server knows its bytes, in "
                 f"its first line; known here are {', '.join(CACHE_DTYPES)}"
             )
-        return replace(shape_of(read_model_config(model), model), dtype=CACHE_DTYPES[cache_dtype])
+        config = read_model_config(model)
+        own = "fp8" if cache_dtype == "auto" and _has_fp8(config) else cache_dtype
+        return replace(shape_of(config, model), dtype=CACHE_DTYPES[own])
 
 
 def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
@@ -149,6 +151,12 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     if config.get("attention_chunk_size"):
         return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
     return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+
+
+def _has_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM would keep the KV of this quantized model in fp8 by itself."""
+    scheme = config.get("quantization_config") or {}
+    return bool(scheme.get("kv_cache_scheme")) or str(scheme.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str], model: str) -> int:
