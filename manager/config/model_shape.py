@@ -23,7 +23,7 @@ CACHE_DTYPES = {
     "fp8_e4m3": Dtype.FLOAT8_E4M3,
     "fp8_e5m2": Dtype.FLOAT8_E5M2,
 }
-"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, if the model asks for no fp8."""
+"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, or what the model asks for."""
 FULL = "full_attention"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head")
