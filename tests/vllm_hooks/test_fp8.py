@@ -85,7 +85,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     after = np.stack(memory.gather(5))
     assert np.array_equal(before[:, :, :, :4], after[:, :, :, :4])
     assert not np.array_equal(before, after)
-    assert np.square(widened(after, dtype) - widened(before, dtype)).mean() < 0.02 * np.square(found / scale).mean()
+    assert np.square(widened(after, dtype) - widened(before, dtype)).mean() < 0.06 * np.square(found / scale).mean()
 
 
 def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
