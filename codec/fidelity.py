@@ -119,7 +119,8 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
         skipped = 0 if whole else sample.exact
         codes = format.encode(sample.keys, sample.values, key=b"", first_token=sample.first_token, exact=sample.exact)
         back = format.decode(codes, key=b"")
-        pieces.append(tuple(as_floats(x[:, :, skipped:]) for x in (sample.keys, sample.values, *back)))
+        numbers = (sample.keys, sample.values, *back)
+        pieces.append(tuple(as_floats(x[:, :, skipped:], format.shape.dtype) for x in numbers))
         places.append(np.arange(sample.first_token + skipped, sample.first_token + format.shape.tokens, dtype=np.int64))
     keys, values, back_keys, back_values = (np.concatenate(parts, axis=2) for parts in zip(*pieces, strict=True))
     return Fidelity.of(format.codec, keys, values, (back_keys, back_values), np.concatenate(places), rope)

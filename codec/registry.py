@@ -46,7 +46,7 @@ FALLBACK = "k4v4c"
 def finer_codecs(name: str) -> list[str]:
     """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
     without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
-    return [] if name == FALLBACK else [*without_profile, FALLBACK]
+    return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:

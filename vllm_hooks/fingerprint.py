@@ -24,16 +24,15 @@ def fingerprint(
     does: name, revision, quantization, dtype and rotary settings, and much that does not matter. facts: what the codec
     knows of the model.
     """
-    model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, group.spec
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts = {
         "wire": wire.VERSION,
         "codec": codec,
         "model": namespace or [model.model, model.revision, model.compute_hash()],
-        "dtype": str(spec.dtype),
+        "dtype": group.dtype_name,
         "group": group.index,
-        "block_size": spec.block_size,
-        "kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
+        "block_size": group.spec.block_size,
+        **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
     if facts.rope is not None:

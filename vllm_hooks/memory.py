@@ -1,9 +1,11 @@
-"""What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
+"""What a block of this model weighs: in vLLM's pool, and as codes."""
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
@@ -16,6 +18,7 @@ from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import facts_of
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group, Window
@@ -23,8 +26,22 @@ if TYPE_CHECKING:
 
 def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
+    if group.is_packed:
+        return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec = group.spec
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
+    dtype = FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, dtype)
+
+
+def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
+    """Of a block of bytes, which layers may have different numbers of: as many runs of a token's as all of them have in
+    common, since an encoded block has no place for larger numbers. Raises ConfigError."""
+    if any(nbytes % tokens for nbytes in layer_nbytes):
+        raise ConfigError(
+            f"a KV block of {tokens} tokens takes {list(layer_nbytes)} bytes, which are no whole ones a token."
+        )
+    run = math.gcd(*layer_nbytes) // tokens
+    return BlockShape(1, sum(layer_nbytes) // tokens // run, tokens, run, Dtype.UINT8)
 
 
 def block_format(
@@ -41,7 +58,7 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
+    return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
 
 
 def with_windows(
@@ -57,13 +74,18 @@ def with_windows(
 
 def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int) -> Mapping[int, int]:
     """Of blocks of another group in this codec, or, without one, with all tokens exact."""
-    if not names:
+    if not names and not group.is_packed:
         return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks)[-1].bounds
-    return memory_shape(codec.model_copy(update={"name": codec_beside(names[0])}), group, ranks).bounds
+    found = memory_shape(
+        codec.model_copy(update={"name": codec_beside(names[0] if names else EXACT, group)}), group, ranks
+    ).bounds
+    return {0: found[0]} if group.is_packed else found
 
 
-def codec_beside(name: str) -> str:
-    """What blocks of other groups than chains' are encoded in: a profile is of those of chains."""
+def codec_beside(name: str, group: "Group") -> str:
+    """What blocks of another group than that of chains are encoded in: a profile is of those, and states are exact."""
+    if group.is_packed:
+        return EXACT
     return WHT if needs_profile(name) else name
 
 

@@ -45,7 +45,7 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        self.groups = groups_of(kv_cache_config)
+        self.groups = groups_of(kv_cache_config, vllm_config.cache_config)
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)

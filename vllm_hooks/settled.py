@@ -3,10 +3,12 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY
 
 if TYPE_CHECKING:
@@ -14,6 +16,8 @@ if TYPE_CHECKING:
 
 ASKED, DIGEST, WANTS_PROFILE = "manthan_codec_asked", "manthan_profile_digest", "manthan_wants_profile"
 """Beside the configuration, in what vLLM carries to its processes."""
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False, "calibrate": False}
+"""The codec of blocks that no codec can read."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
@@ -24,6 +28,10 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
+    if is_packed(vllm_config.cache_config):
+        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
+        extra[DIGEST], extra[WANTS_PROFILE] = "", False
+        return
     chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)

@@ -35,7 +35,7 @@ LOAD_THREADS = 2
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group") -> Namespace:
     """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
-    parallel, cache, spec = vllm_config.parallel_config, vllm_config.cache_config, group.spec
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     profile = profile_digest(vllm_config)
     return Namespace.of(
         config.redis.prefix,
@@ -44,9 +44,9 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group
             "wire": wire.VERSION,
             "codec": config.codec.name,
             "model": model_identity(vllm_config),
-            "dtype": str(spec.dtype),
-            "block_tokens": spec.block_size,
-            "shape": [group.layers, spec.num_kv_heads, spec.head_size],
+            "dtype": group.dtype_name,
+            "block_tokens": group.spec.block_size,
+            "shape": group.shape,
             "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": cache.prefix_caching_hash_algo,
             **({"profile": profile} if profile else {}),

@@ -3,20 +3,20 @@
 import os
 import re
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
 """The releases of vLLM whose insides Manthan knows."""
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
 
 
 class UnsupportedError(ConfigError):
@@ -52,11 +52,18 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             model.use_mla,
             f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",
         ),
-        (model.is_hybrid or model.has_inner_state, f"{model.model} has Mamba or linear attention layers; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
         (
-            cache.cache_dtype not in KV_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
+            on_device and not is_plain(cache),
+            f"cold_store.kind is device, but --kv-cache-dtype {cache.cache_dtype} is encoded by the CPU: use host",
+        ),
+        (
+            config.backend == "cuda" and not is_plain(cache),
+            f"backend is cuda, but there are no CUDA kernels for --kv-cache-dtype {cache.cache_dtype}: use auto",
+        ),
+        (
+            current_platform.is_rocm() and not is_plain(cache),
+            f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
         (
             shared and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
@@ -103,22 +110,54 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and its layers. names: theirs."""
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
+
+    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it. layer_nbytes: where blocks are
+    bytes that nobody looks into, what one takes in each layer; the layers may be of several kinds then, and the spec is
+    that of one.
+    """
 
     index: int
     spec: "AttentionSpec"
     layers: int
     names: Sequence[str] = ()
+    cache_dtype: str = "auto"
+    layer_nbytes: tuple[int, ...] = ()
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether blocks are bytes that nobody looks into."""
+        return bool(self.layer_nbytes)
+
+    @property
+    def dtype_name(self) -> str:
+        """What tells its numbers from others of as many bytes."""
+        if self.is_packed:
+            return self.cache_dtype
+        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        """What tells its blocks from others of as many tokens: layers, heads, head_dim, or the bytes of each layer."""
+        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size]
+
+    @property
+    def page_nbytes(self) -> int:
+        """What a block takes in vLLM's pool, in all layers."""
+        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
 
 
 class Window(NamedTuple):
-    """A group whose layers look back so many tokens, their own included."""
+    """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
+    last token of a block."""
 
     group: Group
-    tokens: int
+    tokens: int | None
 
     def needed(self, depth: int) -> range:
         """Which blocks who goes on behind so many blocks of a chain needs of it."""
+        if self.tokens is None:
+            return range(depth - 1, depth)
         size = self.group.spec.block_size
         return range(max(0, depth * size - self.tokens + 1) // size, depth)
 
@@ -131,6 +170,8 @@ class Groups(NamedTuple):
 
     def beside(self, depth: int) -> Iterator[tuple[int, int]]:
         """Group and place in the chain of each block that is needed behind so many blocks of it."""
+        if not depth:
+            return iter(())
         return ((window.group.index, at) for window in self.windows for at in window.needed(depth))
 
 
@@ -144,29 +185,53 @@ def check_version(version: str) -> None:
         )
 
 
-def groups_of(kv_cache_config: "KVCacheConfig") -> Groups:
-    """The KV cache groups that Manthan reads: one of full attention, and any with windows, in blocks of one size.
+def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None) -> Groups:
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of one
+    size.
 
-    Raises UnsupportedError for others.
+    cache: vLLM's configuration of it; None for numbers of the model's kind. Raises UnsupportedError for others.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, SlidingWindowSpec
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
 
+    packed = cache is not None and is_packed(cache)
     chains, windows = [], []
-    for index, group in enumerate(kv_cache_config.kv_cache_groups):
+    groups = kv_cache_config.kv_cache_groups
+    for index, group in enumerate(groups):
         spec, names = group.kv_cache_spec, tuple(group.layer_names)
-        found = Group(index, spec, len(names), names)
+        if packed and len(groups) == 1 and isinstance(spec, UniformTypeKVCacheSpecs):
+            spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
+        layer_nbytes = _layer_nbytes(kv_cache_config) if packed and len(groups) == 1 else ()
+        found = Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
         if type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size):
             chains.append(found)
         elif type(spec) is SlidingWindowSpec:
             windows.append(Window(found, spec.sliding_window))
-    groups = kv_cache_config.kv_cache_groups
+        elif type(spec) is MambaSpec:
+            pages = (spec.page_size_bytes,) * len(names)
+            windows.append(Window(replace(found, cache_dtype="state", layer_nbytes=pages), None))
     sizes = {group.kv_cache_spec.block_size for group in groups}
-    if len(chains) != 1 or len(chains) + len(windows) < len(groups) or len(sizes) > 1:
-        names = ", ".join(
+    if len(chains) != 1 or len(chains) + len(windows) < len(groups) or len(sizes) > 1 or (packed and len(groups) > 1):
+        kinds = ", ".join(
             f"{type(group.kv_cache_spec).__name__} in blocks of {group.kv_cache_spec.block_size}" for group in groups
         )
         raise UnsupportedError(
-            f"Manthan cannot be used here: the model's KV cache groups are {names or 'none'}; one group of full "
-            "attention is supported, and sliding windows beside it in blocks as large."
+            f"Manthan cannot be used here: the model's KV cache groups are {kinds or 'none'}; one group of full "
+            "attention is supported, and sliding windows and states beside it in blocks as large."
         )
     return Groups(chains[0], windows)
+
+
+def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
+    """Of a group's numbers, as --kv-cache-dtype names it."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    dtype = "auto" if cache is None else cache.cache_dtype
+    if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
+        return E4M3  # the model says so
+    return str(dtype)
+
+
+def _layer_nbytes(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+    """What a block takes in each layer: the distance of blocks where layers lie apart, of layers where blocks do."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return tuple(min(each.layer_stride, each.block_stride) for each in tensors for _ in each.layers)

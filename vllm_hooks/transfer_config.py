@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_config
+from manthan.vllm_hooks.kv_dtype import is_plain
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -53,4 +54,5 @@ def is_on_gpu(vllm_config: "VllmConfig") -> bool:
     """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
+    wanted = from_vllm_config(vllm_config).backend != "numpy"
+    return current_platform.is_cuda() and wanted and is_plain(vllm_config.cache_config)

@@ -7,6 +7,8 @@ from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
+from manthan.codec.base import Dtype
+from manthan.codec.cpu.fp8 import FORMS as FP8_FORMS
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import FIELDS, CodecConfig
 from manthan.manager.config.model_shape import ModelShape, cold_nbytes
@@ -15,6 +17,7 @@ from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 
 SESSION_TOKENS = "2048,8192,32768"
+NAMES = {Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "fp16", Dtype.FLOAT32: "fp32"} | dict.fromkeys(FP8_FORMS, "fp8")
 
 
 def check(
@@ -24,6 +27,7 @@ def check(
     ranks: Annotated[
         int, typer.Option("--tensor-parallel-size", min=1, help="As vLLM's --tensor-parallel-size, for --model.")
     ] = 1,
+    cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="As vLLM's, for --model.")] = "auto",
     session_tokens: Annotated[str, typer.Option(help="Lengths of sessions, by comma, for --model.")] = SESSION_TOKENS,
 ) -> None:
     """Print what FILE and the environment amount to, or what is wrong with them."""
@@ -31,7 +35,8 @@ def check(
         resolved = resolve_config(file)
         check_registered(resolved)
         lengths = _lengths(session_tokens)
-        of_model = _model_table(resolved.config, model, block_size, ranks, lengths) if model else None
+        shape = ModelShape.of(model, cache_dtype) if model else None
+        of_model = _model_table(resolved.config, model, shape, block_size, ranks, lengths) if shape else None
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
@@ -72,9 +77,11 @@ def _value(config: ManthanConfig, key: str) -> str:
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 
 
-def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
+def _model_table(
+    config: ManthanConfig, model: str, shape: ModelShape, block_tokens: int, ranks: int, lengths: list[int]
+) -> Table:
     """What the configuration means for a model. Raises ConfigError."""
-    shape, codec = ModelShape.of(model), config.codec
+    codec = config.codec
     chosen = choose_codec(codec, model, ranks)
     check_profile(chosen, model, shape.layers, shape.heads, shape.head_dim)
     sizes = {
@@ -86,7 +93,7 @@ def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: in
     table = Table("for the model", model, box=None)
     table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
-    table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
+    table.add_row(f"KV of a token in {NAMES[shape.dtype]}", f"{shape.token_nbytes} bytes")
     if chosen.profile is not None:
         table.add_row("profile", str(chosen.path))
         table.add_row("… of", f"{chosen.profile.info.tokens} tokens, metric {chosen.profile.info.metric}")

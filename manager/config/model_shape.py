@@ -1,19 +1,29 @@
-"""What the KV of a model takes, in bf16 and as codes: told from its config.json, without vLLM or torch."""
+"""What the KV of a model takes, in the cache and as codes: told from its config.json, without vLLM or torch."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manthan.codec import CodecError
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.stores.arena import room
 
-BF16 = 2
+CACHE_DTYPES = {
+    "auto": Dtype.BFLOAT16,
+    "bfloat16": Dtype.BFLOAT16,
+    "float16": Dtype.FLOAT16,
+    "float32": Dtype.FLOAT32,
+    "fp8": Dtype.FLOAT8_E4M3,
+    "fp8_e4m3": Dtype.FLOAT8_E4M3,
+    "fp8_e5m2": Dtype.FLOAT8_E5M2,
+}
+"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, or what the model asks for."""
 FULL = "full_attention"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head")
@@ -28,16 +38,18 @@ class ModelError(ConfigError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head."""
+    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head. dtype: of the
+    cache's numbers."""
 
     layers: int
     heads: int
     head_dim: int
+    dtype: Dtype = Dtype.BFLOAT16
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's keys and values in bf16."""
-        return 2 * BF16 * self.layers * self.heads * self.head_dim
+        """Bytes of one token's keys and values in the cache."""
+        return 2 * self.dtype.numpy.itemsize * self.layers * self.heads * self.head_dim
 
     def block_nbytes(
         self, codec: str, block_tokens: int, ranks: int, exact: int = 0, facts: ModelFacts = NO_FACTS
@@ -50,7 +62,7 @@ class ModelShape:
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
-        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim)
+        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim, self.dtype)
         try:
             return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN), facts=facts).expected_nbytes(exact))
         except CodecError as error:
@@ -59,9 +71,17 @@ class ModelShape:
             raise ModelError(f"codec {codec} cannot be used: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def of(cls, model: str) -> "ModelShape":
-        """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. Raises ModelError."""
-        return shape_of(read_model_config(model), model)
+    def of(cls, model: str, cache_dtype: str = "auto") -> "ModelShape":
+        """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. cache_dtype: vLLM's
+        --kv-cache-dtype. Raises ModelError."""
+        if cache_dtype not in CACHE_DTYPES:
+            raise ModelError(
+                f"--kv-cache-dtype {cache_dtype}: such KV is kept cold as it is, and only a server knows its bytes, in "
+                f"its first line; known here are {', '.join(CACHE_DTYPES)}"
+            )
+        config = read_model_config(model)
+        own = "fp8" if cache_dtype == "auto" and _has_fp8(config) else cache_dtype
+        return replace(shape_of(config, model), dtype=CACHE_DTYPES[own])
 
 
 def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
@@ -131,6 +151,12 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     if config.get("attention_chunk_size"):
         return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
     return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+
+
+def _has_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM would keep the KV of this quantized model in fp8 by itself."""
+    scheme = config.get("quantization_config") or {}
+    return bool(scheme.get("kv_cache_scheme")) or str(scheme.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str], model: str) -> int:

@@ -114,6 +114,28 @@ def test_config_check_says_what_a_file_means_for_a_model(tmp_path: Path) -> None
     }
 
 
+def test_a_cache_of_fp8_takes_half_and_its_codes_the_same(tmp_path: Path) -> None:
+    path = tmp_path / "x.yaml"
+    path.write_text("{codec: {name: wht-5x, sink_tokens: 0}}")
+
+    def said(*args: str) -> dict[str, str]:
+        result = run(str(path), "--block-size", "32", *args)
+        assert result.exit_code == 0, result.stderr
+        return dict(line.strip().split("  ", 1) for line in result.stdout.split("\n\n")[1].splitlines()[1:])
+
+    plain, fp8 = said("--model", str(MODEL)), said("--model", str(MODEL), "--kv-cache-dtype", "fp8")
+    assert plain["KV of a token in bf16"].strip() == "4096 bytes"
+    assert fp8["KV of a token in fp8"].strip() == "2048 bytes"
+    assert fp8["the same as codes of wht-5x"] == plain["the same as codes of wht-5x"]
+    assert fp8["ratio"].strip() == "2.44x"
+    config = json.loads((MODEL / "config.json").read_text())
+    (tmp_path / "config.json").write_text(json.dumps(config | {"quantization_config": {"kv_cache_scheme": {"a": 1}}}))
+    assert said("--model", str(tmp_path))["KV of a token in fp8"].strip() == "2048 bytes"
+    result = run(str(path), "--model", str(MODEL), "--kv-cache-dtype", "nvfp4")
+    assert result.exit_code == 1
+    assert "--kv-cache-dtype nvfp4: such KV is kept cold as it is, and only a server knows its bytes" in result.stderr
+
+
 def test_exact_tokens_take_room(tmp_path: Path) -> None:
     """Four of the first block's, and four whole blocks at the end."""
     path = tmp_path / "x.yaml"

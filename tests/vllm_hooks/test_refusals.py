@@ -88,7 +88,6 @@ def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is quantized already; use auto, bfloat16 or float16"),
         ({"enable_prefix_caching": False}, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
@@ -96,7 +95,7 @@ def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2; use tensor parallelism instead"),
     ],
-    ids=["fp8", "prefix-caching", "context-parallel", "pipeline"],
+    ids=["prefix-caching", "context-parallel", "pipeline"],
 )
 def test_settings(options: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, **options).endswith(f": {why}.")
@@ -130,6 +129,26 @@ def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPat
     config.kv_transfer_config = kv_transfer_config(cold_store="device", backend="numpy")
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
     with pytest.raises(ConfigError, match=r"cold_store.kind is device, but backend numpy keeps codes in RAM"):
+        check_supported(config)
+
+
+@pytest.mark.parametrize(
+    ("manthan", "why"),
+    [
+        (
+            {"cold_store": "device"},
+            "cold_store.kind is device, but --kv-cache-dtype fp8 is encoded by the CPU: use host",
+        ),
+        ({"backend": "cuda"}, "backend is cuda, but there are no CUDA kernels for --kv-cache-dtype fp8: use auto"),
+    ],
+)
+def test_fp8_on_a_gpu(manthan: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype="fp8").create_engine_config()
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
+    config.kv_transfer_config = kv_transfer_config()
+    check_supported(config)
+    config.kv_transfer_config = kv_transfer_config(**manthan)
+    with pytest.raises(ConfigError, match=why):
         check_supported(config)
 
 

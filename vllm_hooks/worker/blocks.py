@@ -11,7 +11,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import PagedLayout
@@ -57,7 +57,8 @@ class Blocks(ABC):
 class PagedMemory(ABC):
     """A paged cache whose blocks are read and written by the CPU.
 
-    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 as its bits.
+    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 and fp8 as their bits. A block of
+    bytes has them as keys, and no values: see `BlockShape`.
     """
 
     @abstractmethod
@@ -138,6 +139,26 @@ class DeviceMemory(PagedMemory):
         strides = (layout.head_stride, layout.token_stride, 1)
         start = block_id * layout.block_stride + at
         return [cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in layout.caches]
+
+
+class PackedMemory(PagedMemory):
+    """The blocks are bytes that nobody looks into, in the CPU's memory or a GPU's: they are copied layer by layer."""
+
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+        self._rows, self._shape = [layer.rows for layer in layers], shape
+
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        together = torch.cat([rows[block_id] for rows in self._rows]).cpu()
+        return together.numpy().reshape(self._shape.numbers), np.empty(self._shape.values, np.uint8)
+
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        device = self._rows[0].device
+        host = torch.from_numpy(keys.reshape(-1).copy())  # torch wants memory that it may write to
+        parts = host.to(device).split([rows.shape[1] for rows in self._rows])
+        for rows, part in zip(self._rows, parts, strict=True):
+            rows[block_id].copy_(part)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class CpuBlocks(Blocks):

@@ -9,7 +9,7 @@ from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.paged import PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import DTYPES, PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
@@ -25,12 +25,12 @@ from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PackedMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, probe_layers, state_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -48,8 +48,9 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._groups = groups_of(kv_cache_config)
+        self._groups = groups_of(kv_cache_config, vllm_config.cache_config)
         self._group = self._groups.chain
+        self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
@@ -76,36 +77,46 @@ class WorkerHalf:
         self.path.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        ours = {name: cache for name, cache in kv_caches.items() if name in self._group.names}
-        layers = probe_layers(ours, modules, self._num_blocks, shape)
-        group = replace(self._group, layers=len(layers))  # those that share a cache are one
+        config, parallel = self._config, self._vllm_config.parallel_config
+        layers = self._layers(self._group, kv_caches)
+        group = self._group
+        if not group.is_packed:
+            group = replace(group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        rope = None
+        if not group.is_packed:
+            rope = running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(config.codec.name))
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        beside = {each.group.index: self._beside(each.group, kv_caches, modules) for each in self._groups.windows}
+        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.windows}
         self.path = self._path(layers, forms, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)
 
-    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], modules: Mapping[str, Any]) -> Blocks:
-        """What reads and writes the blocks of another group."""
-        spec, codec = group.spec, codec_beside(self._config.codec.name)
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
+    def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
+        """Where the group's blocks lie. Raises UnsupportedError."""
+        if type(group.spec).__name__ == "MambaSpec":
+            return state_layers(kv_caches, self._kv_cache_config, group.names, group.spec.page_size_bytes)
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
-        layers = probe_layers(caches, modules, self._num_blocks, shape)
-        group = replace(group, layers=len(layers))
-        is_ours = layers[0].rows.device.type == "cpu"
-        memory = HostMemory(layers, shape) if is_ours else DeviceMemory(paged_layout(layers, shape))
+        if group.is_packed:
+            return packed_layers(caches, self._num_blocks, group.layer_nbytes)
+        modules: dict[str, Any] = attention_modules(self._vllm_config)
+        spec = group.spec
+        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
+        return probe_layers(caches, modules, self._num_blocks, shape)
+
+    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> Blocks:
+        """What reads and writes the blocks of another group."""
+        layers, codec = self._layers(group, kv_caches), codec_beside(self._config.codec.name, group)
+        if not group.is_packed:
+            group = replace(group, layers=len(layers))
         names = (codec, *finer_codecs(codec))
-        return CpuBlocks(memory, *(self._format(name, group, NO_FACTS, "") for name in names))
+        forms = [self._format(name, group, NO_FACTS, "") for name in names]
+        return CpuBlocks(_memory(layers, forms[0]), *forms)
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -154,10 +165,11 @@ class WorkerHalf:
         form = forms[0]
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
-        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        on_gpu = form.shape.dtype in DTYPES.values() and codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and beside:
             raise UnsupportedError(
-                "the model has layers with sliding windows, whose codes are made on the CPU: set backend to numpy."
+                "the model has layers with sliding windows or states, whose codes are made on the CPU: set backend to "
+                "numpy."
             )
         if on_gpu and store is None:
             exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
@@ -168,7 +180,7 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
+        memory = _memory(layers, form)
         blocks: Blocks
         if on_gpu:
             layout = paged_layout(layers, shape)
@@ -197,6 +209,14 @@ class WorkerHalf:
             return "blocks are encoded with it from now on"
 
         return Calibration(memory, job, made)
+
+
+def _memory(layers: list[Layer], form: BlockFormat) -> PagedMemory:
+    """The paged cache as the CPU reads and writes it."""
+    shape = form.shape.numbers[1:]
+    if form.shape.is_raw:
+        return PackedMemory(layers, form.shape)
+    return HostMemory(layers, shape) if layers[0].rows.is_cpu else DeviceMemory(paged_layout(layers, shape))
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:

@@ -2,11 +2,12 @@
 
 Nothing here assumes a layout. At start, known numbers are written through the backend's own cache-write operation into
 a scratch block, once a base-256 digit of each element's ordinal, since every cache dtype holds 0 to 255 exactly. Where
-the digits turn up is where the element lies.
+the digits turn up is where the element lies. fp8 does not hold them, and has a scale: there it is a bit at a time, and
+what is not zero is a one.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -16,15 +17,22 @@ from manthan.codec.gpu.paged import PagedLayout
 from manthan.vllm_hooks.compat import write_kv
 from manthan.vllm_hooks.support import UnsupportedError
 
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
+
 Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
+ONE = 16.0
+"""What is written for a bit of fp8: no scale that anybody has makes it zero."""
+NOWHERE: Index = np.empty(0, np.int64)
 
 
 class Layer(NamedTuple):
     """A layer's cache as [blocks, elements] in the order of memory, and where a block's keys and values are in a row.
 
-    keys, values: [heads * tokens * head_dim] positions in the order head, token, element.
+    rows: fp8 as uint8. keys, values: [heads * tokens * head_dim] positions in the order head, token, element; none of
+    either where blocks are bytes that nobody looks into.
     """
 
     name: str
@@ -49,7 +57,37 @@ def probe_layers(
     layers = []
     for name in names:
         rows = _block_rows(caches[name], num_blocks, name)
+        rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
         layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
+    return layers
+
+
+def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: Sequence[int]) -> list[Layer]:
+    """The layers of a cache whose blocks are bytes that nobody looks into. nbytes: a block's in each layer.
+
+    Raises UnsupportedError.
+    """
+    rows = {name: _block_rows(cache, num_blocks, name).view(torch.uint8) for name, cache in caches.items()}
+    found = [each.shape[1] for each in rows.values()]
+    if sorted(found) != sorted(nbytes) or len({each.data_ptr() for each in rows.values()}) < len(rows):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: blocks of the KV cache take {found} bytes in the layers; {list(nbytes)} are "
+            "expected."
+        )
+    return [Layer(name, each, NOWHERE, NOWHERE) for name, each in rows.items()]
+
+
+def state_layers(caches: Mapping[str, Any], config: "KVCacheConfig", names: Sequence[str], nbytes: int) -> list[Layer]:
+    """The same of layers that keep states: where vLLM has put them in its one allocation, whatever views it makes."""
+    places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
+    layers = []
+    for name in names:
+        cache, (tensor, at) = caches[name], places[name]
+        storage = (cache if isinstance(cache, torch.Tensor) else cache[0]).untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start = tensor.offset + at * tensor.layer_stride
+        rows = whole.as_strided((config.num_blocks, nbytes), (tensor.block_stride, 1), start)
+        layers.append(Layer(name, rows, NOWHERE, NOWHERE))
     return layers
 
 
@@ -107,11 +145,14 @@ def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: tuple[in
     ordinals = torch.arange(2 * size).view(2, heads, tokens, head_dim)
     slots = SCRATCH_BLOCK * tokens + torch.arange(tokens)
     found = torch.zeros(rows.shape[1], dtype=torch.int64)
-    for shift in range(0, int(2 * size - 1).bit_length(), 8):
-        digits = ((ordinals >> shift) & 255).to(cache.dtype)
+    is_fp8 = rows.dtype is torch.uint8
+    bits, dtype, one = (1, torch.bfloat16, ONE) if is_fp8 else (8, cache.dtype, 1.0)
+    for shift in range(0, int(2 * size - 1).bit_length(), bits):
+        digits = (((ordinals >> shift) & (1 << bits) - 1) * one).to(dtype)
         key, value = (part.transpose(0, 1).contiguous().to(cache.device) for part in digits)
         write_kv(module, key, value, cache, slots.to(cache.device))
-        found += rows[SCRATCH_BLOCK].cpu().to(torch.int64) << shift
+        read = rows[SCRATCH_BLOCK].cpu()
+        found += (read.bool() if is_fp8 else read).to(torch.int64) << shift
     rows[SCRATCH_BLOCK].zero_()
     order = torch.argsort(found, stable=True)
     if found.numel() != 2 * size or not torch.equal(found[order], torch.arange(2 * size)):
