@@ -13,9 +13,9 @@ export HF_HUB_OFFLINE := 1
 export VLLM_NO_USAGE_STATS := 1
 export VLLM_CPU_KVCACHE_SPACE := 1
 
-# Engines wait as much as they compute: four processes share two cores well, if none spins with more threads than one.
-# More cores bear more: make test WORKERS=8
-WORKERS := 4
+# Engines wait as much as they compute: three processes share two cores well, if none spins with more threads than one.
+# More cores bear more: make test WORKERS=6
+WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
 .PHONY: setup test test-all lint demo docs clean

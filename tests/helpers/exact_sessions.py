@@ -24,7 +24,7 @@ from manthan.vllm_hooks.worker.blocks import PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
 """Keys with values of paged blocks, [layers, heads, tokens, 2 * head_dim], or all of their bytes, by block key."""
-PATIENCE_S = 60.0
+PATIENCE_S = 300.0
 
 
 class ExactSessions:

@@ -131,7 +131,7 @@ def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> N
     rows = dict(line.strip().split("  ", 1) for line in said.output.split("\n\n")[1].splitlines()[1:])
     assert rows["profile"].strip() == str(profile_path(str(model)))
     assert rows["… of"].strip() == "821 tokens, metric none"
-    assert 8 < float(rows["ratio"].strip().rstrip("x")) < 10  # made for blocks of 16 tokens, these are of 64
+    assert 8 < float(rows["ratio"].strip().rstrip("x")) < 9.7  # made for blocks of 16 tokens, these are of 64
     config.write_text("codec: k4v2c")
     plain = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
     assert "profile  " not in plain.output.split("\n\n")[1]

@@ -52,8 +52,9 @@ def traced(number: int, said: dict[str, Any]) -> TracedRequest:
     return TracedRequest(number * EVERY_S, said["session"], keys, full, said["input_tokens"], said["output_tokens"])
 
 
-@pytest.mark.parametrize("count", [140, pytest.param(200, marks=pytest.mark.slow)])
-def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(count: int) -> None:
+@pytest.mark.parametrize(("count", "least"), [(140, 35), pytest.param(200, 100, marks=pytest.mark.slow)])
+def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(count: int, least: int) -> None:
+    """least: of spills, drops and restores each, there are more."""
     policy = "lru"
     report = real(policy, count)
     requests = [traced(number, said) for number, said in enumerate(report["requests"])]
@@ -70,6 +71,6 @@ def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order(coun
     assert tally.journal is not None
     what = ("spill", "drop", "restore")
     simulated = [[action.what, key.hex()] for action in tally.journal if action.what in what for key in action.keys]
-    assert min(Counter(action[0] for action in simulated).values()) > count // 4
+    assert min(Counter(action[0] for action in simulated).values()) > least
     assert [list(served[1:3]) for served in tally.served if served] == [said["found"] for said in report["requests"]]
     assert simulated == report["actions"]

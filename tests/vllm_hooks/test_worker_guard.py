@@ -47,7 +47,7 @@ class World:
 
     def wait(self) -> list[Verdict]:
         """Until something was found."""
-        until = time.monotonic() + 60
+        until = time.monotonic() + 300
         while not (verdicts := self.guard.take()):
             assert time.monotonic() < until, "there is no answer"
             time.sleep(0.001)
