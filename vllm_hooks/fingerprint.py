@@ -36,6 +36,8 @@ def fingerprint(
         "head_size": spec.head_size,
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
+    if group.latent:
+        parts["latent"] = group.latent
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
     if facts.profile is not None:

@@ -22,7 +22,8 @@ if TYPE_CHECKING:
 def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
     spec = group.spec
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
+    dim, dtype = spec.head_size - group.latent, DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent)
 
 
 def block_format(

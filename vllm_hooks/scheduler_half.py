@@ -20,7 +20,7 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import only_group
+from manthan.vllm_hooks.support import latent_of, only_group
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -43,7 +43,7 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        group = only_group(kv_cache_config)
+        group = only_group(kv_cache_config, latent_of(vllm_config))
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)

@@ -24,7 +24,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size)
+    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size, has_latents=model.use_mla)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})

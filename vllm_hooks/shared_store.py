@@ -46,7 +46,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group
             "model": model_identity(vllm_config),
             "dtype": str(spec.dtype),
             "block_tokens": spec.block_size,
-            "shape": [group.layers, spec.num_kv_heads, spec.head_size],
+            "shape": [group.layers, spec.num_kv_heads, spec.head_size, *([group.latent] if group.latent else [])],
             "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": cache.prefix_caching_hash_algo,
             **({"profile": profile} if profile else {}),

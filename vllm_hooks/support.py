@@ -36,7 +36,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     on_device = config.cold_store.kind == "device"
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
-    without = "serve it without Manthan"
+    without, latents = "serve it without Manthan", "latents of multi-head latent attention (MLA)"
     shared, hash_algo = config.cold_store.is_shared, cache.prefix_caching_hash_algo
     store = f"cold_store.kind is {config.cold_store.kind}"
     refusals = [
@@ -48,8 +48,21 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
         ),
         (
-            model.use_mla,
-            f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",
+            model.use_mla and on_device,
+            f"cold_store.kind is device, but {latents} are encoded by the CPU: use host",
+        ),
+        (
+            model.use_mla and config.backend == "cuda",
+            f"backend is cuda, but there are no CUDA kernels for {latents}: use auto or numpy",
+        ),
+        (
+            model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
+            f"{model.model} uses sparse attention, whose index is a cache of its own; {without}",
+        ),
+        (
+            model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
+            f"vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            f"{model.model}; serve it on a GPU, or without Manthan",
         ),
         (model.is_hybrid or model.has_inner_state, f"{model.model} has Mamba or linear attention layers; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
@@ -106,11 +119,16 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
+
+    latent: how many of the spec's head_size numbers are a latent (MLA), ahead of the part of the key that RoPE turns; 0
+    where there are keys and values.
+    """
 
     index: int
     spec: "FullAttentionSpec"
     layers: int
+    latent: int = 0
 
 
 def check_version(version: str) -> None:
@@ -123,21 +141,31 @@ def check_version(version: str) -> None:
         )
 
 
-def only_group(kv_cache_config: "KVCacheConfig") -> Group:
-    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def latent_of(vllm_config: "VllmConfig") -> int:
+    """How many numbers a token's latent has in a layer; 0 for a model whose cache has keys and values."""
+    model = vllm_config.model_config
+    return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
+
+
+def only_group(kv_cache_config: "KVCacheConfig", latent: int = 0) -> Group:
+    """The kind of KV cache that Manthan reads; raises UnsupportedError for any other or several.
+
+    latent: see `latent_of`.
+    """
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     groups = kv_cache_config.kv_cache_groups
     names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
     spec = groups[0].kv_cache_spec if len(groups) == 1 else None
     if (
         not isinstance(spec, FullAttentionSpec)
-        or type(spec) is not FullAttentionSpec
+        or type(spec) is not (MLAAttentionSpec if latent else FullAttentionSpec)
+        or (latent and spec.page_size_bytes != spec.block_size * spec.head_size * spec.dtype.itemsize)
         or spec.sliding_window
         or spec.attention_chunk_size
     ):
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
-            "is supported."
+            "or of latents (MLA) is supported, without padding or quantization."
         )
-    return Group(0, spec, len(groups[0].layer_names))
+    return Group(0, spec, len(groups[0].layer_names), latent)

@@ -50,7 +50,8 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
+    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses; latents (MLA) never are."""
     from vllm.platforms import current_platform
 
-    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
+    by_kernels = from_vllm_config(vllm_config).backend != "numpy" and not vllm_config.model_config.use_mla
+    return current_platform.is_cuda() and by_kernels

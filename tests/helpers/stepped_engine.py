@@ -21,9 +21,10 @@ from manthan.vllm_hooks import kv_transfer_config
 class SteppedEngine:
     """Requests one after the other, and after each of them steps until nothing is left to be done."""
 
-    def __init__(self, blocks: int, **manthan: Any) -> None:
+    def __init__(self, blocks: int, tokenizer: bool = True, **manthan: Any) -> None:
         args = EngineArgs(
             vllm_engine.MODEL,
+            skip_tokenizer_init=not tokenizer,
             block_size=vllm_engine.BLOCK,
             num_gpu_blocks_override=blocks,
             max_model_len=2048,

@@ -73,16 +73,52 @@ def refusal(model: str, **options: Any) -> str:
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        (MLA, "uses multi-head latent attention (MLA), whose cache is no keys and values"),
         (MAMBA, "has Mamba or linear attention layers"),
         (GDN, "has Mamba or linear attention layers"),
         (SLIDING, "uses sliding window attention (window 1024)"),
     ],
-    ids=["mla", "mamba", "gdn", "sliding-window"],
+    ids=["mamba", "gdn", "sliding-window"],
 )
 def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert refusal(str(tmp_path)).endswith(f"{tmp_path} {why}; serve it without Manthan.")
+
+
+@pytest.mark.parametrize(
+    ("more", "manthan", "why"),
+    [
+        (
+            {},
+            {},
+            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            "{model}; serve it on a GPU, or without Manthan",
+        ),
+        ({"index_topk": 64}, {}, "{model} uses sparse attention, whose index is a cache of its own; serve it without"),
+    ],
+    ids=["on the CPU", "sparse"],
+)
+def test_latents(more: dict[str, Any], manthan: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA | more))
+    assert f": {why.format(model=tmp_path)}" in refusal(str(tmp_path), kv_transfer_config=kv_transfer_config(**manthan))
+
+
+@pytest.mark.parametrize(
+    ("manthan", "why"),
+    [
+        ({"cold_store": "device"}, "cold_store.kind is device, but latents of .* are encoded by the CPU: use host"),
+        ({"backend": "cuda"}, "backend is cuda, but there are no CUDA kernels for latents of .*: use auto or numpy"),
+    ],
+)
+def test_latents_on_a_gpu(manthan: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    config.cache_config.enable_prefix_caching = True
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
+    config.kv_transfer_config = kv_transfer_config(**manthan)
+    with pytest.raises(ConfigError, match=why):
+        check_supported(config)
+    config.kv_transfer_config = kv_transfer_config()
+    check_supported(config)
 
 
 @pytest.mark.parametrize(

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -19,18 +19,18 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.memory import block_format, block_shape, exact_counts, rank_facts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
+from manthan.vllm_hooks.support import Group, UnsupportedError, latent_of, only_group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, LatentMemory, PagedMemory
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import Layer, Shape, paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -48,7 +48,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._group = only_group(kv_cache_config)
+        self._group = only_group(kv_cache_config, latent_of(vllm_config))
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
         self.path: WorkerPath = Resting()
@@ -76,9 +76,8 @@ class WorkerHalf:
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
+        config, parallel = self._config, self._vllm_config.parallel_config
+        layers = probe_layers(kv_caches, modules, self._num_blocks, *_shapes(block_shape(self._group)))
         group = replace(self._group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
@@ -86,11 +85,17 @@ class WorkerHalf:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        rope = self._rope()
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         self.path = self._path(layers, forms, group, tier_bytes, store)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)
+
+    def _rope(self) -> Rope | None:
+        """How keys are turned, if that is known; latents are not turned."""
+        if self._group.latent:
+            return None
+        return running_rope(self._vllm_config, self._group.spec.head_size, tell=takes_facts(self._config.codec.name))
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -109,18 +114,16 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _make_guard(self, layers: list[Layer], forms: Sequence[BlockFormat], rope: Rope | None) -> Guard:
-        shape, device, path = forms[0].shape.numbers[1:], layers[0].rows.device, self.path
-        if device.type == "cpu":
-            return Guard(HostMemory(layers, shape), forms, rope, device, BlockFormat.warm_up)
+        device, path, memory = layers[0].rows.device, self.path, _paged_memory(layers, forms[0])
+        if not isinstance(memory, DeviceMemory):
+            return Guard(memory, forms, rope, device, BlockFormat.warm_up)
         from manthan.vllm_hooks.worker.gpu_path import GpuPath
-
-        layout = paged_layout(layers, shape)
 
         def prepare(form: BlockFormat) -> None:
             if isinstance(path, GpuPath):
                 path.prepare(form.codec)
 
-        return Guard(DeviceMemory(layout), forms, rope, device, prepare)
+        return Guard(memory, forms, rope, device, prepare)
 
     def _path(
         self,
@@ -138,7 +141,7 @@ class WorkerHalf:
         form = forms[0]
         shape = form.shape.numbers[1:]
         device, threads = layers[0].rows.device, self._config.encode_threads
-        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        on_gpu = not form.shape.latent and codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and store is None:
             exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
             calibration = self._calibration(DeviceMemory(layout), form, None, group)
@@ -148,7 +151,7 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
+        memory = _paged_memory(layers, form)
         blocks: Blocks
         if on_gpu:
             layout = paged_layout(layers, shape)
@@ -177,6 +180,21 @@ class WorkerHalf:
             return "blocks are encoded with it from now on"
 
         return Calibration(memory, job, made)
+
+
+def _shapes(shape: BlockShape) -> tuple[Shape, Shape | None]:
+    """Heads, tokens and head_dim of a block's keys, and the like of its latents if it has any."""
+    return shape.numbers[1:], shape.value_numbers[1:] if shape.latent else None
+
+
+def _paged_memory(layers: list[Layer], form: BlockFormat) -> PagedMemory:
+    """The paged cache as the CPU reads and writes it."""
+    shape, latent_shape = _shapes(form.shape)
+    if layers[0].rows.device.type == "cpu":
+        return HostMemory(layers, shape, latent_shape)
+    if latent_shape is not None:
+        return LatentMemory(layers, shape, latent_shape)
+    return DeviceMemory(paged_layout(layers, shape))
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
