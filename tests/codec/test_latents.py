@@ -31,8 +31,10 @@ def numbers(vectors, shape=SHAPE, bias=0.0, seed=0, blocks=1):
 
 
 def noise_of(x, back):
+    """Beside what tokens differ in; one alone differs from none."""
     x, back = as_floats(np.ascontiguousarray(x)), as_floats(np.ascontiguousarray(back))
-    return np.square(x - back).sum() / np.square(x - x.mean(axis=2, keepdims=True)).sum()
+    mean = x.mean(axis=2, keepdims=True) if x.shape[2] > 1 else 0
+    return np.square(x - back).sum() / np.square(x - mean).sum()
 
 
 @pytest.mark.parametrize("exact", range(SHAPE.tokens + 1))
@@ -55,7 +57,7 @@ def test_a_block_comes_back(name, exact, dtype, vectors):
     buf = form.encode(turned, latents, key=KEY, first_token=160, exact=exact)
     assert len(buf) <= form.max_nbytes(exact)
     header = wire.parse(buf, key=KEY, fingerprint=PRINT, group=3).header
-    assert form.exact_of(header) == (shape.tokens if name == "exact" else exact)
+    assert form.exact_of(header) == (exact or (shape.tokens if name == "exact" else 0))
     back_turned, back = form.decode(buf.tobytes(), key=KEY)
     assert (back.shape, back.dtype) == (latents.shape, latents.dtype)
     assert np.array_equal(back_turned, turned)
@@ -63,7 +65,9 @@ def test_a_block_comes_back(name, exact, dtype, vectors):
     if name == "exact":
         assert np.array_equal(back, latents)
     elif exact < shape.tokens:
-        assert 0 < noise_of(latents[:, :, exact:], back[:, :, exact:]) < NOISE + 0.004 * (shape.tokens - exact < 4)
+        assert (
+            0 < noise_of(latents[:, :, exact:], back[:, :, exact:]) < (NOISE if shape.tokens - exact > 1 else 2 * NOISE)
+        )
 
 
 def test_the_default_has_the_noise_of_four_bits_whatever_latents_have_in_common(vectors):
@@ -173,7 +177,7 @@ def measured(codec, both, blocks=8):
 
 
 def test_a_bias_of_latents_is_what_tells_codecs_apart(vectors):
-    both = numbers(vectors, bias=6.0, blocks=8)
+    both = numbers(vectors, bias=12.0, blocks=8)
     assert measured("wht-5x", both).is_faithful
     assert not measured("lloyd4", both).is_faithful
     assert measured("lloyd4", numbers(vectors, blocks=8)).is_faithful
