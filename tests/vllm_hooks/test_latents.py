@@ -159,7 +159,6 @@ def test_a_damaged_section_is_computed_anew(model: str) -> None:
         ("LATENT", "exact"),
         ("LATENT", "wht-5x"),
     ]
-    assert all(each["found"] == [0, FILLED] for each in said["rounds"])
     assert said["causes"] == ["checksum"] * 3
     assert all(each["noise"] < RECOMPUTED for each in said["rounds"])
 
