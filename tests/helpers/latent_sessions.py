@@ -98,7 +98,6 @@ class LatentSessions:
     def damage(self) -> None:
         """A byte of each section of the first block changes; the session returns after each, and is computed anew."""
         rounds = self.report["rounds"] = []
-        before = self.pool()
         for section in range(3):
             self.go_cold()
             key = self.chain[0].key
@@ -109,7 +108,7 @@ class LatentSessions:
             assert self.worker.path.store.put_all(self.group, {key: buf}) == {}
             found = self.ask()
             kept = block.header.sections[section]
-            rounds.append(found | {"kind": kept.kind.name, "codec": kept.codec, "noise": noise(before, self.pool())})
+            rounds.append(found | {"kind": kept.kind.name, "codec": kept.codec})
 
     def stored(self) -> list[list[Any]]:
         """Kind, codec and tokens of each section of the first block and of the second."""
