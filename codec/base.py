@@ -99,6 +99,8 @@ class SectionKind(IntEnum):
     """A recurrent layer's state."""
     RAW = 5
     """Bytes of the cache that nobody looks into."""
+    LATENT = 6
+    """Latents of MLA, in pieces that stand where heads do; coded as keys are that no RoPE turns."""
 
 
 class Dtype(IntEnum):
@@ -159,9 +161,12 @@ class Section:
             SectionKind.KEYS: ("key",),
             SectionKind.VALUES: ("value",),
             SectionKind.BOTH: ("key", "value"),
+            SectionKind.LATENT: ("key",),
         }
         if self.kind not in kinds:
-            raise KindError(f"a section of kind {self.kind.name} holds no vectors: KEYS, VALUES and BOTH do.")
+            raise KindError(
+                f"a section of kind {self.kind.name} holds no vectors: {', '.join(k.name for k in kinds)} do."
+            )
         return kinds[self.kind]
 
 

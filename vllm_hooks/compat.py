@@ -289,6 +289,15 @@ def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "to
     module.impl.do_kv_cache_update(module, key, value, cache, slots)
 
 
+def write_latents(
+    module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
+) -> None:
+    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] into a layer's paged cache (MLA), as
+    its backend does."""
+    scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
+    module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
+
+
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:
     """Copy between addresses, all int64 on the CPU, by the GPU's copy engines, on the current stream."""
     from vllm import _custom_ops as ops

@@ -25,7 +25,7 @@ def fingerprint(
     knows of the model.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
-    parts = {
+    parts: dict[str, object] = {
         "wire": wire.VERSION,
         "codec": codec,
         "model": namespace or [model.model, model.revision, model.compute_hash()],
@@ -35,6 +35,8 @@ def fingerprint(
         **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
+    if group.latent:
+        parts["latent"] = group.latent
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
     if facts.profile is not None:

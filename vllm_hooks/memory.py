@@ -29,8 +29,8 @@ def block_shape(group: "Group") -> BlockShape:
     if group.is_packed:
         return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec = group.spec
-    dtype = FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, dtype)
+    dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent)
 
 
 def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:

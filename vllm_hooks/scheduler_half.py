@@ -22,7 +22,7 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_window
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, groups_of
+from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -45,7 +45,7 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        self.groups = groups_of(kv_cache_config, vllm_config.cache_config)
+        self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)
@@ -56,8 +56,8 @@ class SchedulerHalf:
         shared = config.cold_store.is_shared
         if shared and self.groups.windows:
             raise UnsupportedError(
-                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows, whose "
-                "blocks are kept in this engine's memory only: use host."
+                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows or "
+                "states, whose blocks are kept in this engine's memory only: use host."
             )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()

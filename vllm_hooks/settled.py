@@ -32,7 +32,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
         extra[DIGEST], extra[WANTS_PROFILE] = "", False
         return
-    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size)
+    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size, has_latents=model.use_mla)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})

@@ -4,15 +4,15 @@ import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks.kv_dtype import E4M3, FP8, is_packed, is_plain
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
@@ -49,9 +49,27 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
         ),
         (
-            model.use_mla,
-            f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",
+            model.use_mla and on_device,
+            "cold_store.kind is device, but latents (MLA) are encoded by the CPU: use host",
         ),
+        (
+            model.use_mla and config.backend == "cuda",
+            "backend is cuda, but there are no CUDA kernels for latents (MLA): use auto or numpy",
+        ),
+        (
+            model.use_mla and not is_plain(cache),
+            f"--kv-cache-dtype is {cache.cache_dtype}, but latents (MLA) are kept in the model's dtype only: use auto",
+        ),
+        (
+            model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
+            f"{model.model} uses sparse attention, whose index is a cache of its own; {without}",
+        ),
+        (
+            model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
+            f"vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            f"{model.model}; serve it on a GPU, or without Manthan",
+        ),
+        (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
         (
             on_device and not is_plain(cache),
@@ -114,7 +132,8 @@ class Group:
 
     names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it. layer_nbytes: where blocks are
     bytes that nobody looks into, what one takes in each layer; the layers may be of several kinds then, and the spec is
-    that of one.
+    that of one. latent: how many of the spec's head_size numbers are a latent (MLA), ahead of the part of the key that
+    RoPE turns; 0 where there are keys and values.
     """
 
     index: int
@@ -123,6 +142,7 @@ class Group:
     names: Sequence[str] = ()
     cache_dtype: str = "auto"
     layer_nbytes: tuple[int, ...] = ()
+    latent: int = 0
 
     @property
     def is_packed(self) -> bool:
@@ -138,8 +158,10 @@ class Group:
 
     @property
     def shape(self) -> list[int]:
-        """What tells its blocks from others of as many tokens: layers, heads, head_dim, or the bytes of each layer."""
-        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size]
+        """What tells its blocks from others of as many tokens: layers, heads, head_dim, a latent's numbers, or the
+        bytes of each layer."""
+        latent = [self.latent] if self.latent else []
+        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
 
     @property
     def page_nbytes(self) -> int:
@@ -185,40 +207,75 @@ def check_version(version: str) -> None:
         )
 
 
-def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None) -> Groups:
+def latent_of(vllm_config: "VllmConfig") -> int:
+    """How many numbers a token's latent has in a layer; 0 for a model whose cache has keys and values."""
+    model = vllm_config.model_config
+    return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
+
+
+def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
     """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of one
     size.
 
-    cache: vLLM's configuration of it; None for numbers of the model's kind. Raises UnsupportedError for others.
+    cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. Raises
+    UnsupportedError for others.
     """
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, MambaSpec, SlidingWindowSpec, UniformTypeKVCacheSpecs
-
-    packed = cache is not None and is_packed(cache)
-    chains, windows = [], []
-    groups = kv_cache_config.kv_cache_groups
-    for index, group in enumerate(groups):
-        spec, names = group.kv_cache_spec, tuple(group.layer_names)
-        if packed and len(groups) == 1 and isinstance(spec, UniformTypeKVCacheSpecs):
-            spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
-        layer_nbytes = _layer_nbytes(kv_cache_config) if packed and len(groups) == 1 else ()
-        found = Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
-        if type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size):
-            chains.append(found)
-        elif type(spec) is SlidingWindowSpec:
-            windows.append(Window(found, spec.sliding_window))
-        elif type(spec) is MambaSpec:
-            pages = (spec.page_size_bytes,) * len(names)
-            windows.append(Window(replace(found, cache_dtype="state", layer_nbytes=pages), None))
-    sizes = {group.kv_cache_spec.block_size for group in groups}
-    if len(chains) != 1 or len(chains) + len(windows) < len(groups) or len(sizes) > 1 or (packed and len(groups) > 1):
-        kinds = ", ".join(
-            f"{type(group.kv_cache_spec).__name__} in blocks of {group.kv_cache_spec.block_size}" for group in groups
-        )
+    packed, groups = cache is not None and is_packed(cache), kv_cache_config.kv_cache_groups
+    layer_nbytes = _layer_nbytes(kv_cache_config) if packed and len(groups) == 1 else ()
+    found = [_group(index, group, cache, layer_nbytes) for index, group in enumerate(groups)]
+    chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent)]
+    windows = [window for window in map(_window, found) if window is not None]
+    sizes = {group.spec.block_size for group in found}
+    if len(chains) != 1 or len(windows) < len(groups) - 1 or len(sizes) > 1 or (packed and windows):
+        kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
-            f"Manthan cannot be used here: the model's KV cache groups are {kinds or 'none'}; one group of full "
-            "attention is supported, and sliding windows and states beside it in blocks as large."
+            f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
+            "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it "
+            "in blocks as large."
         )
     return Groups(chains[0], windows)
+
+
+def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
+    """layer_nbytes: see `Group`."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec: Any = group.kv_cache_spec
+    names = tuple(group.layer_names)
+    if layer_nbytes and isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
+    return Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
+
+
+def _is_chain(group: Group, latent: int) -> bool:
+    """Whether the group's blocks may make up chains: of keys and values of all tokens, or of latents, if there are any,
+    that have all of their numbers, of the model's kind, and nothing else."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    spec = group.spec
+    if latent:
+        nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
+        return type(spec) is MLAAttentionSpec and group.cache_dtype in PLAIN and spec.page_size_bytes == nbytes
+    return type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size)
+
+
+def _window(group: Group) -> Window | None:
+    """The group as one beside the chain's, if it is one."""
+    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+
+    spec: KVCacheSpec = group.spec
+    if type(spec) is SlidingWindowSpec:
+        return Window(group, spec.sliding_window)
+    if type(spec) is MambaSpec:
+        pages = (spec.page_size_bytes,) * group.layers
+        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None)
+    return None
+
+
+def _described(spec: "KVCacheSpec") -> str:
+    limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)
+    return f"{type(spec).__name__}{limited} in blocks of {spec.block_size}"
 
 
 def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:

@@ -51,8 +51,9 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
+    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses; fp8 and latents (MLA)
+    never are."""
     from vllm.platforms import current_platform
 
-    wanted = from_vllm_config(vllm_config).backend != "numpy"
+    wanted = from_vllm_config(vllm_config).backend != "numpy" and not vllm_config.model_config.use_mla
     return current_platform.is_cuda() and wanted and is_plain(vllm_config.cache_config)

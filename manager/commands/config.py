@@ -82,18 +82,23 @@ def _model_table(
 ) -> Table:
     """What the configuration means for a model. Raises ConfigError."""
     codec = config.codec
-    chosen = choose_codec(codec, model, ranks)
+    chosen = choose_codec(codec, model, ranks, has_latents=bool(shape.latent))
     check_profile(chosen, model, shape.layers, shape.heads, shape.head_dim)
     sizes = {
         exact: shape.block_nbytes(chosen.name, block_tokens, ranks, exact, chosen.facts(0, ranks))
         for exact in (0, codec.sink_tokens % block_tokens, block_tokens)
     }
-    hot, cold = shape.token_nbytes * block_tokens, sizes[0] * ranks
+    copies = shape.copies(ranks)
+    hot, cold = copies * shape.token_nbytes * block_tokens, sizes[0] * ranks
     usable = cold_nbytes(config, max(sizes.values()), ranks)
     table = Table("for the model", model, box=None)
-    table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
+    if shape.latent:
+        table.add_row("layers, latent, RoPE's part", f"{shape.layers}, {shape.latent}, {shape.head_dim}")
+    else:
+        table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
-    table.add_row(f"KV of a token in {NAMES[shape.dtype]}", f"{shape.token_nbytes} bytes")
+    each = "" if copies == 1 else f", {shape.token_nbytes} on each rank"
+    table.add_row(f"KV of a token in {NAMES[shape.dtype]}", f"{copies * shape.token_nbytes} bytes{each}")
     if chosen.profile is not None:
         table.add_row("profile", str(chosen.path))
         table.add_row("… of", f"{chosen.profile.info.tokens} tokens, metric {chosen.profile.info.metric}")

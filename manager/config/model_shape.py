@@ -38,18 +38,27 @@ class ModelError(ConfigError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head. dtype: of the
-    cache's numbers."""
+    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head.
+
+    latent: of a model with latents (MLA), how many numbers one has; there is one head then, and head_dim is the part of
+    the key that RoPE turns. dtype: of the cache's numbers.
+    """
 
     layers: int
     heads: int
     head_dim: int
+    latent: int = 0
     dtype: Dtype = Dtype.BFLOAT16
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's keys and values in the cache."""
-        return 2 * self.dtype.numpy.itemsize * self.layers * self.heads * self.head_dim
+        """Bytes of one token's keys and values, or of its latents, in the cache."""
+        numbers = self.head_dim + self.latent if self.latent else 2 * self.heads * self.head_dim
+        return self.dtype.numpy.itemsize * self.layers * numbers
+
+    def copies(self, ranks: int) -> int:
+        """How often vLLM has a token's KV on so many ranks; heads that are repeated are not counted."""
+        return ranks if self.latent else 1
 
     def block_nbytes(
         self, codec: str, block_tokens: int, ranks: int, exact: int = 0, facts: ModelFacts = NO_FACTS
@@ -62,7 +71,7 @@ class ModelShape:
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
-        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim, self.dtype)
+        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim, self.dtype, self.latent)
         try:
             return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN), facts=facts).expected_nbytes(exact))
         except CodecError as error:
@@ -81,7 +90,10 @@ class ModelShape:
             )
         config = read_model_config(model)
         own = "fp8" if cache_dtype == "auto" and _has_fp8(config) else cache_dtype
-        return replace(shape_of(config, model), dtype=CACHE_DTYPES[own])
+        shape = replace(shape_of(config, model), dtype=CACHE_DTYPES[own])
+        if shape.latent and shape.dtype.is_fp8:
+            raise ModelError(f"{model}: its latents (MLA) would be kept in fp8; Manthan does not serve that")
+        return shape
 
 
 def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
@@ -130,6 +142,9 @@ def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
     unsupported = _unsupported({**config, **text})
     if unsupported:
         raise ModelError(f"{model}: {unsupported}; Manthan does not serve it")
+    if text.get("kv_lora_rank"):
+        latent, turned = (_number(text, (name,), model) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+        return ModelShape(_number(text, LAYERS, model), 1, turned, latent)
     heads = _number(text, HEADS, model)
     head_dim = text.get("head_dim") or _number(text, HIDDEN, model) // heads
     return ModelShape(_number(text, LAYERS, model), text.get("num_key_value_heads") or heads, head_dim)
@@ -140,8 +155,8 @@ def _unsupported(config: Mapping[str, Any]) -> str:
     kinds = sorted({str(kind) for kind in config.get("layer_types") or () if kind != FULL})
     window = config.get("sliding_window")
     recurrent = [key for key in RECURRENT if config.get(key)]
-    if config.get("kv_lora_rank"):
-        return "it uses multi-head latent attention (MLA), whose cache is no keys and values"
+    if config.get("index_topk"):
+        return "it uses sparse attention, whose index is a cache of its own"
     if recurrent or "mamba" in str(config.get("model_type")):
         return f"it has Mamba or linear attention layers ({', '.join(recurrent) or config['model_type']})"
     if kinds:

@@ -120,7 +120,7 @@ def test_bf16_that_a_codec_does_not_take_is_still_refused() -> None:
 def test_bytes_are_one_section_and_come_back() -> None:
     shape = BlockShape(1, 7, 32, 16, Dtype.UINT8)
     keys = np.random.default_rng(2).integers(0, 256, shape.numbers, dtype=np.uint8)
-    codes, back, nothing = there_and_back("exact", shape, keys, np.empty(shape.values, np.uint8))
+    codes, back, nothing = there_and_back("exact", shape, keys, np.empty(shape.value_numbers, np.uint8))
     [section] = wire.parse(codes).header.sections
     assert (section.kind, section.codec) == (SectionKind.RAW, "exact")
     assert np.array_equal(keys, back)

@@ -20,6 +20,10 @@ QWEN3_8B = {
     "hidden_size": 4096,
     "sliding_window": None,
 }
+DEEPSEEK_V3 = {
+    **{"num_hidden_layers": 61, "num_attention_heads": 128, "num_key_value_heads": 128, "hidden_size": 7168},
+    **{"kv_lora_rank": 512, "qk_rope_head_dim": 64, "qk_nope_head_dim": 128, "v_head_dim": 128},
+}
 LLAMA_2_7B = {"num_hidden_layers": 32, "num_attention_heads": 32, "hidden_size": 4096}
 QWEN2_5_7B = {
     **{"num_hidden_layers": 28, "num_attention_heads": 28, "num_key_value_heads": 4, "hidden_size": 3584},
@@ -43,6 +47,8 @@ ROWS = {
         (LLAMA_2_7B, ModelShape(32, 32, 128), 524288),
         (QWEN2_5_7B, ModelShape(28, 4, 128), 57344),
         ({"n_layer": 12, "n_head": 12, "n_embd": 768}, ModelShape(12, 12, 64), 36864),
+        (DEEPSEEK_V3, ModelShape(61, 1, 64, 512), 70272),
+        ({"text_config": DEEPSEEK_V3}, ModelShape(61, 1, 64, 512), 70272),
         ({"text_config": QWEN3_8B, "hidden_size": 1}, ModelShape(36, 8, 128), 147456),
     ],
 )
@@ -54,7 +60,8 @@ def test_shapes(config: dict[str, Any], shape: ModelShape, token_nbytes: int) ->
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({**QWEN3_8B, "kv_lora_rank": 512}, "it uses multi-head latent attention (MLA), whose cache is no keys"),
+        ({**DEEPSEEK_V3, "index_topk": 2048}, "it uses sparse attention, whose index is a cache of its own"),
+        ({**QWEN3_8B, "kv_lora_rank": 512}, "its config.json has no qk_rope_head_dim"),
         ({**QWEN3_8B, "sliding_window": 4096}, "it uses sliding window attention (window 4096)"),
         ({**QWEN3_8B, "layer_types": ["full_attention", "sliding_attention"]}, "there are sliding_attention"),
         ({"text_config": {**QWEN3_8B, "attention_chunk_size": 8192}}, "it uses chunked attention"),
@@ -134,6 +141,36 @@ def test_a_cache_of_fp8_takes_half_and_its_codes_the_same(tmp_path: Path) -> Non
     result = run(str(path), "--model", str(MODEL), "--kv-cache-dtype", "nvfp4")
     assert result.exit_code == 1
     assert "--kv-cache-dtype nvfp4: such KV is kept cold as it is, and only a server knows its bytes" in result.stderr
+
+
+@pytest.mark.parametrize("ranks", [1, 8])
+def test_config_check_says_what_latents_take_on_each_rank(ranks: int, tmp_path: Path) -> None:
+    """Every rank has all of them, in vLLM's cache and as codes."""
+    path, model = tmp_path / "x.yaml", tmp_path / "config.json"
+    path.write_text("{codec: {sink_tokens: 0}, cold_store: {max_bytes: 8GiB}}")
+    model.write_text(json.dumps(DEEPSEEK_V3))
+    result = run(str(path), "--model", str(model), "--tensor-parallel-size", str(ranks))
+    assert (result.exit_code, result.stderr) == (0, "")
+    said = dict(line.strip().split("  ", 1) for line in result.stdout.split("\n\n")[1].splitlines()[1:])
+    said = {name: value.strip() for name, value in said.items()}
+    one = ModelShape(61, 1, 64, 512).block_nbytes("wht-5x", 16, 1)
+    assert said["layers, latent, RoPE's part"] == "61, 512, 64"
+    assert said["KV of a token in bf16"] == ("70272 bytes" if ranks == 1 else "562176 bytes, 70272 on each rank")
+    assert said["the same as codes of wht-5x"] == f"{ranks * one / 16:.0f} bytes, headers included"
+    assert said["ratio"] == f"{70272 * 16 / one:.2f}x"
+    assert said["the cold store holds"] == f"{(8 << 30) // ranks // one * 16} tokens"
+
+
+def test_config_check_refuses_a_profile_for_latents(tmp_path: Path) -> None:
+    path, model = tmp_path / "x.yaml", tmp_path / "config.json"
+    path.write_text("codec: {name: klt-8x}")
+    model.write_text(json.dumps(DEEPSEEK_V3))
+    result = run(str(path), "--model", str(model))
+    assert result.exit_code == 1
+    assert result.stderr == (
+        f"codec.name is klt-8x, but {model} uses multi-head latent attention (MLA), and its latents take no profile: "
+        "use auto, wht-5x or k4v4c\n"
+    )
 
 
 def test_exact_tokens_take_room(tmp_path: Path) -> None:

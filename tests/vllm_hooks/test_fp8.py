@@ -32,7 +32,7 @@ from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import block_format, block_shape, memory_shape
 from manthan.vllm_hooks.messages import SpillBlock
-from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
+from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory
 from manthan.vllm_hooks.worker.layout import packed_layers, paged_layout, probe_layers
@@ -66,7 +66,8 @@ def fp8_cache(cache_dtype: str, spec: FullAttentionSpec, scale: float) -> tuple[
 def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, dtype: Dtype, scale: float) -> None:
     spec = fp8_spec()
     caches, layers = fp8_cache(cache_dtype, spec, scale)
-    memory = HostMemory(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
+    shape = shape_of(spec, cache_dtype)
+    memory = HostMemory(probe_layers(caches, layers, BLOCKS, shape), shape)
     data = torch.randn(2, LAYERS, spec.block_size, HEADS, spec.head_size).to(torch.bfloat16)
     slots = 3 * spec.block_size + torch.arange(spec.block_size)
     for n, (name, layer) in enumerate(layers.items()):
@@ -76,7 +77,7 @@ def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, d
     # vLLM's CPU kernels cut bits off: by less than a step, which is 2**-3 or 2**-2 of the number.
     assert (np.abs(found - right) <= np.abs(right) * (0.126 if dtype is Dtype.FLOAT8_E4M3 else 0.251) + 0.01).all()
 
-    group = Group(0, spec, LAYERS, cache_dtype)
+    group = Group(0, spec, LAYERS, cache_dtype=cache_dtype)
     blocks = CpuBlocks(memory, block_format("wht-5x", group, PRINT))
     assert blocks.format.shape.dtype is dtype
     before = np.stack(memory.gather(3))
@@ -99,10 +100,11 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
     spec = fp8_spec()
     caches = {f"layer-{n}": torch.zeros(BLOCKS, 32, HEADS, 128, dtype=torch.float8_e4m3fn) for n in range(LAYERS)}
     layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
-    memory = DeviceMemory(paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec)))
+    shape = shape_of(spec, "fp8")
+    memory = DeviceMemory(paged_layout(probe_layers(caches, layers, BLOCKS, shape), shape))
     for cache in caches.values():
         cache.view(torch.uint8)[3] = torch.randint(0, 120, (32, HEADS, 128))
-    blocks = CpuBlocks(memory, block_format("exact", Group(0, spec, LAYERS, "fp8"), PRINT))
+    blocks = CpuBlocks(memory, block_format("exact", Group(0, spec, LAYERS, cache_dtype="fp8"), PRINT))
     [codes] = blocks.encode_all([SpillBlock(KEY, 0, 3, 96, 0)])
     assert blocks.decode_all([KEY], [5], [codes]) == [None]
     for cache in caches.values():
@@ -126,7 +128,7 @@ def mixed(**options: Any) -> tuple[KVCacheConfig, CacheConfig]:
 
 
 def test_blocks_of_bytes_come_back_bit_for_bit_from_layers_of_different_sizes() -> None:
-    group = only_group(*mixed(cache_dtype="turboquant_3bit_nc"))
+    group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
     sizes = (HEADS * 32 * 256, HEADS * 32 * 70, HEADS * 32 * 70)
     assert (group.is_packed, group.layer_nbytes, group.page_nbytes) == (True, sizes, sum(sizes))
     caches = {
@@ -160,7 +162,7 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
         )
         codec = from_vllm_config(args.create_engine_config()).codec
         assert (codec.name, codec.sink_tokens, codec.guard, codec.calibrate) == ("exact", 0, False, False)
-    group = only_group(*mixed(cache_dtype="turboquant_3bit_nc"))
+    group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
     shape = memory_shape(codec, group, ranks=2)
     assert shape.hot_nbytes == 2 * group.page_nbytes
     assert shape.hot_nbytes < shape.cold_nbytes < shape.hot_nbytes + 2 * 512
@@ -168,25 +170,24 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
 
 def test_the_scheduler_is_told_of_one_layer_and_knows_them_all() -> None:
     config, cache = mixed(cache_dtype="turboquant_3bit_nc")
-    assert only_group(generate_scheduler_kv_cache_config([config]), cache) == only_group(config, cache)
+    told = generate_scheduler_kv_cache_config([config])
+    assert groups_of(told, cache) == groups_of(config, cache)
 
 
 def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> None:
     with pytest.raises(UnsupportedError, match="KV cache groups are UniformTypeKVCacheSpecs"):
-        only_group(*mixed())
+        groups_of(*mixed())
 
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
     config, spec = EngineArgs(MODEL).create_engine_config(), fp8_spec()
-    groups = [Group(0, spec, LAYERS, dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
-    packed = Group(0, spec, LAYERS, "int8_per_token_head", (4352,) * LAYERS)
+    groups = [Group(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
+    packed = Group(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
     marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed)]
     assert marks[0] == marks[1]
     assert len(set(marks)) == 3
-    said = only_group(
-        KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]), CacheConfig()
-    )  # by the model, not the flag
-    assert block_shape(said).dtype is Dtype.FLOAT8_E4M3
+    said = groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec(["a"], spec)]), CacheConfig())  # by the model, not the flag
+    assert block_shape(said.chain).dtype is Dtype.FLOAT8_E4M3
 
 
 def run(vllm: dict[str, Any], codec: dict[str, Any]) -> dict[str, Any]:

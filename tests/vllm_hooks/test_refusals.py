@@ -1,6 +1,8 @@
 """What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
 
 import json
+import re
+from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
 from typing import Any
@@ -13,12 +15,20 @@ from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
 from vllm.config import KVTransferConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.memory import memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, check_supported, only_group
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -70,19 +80,62 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
+def test_a_model_of_states_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
+    assert refusal(str(tmp_path)).endswith(
+        f"{tmp_path} has no attention layers, but states only; serve it without Manthan."
+    )
+
+
+def test_windows_and_states_are_told_apart_by_the_cache_alone(tmp_path: Path) -> None:
+    """They are served beside full attention: see `groups_of`."""
+    for config in (GDN, SLIDING):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        kv = kv_transfer_config()
+        EngineArgs(
+            str(tmp_path), skip_tokenizer_init=True, kv_transfer_config=kv, max_model_len=1024
+        ).create_engine_config()
+
+
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("more", "manthan", "why"),
     [
-        (MLA, "uses multi-head latent attention (MLA), whose cache is no keys and values"),
-        (MAMBA, "has Mamba or linear attention layers"),
-        (GDN, "has Mamba or linear attention layers"),
-        (SLIDING, "uses sliding window attention (window 1024)"),
+        (
+            {},
+            {},
+            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            "{model}; serve it on a GPU, or without Manthan",
+        ),
+        ({"index_topk": 64}, {}, "{model} uses sparse attention, whose index is a cache of its own; serve it without"),
     ],
-    ids=["mla", "mamba", "gdn", "sliding-window"],
+    ids=["on the CPU", "sparse"],
 )
-def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert refusal(str(tmp_path)).endswith(f"{tmp_path} {why}; serve it without Manthan.")
+def test_latents(more: dict[str, Any], manthan: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA | more))
+    assert f": {why.format(model=tmp_path)}" in refusal(str(tmp_path), kv_transfer_config=kv_transfer_config(**manthan))
+
+
+@pytest.mark.parametrize(
+    ("manthan", "why"),
+    [
+        ({"cold_store": "device"}, "cold_store.kind is device, but latents (MLA) are encoded by the CPU: use host"),
+        ({"backend": "cuda"}, "backend is cuda, but there are no CUDA kernels for latents (MLA): use auto or numpy"),
+    ],
+    ids=["device tier", "backend"],
+)
+def test_latents_on_a_gpu(manthan: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    config.cache_config.enable_prefix_caching = True
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
+    config.kv_transfer_config = kv_transfer_config(**manthan)
+    with pytest.raises(ConfigError, match=re.escape(why)):
+        check_supported(config)
+    config.kv_transfer_config = kv_transfer_config()
+    check_supported(config)
+    config.cache_config.cache_dtype = "fp8"
+    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but latents .* dtype only: use auto\."):
+        check_supported(config)
 
 
 @pytest.mark.parametrize(
@@ -187,13 +240,53 @@ def test_what_is_installed_with_the_extra_is_served() -> None:
     assert wanted.specifier == SpecifierSet(VLLM)
 
 
-def test_several_kinds_of_kv_cache() -> None:
-    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
-    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)]
-    assert only_group(KVCacheConfig(8, [], groups[:1])) == Group(0, full, 1)
-    with pytest.raises(ConfigError, match=r"KV cache groups are FullAttentionSpec, SlidingWindowSpec; only one group"):
-        only_group(KVCacheConfig(8, [], groups))
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=32, **HEADS)
+WINDOW = SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS)
+STATE = MambaSpec(block_size=32, shapes=((4, 64),), dtypes=(torch.float32,))
+
+
+def told(*specs: KVCacheSpec) -> Groups:
+    """What is served of groups with a layer each."""
+    return groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]))
+
+
+def test_windows_and_states_beside_full_attention_are_served() -> None:
+    full = Group(0, FULL, 1, ("0",))
+    assert told(FULL) == Groups(full, [])
+    assert told(FULL, WINDOW) == Groups(full, [Window(Group(1, WINDOW, 1, ("1",)), 128)])
+    state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
+    assert told(FULL, STATE) == Groups(full, [Window(state, None)])
+    assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+
+
+@pytest.mark.parametrize(
+    ("specs", "kinds"),
+    [
+        ((), "none"),
+        ((WINDOW,), "SlidingWindowSpec with sliding_window 128 in blocks of 32"),
+        ((STATE,), "MambaSpec in blocks of 32"),
+        ((FULL, FULL), "FullAttentionSpec in blocks of 32, FullAttentionSpec in blocks of 32"),
+        (
+            (FULL, replace(WINDOW, block_size=64)),
+            "FullAttentionSpec in blocks of 32, SlidingWindowSpec with sliding_window 128 in blocks of 64",
+        ),
+        ((replace(FULL, sliding_window=64),), "FullAttentionSpec with sliding_window 64 in blocks of 32"),
+        (
+            (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
+            "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
+        ),
+    ],
+    ids=["none", "windows", "states", "two chains", "sizes", "window in full", "chunks"],
+)
+def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        told(*specs)
+    assert str(refused.value) == (
+        f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
+        "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it in "
+        "blocks as large."
+    )
 
 
 @pytest.mark.parametrize(
@@ -218,7 +311,7 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) 
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SLIDING))
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
     EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     EngineArgs(MODEL, enable_prefix_caching=False).create_engine_config()
 

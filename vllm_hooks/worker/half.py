@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import DTYPES, PagedCodec, PagedLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
@@ -19,13 +19,21 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, codec_beside, exact_counts, rank_facts
+from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
+from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PackedMemory, PagedMemory
+from manthan.vllm_hooks.worker.blocks import (
+    Blocks,
+    CpuBlocks,
+    DeviceMemory,
+    HostMemory,
+    LatentMemory,
+    PackedMemory,
+    PagedMemory,
+)
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
@@ -48,7 +56,7 @@ class WorkerHalf:
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._groups = groups_of(kv_cache_config, vllm_config.cache_config)
+        self._groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
         self._group = self._groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
@@ -88,9 +96,7 @@ class WorkerHalf:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = None
-        if not group.is_packed:
-            rope = running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(config.codec.name))
+        rope = self._rope()
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.windows}
         self.path = self._path(layers, forms, group, tier_bytes, store, beside)
@@ -105,9 +111,7 @@ class WorkerHalf:
         if group.is_packed:
             return packed_layers(caches, self._num_blocks, group.layer_nbytes)
         modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec = group.spec
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        return probe_layers(caches, modules, self._num_blocks, shape)
+        return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
     def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> Blocks:
         """What reads and writes the blocks of another group."""
@@ -116,7 +120,14 @@ class WorkerHalf:
             group = replace(group, layers=len(layers))
         names = (codec, *finer_codecs(codec))
         forms = [self._format(name, group, NO_FACTS, "") for name in names]
-        return CpuBlocks(_memory(layers, forms[0]), *forms)
+        return CpuBlocks(_memory(layers, forms[0].shape), *forms)
+
+    def _rope(self) -> Rope | None:
+        """How keys are turned, if that is known; latents are not, and bytes are no keys."""
+        group = self._group
+        if group.latent or group.is_packed:
+            return None
+        return running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(self._config.codec.name))
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -135,18 +146,16 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _make_guard(self, layers: list[Layer], forms: Sequence[BlockFormat], rope: Rope | None) -> Guard:
-        shape, device, path = forms[0].shape.numbers[1:], layers[0].rows.device, self.path
-        if device.type == "cpu":
-            return Guard(HostMemory(layers, shape), forms, rope, device, BlockFormat.warm_up)
+        device, path, memory = layers[0].rows.device, self.path, _memory(layers, forms[0].shape)
+        if not isinstance(memory, DeviceMemory):
+            return Guard(memory, forms, rope, device, BlockFormat.warm_up)
         from manthan.vllm_hooks.worker.gpu_path import GpuPath
-
-        layout = paged_layout(layers, shape)
 
         def prepare(form: BlockFormat) -> None:
             if isinstance(path, GpuPath):
                 path.prepare(form.codec)
 
-        return Guard(DeviceMemory(layout), forms, rope, device, prepare)
+        return Guard(memory, forms, rope, device, prepare)
 
     def _path(
         self,
@@ -163,16 +172,17 @@ class WorkerHalf:
         cache in its memory or a GPU's. forms: the configured one first. store: None for one of this engine alone.
         """
         form = forms[0]
-        shape = form.shape.numbers[1:]
+        shape = form.shape
         device, threads = layers[0].rows.device, self._config.encode_threads
-        on_gpu = form.shape.dtype in DTYPES.values() and codec_backend(self._config.backend, device) == "cuda"
+        by_kernels = shape.dtype in DTYPES.values() and not shape.latent
+        on_gpu = by_kernels and codec_backend(self._config.backend, device) == "cuda"
         if on_gpu and beside:
             raise UnsupportedError(
                 "the model has layers with sliding windows or states, whose codes are made on the CPU: set backend to "
                 "numpy."
             )
         if on_gpu and store is None:
-            exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
+            exacts, layout = sorted(exact_counts(self._config.codec, shape.tokens)), paged_layout(layers, shape)
             calibration = self._calibration(DeviceMemory(layout), form, None, group)
             return _gpu_path(layout, forms, tier_bytes, self._fails_whole, exacts, calibration)
         if tier_bytes.device:
@@ -180,7 +190,7 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        memory = _memory(layers, form)
+        memory = _memory(layers, shape)
         blocks: Blocks
         if on_gpu:
             layout = paged_layout(layers, shape)
@@ -211,12 +221,13 @@ class WorkerHalf:
         return Calibration(memory, job, made)
 
 
-def _memory(layers: list[Layer], form: BlockFormat) -> PagedMemory:
+def _memory(layers: list[Layer], shape: BlockShape) -> PagedMemory:
     """The paged cache as the CPU reads and writes it."""
-    shape = form.shape.numbers[1:]
-    if form.shape.is_raw:
-        return PackedMemory(layers, form.shape)
-    return HostMemory(layers, shape) if layers[0].rows.is_cpu else DeviceMemory(paged_layout(layers, shape))
+    if shape.is_raw:
+        return PackedMemory(layers, shape)
+    if layers[0].rows.is_cpu:
+        return HostMemory(layers, shape)
+    return LatentMemory(layers, shape) if shape.latent else DeviceMemory(paged_layout(layers, shape))
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
