@@ -139,9 +139,11 @@ def _from_hub(model: str) -> Path:
 def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
     """The shape of the KV that a config.json speaks of. Raises ModelError."""
     text: Mapping[str, Any] = config.get("text_config") or config
-    unsupported = _unsupported({**config, **text})
-    if unsupported:
-        raise ModelError(f"{model}: {unsupported}; Manthan does not serve it")
+    both = {**config, **text}
+    if unserved := _unserved(both):
+        raise ModelError(f"{model}: {unserved}; Manthan does not serve it")
+    if beside := _beside(both):
+        raise ModelError(f"{model}: {beside}; only a server knows what its KV takes, in its first line")
     if text.get("kv_lora_rank"):
         latent, turned = (_number(text, (name,), model) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         return ModelShape(_number(text, LAYERS, model), 1, turned, latent)
@@ -150,22 +152,27 @@ def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
     return ModelShape(_number(text, LAYERS, model), text.get("num_key_value_heads") or heads, head_dim)
 
 
-def _unsupported(config: Mapping[str, Any]) -> str:
+def _unserved(config: Mapping[str, Any]) -> str:
     """Why Manthan does not serve such a model, or nothing. vLLM knows more: a server says so at its start."""
+    if config.get("index_topk"):
+        return "it uses sparse attention, whose index is a cache of its own"
+    if config.get("attention_chunk_size"):
+        return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
+    return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+
+
+def _beside(config: Mapping[str, Any]) -> str:
+    """What the model has beside full attention, whose sizes config.json alone does not tell, or nothing."""
     kinds = sorted({str(kind) for kind in config.get("layer_types") or () if kind != FULL})
     window = config.get("sliding_window")
     recurrent = [key for key in RECURRENT if config.get(key)]
-    if config.get("index_topk"):
-        return "it uses sparse attention, whose index is a cache of its own"
     if recurrent or "mamba" in str(config.get("model_type")):
         return f"it has Mamba or linear attention layers ({', '.join(recurrent) or config['model_type']})"
     if kinds:
         return f"not all of its layers have full attention: there are {', '.join(kinds)}"
     if window and config.get("use_sliding_window", True):
         return f"it uses sliding window attention (window {window})"
-    if config.get("attention_chunk_size"):
-        return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
-    return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+    return ""
 
 
 def _has_fp8(config: Mapping[str, Any]) -> bool:

@@ -60,19 +60,25 @@ def test_shapes(config: dict[str, Any], shape: ModelShape, token_nbytes: int) ->
 @pytest.mark.parametrize(
     ("config", "why"),
     [
-        ({**DEEPSEEK_V3, "index_topk": 2048}, "it uses sparse attention, whose index is a cache of its own"),
+        (
+            {**DEEPSEEK_V3, "index_topk": 2048},
+            "it uses sparse attention, whose index is a cache of its own; Manthan does",
+        ),
         ({**QWEN3_8B, "kv_lora_rank": 512}, "its config.json has no qk_rope_head_dim"),
-        ({**QWEN3_8B, "sliding_window": 4096}, "it uses sliding window attention (window 4096)"),
+        ({**QWEN3_8B, "sliding_window": 4096}, "it uses sliding window attention (window 4096); only a server knows"),
         ({**QWEN3_8B, "layer_types": ["full_attention", "sliding_attention"]}, "there are sliding_attention"),
-        ({"text_config": {**QWEN3_8B, "attention_chunk_size": 8192}}, "it uses chunked attention"),
+        (
+            {"text_config": {**QWEN3_8B, "attention_chunk_size": 8192}},
+            "it uses chunked attention (attention_chunk_size 8192); Manthan does",
+        ),
         ({**QWEN3_8B, "linear_num_key_heads": 16}, "it has Mamba or linear attention layers (linear_num_key_heads)"),
         ({"model_type": "mamba2"}, "it has Mamba or linear attention layers (mamba2)"),
-        ({**QWEN3_8B, "is_encoder_decoder": True}, "it is an encoder-decoder model"),
+        ({**QWEN3_8B, "is_encoder_decoder": True}, "it is an encoder-decoder model; Manthan does not serve it"),
         ({"num_attention_heads": 8, "head_dim": 64}, "its config.json has no num_hidden_layers"),
         ({"num_hidden_layers": 8, "hidden_size": 64}, "its config.json has no num_attention_heads"),
     ],
 )
-def test_what_is_not_served(config: dict[str, Any], why: str) -> None:
+def test_what_cannot_be_told(config: dict[str, Any], why: str) -> None:
     with pytest.raises(ModelError, match=r"^a-model: ") as error:
         shape_of(config, "a-model")
     assert why in str(error.value)
@@ -159,6 +165,12 @@ def test_config_check_says_what_latents_take_on_each_rank(ranks: int, tmp_path: 
     assert said["the same as codes of wht-5x"] == f"{ranks * one / 16:.0f} bytes, headers included"
     assert said["ratio"] == f"{70272 * 16 / one:.2f}x"
     assert said["the cold store holds"] == f"{(8 << 30) // ranks // one * 16} tokens"
+
+
+def test_latents_of_fp8_are_not_served(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(DEEPSEEK_V3))
+    with pytest.raises(ModelError, match=r"its latents \(MLA\) would be kept in fp8; Manthan does not serve that$"):
+        ModelShape.of(str(tmp_path), "fp8_e4m3")
 
 
 def test_config_check_refuses_a_profile_for_latents(tmp_path: Path) -> None:
