@@ -27,7 +27,8 @@ from codec_experiment_quantizers import (
 )
 from torch import Tensor
 
-from manthan.codec import CodecSpec, Kind, codec_names, get_codec
+from manthan.codec import CodecSpec, Kind, get_codec
+from manthan.codec.registry import SPECS
 from manthan.codec.tables.rotation import block_sizes, weights
 
 Coder = Callable[[Tensor], Tensor]
@@ -184,7 +185,7 @@ def _nbytes(*bits: float) -> float:
 
 
 def _codecs() -> Iterable[Arm]:
-    for name in codec_names():
+    for name in SPECS:
         spec: CodecSpec = get_codec(name, HEAD_DIM).spec
         size = _nbytes(spec.key_bits, spec.value_bits)
         yield Arm(name, "codecs", size, registered(name, "key"), registered(name, "value"))

@@ -98,7 +98,7 @@ def test_the_script_says_where_they_are() -> None:
 @pytest.mark.slow
 @pytest.mark.parametrize(("folder", "kind"), [(real_model, "llama"), (biased_model, "qwen2")])
 def test_it_knows_the_capital_of_france(folder: Any, kind: str) -> None:
-    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.bfloat16)
+    model = AutoModelForCausalLM.from_pretrained(folder(), dtype=torch.float32)  # bf16 is coarse for biased keys
     tokenizer = AutoTokenizer.from_pretrained(folder())
     assert model.config.model_type == kind
     chat = [{"role": "user", "content": "What is the capital of France?"}]

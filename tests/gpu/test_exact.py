@@ -4,7 +4,7 @@ from collections.abc import Iterator
 
 import gpu_worker
 import pytest
-from gpu_ways import WAYS
+from gpu_ways import FIXED_RATE, WAYS
 from vllm_engine import BLOCK, Engine, Table, running
 
 SINK, WINDOW = 4, 40
@@ -13,9 +13,9 @@ SINK, WINDOW = 4, 40
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
-    codec = {"sink_tokens": SINK, "window_tokens": WINDOW}
+    codec = FIXED_RATE | {"sink_tokens": SINK, "window_tokens": WINDOW}  # its blocks' sizes are known
     options = {"blocks": 131, "idle_after_s": 2.0, "sweep_interval_s": 0.1, "codec": codec}
-    for engine in running(**options | WAYS[request.param]):
+    for engine in running(**WAYS[request.param] | options):
         yield request.param, engine
 
 
