@@ -25,7 +25,7 @@ from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespa
 from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 
 if TYPE_CHECKING:
@@ -45,7 +45,9 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
+        self.groups = groups_of(
+            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
+        )
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)
@@ -123,7 +125,8 @@ class SchedulerHalf:
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes)}
+        beside = [nbytes for bounds in shape.beside.values() for nbytes in bounds.values()]
+        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes, *beside)}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
         tiers = TierBytes.of_a_rank(store, self._ranks)
         return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks

@@ -8,8 +8,7 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec
-from manthan.vllm_hooks.kv_dtype import is_packed
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -17,7 +16,7 @@ if TYPE_CHECKING:
 ASKED, DIGEST, WANTS_PROFILE = "manthan_codec_asked", "manthan_profile_digest", "manthan_wants_profile"
 """Beside the configuration, in what vLLM carries to its processes."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False, "calibrate": False}
-"""The codec of blocks that no codec can read."""
+"""The codec of blocks that are kept as they are."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
@@ -28,7 +27,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    if is_packed(vllm_config.cache_config):
+    if keeps_bytes(vllm_config):
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
         extra[DIGEST], extra[WANTS_PROFILE] = "", False
         return

@@ -72,14 +72,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
         (
-            on_device and not is_plain(cache),
-            f"cold_store.kind is device, but --kv-cache-dtype {cache.cache_dtype} is encoded by the CPU: use host",
-        ),
-        (
-            config.backend == "cuda" and not is_plain(cache),
-            f"backend is cuda, but there are no CUDA kernels for --kv-cache-dtype {cache.cache_dtype}: use auto",
-        ),
-        (
             current_platform.is_rocm() and not is_plain(cache),
             f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
@@ -213,16 +205,20 @@ def latent_of(vllm_config: "VllmConfig") -> int:
     return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
 
 
-def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
+def groups_of(
+    kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, as_bytes: bool = False
+) -> Groups:
     """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of one
     size.
 
-    cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. Raises
-    UnsupportedError for others.
+    cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. as_bytes: nobody
+    looks into blocks of keys and values either. Raises UnsupportedError for others.
     """
     packed, groups = cache is not None and is_packed(cache), kv_cache_config.kv_cache_groups
-    layer_nbytes = _layer_nbytes(kv_cache_config) if packed and len(groups) == 1 else ()
-    found = [_group(index, group, cache, layer_nbytes) for index, group in enumerate(groups)]
+    alone = _layer_nbytes(kv_cache_config) if (packed or as_bytes) and len(groups) == 1 else ()
+    found = [_group(index, group, cache, alone) for index, group in enumerate(groups)]
+    if as_bytes and len(groups) > 1:
+        found = [_in_pages(group) for group in found]
     chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent)]
     windows = [window for window in map(_window, found) if window is not None]
     sizes = {group.spec.block_size for group in found}
@@ -267,9 +263,13 @@ def _window(group: Group) -> Window | None:
     if type(spec) is SlidingWindowSpec:
         return Window(group, spec.sliding_window)
     if type(spec) is MambaSpec:
-        pages = (spec.page_size_bytes,) * group.layers
-        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None)
+        return Window(replace(_in_pages(group), cache_dtype="state"), None)
     return None
+
+
+def _in_pages(group: Group) -> Group:
+    """The same, whose blocks are bytes that nobody looks into: a page in each layer."""
+    return replace(group, layer_nbytes=(group.spec.page_size_bytes,) * group.layers)
 
 
 def _described(spec: "KVCacheSpec") -> str:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_config
-from manthan.vllm_hooks.kv_dtype import is_plain
+from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -51,9 +51,15 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses; fp8 and latents (MLA)
-    never are."""
+    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses; latents (MLA) never are."""
     from vllm.platforms import current_platform
 
     wanted = from_vllm_config(vllm_config).backend != "numpy" and not vllm_config.model_config.use_mla
-    return current_platform.is_cuda() and wanted and is_plain(vllm_config.cache_config)
+    return current_platform.is_cuda() and wanted
+
+
+def keeps_bytes(vllm_config: "VllmConfig") -> bool:
+    """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them, or
+    they are of fp8 and on a GPU, which has no kernels for it."""
+    cache = vllm_config.cache_config
+    return is_packed(cache) or (not is_plain(cache) and is_on_gpu(vllm_config))

@@ -218,7 +218,7 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            format = self.formats.named(spill.codec)
+            format = self.formats.named("" if self.formats.shape.is_raw else spill.codec)
             made = _encoded(format, keys, values, spill)
             if format is self.formats.current and made.nbytes > self._first.max_nbytes(spill.exact):
                 return _encoded(self._first, keys, values, spill)

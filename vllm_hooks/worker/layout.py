@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from manthan.codec.block import BlockShape
-from manthan.codec.gpu.paged import PagedLayout
+from manthan.codec.gpu.paged import PagedLayout, RawLayout
 from manthan.vllm_hooks.compat import write_kv, write_latents
 from manthan.vllm_hooks.support import UnsupportedError
 
@@ -79,18 +79,24 @@ def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: S
     return [Layer(name, each, NOWHERE, NOWHERE) for name, each in rows.items()]
 
 
-def state_layers(caches: Mapping[str, Any], config: "KVCacheConfig", names: Sequence[str], nbytes: int) -> list[Layer]:
-    """The same of layers that keep states: where vLLM has put them in its one allocation, whatever views it makes."""
+def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
+    """The same of a cache of several groups: where vLLM has put the layers in its one allocation, whatever views it
+    makes of it. nbytes: a block's in each layer of the group."""
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
-    for name in names:
+    for name, size in nbytes.items():
         cache, (tensor, at) = caches[name], places[name]
         storage = (cache if isinstance(cache, torch.Tensor) else cache[0]).untyped_storage()
         whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
         start = tensor.offset + at * tensor.layer_stride
-        rows = whole.as_strided((config.num_blocks, nbytes), (tensor.block_stride, 1), start)
+        rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start)
         layers.append(Layer(name, rows, NOWHERE, NOWHERE))
     return layers
+
+
+def raw_layout(layers: Sequence[Layer], shape: BlockShape) -> RawLayout:
+    """The layers of a cache whose blocks are bytes that nobody looks into, as a GPU moves them."""
+    return RawLayout(tuple(layer.rows for layer in layers), shape)
 
 
 def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
