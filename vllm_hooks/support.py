@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
@@ -49,16 +49,9 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
         ),
         (
-            model.use_mla and on_device,
-            "cold_store.kind is device, but latents (MLA) are encoded by the CPU: use host",
-        ),
-        (
-            model.use_mla and config.backend == "cuda",
-            "backend is cuda, but there are no CUDA kernels for latents (MLA): use auto or numpy",
-        ),
-        (
-            model.use_mla and not is_plain(cache),
-            f"--kv-cache-dtype is {cache.cache_dtype}, but latents (MLA) are kept in the model's dtype only: use auto",
+            model.use_mla and not is_plain(cache) and not is_on_gpu(vllm_config),
+            f"--kv-cache-dtype is {cache.cache_dtype}, but the CPU encodes latents (MLA) of the model's dtype only: "
+            "use auto",
         ),
         (
             model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
@@ -219,7 +212,8 @@ def groups_of(
     found = [_group(index, group, cache, alone) for index, group in enumerate(groups)]
     if as_bytes and len(groups) > 1:
         found = [_in_pages(group) for group in found]
-    chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent)]
+    latent = 0 if as_bytes else latent
+    chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent, as_bytes)]
     windows = [window for window in map(_window, found) if window is not None]
     sizes = {group.spec.block_size for group in found}
     if len(chains) != 1 or len(windows) < len(groups) - 1 or len(sizes) > 1 or (packed and windows):
@@ -243,15 +237,17 @@ def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", l
     return Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
 
 
-def _is_chain(group: Group, latent: int) -> bool:
+def _is_chain(group: Group, latent: int, as_bytes: bool) -> bool:
     """Whether the group's blocks may make up chains: of keys and values of all tokens, or of latents, if there are any,
-    that have all of their numbers, of the model's kind, and nothing else."""
+    that have all of their numbers, of the model's kind, and nothing else. as_bytes: or of any latents."""
     from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
 
     spec = group.spec
     if latent:
         nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
         return type(spec) is MLAAttentionSpec and group.cache_dtype in PLAIN and spec.page_size_bytes == nbytes
+    if as_bytes and type(spec) is MLAAttentionSpec:
+        return True
     return type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size)
 
 

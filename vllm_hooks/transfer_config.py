@@ -51,15 +51,15 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses; latents (MLA) never are."""
+    """Whether blocks become codes on the GPU, whose tiers are ranges of addresses."""
     from vllm.platforms import current_platform
 
-    wanted = from_vllm_config(vllm_config).backend != "numpy" and not vllm_config.model_config.use_mla
-    return current_platform.is_cuda() and wanted
+    return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
 
 
 def keeps_bytes(vllm_config: "VllmConfig") -> bool:
     """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them, or
-    they are of fp8 and on a GPU, which has no kernels for it."""
+    they are on a GPU, whose kernels know neither fp8 nor latents (MLA)."""
     cache = vllm_config.cache_config
-    return is_packed(cache) or (not is_plain(cache) and is_on_gpu(vllm_config))
+    unknown = vllm_config.model_config.use_mla or not is_plain(cache)
+    return is_packed(cache) or (unknown and is_on_gpu(vllm_config))

@@ -1,7 +1,6 @@
 """What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
 
 import json
-import re
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
@@ -13,7 +12,7 @@ import vllm
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.platforms import current_platform
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
@@ -22,14 +21,18 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
+    MLAAttentionSpec,
     SlidingWindowSpec,
 )
 
+from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.memory import memory_shape
+from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
+from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {
@@ -115,27 +118,40 @@ def test_latents(more: dict[str, Any], manthan: dict[str, Any], why: str, tmp_pa
     assert f": {why.format(model=tmp_path)}" in refusal(str(tmp_path), kv_transfer_config=kv_transfer_config(**manthan))
 
 
-@pytest.mark.parametrize(
-    ("manthan", "why"),
-    [
-        ({"cold_store": "device"}, "cold_store.kind is device, but latents (MLA) are encoded by the CPU: use host"),
-        ({"backend": "cuda"}, "backend is cuda, but there are no CUDA kernels for latents (MLA): use auto or numpy"),
-    ],
-    ids=["device tier", "backend"],
-)
-def test_latents_on_a_gpu(manthan: dict[str, Any], why: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here."""
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+def settled(config: VllmConfig, manthan: dict[str, Any]) -> CodecConfig:
+    """The codec that an engine would run with."""
+    config.kv_transfer_config = kv_transfer_config(**manthan)
+    check_supported(config)
+    settle_codec(config)
+    return from_vllm_config(config).codec
+
+
+GPU_SETTINGS: list[dict[str, Any]] = [{}, {"cold_store": "device"}, {"backend": "cuda"}, {"backend": "numpy"}]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """As the bytes that they are, but where the CPU encodes them, which knows none of fp8."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
-    config.cache_config.enable_prefix_caching = True
-    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
-    config.kv_transfer_config = kv_transfer_config(**manthan)
-    with pytest.raises(ConfigError, match=re.escape(why)):
-        check_supported(config)
-    config.kv_transfer_config = kv_transfer_config()
-    check_supported(config)
-    config.cache_config.cache_dtype = "fp8"
-    with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but latents .* dtype only: use auto\."):
-        check_supported(config)
+    config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
+    request.getfixturevalue("on_gpu")
+    coded = manthan == {"backend": "numpy"}
+    if coded and dtype == "fp8":
+        with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but the CPU encodes latents .*: use auto\."):
+            settled(config, manthan)
+        return
+    codec = settled(config, manthan)
+    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
+    assert keeps_bytes(config) != coded
 
 
 @pytest.mark.parametrize(
@@ -185,24 +201,15 @@ def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPat
         check_supported(config)
 
 
-@pytest.mark.parametrize(
-    ("manthan", "why"),
-    [
-        (
-            {"cold_store": "device"},
-            "cold_store.kind is device, but --kv-cache-dtype fp8 is encoded by the CPU: use host",
-        ),
-        ({"backend": "cuda"}, "backend is cuda, but there are no CUDA kernels for --kv-cache-dtype fp8: use auto"),
-    ],
-)
-def test_fp8_on_a_gpu(manthan: dict[str, Any], why: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype="fp8").create_engine_config()
-    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
-    config.kv_transfer_config = kv_transfer_config()
-    check_supported(config)
-    config.kv_transfer_config = kv_transfer_config(**manthan)
-    with pytest.raises(ConfigError, match=why):
-        check_supported(config)
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, request: pytest.FixtureRequest) -> None:
+    """As the bytes that it is, but where the CPU encodes it."""
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype=dtype).create_engine_config()
+    request.getfixturevalue("on_gpu")
+    codec, coded = settled(config, manthan), manthan == {"backend": "numpy"}
+    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
+    assert keeps_bytes(config) != coded
 
 
 @pytest.mark.parametrize(
@@ -246,9 +253,10 @@ WINDOW = SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS)
 STATE = MambaSpec(block_size=32, shapes=((4, 64),), dtypes=(torch.float32,))
 
 
-def told(*specs: KVCacheSpec) -> Groups:
+def told(*specs: KVCacheSpec, **more: Any) -> Groups:
     """What is served of groups with a layer each."""
-    return groups_of(KVCacheConfig(8, [], [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]))
+    groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
+    return groups_of(KVCacheConfig(8, [], groups), **more)
 
 
 def test_windows_and_states_beside_full_attention_are_served() -> None:
@@ -258,6 +266,22 @@ def test_windows_and_states_beside_full_attention_are_served() -> None:
     state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
     assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+
+
+def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
+    fp8 = CacheConfig(cache_dtype="fp8")
+    groups = told(WINDOW, STATE, FULL, cache=fp8, as_bytes=True)
+    assert groups.chain == Group(2, FULL, 1, ("2",), "fp8", (FULL.page_size_bytes,))
+    state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
+    window = Group(0, WINDOW, 1, ("0",), "fp8", (WINDOW.page_size_bytes,))
+    assert groups.windows == [Window(window, 128), Window(state, None)]
+    latents = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.uint8, page_size_padded=2**15)
+    assert told(STATE, latents, cache=fp8, latent=512, as_bytes=True).chain == Group(
+        1, latents, 1, ("1",), "fp8", (2**15,)
+    )
+    packed = CacheConfig(cache_dtype="turboquant_3bit_nc")
+    with pytest.raises(ConfigError, match="the model's KV cache groups are SlidingWindowSpec"):
+        told(WINDOW, FULL, cache=packed, as_bytes=True)
 
 
 @pytest.mark.parametrize(
