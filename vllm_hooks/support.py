@@ -208,7 +208,7 @@ def groups_of(
     looks into blocks of keys and values either. Raises UnsupportedError for others.
     """
     packed, groups = cache is not None and is_packed(cache), kv_cache_config.kv_cache_groups
-    alone = _layer_nbytes(kv_cache_config) if (packed or as_bytes) and len(groups) == 1 else ()
+    alone = tuple(page_nbytes(kv_cache_config).values()) if (packed or as_bytes) and len(groups) == 1 else ()
     found = [_group(index, group, cache, alone) for index, group in enumerate(groups)]
     if as_bytes and len(groups) > 1:
         found = [_in_pages(group) for group in found]
@@ -284,7 +284,7 @@ def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
     return str(dtype)
 
 
-def _layer_nbytes(kv_cache_config: "KVCacheConfig") -> tuple[int, ...]:
+def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
     """What a block takes in each layer: the distance of blocks where layers lie apart, of layers where blocks do."""
     tensors = kv_cache_config.kv_cache_tensors
-    return tuple(min(each.layer_stride, each.block_stride) for each in tensors for _ in each.layers)
+    return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

@@ -2,7 +2,7 @@
 log-probabilities, and how many of the prompt's were not computed.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null); gpu, if one is to be played: whether blocks are taken for bytes that nobody looks into.
+null).
 """
 
 import json
@@ -19,10 +19,6 @@ ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 
 def engine(job: dict[str, Any]) -> LLM:
     more: dict[str, Any] = {}
-    if "gpu" in job:
-        import fake_gpu
-
-        fake_gpu.play(job["gpu"])
     if job["manthan"] is not None:
         more["kv_transfer_config"] = {
             "kv_connector": "ManthanConnector",

@@ -1,9 +1,9 @@
-"""Models with several KV cache groups on the real engine, whose worker does as on a GPU: sessions go cold, and
-return as if they had stayed hot."""
+"""The GPU's path on a real engine that runs on the CPU, where torch and numpy play CUDA's part: sessions of models with
+several KV cache groups, and of those whose blocks are kept as bytes."""
 
 import json
+import math
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,46 +11,67 @@ from typing import Any
 
 import group_models
 import pytest
+from latent_model import make_latent_model
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "group_sessions.py"
-BATCHED = {"falcon-h1": 256}
+SCRIPT = Path(__file__).parents[1] / "helpers" / "path_sessions.py"
+EXACT = {"name": "k3v3", "sink_tokens": 100_000, "guard": False}
+BATCHED = {"falcon-h1": {"max_num_batched_tokens": 256}}
+"""vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
+slow = pytest.mark.slow
 
 
-def run(**job: Any) -> tuple[list[Any], str]:
-    """The turns of a conversation, and the log."""
+def run(family: str, folder: Path, what: str, *, as_bytes: bool, **manthan: Any) -> dict[str, Any]:
+    """What becomes of a session. as_bytes: as with a cache of fp8."""
+    is_latent = family == "latents"
+    model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
+    vllm = {"num_gpu_blocks_override": 131, **BATCHED.get(family, {})}
+    manthan["cold_store"] = {"kind": "host", "max_bytes": "128MiB"}
+    job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": as_bytes, "latents": is_latent}
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = next(line for line in done.stdout.splitlines() if line.startswith("[{"))
-    return json.loads(told), done.stderr + done.stdout
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["path"] == "GpuPath"
+    return report
 
 
 @pytest.mark.parametrize(
     ("family", "as_bytes"),
     [
         ("gpt-oss", True),
-        pytest.param("qwen3-next", True, marks=pytest.mark.slow),
-        pytest.param("gemma3", True, marks=pytest.mark.slow),
         ("qwen3-next", False),
-        pytest.param("gpt-oss", False, marks=pytest.mark.slow),
-        pytest.param("falcon-h1", False, marks=pytest.mark.slow),
+        pytest.param("gemma3", True, marks=slow),
+        pytest.param("gpt-oss", False, marks=slow),
+        pytest.param("falcon-h1", True, marks=slow),
+        pytest.param("latents", True, marks=slow),
     ],
 )
-def test_a_session_returns_as_if_it_had_stayed_hot(family: str, as_bytes: bool, tmp_path: Path) -> None:
-    """as_bytes: as with a cache of fp8; else in a codec whose tokens are all kept exact."""
-    model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
-    manthan = {
-        "idle_after_s": 0.4,
-        "min_tokens": 64,
-        "codec": {"name": "k3v3", "sink_tokens": 100_000},
-        "cold_store": {"max_bytes": "128MiB"},
-    }
-    ours, log = run(model=model, manthan=manthan, batched_tokens=batched, prompts=None, gpu=as_bytes)
-    prompts = [turn["prompt"] for turn in ours]
-    hot, _ = run(model=model, manthan=None, batched_tokens=batched, prompts=prompts)
-    assert f"codec {'exact' if as_bytes else 'k3v3'}" in log
-    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
-    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
-    assert all(turn["cached"] > 500 for turn in ours[1:])
-    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
-    assert [turn["logprobs"] for turn in ours] == [turn["logprobs"] for turn in hot]
+def test_what_is_exact_gives_what_the_hot_cache_gives(family: str, as_bytes: bool, tmp_path: Path) -> None:
+    """As bytes, or in a codec whose tokens are all kept exact."""
+    said = run(family, tmp_path, "come_back", as_bytes=as_bytes, codec=EXACT)
+    assert said["hot"]["cached"] == said["prompt"] // said["block"] * said["block"]
+    assert said["cold"] == said["again"] == said["hot"]
+    assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
+    assert said["causes"] == []
+    assert all(blocks > 0 for _, blocks, _ in said["stored"].values())
+    states = {"exact"} if family == "qwen3-next" else set()
+    assert {name for name, *_ in said["stored"].values()} == ({"exact"} if as_bytes else {"k3v3"} | states)
+
+
+@pytest.mark.parametrize(
+    "family", ["qwen3-next", pytest.param("gemma3", marks=slow), pytest.param("gpt-oss", marks=slow)]
+)
+def test_the_default_codec_changes_little(family: str, tmp_path: Path) -> None:
+    said = run(family, tmp_path, "come_back", as_bytes=False)
+    assert said["hot"]["cached"] == said["cold"]["cached"] > 500
+    assert said["cold"] == said["again"] != said["hot"]
+    assert all(map(math.isfinite, [*said["cold"]["first"].values(), *said["cold"]["logprobs"]]))
+    assert "wht-5x" in {name for name, *_ in said["stored"].values()}
+
+
+@pytest.mark.parametrize(("family", "as_bytes"), [("gpt-oss", False), pytest.param("qwen3-next", True, marks=slow)])
+def test_what_is_damaged_in_any_group_is_computed_anew(family: str, as_bytes: bool, tmp_path: Path) -> None:
+    said = run(family, tmp_path, "be_damaged", as_bytes=as_bytes, codec=EXACT)
+    assert len(said["damaged"]) > 1
+    assert said["causes"] == ["checksum"] * len(said["damaged"])
+    assert all(answer == said["computed"] for answer in said["damaged"].values())

@@ -19,11 +19,12 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
+from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of
+from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import (
     Blocks,
@@ -38,7 +39,14 @@ from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, packed_layers, paged_layout, placed_layers, probe_layers, raw_layout
+from manthan.vllm_hooks.worker.layout import (
+    Layer,
+    packed_layers,
+    paged_layout,
+    placed_layers,
+    probe_layers,
+    raw_layout,
+)
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -139,10 +147,11 @@ class WorkerHalf:
 
     def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
+        config = self._kv_cache_config
         if group.is_packed and self._groups.windows:
-            return placed_layers(
-                kv_caches, self._kv_cache_config, dict(zip(group.names, group.layer_nbytes, strict=True))
-            )
+            return placed_layers(kv_caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
+        if keeps_bytes(self._vllm_config) and not is_packed(self._vllm_config.cache_config):
+            return placed_layers(kv_caches, config, page_nbytes(config))
         caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
         if group.is_packed:
             return packed_layers(caches, self._num_blocks, group.layer_nbytes)

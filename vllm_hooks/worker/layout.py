@@ -80,8 +80,10 @@ def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: S
 
 
 def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
-    """The same of a cache of several groups: where vLLM has put the layers in its one allocation, whatever views it
-    makes of it. nbytes: a block's in each layer of the group."""
+    """The same, where vLLM has put the layers in its one allocation, whatever views it makes of it.
+
+    nbytes: a block's in each layer of the group.
+    """
     places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
     layers = []
     for name, size in nbytes.items():
