@@ -1,4 +1,4 @@
-"""Models with several KV cache groups, with latents, and caches of fp8 on a GPU: sessions go cold into its memory or into
+"""Models with several KV cache groups, with latents, and caches of fp8 on a GPU: sessions go cold into its memory or
 pinned RAM, and return."""
 
 import json

@@ -24,7 +24,7 @@ def run(family: str, folder: Path, what: str, *, as_bytes: bool, **manthan: Any)
     """What becomes of a session. as_bytes: as with a cache of fp8."""
     is_latent = family == "latents"
     model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
-    vllm = {"num_gpu_blocks_override": 131, **BATCHED.get(family, {})}
+    vllm = {"num_gpu_blocks_override": 512, **BATCHED.get(family, {})}
     manthan["cold_store"] = {"kind": "host", "max_bytes": "128MiB"}
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": as_bytes, "latents": is_latent}
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
