@@ -25,8 +25,13 @@ def paged_codec(layout: Any, form: BlockFormat) -> PagedCodec:
 
 def play(as_bytes: bool) -> None:
     """For this process, which makes an engine and then ends. as_bytes: no codec can read keys and values."""
-    patch = pytest.MonkeyPatch()
-    fake_cuda.install(patch)
+    patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
+
+    def played(*args: Any) -> Any:
+        fake_cuda.install(patch)  # no sooner: models have CUDA's types in annotations
+        return gpu_path(*args)
+
+    patch.setattr(half, "_gpu_path", played)
     patch.setattr(half, "codec_backend", lambda *_: "cuda")
     patch.setattr(half, "paged_codec", paged_codec)
     patch.setattr(scheduler_half, "is_on_gpu", lambda _: True)
