@@ -1,5 +1,7 @@
 """Blocks of bytes on a GPU: what torch moves there and the kernels seal is what the CPU makes of the same bytes."""
 
+import math
+
 import pytest
 import torch
 
@@ -18,7 +20,8 @@ def codec(sizes: tuple[int, ...], stride: int, device: str, group: int = 2) -> R
     memory = memory.to(device)
     starts = [sum(sizes[:n]) for n in range(len(sizes))]
     caches = tuple(memory.as_strided((BLOCKS, size), (stride, 1), at) for size, at in zip(sizes, starts, strict=True))
-    shape = BlockShape(1, sum(sizes) // TOKENS // 4, TOKENS, 4, Dtype.UINT8)
+    run = math.gcd(*sizes) // TOKENS // 2  # a header has room for so many
+    shape = BlockShape(1, sum(sizes) // TOKENS // run, TOKENS, run, Dtype.UINT8)
     kernels = seals(torch.device(device, 0)) if device == "cuda" else None
     return RawPagedCodec(RawLayout(caches, shape), BlockFormat("exact", shape, b"f" * 16, group), kernels)
 
