@@ -117,16 +117,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are read whole when their session is evicted, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Blocks under encoding are referenced until they are done: nothing to wait for."""
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """vLLM calls this when the step's forward pass is under way, also where there is none.
+        """vLLM calls this when all of the step's forward passes are under way, the draft's too, or where there is none.
 
         It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
-        it: encodings begin here, behind that.
+        it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
-        path = self.worker.path
         self.worker.submit_spills(self._metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        path = self.worker.path
         return KVConnectorTransferResults(
             finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
         )

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_window
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
+from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, groups_of, has_draft, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -58,6 +58,11 @@ class SchedulerHalf:
             raise UnsupportedError(
                 f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows or "
                 "states, whose blocks are kept in this engine's memory only: use host."
+            )
+        if self.groups.windows and has_draft(vllm_config):
+            raise UnsupportedError(
+                "Manthan cannot be used here: the model has layers with sliding windows or states, and "
+                "--speculative-config a draft with a KV cache: remove it, or use ngram."
             )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()
@@ -105,6 +110,7 @@ class SchedulerHalf:
             observer=self.telemetry,
             directory=self._directory,
             guard=self._guard(),
+            again=blocks_computed_again(self._vllm_config),
         )
         self._sweeper.start()
         if self._directory is not None:

@@ -1,8 +1,8 @@
 """A conversation on an engine of its own, told on standard output as JSON: each turn's prompt, tokens, their
-log-probabilities, and how many of the prompt's were not computed.
+log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null).
+null), and options of the engine's besides.
 """
 
 import json
@@ -37,8 +37,16 @@ def engine(job: dict[str, Any]) -> LLM:
         seed=0,
         enable_prefix_caching=True,
         prefix_cache_retention_interval=None,
+        disable_log_stats=False,
         **more,
+        **job.get("engine", {}),
     )
+
+
+def accepted(llm: LLM) -> int:
+    """So many proposed tokens were right so far."""
+    found = [each for each in llm.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens"]
+    return sum(each.value for each in found)
 
 
 def let_go_cold(llm: LLM) -> None:
@@ -55,11 +63,12 @@ def main() -> None:
     prompt, turns = [chance.randrange(10, 1000) for _ in range(FIRST)], []
     for turn in range(TURNS):
         prompt = job["prompts"][turn] if job["prompts"] else prompt
+        before = accepted(llm)
         [found] = llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False)
         told = found.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
         turns.append({"prompt": prompt, "tokens": list(told.token_ids), "logprobs": logprobs})
-        turns[-1]["cached"] = found.num_cached_tokens
+        turns[-1] |= {"cached": found.num_cached_tokens, "accepted": accepted(llm) - before}
         prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
         if job["manthan"] is not None:
             let_go_cold(llm)
