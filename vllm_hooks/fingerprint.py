@@ -63,9 +63,16 @@ def model_identity(vllm_config: "VllmConfig") -> dict[str, object]:
 
 
 def _identity(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
-    settings = model.hf_config.to_dict()
-    named = {key: value for key, value in settings.items() if not key.startswith("_") and key != "transformers_version"}
-    return {"config": named, "quantization": model.quantization, "weights": weights_digest(model, load)}
+    settings = _settings(model.hf_config.to_dict())
+    return {"config": settings, "quantization": model.quantization, "weights": weights_digest(model, load)}
+
+
+def _settings(config: object) -> object:
+    """A model's configuration, with those in it, but for where it lies and what wrote it."""
+    if not isinstance(config, dict):
+        return config
+    named = {key: value for key, value in config.items() if not str(key).startswith("_")}
+    return {key: _settings(value) for key, value in named.items() if key != "transformers_version"}
 
 
 def weights_digest(model: "ModelConfig", load: "LoadConfig") -> str:

@@ -16,7 +16,8 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
-from manthan.vllm_hooks.compat import VllmPool, engine_waker
+from manthan.vllm_hooks.adapters import Adapters
+from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
@@ -66,6 +67,8 @@ class SchedulerHalf:
             )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()
+        if vllm_config.lora_config is not None:
+            tell_adapters_apart(Adapters())
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
             chosen.policy,

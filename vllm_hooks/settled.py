@@ -50,8 +50,8 @@ def without_profile(asked: CodecConfig) -> CodecConfig:
     if needs_profile(asked.name) or asked.profile:
         what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
         raise ConfigError(
-            f"{what}, but --speculative-config has a draft, whose layers a profile of the model does not know: use auto "
-            f"or {PLAIN}"
+            f"{what}, but --speculative-config has a draft, whose layers a profile of the model does not know: use "
+            f"{AUTO} or {PLAIN}"
         )
     return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 

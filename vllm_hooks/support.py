@@ -91,11 +91,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
             "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
         ),
-        (
-            shared and vllm_config.lora_config is not None,
-            f"{store}, whose codes outlive the engine, but --enable-lora is on, and adapters are told apart by name "
-            "and path only; use cold store host or device",
-        ),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -107,8 +102,8 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (
             speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
-            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; use "
-            f"{', '.join(DRAFTS)}, or ngram",
+            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
+            f"use {', '.join(DRAFTS)}, or ngram",
         ),
         (
             bool(config.quotas.header) and envs.VLLM_USE_RUST_FRONTEND,
@@ -250,8 +245,8 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
         kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
-            "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it "
-            "in blocks as large."
+            "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
+            "and sliding windows and states beside it in blocks as large."
         )
     return Groups(chains[0], windows)
 
@@ -293,6 +288,12 @@ def _window(group: Group) -> Window | None:
 
 
 def _described(spec: "KVCacheSpec") -> str:
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # of a model and its draft, say
+        specs = spec.kv_cache_specs.values()
+        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size}" for of in specs if isinstance(of, AttentionSpec)}
+        return f"layers of several shapes ({', '.join(sorted(shapes))}) in blocks of {spec.block_size}"
     limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
     limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)
     return f"{type(spec).__name__}{limited} in blocks of {spec.block_size}"

@@ -7,7 +7,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-SCRIPT = Path(__file__).parent / "group_sessions.py"
+HELPERS = Path(__file__).parent
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 EXACT = {
@@ -19,12 +19,24 @@ EXACT = {
 
 
 def run(
-    model: str, manthan: dict[str, Any] | None, batched: int, prompts: Any = None, **engine: Any
+    model: str,
+    manthan: dict[str, Any] | None,
+    batched: int = 2048,
+    prompts: Any = None,
+    adapter: str | None = None,
+    **engine: Any,
 ) -> tuple[list[Any], str]:
-    """The turns of a conversation, and the log."""
-    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts, "engine": engine}
+    """The turns of a conversation, and the log. engine: options of vLLM's."""
+    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts}
+    return told("group_sessions.py", job | {"adapter": adapter, "engine": engine})
+
+
+def told(script: str, job: dict[str, Any]) -> tuple[list[Any], str]:
+    """What a script of this folder says of a job, and the log."""
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, HELPERS / script], input=json.dumps(job), env=env, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-3000:]
-    told = next(line for line in done.stdout.splitlines() if line.startswith("[{"))
-    return json.loads(told), done.stderr + done.stdout
+    line = next(line for line in done.stdout.splitlines() if line.startswith("[{"))
+    return json.loads(line), done.stderr + done.stdout

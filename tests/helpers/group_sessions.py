@@ -2,7 +2,7 @@
 log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), and options of the engine's besides.
+null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides.
 """
 
 import json
@@ -12,13 +12,14 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.lora.request import LoRARequest
 
 FIRST, TURNS, MORE = 700, 4, 60
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
 
 
 def engine(job: dict[str, Any]) -> LLM:
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = {"skip_tokenizer_init": True}
     if job["manthan"] is not None:
         more["kv_transfer_config"] = {
             "kv_connector": "ManthanConnector",
@@ -28,7 +29,6 @@ def engine(job: dict[str, Any]) -> LLM:
         }
     return LLM(
         job["model"],
-        skip_tokenizer_init=True,
         enforce_eager=True,
         max_model_len=2048,
         max_num_seqs=4,
@@ -38,8 +38,7 @@ def engine(job: dict[str, Any]) -> LLM:
         enable_prefix_caching=True,
         prefix_cache_retention_interval=None,
         disable_log_stats=False,
-        **more,
-        **job.get("engine", {}),
+        **(more | job["engine"]),
     )
 
 
@@ -61,10 +60,11 @@ def main() -> None:
     job = json.load(sys.stdin)
     llm, chance = engine(job), random.Random(0)
     prompt, turns = [chance.randrange(10, 1000) for _ in range(FIRST)], []
-    for turn in range(TURNS):
+    adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
+    for turn in range(len(job["prompts"] or range(TURNS))):
         prompt = job["prompts"][turn] if job["prompts"] else prompt
         before = accepted(llm)
-        [found] = llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False)
+        [found] = llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False, lora_request=adapter)
         told = found.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
         turns.append({"prompt": prompt, "tokens": list(told.token_ids), "logprobs": logprobs})

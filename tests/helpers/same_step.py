@@ -37,7 +37,7 @@ class SameStep(ExactSessions):
         scheduler.schedule = noting_schedule
 
     def _watch_worker(self, runner: Any) -> None:
-        """Note in which order a step's forward pass, loads and spills begin."""
+        """Note in which order a step's forward passes, the draft's too, loads and spills begin."""
         forward, loads, spills = runner._model_forward, self.path.submit_loads, self.path.submit_spills
 
         def noting_forward(*args: Any, **more: Any) -> Any:
@@ -53,6 +53,15 @@ class SameStep(ExactSessions):
             self.steps[-1] += ["spills"] if metadata.spills else []
             spills(metadata)
 
+        if hasattr(runner, "drafter"):
+            propose = runner.drafter.propose
+
+            def noting_draft(*args: Any, **more: Any) -> Any:
+                proposed = propose(*args, **more)
+                self.steps[-1].append("draft")
+                return proposed
+
+            runner.drafter.propose = noting_draft
         runner._model_forward = noting_forward
         self.path.submit_loads, self.path.submit_spills = noting_loads, noting_spills
 
@@ -107,7 +116,9 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     codec = {"name": "k3v3", "sink_tokens": 0}  # blocks that are encoded again are as they were
-    engine = SteppedEngine(131, codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"})
+    engine = SteppedEngine(
+        131, job["vllm"], codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"}
+    )
     sessions = SameStep(engine, job["loads_first"])
     sessions.go()
     with report:
