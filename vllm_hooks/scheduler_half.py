@@ -32,7 +32,7 @@ from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -188,12 +188,21 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        keys = request.block_hashes[:computed]
-        beside = [(group, keys[at], at) for group, at in self.groups.beside(computed)]
+        keys = self._entered(request.block_hashes[:computed])
+        beside = [(group, keys[at], at) for group, at in self.groups.beside(len(keys))]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _entered(self, keys: "list[BlockHash]") -> "list[BlockHash]":
+        """All but the last, where vLLM has not entered it into its prefix cache: it does so when it schedules the next
+        step, and proposed tokens that were right may have filled the block in the last one."""
+        proposed = self._vllm_config.num_speculative_tokens
+        for _ in range(-(-proposed // self._block_size)):
+            if keys and self._pool.get(keys[-1]) is None:
+                keys = keys[:-1]
+        return keys
 
     # -- a step ---------------------------------------------------------------------------------------
 

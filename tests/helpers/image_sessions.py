@@ -9,7 +9,7 @@ import sys
 
 import numpy as np
 from group_sessions import ANSWER, engine, let_go_cold
-from image_model import IMAGE, PIXELS
+from image_model import PIXELS
 from PIL import Image
 
 
@@ -23,7 +23,7 @@ def main() -> None:
     options = {"skip_tokenizer_init": False, "limit_mm_per_prompt": {"image": 1}, "mm_processor_cache_gb": 0}
     llm, answers = engine(job | {"batched_tokens": 2048, "engine": options}), []
     for number, text in job["questions"]:
-        prompt = {"prompt": IMAGE + text, "multi_modal_data": {"image": picture(number)}}
+        prompt = {"prompt": text, "multi_modal_data": {"image": picture(number)}}
         [found] = llm.generate([prompt], ANSWER, use_tqdm=False)
         told = found.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]

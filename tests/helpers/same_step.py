@@ -91,7 +91,8 @@ class SameStep(ExactSessions):
     def codes_are_right(self, session: str) -> list[bool]:
         """Whether a session's codes are those of its blocks as they are in the pool now."""
         right, numbers = [], self.pool(session)
-        for depth, (key, (keys, values)) in enumerate(numbers.items()):
+        for depth, (key, both) in enumerate(numbers.items()):
+            keys, values = map(np.ascontiguousarray, np.split(both, 2, axis=3))
             [buf] = self.path.store.read(self.group, [key])
             wanted = self.blocks.format.encode(keys, values, key=key, first_token=depth * vllm_engine.BLOCK, exact=0)
             right.append(buf is not None and np.array_equal(buf, wanted))

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conversation import EXACT, run
-from draft_model import TINY, make_draft
+from draft_model import TINY, make_draft, make_mtp_model
 from tokenizers import Tokenizer
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -52,6 +52,19 @@ def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any])
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
     assert [turn["accepted"] for turn in ours] == [turn["accepted"] for turn in hot]
     assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
+
+
+@pytest.mark.slow
+def test_a_models_own_draft_goes_cold_with_it(tmp_path: Path) -> None:
+    """MTP with weights that are made up: nothing that is proposed is right."""
+    model, options = make_mtp_model(tmp_path), {"load_format": "dummy", **proposing(method="mtp")}
+    options["speculative_config"]["num_speculative_tokens"] = 1
+    ours, log = run(model, EXACT, **options)
+    hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **options)
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
+    assert all(turn["cached"] > 500 for turn in ours[1:])
+    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:
