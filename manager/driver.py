@@ -150,7 +150,7 @@ class Driver(Generic[B]):
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
         self.pressure.admitted(request_id)
-        self.prefetcher.admitted(request_id, keys, hot + self._again, usable)
+        self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
     def restoring(
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()

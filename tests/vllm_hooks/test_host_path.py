@@ -229,3 +229,5 @@ def test_nothing_touches_the_cache_once_it_was_waited_for(
     report = worker.path.take_report()
     assert report is not None
     assert len(report.spills) == 1
+    worker.path.shutdown()
+    worker.path.wait()

@@ -31,7 +31,9 @@ class Threads:
         self._jobs.put(partial(job, *args))
 
     def wait(self) -> None:
-        """Until all jobs that were given are done."""
+        """Until all jobs that were given are done; after a shutdown there are none."""
+        if not any(thread.is_alive() for thread in self._threads):
+            return
         all_idle = threading.Barrier(len(self._threads) + 1)
         for _ in self._threads:
             self.submit(all_idle.wait)
