@@ -49,11 +49,14 @@ def accepted(llm: LLM) -> int:
 
 
 def let_go_cold(llm: LLM) -> None:
-    """The engine takes steps while the session is idle."""
+    """The engine takes steps while the session is idle, and writes over its blocks when they are free."""
     short = SamplingParams(max_tokens=2, detokenize=False)
     for number in range(6):
         time.sleep(0.5)
-        llm.generate([{"prompt_token_ids": [5 + number] * 20}], short, use_tqdm=False)
+        tokens = 20 if number < 5 else FIRST
+        llm.generate(
+            [{"prompt_token_ids": [5 + number] * tokens, "cache_salt": str(time.time())}], short, use_tqdm=False
+        )
 
 
 def main() -> None:
