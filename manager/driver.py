@@ -65,6 +65,7 @@ class Driver(Generic[B]):
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
     directory: keeps the books of a cold store that others use as well; None for one of this engine alone.
     guard: sees to it that the codec is measured first; None to trust it.
+    again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless.
     """
 
     def __init__(
@@ -78,7 +79,9 @@ class Driver(Generic[B]):
         observer: Observer | None = None,
         directory: "DirectoryLink | None" = None,
         guard: Guard[B] | None = None,
+        again: int = 0,
     ) -> None:
+        self._again = again
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
         self._observer = observer or Observer()
@@ -125,7 +128,8 @@ class Driver(Generic[B]):
     def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
         """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
 
-        keys: of those that may come from elsewhere. hot: how many are in the pool. blocks: what it needs in all.
+        keys: of those that may come from elsewhere. hot: how many the engine takes from the pool. blocks: what the
+        request needs in all.
         """
         self.hear(now)
         self.prefetcher.waits(request_id, blocks)
@@ -140,13 +144,13 @@ class Driver(Generic[B]):
         cold = keys[hot:]
         if cold and self.prefetcher.is_loading(cold[0]):
             return None
-        return self.manager.match(cold)
+        return max(0, self.manager.match(cold) - self._again)
 
     def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
         self.pressure.admitted(request_id)
-        self.prefetcher.admitted(request_id, keys, hot, usable)
+        self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
     def restoring(
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()

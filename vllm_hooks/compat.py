@@ -1,4 +1,5 @@
-"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and tried on no other.
+"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and compared with
+0.33; docs/compatibility.md says what ran on which.
 
 Everything here may change with any release of vLLM; everything else in `vllm_hooks` keeps to the connector API and to
 what vLLM documents.
@@ -26,6 +27,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine.core import EngineCoreProc
+
+    from manthan.vllm_hooks.adapters import Adapters
+
+ADAPTER_CONTENT = "manthan_adapter_content"
+"""Of a request: what stands for the content of its LoRA adapter."""
 
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
@@ -125,6 +131,33 @@ def before_answer(check: "Callable[[VllmConfig, Any], object]", params_key: str)
 
 
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
+
+
+def tell_adapters_apart(adapters: "Adapters") -> None:
+    """Have blocks' hashes hold what LoRA adapters contain in place of their paths, in this process.
+
+    vLLM hashes requests as they come, off the scheduler's thread; a request keeps what its first block was given.
+    """
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+
+    def keys(request: Any) -> list[tuple[str, str, str]]:
+        adapter = request.lora_request
+        if not adapter:
+            return []
+        if getattr(request, ADAPTER_CONTENT, None) is None:
+            setattr(request, ADAPTER_CONTENT, adapters.content(adapter))
+        return [("lora", adapter.lora_name, getattr(request, ADAPTER_CONTENT))]
+
+    core: Any = EngineCore
+    add_lora = getattr(core.add_lora, "__wrapped__", core.add_lora)  # an earlier engine of this process may have had it
+
+    @functools.wraps(add_lora)
+    def with_content(self: EngineCore, adapter: Any) -> Any:
+        with adapters.loading(adapter):
+            return add_lora(self, adapter)
+
+    kv_cache_utils._gen_lora_extra_hash_keys, core.add_lora = keys, with_content
 
 
 def engine_waker() -> Callable[[], None]:

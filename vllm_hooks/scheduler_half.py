@@ -16,13 +16,14 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
-from manthan.vllm_hooks.compat import VllmPool, engine_waker
+from manthan.vllm_hooks.adapters import Adapters
+from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
+from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, groups_of, has_draft, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
@@ -31,7 +32,7 @@ from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -61,8 +62,15 @@ class SchedulerHalf:
                 f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows or "
                 "states, whose blocks are kept in this engine's memory only: use host."
             )
+        if self.groups.windows and has_draft(vllm_config):
+            raise UnsupportedError(
+                "Manthan cannot be used here: the model has layers with sliding windows or states, and "
+                "--speculative-config a draft with a KV cache: remove it, or use ngram."
+            )
         namespace = namespace_of(vllm_config, config, group) if shared else None
         owner = engine_name()
+        if vllm_config.lora_config is not None:
+            tell_adapters_apart(Adapters())
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
             chosen.policy,
@@ -107,6 +115,7 @@ class SchedulerHalf:
             observer=self.telemetry,
             directory=self._directory,
             guard=self._guard(),
+            again=blocks_computed_again(self._vllm_config),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -182,12 +191,21 @@ class SchedulerHalf:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        keys = request.block_hashes[:computed]
-        beside = [(group, keys[at], at) for group, at in self.groups.beside(computed)]
+        keys = self._entered(request.block_hashes[:computed])
+        beside = [(group, keys[at], at) for group, at in self.groups.beside(len(keys))]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _entered(self, keys: "list[BlockHash]") -> "list[BlockHash]":
+        """All but the last, where vLLM has not entered it into its prefix cache: it does so when it schedules the next
+        step, and proposed tokens that were right may have filled the block in the last one."""
+        proposed = self._vllm_config.num_speculative_tokens
+        for _ in range(-(-proposed // self._block_size)):
+            if keys and self._pool.get(keys[-1]) is None:
+                keys = keys[:-1]
+        return keys
 
     # -- a step ---------------------------------------------------------------------------------------
 

@@ -15,8 +15,11 @@ if TYPE_CHECKING:
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
 
 DEVICES = ("cpu", "cuda")
-VLLM = ">=0.32,<0.33"
-"""The releases of vLLM whose insides Manthan knows."""
+VLLM = ">=0.32,<0.34"
+"""The releases of vLLM whose insides Manthan knows; docs/compatibility.md says what ran on which."""
+RELEASES = ("0.32", "0.33")
+DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods of --speculative-config whose draft's KV is kept with the model's."""
 
 
 class UnsupportedError(ConfigError):
@@ -73,11 +76,6 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
             "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
         ),
-        (
-            shared and vllm_config.lora_config is not None,
-            f"{store}, whose codes outlive the engine, but --enable-lora is on, and adapters are told apart by name "
-            "and path only; use cold store host or device",
-        ),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -88,8 +86,9 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; use tensor parallelism instead",
         ),
         (
-            speculative is not None and speculative.use_eagle(),
-            "speculative decoding with a draft model is on; remove --speculative-config or use ngram",
+            speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
+            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
+            f"use {', '.join(DRAFTS)}, or ngram",
         ),
         (
             bool(config.quotas.header) and envs.VLLM_USE_RUST_FRONTEND,
@@ -185,10 +184,10 @@ class Groups(NamedTuple):
 def check_version(version: str) -> None:
     """Refuse a vLLM whose insides are others; raises UnsupportedError. A build that knows no version is let in."""
     release = re.match(r"\d+\.\d+", version)
-    if release and release[0] != "0.32":
+    if release and release[0] not in RELEASES:
         raise UnsupportedError(
-            f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no "
-            f"other: install vllm{VLLM}."
+            f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for "
+            f"{' and '.join(RELEASES)} and no other: install vllm{VLLM}."
         )
 
 
@@ -196,6 +195,22 @@ def latent_of(vllm_config: "VllmConfig") -> int:
     """How many numbers a token's latent has in a layer; 0 for a model whose cache has keys and values."""
     model = vllm_config.model_config
     return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
+
+
+def has_draft(vllm_config: "VllmConfig") -> bool:
+    """Whether a draft that proposes tokens has layers in the KV cache."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.uses_draft_kv_cache())
+
+
+def blocks_computed_again(vllm_config: "VllmConfig") -> int:
+    """How many blocks at the end of those that are found are computed nevertheless, as vLLM does with its own.
+
+    One with a draft that reads the next token: its KV of a block's last token is of a token that the block's key does
+    not cover.
+    """
+    speculative = vllm_config.speculative_config
+    return int(speculative is not None and speculative.use_eagle_block_drop())
 
 
 def groups_of(
@@ -220,8 +235,8 @@ def groups_of(
         kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
-            "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it "
-            "in blocks as large."
+            "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
+            "and sliding windows and states beside it in blocks as large."
         )
     return Groups(chains[0], windows)
 
@@ -269,6 +284,12 @@ def _in_pages(group: Group) -> Group:
 
 
 def _described(spec: "KVCacheSpec") -> str:
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # of a model and its draft, say
+        specs = spec.kv_cache_specs.values()
+        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size}" for of in specs if isinstance(of, AttentionSpec)}
+        return f"layers of several shapes ({', '.join(sorted(shapes))}) in blocks of {spec.block_size}"
     limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
     limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)
     return f"{type(spec).__name__}{limited} in blocks of {spec.block_size}"

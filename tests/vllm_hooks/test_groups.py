@@ -1,31 +1,15 @@
 """Models with several KV cache groups on the real engine: sessions go cold, and return as if they had stayed hot."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import group_models
 import pytest
+from conversation import EXACT, run
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "group_sessions.py"
-ALL = 100_000
-"""More first tokens than any session has: all are kept exact."""
 BATCHED = {"falcon-h1": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
-
-
-def run(model: str, manthan: dict[str, Any] | None, batched: int, prompts: Any = None) -> tuple[list[Any], str]:
-    """The turns of a conversation, and the log."""
-    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    told = next(line for line in done.stdout.splitlines() if line.startswith("[{"))
-    return json.loads(told), done.stderr + done.stdout
 
 
 def families() -> list[Any]:
@@ -37,13 +21,7 @@ def families() -> list[Any]:
 @pytest.mark.parametrize("family", families())
 def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) -> None:
     model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
-    manthan = {
-        "idle_after_s": 0.4,
-        "min_tokens": 64,
-        "codec": {"name": "k3v3", "sink_tokens": ALL},
-        "cold_store": {"max_bytes": "128MiB"},
-    }
-    ours, log = run(model, manthan, batched)
+    ours, log = run(model, EXACT, batched)
     hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]

@@ -1,5 +1,6 @@
 """The worker's way on the CPU: a step's metadata in, blocks in the store and in the cache, and an answer to each."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,3 +203,31 @@ def test_after_a_shutdown_nothing_raises(start: Callable[..., Worker]) -> None:
     step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0)], loads=[Load("request", (part,))])
     worker.path.submit_loads(step)
     worker.path.submit_spills(step)
+
+
+def test_nothing_touches_the_cache_once_it_was_waited_for(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before vLLM takes the cache's memory away."""
+    worker = start()
+    encode_all, began, may_go_on = worker.blocks.encode_all, threading.Event(), threading.Event()
+
+    def slowly(spills: Any) -> Any:
+        began.set()
+        may_go_on.wait(20)
+        return encode_all(spills)
+
+    monkeypatch.setattr(worker.blocks, "encode_all", slowly)
+    worker.path.submit_spills(ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0, 0)]))
+    assert began.wait(20)
+    waits = threading.Thread(target=worker.path.wait)
+    waits.start()
+    assert waits.is_alive()
+    assert worker.path.take_report() is None
+    may_go_on.set()
+    waits.join(20)
+    report = worker.path.take_report()
+    assert report is not None
+    assert len(report.spills) == 1
+    worker.path.shutdown()
+    worker.path.wait()

@@ -23,6 +23,7 @@ from vllm.v1.kv_cache_interface import (
     MambaSpec,
     MLAAttentionSpec,
     SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
 )
 
 from manthan.manager.config.model import CodecConfig
@@ -226,16 +227,16 @@ def test_transfer_roles(change: dict[str, str], why: str) -> None:
     assert why in refusal(MODEL, kv_transfer_config=transfer)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.33.0rc1", "0.33.1.dev7+g0123abc", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.34.0rc1", "0.34.1.dev7+g0123abc", "1.0"])
 def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     assert refusal(MODEL) == (
-        f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no other: "
-        "install vllm>=0.32,<0.33."
+        f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and 0.33 and "
+        "no other: install vllm>=0.32,<0.34."
     )
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.32.1.post1", "dev"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.33.0", "0.33.1.post1", "dev"])
 def test_patch_releases_of_vllm_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     kv = kv_transfer_config()
@@ -300,16 +301,20 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
             (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
             "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
         ),
+        (
+            (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": replace(FULL, num_kv_heads=4)}),),
+            "layers of several shapes (2 KV heads of 64, 4 KV heads of 64) in blocks of 32",
+        ),
     ],
-    ids=["none", "windows", "states", "two chains", "sizes", "window in full", "chunks"],
+    ids=["none", "windows", "states", "two chains", "sizes", "window in full", "chunks", "a draft of another shape"],
 )
 def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     with pytest.raises(ConfigError) as refused:
         told(*specs)
     assert str(refused.value) == (
         f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
-        "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it in "
-        "blocks as large."
+        "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, and "
+        "sliding windows and states beside it in blocks as large."
     )
 
 

@@ -55,13 +55,6 @@ def test_hashes_of_this_process_alone_are_refused(
     assert configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
 
 
-def test_adapters_are_refused(redis_server: RedisServer) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cold_store.kind is redis, whose codes outlive the engine, but --enable-lora"
-    ):
-        configured(redis_server, enable_lora=True)
-
-
 def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redis_server: RedisServer) -> None:
     def with_dead_server(required: bool) -> Any:
         redis = {"url": "redis://127.0.0.1:1", "required": required}

@@ -208,9 +208,12 @@ class GpuPath(WorkerPath):
             self._end_restore(self._prefetches.popleft())
         return super().take_finished_loads()
 
-    def shutdown(self) -> None:
+    def wait(self) -> None:
         for lane in self._lanes:
             lane.stream.synchronize()
+
+    def shutdown(self) -> None:
+        self.wait()
         if self._calibration is not None:
             self._calibration.stop()
         self.tiers.release()

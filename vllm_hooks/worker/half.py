@@ -120,6 +120,12 @@ class WorkerHalf:
         report.verdicts += verdicts
         return report
 
+    def wait(self) -> None:
+        """Until nothing that was begun reads or writes the paged cache, whose memory may go then."""
+        self.path.wait()
+        if self._guard is not None:
+            self._guard.wait()
+
     def shutdown(self) -> None:
         if self._guard is not None:
             self._guard.shutdown()

@@ -75,6 +75,10 @@ class HostPath(WorkerPath):
             for start in range(0, len(spills), blocks.batch):
                 self._encoders.submit(self._spill, spills[start : start + blocks.batch], blocks, self.store, model)
 
+    def wait(self) -> None:
+        for threads in (self._encoders, self._loaders, self._prefetchers):
+            threads.wait()
+
     def shutdown(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
