@@ -21,7 +21,7 @@ from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
-    from manthan.vllm_hooks.support import Group, Window
+    from manthan.vllm_hooks.support import Group, Groups
 
 
 def block_shape(group: "Group") -> BlockShape:
@@ -62,14 +62,20 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
 
 
 def with_windows(
-    shapes: Sequence[MemoryShape], codec: CodecConfig, windows: "Sequence[Window]", ranks: int
+    shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int
 ) -> list[MemoryShape]:
     """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
     names = [codec.name, *finer_codecs(codec.name)]
-    return [
-        replace(shape, beside={w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in windows})
-        for at, shape in enumerate(shapes)
-    ]
+    spans = {window.group.index: window.span for window in groups.windows if window.span > 1}
+    hot = {window.group.index: window.group.page_nbytes * ranks for window in groups.windows}
+    made = []
+    for at, shape in enumerate(shapes):
+        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in groups.others}
+        if not groups.is_whole:
+            beside[groups.chain.index] = shape.bounds
+            shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
+        made.append(replace(shape, beside=beside, hot_beside=hot, spans=spans))
+    return made
 
 
 def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int) -> Mapping[int, int]:

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -50,7 +50,7 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
-        [self._shape] = with_windows([self._shape], config.codec, self.groups.windows, self._ranks)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
@@ -116,14 +116,14 @@ class SchedulerHalf:
             return None
         codec = self._config.codec
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile)]
-        shapes = with_windows(shapes, codec, self.groups.windows, self._ranks)
+        shapes = with_windows(shapes, codec, self.groups, self._ranks)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes)}
+        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
         tiers = TierBytes.of_a_rank(store, self._ranks)
         return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
@@ -170,17 +170,17 @@ class SchedulerHalf:
         if tokens:
             keys, end = request.block_hashes, hot + tokens // self._block_size
             beside = []
-            for group, places in groupby(self.groups.beside(end), itemgetter(0)):
-                cold, ids = [at for _, at in places if at >= hot], block_ids[group]
-                beside.append(GroupBlocks(group, [keys[at] for at in cold], [ids[at] for at in cold]))
+            for group, parts in groupby(self.groups.beside(end), attrgetter("group")):
+                cold, ids = [part for part in parts if part.first >= hot], block_ids[group]
+                beside.append(GroupBlocks(group, [keys[p.last] for p in cold], [ids[p.at] for p in cold]))
             self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
-        computed = min(blocks, request.num_computed_tokens // self._block_size)
+        computed = self.groups.aligned(min(blocks, request.num_computed_tokens // self._block_size))
         keys = request.block_hashes[:computed]
-        beside = [(group, keys[at], at) for group, at in self.groups.beside(computed)]
+        beside = [(part.group, keys[part.last], part.first) for part in self.groups.beside(computed)]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)

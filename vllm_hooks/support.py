@@ -1,5 +1,6 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -169,32 +170,55 @@ class Group:
         return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
 
 
+class Part(NamedTuple):
+    """A block of another group that is needed behind a place of a chain. at: its number among those of its group.
+    first, last: the chain's blocks, by number, with which its tokens begin and end; its key is the last one's."""
+
+    group: int
+    at: int
+    first: int
+    last: int
+
+
 class Window(NamedTuple):
     """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
-    last token of a block."""
+    last token of a block. span: how many of a chain's blocks have the tokens of one of its own."""
 
     group: Group
     tokens: int | None
+    span: int = 1
 
-    def needed(self, depth: int) -> range:
-        """Which blocks who goes on behind so many blocks of a chain needs of it."""
-        if self.tokens is None:
-            return range(depth - 1, depth)
-        size = self.group.spec.block_size
-        return range(max(0, depth * size - self.tokens + 1) // size, depth)
+    def needed(self, depth: int) -> Iterator[Part]:
+        """Which of its blocks who goes on behind so many blocks of a chain, a multiple of span, needs."""
+        end, size = depth // self.span, self.group.spec.block_size
+        start = end - 1 if self.tokens is None else max(0, end * size - self.tokens + 1) // size
+        return (Part(self.group.index, at, at * self.span, (at + 1) * self.span - 1) for at in range(start, end))
 
 
 class Groups(NamedTuple):
-    """chain: the one with full attention, whose blocks make up chains. windows: the others."""
+    """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
+    attention, chains are of the blocks of a window's group, which is among windows as well."""
 
     chain: Group
     windows: Sequence[Window] = ()
 
-    def beside(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Group and place in the chain of each block that is needed behind so many blocks of it."""
-        if not depth:
-            return iter(())
-        return ((window.group.index, at) for window in self.windows for at in window.needed(depth))
+    @property
+    def is_whole(self) -> bool:
+        """Whether who goes on needs all of a chain's own blocks, rather than a window's last ones."""
+        return all(window.group.index != self.chain.index for window in self.windows)
+
+    @property
+    def others(self) -> list[Window]:
+        """Those of the groups that are not the chain's."""
+        return [window for window in self.windows if window.group.index != self.chain.index]
+
+    def aligned(self, depth: int) -> int:
+        """So many blocks of a chain, less those behind the last place at which each group's blocks end."""
+        return depth - depth % math.lcm(*(window.span for window in self.windows))
+
+    def beside(self, depth: int) -> Iterator[Part]:
+        """Each block of another group that is needed behind so many blocks of a chain, group by group."""
+        return (part for window in self.windows for part in window.needed(depth)) if depth else iter(())
 
 
 def check_version(version: str) -> None:
@@ -214,8 +238,8 @@ def latent_of(vllm_config: "VllmConfig") -> int:
 
 
 def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
-    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of one
-    size.
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks as large
+    or a multiple; or windows of one size alone.
 
     cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. Raises
     UnsupportedError for others.
@@ -224,14 +248,24 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
     layer_nbytes = _layer_nbytes(kv_cache_config) if packed and len(groups) == 1 else ()
     found = [_group(index, group, cache, layer_nbytes) for index, group in enumerate(groups)]
     chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent)]
-    windows = [window for window in map(_window, found) if window is not None]
-    sizes = {group.spec.block_size for group in found}
-    if len(chains) != 1 or len(windows) < len(groups) - 1 or len(sizes) > 1 or (packed and windows):
+    if len(groups) == 1 and not packed:
+        chains = chains or [group for group in found if _is_window(group.spec)]
+    size = chains[0].spec.block_size if chains else 1
+    windows = [window for group in found if (window := _window(group, size)) is not None]
+    named = {group.index for group in chains} | {window.group.index for window in windows}
+    uneven = any(group.spec.block_size % size for group in found)
+    if len(chains) != 1 or len(named) < len(groups) or uneven or (packed and windows):
         kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
             "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it "
-            "in blocks as large."
+            "in blocks as large or a multiple; or one group of sliding windows."
+        )
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, size):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of {size} tokens; "
+            "remove it."
         )
     return Groups(chains[0], windows)
 
@@ -256,19 +290,26 @@ def _is_chain(group: Group, latent: int) -> bool:
     if latent:
         nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
         return type(spec) is MLAAttentionSpec and group.cache_dtype in PLAIN and spec.page_size_bytes == nbytes
-    return type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size)
+    return type(spec) is FullAttentionSpec  # with windows too, where vLLM keeps the blocks of all tokens nevertheless
 
 
-def _window(group: Group) -> Window | None:
-    """The group as one beside the chain's, if it is one."""
-    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+def _is_window(spec: "KVCacheSpec") -> bool:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
 
-    spec: KVCacheSpec = group.spec
-    if type(spec) is SlidingWindowSpec:
-        return Window(group, spec.sliding_window)
+    return type(spec) is SlidingWindowSpec
+
+
+def _window(group: Group, chain_tokens: int) -> Window | None:
+    """The group as one beside a chain's, whose blocks have so many tokens, if it is one."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec: Any = group.spec
+    span = spec.block_size // chain_tokens
+    if _is_window(spec):
+        return Window(group, spec.sliding_window, span)
     if type(spec) is MambaSpec:
         pages = (spec.page_size_bytes,) * group.layers
-        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None)
+        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None, span)
     return None
 
 

@@ -349,10 +349,11 @@ class SessionMemoryManager:
         return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
-        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now."""
+        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
+        last ones, where the first are no longer needed."""
+        part = slice(-count, None) if self.shape.group is None else slice(count)
         for session in self.table.idle.values():
-            blocks = session.chain[:count]
-            yield session, [self._order(block, self._evictions.wanted(block)) for block in blocks]
+            yield session, [self._order(block, self._evictions.wanted(block)) for block in session.chain[part]]
 
     def take_moves(self) -> list[bytes]:
         """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
@@ -441,7 +442,7 @@ class SessionMemoryManager:
             blocks=len(chain),
             hot_blocks=sum(block.hot > 0 for block in chain),
             cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in cold),
+            cold_nbytes=sum(block.encoding.nbytes for block in cold) + session.beside_nbytes,
             created=session.created,
             last_used=session.last_used,
             requests=session.uses,

@@ -1,7 +1,7 @@
 """A conversation on an engine of its own, told on standard output as JSON: each turn's prompt, tokens, their
 log-probabilities, and how many of the prompt's were not computed.
 
-On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
+On standard input: model, batched_tokens, engine (more options of it), manthan (its options, or null for none), prompts (those of another run, or
 null).
 """
 
@@ -18,7 +18,7 @@ ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokeniz
 
 
 def engine(job: dict[str, Any]) -> LLM:
-    more: dict[str, Any] = {}
+    more: dict[str, Any] = dict(job["engine"])
     if job["manthan"] is not None:
         more["kv_transfer_config"] = {
             "kv_connector": "ManthanConnector",

@@ -18,9 +18,11 @@ BATCHED = {"falcon-h1": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 
 
-def run(model: str, manthan: dict[str, Any] | None, batched: int, prompts: Any = None) -> tuple[list[Any], str]:
-    """The turns of a conversation, and the log."""
-    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts}
+def run(
+    model: str, manthan: dict[str, Any] | None, batched: int, prompts: Any = None, **engine: Any
+) -> tuple[list[Any], str]:
+    """The turns of a conversation, and the log. engine: more options of it."""
+    job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts, "engine": engine}
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
@@ -34,17 +36,26 @@ def families() -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
 
 
+def manthan(**codec: Any) -> dict[str, Any]:
+    return {"idle_after_s": 0.4, "min_tokens": 64, "codec": codec, "cold_store": {"max_bytes": "128MiB"}}
+
+
 @pytest.mark.parametrize("family", families())
 def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) -> None:
-    model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
-    manthan = {
-        "idle_after_s": 0.4,
-        "min_tokens": 64,
-        "codec": {"name": "k3v3", "sink_tokens": ALL},
-        "cold_store": {"max_bytes": "128MiB"},
-    }
-    ours, log = run(model, manthan, batched)
-    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    returns_as_if_hot(group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048))
+
+
+@pytest.mark.slow
+def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
+    """vLLM keeps the blocks of all tokens then, in one group: a chain like any other."""
+    model = group_models.made("gemma3", tmp_path / "model")
+    returns_as_if_hot(model, 2048, disable_hybrid_kv_cache_manager=True)
+
+
+def returns_as_if_hot(model: str, batched: int, **engine: Any) -> None:
+    """With all tokens exact."""
+    ours, log = run(model, manthan(name="k3v3", sink_tokens=ALL), batched, **engine)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours], **engine)
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
     assert all(turn["cached"] > 500 for turn in ours[1:])

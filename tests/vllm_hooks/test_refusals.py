@@ -5,6 +5,7 @@ import re
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -28,7 +29,7 @@ from vllm.v1.kv_cache_interface import (
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.memory import memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -258,26 +259,56 @@ def test_windows_and_states_beside_full_attention_are_served() -> None:
     state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
     assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+    whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
+    assert told(whole) == Groups(Group(0, whole, 1, ("0",)), [])
+
+
+def test_windows_alone_are_served() -> None:
+    found = told(WINDOW)
+    window = Group(0, WINDOW, 1, ("0",))
+    assert found == Groups(window, [Window(window, 128)])
+    assert not found.is_whole
+    assert found.others == []
+    assert told(FULL, WINDOW).is_whole
+
+
+def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
+    found = told(replace(WINDOW, block_size=64), FULL)
+    assert found.windows[0].span == 2
+    assert [found.aligned(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
+    assert list(found.beside(10)) == [Part(0, 3, 6, 7), Part(0, 4, 8, 9)]
+    assert list(found.beside(2)) == [Part(0, 0, 0, 1)]
+    assert list(found.beside(0)) == []
+
+
+def test_hashes_of_less_than_a_block() -> None:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], FULL), KVCacheGroupSpec(["1"], STATE)])
+    cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], prefix_match_unit=16)
+    with pytest.raises(ConfigError, match=r"--prefix-match-unit is 16, and the KV cache has blocks of 32 tokens"):
+        groups_of(config, cache)
 
 
 @pytest.mark.parametrize(
     ("specs", "kinds"),
     [
         ((), "none"),
-        ((WINDOW,), "SlidingWindowSpec with sliding_window 128 in blocks of 32"),
+        (
+            (WINDOW, WINDOW),
+            "SlidingWindowSpec with sliding_window 128 in blocks of 32, SlidingWindowSpec with sliding_window 128 in "
+            "blocks of 32",
+        ),
         ((STATE,), "MambaSpec in blocks of 32"),
         ((FULL, FULL), "FullAttentionSpec in blocks of 32, FullAttentionSpec in blocks of 32"),
         (
-            (FULL, replace(WINDOW, block_size=64)),
-            "FullAttentionSpec in blocks of 32, SlidingWindowSpec with sliding_window 128 in blocks of 64",
+            (FULL, replace(WINDOW, block_size=16)),
+            "FullAttentionSpec in blocks of 32, SlidingWindowSpec with sliding_window 128 in blocks of 16",
         ),
-        ((replace(FULL, sliding_window=64),), "FullAttentionSpec with sliding_window 64 in blocks of 32"),
         (
             (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
             "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
         ),
     ],
-    ids=["none", "windows", "states", "two chains", "sizes", "window in full", "chunks"],
+    ids=["none", "windows", "states", "two chains", "sizes", "chunks"],
 )
 def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -285,7 +316,7 @@ def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     assert str(refused.value) == (
         f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
         "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it in "
-        "blocks as large."
+        "blocks as large or a multiple; or one group of sliding windows."
     )
 
 

@@ -60,7 +60,7 @@ class WorkerHalf:
         self._group = self._groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
+        self._fails_whole = bool(self._groups.windows)
         self.path: WorkerPath = Resting()
         self._guard: Guard | None = None
 
@@ -98,7 +98,7 @@ class WorkerHalf:
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope()
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.windows}
+        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.others}
         self.path = self._path(layers, forms, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)

@@ -31,8 +31,9 @@ MISSING = "missing"
 class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
-    blocks: by KV cache group. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
-    what the model's stream was given before. calibration: what is made of the blocks besides.
+    blocks: by KV cache group, that of chains first. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
+    what the model's stream was given before. calibration: what is made of the blocks of
+    chains besides.
     """
 
     def __init__(
@@ -46,7 +47,7 @@ class HostPath(WorkerPath):
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
-        self._calibration = calibration
+        self._calibration, self._calibrated = calibration, next(iter(blocks))
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -89,7 +90,7 @@ class HostPath(WorkerPath):
         began = time.monotonic()
         try:
             with behind(model, self._device):
-                if self._calibration is not None:
+                if self._calibration is not None and spills[0].group == self._calibrated:
                     self._calibration.see(spills)
                 encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
             bufs = {spill.key: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
