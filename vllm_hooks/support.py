@@ -264,8 +264,8 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, size):
         raise UnsupportedError(
-            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of {size} tokens; "
-            "remove it."
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of {size} "
+            "tokens; remove it."
         )
     return Groups(chains[0], windows)
 

@@ -90,7 +90,7 @@ class Evictions:
             return Encoding(shape.bounds[exact], exact, shape.codec)
         bounds = shape.beside[block.group]
         exact = exact if exact in bounds else 0  # a state has no first tokens
-        return Encoding(bounds[exact], exact, shape.codec)
+        return Encoding(bounds[exact], exact, "" if block.group in shape.settled else shape.codec)
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.

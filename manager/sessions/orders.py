@@ -8,7 +8,8 @@ from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, 
 
 
 class Orders:
-    """Filled by the manager's parts, emptied by whoever drives it. group: of the blocks of chains; None where these have no codes."""
+    """Filled by the manager's parts, emptied by whoever drives it. group: of the blocks of chains; None where they
+    have no codes."""
 
     def __init__(self, blocks: BlockTable, group: int | None) -> None:
         self._blocks, self._group = blocks, group

@@ -1,6 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
@@ -35,9 +35,10 @@ class MemoryShape:
     group: the KV cache group whose blocks make up the chains; None where chains are keys only, without codes of their
     own, since no layer looks back over all of them. beside: what blocks of other groups take, by group, as in bounds;
     from a place in a chain nobody goes on without some of these. hot_beside: the bytes of such a block in the pool, by
-    group. spans: of those groups whose blocks have the tokens of several of a chain's, of how many. typical: about how many bytes an encoded block
-    without exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that
-    which whoever encodes was told of.
+    group. spans: of those groups whose blocks have the tokens of several of a chain's, of how many. settled: those that
+    stay in one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
+    exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
+    whoever encodes was told of.
     """
 
     block_tokens: int
@@ -49,6 +50,7 @@ class MemoryShape:
     beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     hot_beside: Mapping[int, int] = field(default_factory=dict)
     spans: Mapping[int, int] = field(default_factory=dict)
+    settled: Collection[int] = ()
 
     @property
     def main_group(self) -> int:

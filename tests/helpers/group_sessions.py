@@ -1,8 +1,9 @@
 """A conversation on an engine of its own, told on standard output as JSON: each turn's prompt, tokens, their
 log-probabilities, and how many of the prompt's were not computed.
 
-On standard input: model, batched_tokens, engine (more options of it), manthan (its options, or null for none), prompts (those of another run, or
-null).
+On standard input: model, batched_tokens, engine (more options of it), manthan (its options, or null for none), prompts
+(those of another run, or null). The first turn tells besides how keys are turned in each KV cache group, as far as
+Manthan knows: the frequencies of RoPE.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 
 FIRST, TURNS, MORE = 700, 4, 60
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
@@ -49,6 +51,12 @@ def let_go_cold(llm: LLM) -> None:
         llm.generate([{"prompt_token_ids": [5 + number] * 20}], short, use_tqdm=False)
 
 
+def ropes() -> dict[int, list[float] | None]:
+    """By KV cache group."""
+    found = {group: blocks.format.facts.rope for group, blocks in get_kv_transfer_group().worker.path.blocks.items()}
+    return {group: None if rope is None else list(rope.frequencies) for group, rope in found.items()}
+
+
 def main() -> None:
     job = json.load(sys.stdin)
     llm, chance = engine(job), random.Random(0)
@@ -63,6 +71,7 @@ def main() -> None:
         prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
         if job["manthan"] is not None:
             let_go_cold(llm)
+    turns[0]["ropes"] = ropes() if job["manthan"] is not None else {}
     json.dump(turns, sys.stdout)
 
 

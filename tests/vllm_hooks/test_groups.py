@@ -62,3 +62,45 @@ def returns_as_if_hot(model: str, batched: int, **engine: Any) -> None:
     assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
     assert [turn["logprobs"] for turn in ours] == [turn["logprobs"] for turn in hot]
     assert len({tuple(turn["tokens"]) for turn in ours}) == len(ours)
+
+
+def change(ours: list[Any], hot: list[Any]) -> float:
+    """The most by which the first answered token's log-probability is another in a turn that was restored."""
+    return max(abs(a["logprobs"][0] - b["logprobs"][0]) for a, b in zip(ours[2:], hot[2:], strict=True))
+
+
+WHT = {"name": "wht-5x", "calibrate": False}
+LOCAL, GLOBAL = 10_000.0, 1_000_000.0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", group_models.FAMILIES)
+def test_with_the_default_codec_little_is_lost(family: str, tmp_path: Path) -> None:
+    """Random weights: their logits are noise of about 1, of which other KV would leave nothing as it was."""
+    model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
+    ours, log = run(model, manthan(**WHT), batched)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
+    assert 0 < change(ours, hot) < 0.1
+    if family in ("gemma3", "gemma3n"):
+        *windows, whole = sorted(ours[0]["ropes"].values(), key=lambda frequencies: -frequencies[1])
+        assert {frequencies[1] for frequencies in windows} == {pytest.approx(LOCAL ** (-1 / 32))}
+        assert whole[1] == pytest.approx(GLOBAL ** (-1 / 32))
+
+
+@pytest.mark.slow
+def test_states_in_fewer_bits_lose_little(tmp_path: Path) -> None:
+    """Those of float32, as Qwen3.5's are; the KV is exact."""
+    model = group_models.made("qwen3-next", tmp_path / "model")
+    found, hot = {}, None
+    for state in ("exact", "bf16", "int8"):
+        ours, log = run(
+            model, manthan(name="k3v3", sink_tokens=ALL, state=state), 2048, None, mamba_ssm_cache_dtype="float32"
+        )
+        hot = hot or run(model, None, 2048, [turn["prompt"] for turn in ours], mamba_ssm_cache_dtype="float32")[0]
+        assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+        found[state] = change(ours, hot)
+    assert found["exact"] == 0
+    assert 0 < found["bf16"] < 0.02
+    assert 0 < found["int8"] < 0.1

@@ -19,7 +19,7 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts
+from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
@@ -96,7 +96,7 @@ class WorkerHalf:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = self._rope()
+        rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.others}
         self.path = self._path(layers, forms, group, tier_bytes, store, beside)
@@ -115,19 +115,20 @@ class WorkerHalf:
 
     def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> Blocks:
         """What reads and writes the blocks of another group."""
-        layers, codec = self._layers(group, kv_caches), codec_beside(self._config.codec.name, group)
+        layers, config = self._layers(group, kv_caches), self._config.codec
+        codec = codec_beside(config.name, group, config.state)
         if not group.is_packed:
             group = replace(group, layers=len(layers))
-        names = (codec, *finer_codecs(codec))
-        forms = [self._format(name, group, NO_FACTS, "") for name in names]
+        rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
+        forms = [self._format(name, group, self._facts(name, group, rope), "") for name in names]
         return CpuBlocks(_memory(layers, forms[0].shape), *forms)
 
-    def _rope(self) -> Rope | None:
-        """How keys are turned, if that is known; latents are not, and bytes are no keys."""
-        group = self._group
+    def _rope(self, group: Group) -> Rope | None:
+        """How keys of the group's layers are turned, if that is known; latents are not, and bytes are no keys."""
         if group.latent or group.is_packed:
             return None
-        return running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(self._config.codec.name))
+        tell = takes_facts(self._config.codec.name)
+        return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -140,6 +141,7 @@ class WorkerHalf:
 
     def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
         """namespace: see `fingerprint`. Raises ConfigError."""
+        facts = with_states(codec, group, facts)
         try:
             return block_format(codec, group, fingerprint(self._vllm_config, group, codec, namespace, facts), facts)
         except ProfileError as error:

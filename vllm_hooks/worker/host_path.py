@@ -31,9 +31,9 @@ MISSING = "missing"
 class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
-    blocks: by KV cache group, that of chains first. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
-    what the model's stream was given before. calibration: what is made of the blocks of
-    chains besides.
+    blocks: by KV cache group, that of chains first. device: where the paged cache is. On a GPU, a job works on a stream
+    of its own, behind what the model's stream was given before. calibration: what is made of the blocks of chains
+    besides.
     """
 
     def __init__(
