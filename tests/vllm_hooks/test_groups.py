@@ -65,8 +65,15 @@ def returns_as_if_hot(model: str, batched: int, **engine: Any) -> None:
 
 
 def change(ours: list[Any], hot: list[Any]) -> float:
-    """The most by which the first answered token's log-probability is another in a turn that was restored."""
-    return max(abs(a["logprobs"][0] - b["logprobs"][0]) for a, b in zip(ours[2:], hot[2:], strict=True))
+    """The most by which a log-probability is another in turns that were restored, up to the first other token."""
+    found = [0.0]
+    for a, b in zip(ours[2:], hot[2:], strict=True):
+        same = next(
+            (at for at, pair in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if len(set(pair)) > 1), None
+        )
+        upto = None if same is None else same + 1
+        found += [abs(x - y) for x, y in zip(a["logprobs"][:upto], b["logprobs"][:upto], strict=True)]
+    return max(found)
 
 
 WHT = {"name": "wht-5x", "calibrate": False}
@@ -76,13 +83,14 @@ LOCAL, GLOBAL = 10_000.0, 1_000_000.0
 @pytest.mark.slow
 @pytest.mark.parametrize("family", group_models.FAMILIES)
 def test_with_the_default_codec_little_is_lost(family: str, tmp_path: Path) -> None:
-    """Random weights: their logits are noise of about 1, of which other KV would leave nothing as it was."""
+    """Random weights, whose answers hang on every token."""
     model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
     ours, log = run(model, manthan(**WHT), batched)
     hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
-    assert 0 < change(ours, hot) < 0.1
+    print(f"{family}: a log-probability changed by {change(ours, hot):.4f} at most")
+    assert 0 < change(ours, hot) < 0.5
     if family in ("gemma3", "gemma3n"):
         *windows, whole = sorted(ours[0]["ropes"].values(), key=lambda frequencies: -frequencies[1])
         assert {frequencies[1] for frequencies in windows} == {pytest.approx(LOCAL ** (-1 / 32))}
@@ -101,6 +109,8 @@ def test_states_in_fewer_bits_lose_little(tmp_path: Path) -> None:
         hot = hot or run(model, None, 2048, [turn["prompt"] for turn in ours], mamba_ssm_cache_dtype="float32")[0]
         assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
         found[state] = change(ours, hot)
+        *_, size = re.findall(r"went cold .* to ([\d.]+[KM]iB)", log)
+        print(f"{state}: a session takes {size}, a log-probability changed by {found[state]:.4f} at most")
     assert found["exact"] == 0
-    assert 0 < found["bf16"] < 0.02
-    assert 0 < found["int8"] < 0.1
+    assert 0 < found["bf16"] < 0.05
+    assert 0 < found["int8"] < 0.3
