@@ -168,8 +168,8 @@ class Driver(Generic[B]):
     ) -> Outcome | None:
         """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
 
-        beside: what other groups need to go on from there, group, key and depth of each block: in the pool until the
-        next request takes it, and held at once.
+        beside: what other groups need to go on from there, group, key and place in its group of each block: in the pool
+        until the next request takes it, and held at once.
         """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)

@@ -65,7 +65,7 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
 def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int) -> list[MemoryShape]:
     """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
     names = [codec.name, *finer_codecs(codec.name)]
-    spans = {window.group.index: window.span for window in groups.windows if window.span > 1}
+    tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
     hot = {window.group.index: window.group.page_nbytes * ranks for window in groups.windows}
     settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
     made = []
@@ -74,7 +74,7 @@ def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Gro
         if not groups.is_whole:
             beside[groups.chain.index] = shape.bounds
             shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
-        made.append(replace(shape, beside=beside, hot_beside=hot, spans=spans, settled=settled))
+        made.append(replace(shape, beside=beside, hot_beside=hot, tokens_beside=tokens, settled=settled))
     return made
 
 

@@ -22,7 +22,7 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_window
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
+from manthan.vllm_hooks.support import Part, UnsupportedError, groups_of, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -31,7 +31,7 @@ from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -48,6 +48,7 @@ class SchedulerHalf:
         self.groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config))
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
+        self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
         [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks)
@@ -136,7 +137,7 @@ class SchedulerHalf:
         self.telemetry.hinted(hints)
         self.driver.started(
             request.request_id,
-            request.block_hashes,
+            self._keys(request),
             request.session_id or None,
             time.monotonic(),
             tokens=request.num_prompt_tokens,
@@ -150,7 +151,7 @@ class SchedulerHalf:
         self._notice_reset()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        keys = request.block_hashes[:usable]
+        keys = self._keys(request)[:usable]
         blocks = self.driver.wanted(request.request_id, keys, hot, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
@@ -166,25 +167,35 @@ class SchedulerHalf:
         restored."""
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
-        self.driver.admitted(request.request_id, request.block_hashes, hot, usable, sum(map(len, block_ids)))
+        keys = self._keys(request)
+        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
-            keys, end = request.block_hashes, hot + tokens // self._block_size
+            end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
             beside = []
             for group, parts in groupby(self.groups.beside(end), attrgetter("group")):
-                cold, ids = [part for part in parts if part.first >= hot], block_ids[group]
-                beside.append(GroupBlocks(group, [keys[p.last] for p in cold], [ids[p.at] for p in cold]))
+                cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
+                named = [self._key_of(part, request) for part in cold]
+                beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = self.groups.aligned(min(blocks, request.num_computed_tokens // self._block_size))
-        keys = request.block_hashes[:computed]
-        beside = [(part.group, keys[part.last], part.first) for part in self.groups.beside(computed)]
+        keys = self._keys(request)[:computed]
+        beside = [(part.group, self._key_of(part, request), part.at) for part in self.groups.beside(computed)]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _keys(self, request: "Request") -> "Sequence[BlockHash]":
+        """Of the request's chain: a block's is the hash at its end."""
+        step = self._hashes_a_block
+        return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+
+    def _key_of(self, part: Part, request: "Request") -> bytes:
+        return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     # -- a step ---------------------------------------------------------------------------------------
 

@@ -172,27 +172,27 @@ class Group:
 
 class Part(NamedTuple):
     """A block of another group that is needed behind a place of a chain. at: its number among those of its group.
-    first, last: the chain's blocks, by number, with which its tokens begin and end; its key is the last one's."""
+    first_token, end: the places of its first token, and of the one behind its last."""
 
     group: int
     at: int
-    first: int
-    last: int
+    first_token: int
+    end: int
 
 
 class Window(NamedTuple):
     """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
-    last token of a block. span: how many of a chain's blocks have the tokens of one of its own."""
+    last token of a block."""
 
     group: Group
     tokens: int | None
-    span: int = 1
 
-    def needed(self, depth: int) -> Iterator[Part]:
-        """Which of its blocks who goes on behind so many blocks of a chain, a multiple of span, needs."""
-        end, size = depth // self.span, self.group.spec.block_size
+    def needed(self, tokens: int) -> Iterator[Part]:
+        """Which of its blocks who goes on behind so many tokens, whole blocks of it, needs."""
+        size = self.group.spec.block_size
+        end = tokens // size
         start = end - 1 if self.tokens is None else max(0, end * size - self.tokens + 1) // size
-        return (Part(self.group.index, at, at * self.span, (at + 1) * self.span - 1) for at in range(start, end))
+        return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, end))
 
 
 class Groups(NamedTuple):
@@ -212,13 +212,23 @@ class Groups(NamedTuple):
         """Those of the groups that are not the chain's."""
         return [window for window in self.windows if window.group.index != self.chain.index]
 
+    @property
+    def hash_tokens(self) -> int:
+        """How many tokens lie between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        return math.gcd(*self._sizes)
+
     def aligned(self, depth: int) -> int:
         """So many blocks of a chain, less those behind the last place at which each group's blocks end."""
-        return depth - depth % math.lcm(*(window.span for window in self.windows))
+        return depth - depth % (math.lcm(*self._sizes) // self.chain.spec.block_size)
 
     def beside(self, depth: int) -> Iterator[Part]:
         """Each block of another group that is needed behind so many blocks of a chain, group by group."""
-        return (part for window in self.windows for part in window.needed(depth)) if depth else iter(())
+        tokens = depth * self.chain.spec.block_size
+        return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.chain.spec.block_size, *(window.group.spec.block_size for window in self.windows)]
 
 
 def check_version(version: str) -> None:
@@ -238,8 +248,8 @@ def latent_of(vllm_config: "VllmConfig") -> int:
 
 
 def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0) -> Groups:
-    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks as large
-    or a multiple; or windows of one size alone.
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of any
+    size; or windows alone, in one group.
 
     cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. Raises
     UnsupportedError for others.
@@ -250,24 +260,23 @@ def groups_of(kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = No
     chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent)]
     if len(groups) == 1 and not packed:
         chains = chains or [group for group in found if _is_window(group.spec)]
-    size = chains[0].spec.block_size if chains else 1
-    windows = [window for group in found if (window := _window(group, size)) is not None]
+    windows = [window for window in map(_window, found) if window is not None]
     named = {group.index for group in chains} | {window.group.index for window in windows}
-    uneven = any(group.spec.block_size % size for group in found)
-    if len(chains) != 1 or len(named) < len(groups) or uneven or (packed and windows):
+    if len(chains) != 1 or len(named) < len(groups) or (packed and windows):
         kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
-            "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it "
-            "in blocks as large or a multiple; or one group of sliding windows."
+            "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it; "
+            "or one group of sliding windows."
         )
+    made = Groups(chains[0], windows)
     unit = getattr(cache, "prefix_match_unit", None)
-    if unit not in (None, size):
+    if unit not in (None, made.hash_tokens):
         raise UnsupportedError(
-            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of {size} "
-            "tokens; remove it."
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
+            f"{made.hash_tokens} tokens; remove it."
         )
-    return Groups(chains[0], windows)
+    return made
 
 
 def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
@@ -299,17 +308,16 @@ def _is_window(spec: "KVCacheSpec") -> bool:
     return type(spec) is SlidingWindowSpec
 
 
-def _window(group: Group, chain_tokens: int) -> Window | None:
-    """The group as one beside a chain's, whose blocks have so many tokens, if it is one."""
+def _window(group: Group) -> Window | None:
+    """The group as one beside a chain's, if it is one."""
     from vllm.v1.kv_cache_interface import MambaSpec
 
     spec: Any = group.spec
-    span = spec.block_size // chain_tokens
     if _is_window(spec):
-        return Window(group, spec.sliding_window, span)
+        return Window(group, spec.sliding_window)
     if type(spec) is MambaSpec:
         pages = (spec.page_size_bytes,) * group.layers
-        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None, span)
+        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None)
     return None
 
 

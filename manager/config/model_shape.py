@@ -189,8 +189,9 @@ def _of_layers(text: Mapping[str, Any], model: str) -> ModelShape:
     if not full and not window:
         raise ModelError(f"{model}: it has no attention layers, but states only; Manthan does not serve it")
     windows = Windows(window, kv_heads, head_dim, _number(text, ("sliding_window",), model)) if window else None
-    if text.get("global_head_dim"):  # of the layers with full attention
-        head_dim, kv_heads = text["global_head_dim"], text.get("num_global_key_value_heads") or kv_heads
+    if text.get("global_head_dim"):  # of the layers with full attention, whose keys may be values too
+        own = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
+        head_dim, kv_heads = text["global_head_dim"], own or kv_heads
     return ModelShape(full, kv_heads, head_dim, windows=windows, states=states)
 
 

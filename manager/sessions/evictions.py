@@ -43,7 +43,8 @@ class Evictions:
         self._stale: set[Block] = set()  # being encoded since before a reset
 
     def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
-        """Queue what other groups need to go on from a chain's end. parts: group, key and depth of each block."""
+        """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
+        each block."""
         anchor = self._anchors.place(session, parts)
         needed = [part for part in anchor.parts if part.code is CodeState.NONE]
         wanted = list(map(self.wanted, needed))

@@ -24,8 +24,9 @@ class ExactTokens:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:
             return self._block_tokens
-        left = self._sink - block.depth * self._block_tokens
-        return min(left, self._shape.tokens_of(block.group)) if left > 0 else 0
+        tokens = self._shape.tokens_of(block.group)
+        left = self._sink - block.depth * tokens
+        return min(left, tokens) if left > 0 else 0
 
     def move_window(self, session: Session) -> None:
         """The session is about to be evicted: its window is the end of its chain now."""

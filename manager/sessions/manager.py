@@ -188,8 +188,8 @@ class SessionMemoryManager:
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and depth of each
-        block. Returns what came of the request's hints.
+        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and place in its
+        group of each block. Returns what came of the request's hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -345,7 +345,7 @@ class SessionMemoryManager:
         return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
-        first_token = block.depth * self.shape.block_tokens
+        first_token = block.depth * self.shape.tokens_of(block.group)
         return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:

@@ -35,8 +35,8 @@ class MemoryShape:
     group: the KV cache group whose blocks make up the chains; None where chains are keys only, without codes of their
     own, since no layer looks back over all of them. beside: what blocks of other groups take, by group, as in bounds;
     from a place in a chain nobody goes on without some of these. hot_beside: the bytes of such a block in the pool, by
-    group. spans: of those groups whose blocks have the tokens of several of a chain's, of how many. settled: those that
-    stay in one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
+    group; tokens_beside: how many tokens one has, where they are not as many as a chain's. settled: groups that stay in
+    one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
     exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
     whoever encodes was told of.
     """
@@ -49,7 +49,7 @@ class MemoryShape:
     codec: str = ""
     beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
     hot_beside: Mapping[int, int] = field(default_factory=dict)
-    spans: Mapping[int, int] = field(default_factory=dict)
+    tokens_beside: Mapping[int, int] = field(default_factory=dict)
     settled: Collection[int] = ()
 
     @property
@@ -84,7 +84,7 @@ class MemoryShape:
 
     def tokens_of(self, group: int | None) -> int:
         """Of a block: None for one of chains."""
-        return self.block_tokens if group is None else self.block_tokens * self.spans.get(group, 1)
+        return self.block_tokens if group is None else self.tokens_beside.get(group, self.block_tokens)
 
 
 class Encoding(NamedTuple):
@@ -106,8 +106,8 @@ NO_CODES = Encoding()
 class Block:
     """One block key and who needs it. A key covers its prefix, so it has the same place in every chain.
 
-    group: None for a block of chains; else it is of another KV cache group and of the same tokens, and belongs to
-    anchors, which are its users.
+    depth: its place among the blocks of its group. group: None for a block of chains; else it is of another KV cache
+    group, and belongs to anchors, which are its users.
     """
 
     key: bytes

@@ -47,6 +47,18 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "Gemma4ForCausalLM",
         {"num_hidden_layers": 12, "sliding_window": 64, "global_head_dim": 128, **PER_LAYER},
     ),
+    "gemma4-large": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 12,
+            "sliding_window": 64,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            **PER_LAYER,
+        },
+    ),
     "gemma3n": (
         "Gemma3nTextConfig",
         "Gemma3nForCausalLM",

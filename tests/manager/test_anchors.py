@@ -237,10 +237,10 @@ def test_a_window_that_is_stored_late_leaves_the_pool_then() -> None:
 def test_exact_tokens_of_a_larger_block() -> None:
     """It has the tokens of two blocks of the chain."""
     beside = {WINDOW: {0: 50, 8: 60, 32: 90}}
-    shape = replace(SHAPE, bounds={0: 100, 8: 120, 16: 150}, beside=beside, spans={WINDOW: 2})
+    shape = replace(SHAPE, bounds={0: 100, 8: 120, 16: 150}, beside=beside, tokens_beside={WINDOW: 32})
     world = World(shape=shape, sink=40)
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
-    world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 2)])
+    world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])
     assert [(order.exact, order.first_token) for order in world.manager.take_spills(10)] == [(32, 0), (8, 32)]
 
 

@@ -274,11 +274,18 @@ def test_windows_alone_are_served() -> None:
 
 def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
     found = told(replace(WINDOW, block_size=64), FULL)
-    assert found.windows[0].span == 2
+    assert found.hash_tokens == 32
     assert [found.aligned(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
-    assert list(found.beside(10)) == [Part(0, 3, 6, 7), Part(0, 4, 8, 9)]
-    assert list(found.beside(2)) == [Part(0, 0, 0, 1)]
+    assert list(found.beside(10)) == [Part(0, 3, 192, 256), Part(0, 4, 256, 320)]
+    assert list(found.beside(2)) == [Part(0, 0, 0, 64)]
     assert list(found.beside(0)) == []
+
+
+def test_windows_in_smaller_blocks() -> None:
+    found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
+    assert found.hash_tokens == 16
+    assert [found.aligned(depth) for depth in range(5)] == [0, 1, 2, 3, 4]
+    assert list(found.beside(3)) == [Part(1, 3, 48, 64), Part(1, 4, 64, 80), Part(1, 5, 80, 96)]
 
 
 def test_hashes_of_less_than_a_block() -> None:
@@ -300,23 +307,19 @@ def test_hashes_of_less_than_a_block() -> None:
         ((STATE,), "MambaSpec in blocks of 32"),
         ((FULL, FULL), "FullAttentionSpec in blocks of 32, FullAttentionSpec in blocks of 32"),
         (
-            (FULL, replace(WINDOW, block_size=16)),
-            "FullAttentionSpec in blocks of 32, SlidingWindowSpec with sliding_window 128 in blocks of 16",
-        ),
-        (
             (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
             "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
         ),
     ],
-    ids=["none", "windows", "states", "two chains", "sizes", "chunks"],
+    ids=["none", "windows", "states", "two chains", "chunks"],
 )
 def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     with pytest.raises(ConfigError) as refused:
         told(*specs)
     assert str(refused.value) == (
         f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
-        "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it in "
-        "blocks as large or a multiple; or one group of sliding windows."
+        "supported, or of latents (MLA) without padding or quantization, and sliding windows and states beside it; or "
+        "one group of sliding windows."
     )
 
 
