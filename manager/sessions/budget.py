@@ -137,7 +137,7 @@ class ColdBudget:
         pinned = self._pruning.pinned
         allowed = int(self.shares.pinned * self.nbytes)
         others = sum(pinned.values()) - pinned.get(session.session_id, 0)
-        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain)
+        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain) + session.beside_nbytes
         if others + needed > allowed:
             self.unpin(session)
             return (

@@ -206,9 +206,9 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        refused = self._wishes.take(session, hints, now)
         if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
-            self._evictions.anchor(session, beside)
+            self._evictions.anchor(session, beside)  # before it may be pinned, which counts it
+        refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)

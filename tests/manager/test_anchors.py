@@ -4,9 +4,10 @@ from dataclasses import replace
 
 import pytest
 
+from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, SessionState
+from manthan.manager.sessions.session import MemoryShape, Outcome, SessionState
 from manthan.policies import get_policy
 
 WINDOW = 0
@@ -24,13 +25,22 @@ class World:
         self.stored: set[tuple[int, bytes]] = set()
         self.gone: set[tuple[int, bytes]] = set()
 
-    def turn(self, name: str, blocks: int, now: float, keys: list[bytes] = KEYS, window: int = 2) -> None:
+    def turn(
+        self,
+        name: str,
+        blocks: int,
+        now: float,
+        keys: list[bytes] = KEYS,
+        window: int = 2,
+        hints: Hints = NO_HINTS,
+    ) -> Outcome | None:
         """A request that ends with so many blocks; an anchor takes the last two of the window's."""
         manager = self.manager
-        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8)
+        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8, hints=hints)
         beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
-        manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
+        outcome = manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
         self.carry_out(now)
+        return outcome
 
     def carry_out(self, now: float) -> None:
         manager = self.manager
@@ -252,3 +262,10 @@ def test_states_stay_in_their_codec_when_the_others_change() -> None:
     world.manager.sweep(50)
     codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
     assert codecs == {WINDOW: "", None: "k4v4c"}
+
+
+def test_pins_count_windows() -> None:
+    world = World(capacity=1000, shape=ALONE)
+    chains = [[bytes([50 + 20 * at + n]) * 32 for n in range(9)] for at in range(3)]
+    pinned = [world.turn(str(at), 5, at, keys, hints=Hints(pin=True)) for at, keys in enumerate(chains)]
+    assert [outcome.pinned for outcome in pinned if outcome] == [True, True, False]  # 100 bytes each, of 250
