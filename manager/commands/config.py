@@ -154,7 +154,7 @@ def _each(shape: ModelShape, tokens: int, cold: ColdSession) -> str:
     """What a session of so many tokens takes on all ranks."""
     ranks = cold.ranks
     hot = shape.session_nbytes(tokens) + (shape.copies(ranks) - 1) * shape.token_nbytes * tokens
-    beside = shape.session_nbytes(tokens) - shape.token_nbytes * tokens
+    beside = shape.session_nbytes(tokens) - shape.token_nbytes * tokens if shape.layers else 0
     kept, coded = f", {ByteSize(beside).human_readable()} of them beside" if beside else "", cold.nbytes(tokens) * ranks
     return (
         f"{ByteSize(hot).human_readable()} in the cache{kept}; {ByteSize(coded).human_readable()} as codes, "

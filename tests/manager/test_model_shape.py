@@ -167,7 +167,7 @@ def test_states_as_codes(state: str, nbytes: int) -> None:
             MISTRAL_7B,
             {
                 "layers with windows of 4096, …": "32, 8, 128",
-                "… each": "512.0MiB in the cache, 512.0MiB of them beside; 103.1MiB as codes, 4.97x",
+                "… each": "512.0MiB in the cache; 103.1MiB as codes, 4.97x",
             },
         ),
         (

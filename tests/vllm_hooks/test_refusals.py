@@ -342,6 +342,8 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) 
         ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
     ):
         check_capacity(config, shape, capacity=nbytes - 1)
+    with pytest.raises(ConfigError, match=rf"takes {3 * nbytes} bytes"):  # a state may be larger than any block
+        check_capacity(config, replace(shape, beside={1: {0: 3 * nbytes}}), capacity=2 * nbytes)
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:

@@ -36,10 +36,11 @@ def human_bytes(nbytes: int) -> str:
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
     """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
-    if capacity < max(shape.sizes):
+    largest = max(*shape.sizes, *(nbytes for bounds in shape.beside.values() for nbytes in bounds.values()))
+    if capacity < largest:
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
-            f"({shape.block_tokens} tokens) takes {max(shape.sizes)} bytes: give it room for many."
+            f"({shape.block_tokens} tokens) takes {largest} bytes: give it room for many."
         )
 
 
