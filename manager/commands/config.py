@@ -104,7 +104,7 @@ def _model_table(
     for tokens in lengths:
         table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, cold))
         if tokens >= max(block_tokens, config.min_tokens):
-            table.add_row("… each", _each(shape, tokens, cold))
+            table.add_row("each", _each(shape, tokens, cold))
     return table
 
 

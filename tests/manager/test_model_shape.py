@@ -78,7 +78,7 @@ ROWS = {
     "sessions of 40 tokens": "none is kept: min_tokens is 64",
     "sessions of 64 tokens": "1248",
     "sessions of 2000 tokens": "40",
-    "… each": "7.8MiB in the cache; 1.6MiB as codes, 4.92x",
+    "each": "7.8MiB in the cache; 1.6MiB as codes, 4.92x",
 }
 
 
@@ -160,21 +160,21 @@ def test_states_as_codes(state: str, nbytes: int) -> None:
                 "layers, KV heads, head size": "10, 16, 128",
                 "… with windows of 1024": "52, 16, 128",
                 "KV of a token in bf16": "81920 bytes",
-                "… each": "2.9GiB in the cache, 416.0MiB of them beside; 596.6MiB as codes, 4.99x",
+                "each": "2.9GiB in the cache, 416.0MiB of them beside; 596.6MiB as codes, 4.99x",
             },
         ),
         (
             MISTRAL_7B,
             {
                 "layers with windows of 4096, …": "32, 8, 128",
-                "… each": "512.0MiB in the cache; 103.1MiB as codes, 4.97x",
+                "each": "512.0MiB in the cache; 103.1MiB as codes, 4.97x",
             },
         ),
         (
             QWEN3_5_35B,
             {
                 "layers with states": "30, of 2146304 bytes each",
-                "… each": "701.4MiB in the cache, 61.4MiB of them beside; 159.9MiB as codes, 4.39x",
+                "each": "701.4MiB in the cache, 61.4MiB of them beside; 159.9MiB as codes, 4.39x",
             },
         ),
     ],
