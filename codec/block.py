@@ -26,6 +26,7 @@ from manthan.codec.errors import (
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import needs_profile, section_codec
+from manthan.codec.state import STATE_CODECS
 from manthan.codec.wire import BlockHeader, Buffer, block_nbytes, head, parse, seal
 
 
@@ -84,8 +85,8 @@ def piece_dim(latent: int) -> int:
 @lru_cache(1024)
 def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
     """The sections of a block whose first `exact` tokens, 0 to shape.tokens, are kept as they are, and the others in
-    `codec`. Every number of the block is in one of them, and in one only. A block of bytes is one section, and exact.
-    Raises ShapeError."""
+    `codec`. Every number of the block is in one of them, and in one only. A block of bytes is one section, and exact
+    unless it has states in a codec of states. Raises ShapeError."""
     if not 0 <= exact <= shape.tokens:
         raise ShapeError(f"{exact} exact tokens cannot be: the block has {shape.tokens}.")
     if shape.latent:
@@ -95,7 +96,7 @@ def sections(codec: str, shape: BlockShape, exact: int) -> tuple[Section, ...]:
         return Section(kind, codec, shape.layers, tokens, shape.heads, shape.head_dim, shape.dtype, 0, first_token)
 
     if shape.is_raw:
-        return (section(SectionKind.RAW, EXACT, 0, shape.tokens),)
+        return (section(SectionKind.RAW, codec if codec in STATE_CODECS.values() else EXACT, 0, shape.tokens),)
     made = []
     if exact > 0:
         made.append(section(SectionKind.BOTH, EXACT, 0, exact))

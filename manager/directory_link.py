@@ -35,7 +35,7 @@ class DirectoryLink:
 
     def __init__(self, directory: Directory, manager: SessionMemoryManager, observer: Observer, wait_s: float) -> None:
         self._directory, self._manager, self._observer, self._wait_s = directory, manager, observer, wait_s
-        self._group = manager.shape.group
+        self._group = manager.shape.main_group
         self._lookups: dict[str, Lookup] = {}
         self.start, self.close = directory.start, directory.close
 

@@ -156,7 +156,8 @@ class Driver(Generic[B]):
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
     ) -> None:
         """Codes of these keys are to be decoded into these blocks of the request; beside: those of other groups."""
-        load = Load(request_id, (GroupBlocks(self._group, keys, block_ids), *beside))
+        chain = () if self._group is None else (GroupBlocks(self._group, keys, block_ids),)
+        load = Load(request_id, (*chain, *beside))
         self.manager.restore_started(request_id, keys)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
@@ -171,8 +172,8 @@ class Driver(Generic[B]):
     ) -> Outcome | None:
         """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
 
-        beside: what other groups need to go on from there, group, key and depth of each block: in the pool until the
-        next request takes it, and held at once.
+        beside: what other groups need to go on from there, group, key and place in its group of each block: in the pool
+        until the next request takes it, and held at once.
         """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
@@ -206,7 +207,7 @@ class Driver(Generic[B]):
         moves = self.manager.take_moves()
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            go_first=[GroupKeys(self._group, moves)] if moves else (),
+            go_first=[GroupKeys(self._group, moves)] if moves and self._group is not None else (),
             spills=[self._spill(self._held[name]) for name in self._granted],
             loads=self._loads,
             lost=lost,
@@ -223,7 +224,12 @@ class Driver(Generic[B]):
         return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec)
 
     def _name(self, order: SpillOrder) -> Name:
-        return (self._group if order.group is None else order.group), order.key
+        return self._of_chain(order.key) if order.group is None else (order.group, order.key)
+
+    def _of_chain(self, key: bytes) -> Name:
+        """Of a block of chains, where these have codes."""
+        assert self._group is not None
+        return self._group, key
 
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
@@ -252,12 +258,12 @@ class Driver(Generic[B]):
             return
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
-        self._granted += [(self._group, key) for key in answers.granted]
+        self._granted += map(self._of_chain, answers.granted)
         for key, nbytes in answers.stored:
-            self._let_go((self._group, key))
+            self._let_go(self._of_chain(key))
             self.manager.spilled(key, nbytes, now)
         for key, cause in answers.refused:
-            self._refuse((self._group, key), {cause}, now)
+            self._refuse(self._of_chain(key), {cause}, now)
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------

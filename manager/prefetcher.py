@@ -169,7 +169,7 @@ class Prefetcher(Generic[B]):
         self._runway.taken(len(chain))
         self._count += 1
         ids = [self._pool.block_id(both[key]) for key in missing]
-        part = GroupBlocks(self._manager.shape.group, missing, ids)
+        part = GroupBlocks(self._manager.shape.main_group, missing, ids)
         load = Load(f"prefetch-{self._count}", (part,), is_prefetch=True)
         return UnderWay(session_id, {key: both[key] for key in chain}, load, frozenset(missing))
 

@@ -39,6 +39,8 @@ def fingerprint(
         parts["latent"] = group.latent
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
+    if facts.state is not None:
+        parts["state"] = [[part.nbytes, part.row, part.dtype.name] for part in facts.state.parts]
     if facts.profile is not None:
         parts["profile"] = facts.profile.digest
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]

@@ -3,7 +3,7 @@
 import time
 from collections.abc import Sequence
 from itertools import groupby
-from operator import itemgetter
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -23,7 +23,14 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_window
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, blocks_computed_again, groups_of, has_draft, latent_of
+from manthan.vllm_hooks.support import (
+    Part,
+    UnsupportedError,
+    blocks_computed_again,
+    groups_of,
+    has_draft,
+    latent_of,
+)
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
@@ -51,9 +58,10 @@ class SchedulerHalf:
         )
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
+        self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
-        [self._shape] = with_windows([self._shape], config.codec, self.groups.windows, self._ranks)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
@@ -127,15 +135,14 @@ class SchedulerHalf:
             return None
         codec = self._config.codec
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile)]
-        shapes = with_windows(shapes, codec, self.groups.windows, self._ranks)
+        shapes = with_windows(shapes, codec, self.groups, self._ranks)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        beside = [nbytes for bounds in shape.beside.values() for nbytes in bounds.values()]
-        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes, *beside)}
+        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
         tiers = TierBytes.of_a_rank(store, self._ranks)
         return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
@@ -148,7 +155,7 @@ class SchedulerHalf:
         self.telemetry.hinted(hints)
         self.driver.started(
             request.request_id,
-            request.block_hashes,
+            self._keys(request),
             request.session_id or None,
             time.monotonic(),
             tokens=request.num_prompt_tokens,
@@ -162,7 +169,7 @@ class SchedulerHalf:
         self._notice_reset()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        keys = request.block_hashes[:usable]
+        keys = self._keys(request)[:usable]
         blocks = self.driver.wanted(request.request_id, keys, hot, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
@@ -178,34 +185,45 @@ class SchedulerHalf:
         restored."""
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
-        self.driver.admitted(request.request_id, request.block_hashes, hot, usable, sum(map(len, block_ids)))
+        keys = self._keys(request)
+        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
-            keys, end = request.block_hashes, hot + tokens // self._block_size
+            end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
             beside = []
-            for group, places in groupby(self.groups.beside(end), itemgetter(0)):
-                cold, ids = [at for _, at in places if at >= hot], block_ids[group]
-                beside.append(GroupBlocks(group, [keys[at] for at in cold], [ids[at] for at in cold]))
+            for group, parts in groupby(self.groups.beside(end), attrgetter("group")):
+                cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
+                named = [self._key_of(part, request) for part in cold]
+                beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        keys = self._entered(request.block_hashes[:computed])
-        beside = [(group, keys[at], at) for group, at in self.groups.beside(len(keys))]
+        computed = self.groups.aligned(self._entered(self._keys(request)[:computed]))
+        keys = self._keys(request)[:computed]
+        beside = [(part.group, self._key_of(part, request), part.at) for part in self.groups.beside(computed)]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
 
-    def _entered(self, keys: "list[BlockHash]") -> "list[BlockHash]":
-        """All but the last, where vLLM has not entered it into its prefix cache: it does so when it schedules the next
-        step, and proposed tokens that were right may have filled the block in the last one."""
-        proposed = self._vllm_config.num_speculative_tokens
+    def _entered(self, keys: "Sequence[BlockHash]") -> int:
+        """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
+        schedules the next step, and proposed tokens that were right may have filled the block in the last one."""
+        entered, proposed = len(keys), self._vllm_config.num_speculative_tokens
         for _ in range(-(-proposed // self._block_size)):
-            if keys and self._pool.get(keys[-1]) is None:
-                keys = keys[:-1]
-        return keys
+            if entered and self._pool.get(keys[entered - 1]) is None:
+                entered -= 1
+        return entered
+
+    def _keys(self, request: "Request") -> "Sequence[BlockHash]":
+        """Of the request's chain: a block's is the hash at its end."""
+        step = self._hashes_a_block
+        return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+
+    def _key_of(self, part: Part, request: "Request") -> bytes:
+        return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     # -- a step ---------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
+import math
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -153,6 +154,16 @@ class Group:
         return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
 
 
+class Part(NamedTuple):
+    """A block of another group that is needed behind a place of a chain. at: its number among those of its group.
+    first_token, end: the places of its first token, and of the one behind its last."""
+
+    group: int
+    at: int
+    first_token: int
+    end: int
+
+
 class Window(NamedTuple):
     """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
     last token of a block."""
@@ -160,25 +171,48 @@ class Window(NamedTuple):
     group: Group
     tokens: int | None
 
-    def needed(self, depth: int) -> range:
-        """Which blocks who goes on behind so many blocks of a chain needs of it."""
-        if self.tokens is None:
-            return range(depth - 1, depth)
+    def needed(self, tokens: int) -> Iterator[Part]:
+        """Which of its blocks who goes on behind so many tokens, whole blocks of it, needs."""
         size = self.group.spec.block_size
-        return range(max(0, depth * size - self.tokens + 1) // size, depth)
+        end = tokens // size
+        start = end - 1 if self.tokens is None else max(0, end * size - self.tokens + 1) // size
+        return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, end))
 
 
 class Groups(NamedTuple):
-    """chain: the one with full attention, whose blocks make up chains. windows: the others."""
+    """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
+    attention, chains are of the blocks of a window's group, which is among windows as well."""
 
     chain: Group
     windows: Sequence[Window] = ()
 
-    def beside(self, depth: int) -> Iterator[tuple[int, int]]:
-        """Group and place in the chain of each block that is needed behind so many blocks of it."""
-        if not depth:
-            return iter(())
-        return ((window.group.index, at) for window in self.windows for at in window.needed(depth))
+    @property
+    def is_whole(self) -> bool:
+        """Whether who goes on needs all of a chain's own blocks, rather than a window's last ones."""
+        return all(window.group.index != self.chain.index for window in self.windows)
+
+    @property
+    def others(self) -> list[Window]:
+        """Those of the groups that are not the chain's."""
+        return [window for window in self.windows if window.group.index != self.chain.index]
+
+    @property
+    def hash_tokens(self) -> int:
+        """How many tokens lie between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        return math.gcd(*self._sizes)
+
+    def aligned(self, depth: int) -> int:
+        """So many blocks of a chain, less those behind the last place at which each group's blocks end."""
+        return depth - depth % (math.lcm(*self._sizes) // self.chain.spec.block_size)
+
+    def beside(self, depth: int) -> Iterator[Part]:
+        """Each block of another group that is needed behind so many blocks of a chain, group by group."""
+        tokens = depth * self.chain.spec.block_size
+        return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.chain.spec.block_size, *(window.group.spec.block_size for window in self.windows)]
 
 
 def check_version(version: str) -> None:
@@ -216,8 +250,8 @@ def blocks_computed_again(vllm_config: "VllmConfig") -> int:
 def groups_of(
     kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, as_bytes: bool = False
 ) -> Groups:
-    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of one
-    size.
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of any
+    size; or windows alone, in one group.
 
     cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. as_bytes: nobody
     looks into blocks of keys and values either. Raises UnsupportedError for others.
@@ -229,16 +263,25 @@ def groups_of(
         found = [_in_pages(group) for group in found]
     latent = 0 if as_bytes else latent
     chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent, as_bytes)]
+    if len(groups) == 1 and not packed:
+        chains = chains or [group for group in found if _is_window(group.spec)]
     windows = [window for window in map(_window, found) if window is not None]
-    sizes = {group.spec.block_size for group in found}
-    if len(chains) != 1 or len(windows) < len(groups) - 1 or len(sizes) > 1 or (packed and windows):
+    named = {group.index for group in chains} | {window.group.index for window in windows}
+    if len(chains) != 1 or len(named) < len(groups) or (packed and windows):
         kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
             f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
             "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
-            "and sliding windows and states beside it in blocks as large."
+            "and sliding windows and states beside it; or one group of sliding windows."
         )
-    return Groups(chains[0], windows)
+    made = Groups(chains[0], windows)
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, made.hash_tokens):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
+            f"{made.hash_tokens} tokens; remove it."
+        )
+    return made
 
 
 def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
@@ -263,15 +306,21 @@ def _is_chain(group: Group, latent: int, as_bytes: bool) -> bool:
         return type(spec) is MLAAttentionSpec and group.cache_dtype in PLAIN and spec.page_size_bytes == nbytes
     if as_bytes and type(spec) is MLAAttentionSpec:
         return True
-    return type(spec) is FullAttentionSpec and not (spec.sliding_window or spec.attention_chunk_size)
+    return type(spec) is FullAttentionSpec  # with windows too, where vLLM keeps the blocks of all tokens nevertheless
+
+
+def _is_window(spec: "KVCacheSpec") -> bool:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return type(spec) is SlidingWindowSpec
 
 
 def _window(group: Group) -> Window | None:
-    """The group as one beside the chain's, if it is one."""
-    from vllm.v1.kv_cache_interface import MambaSpec, SlidingWindowSpec
+    """The group as one beside a chain's, if it is one."""
+    from vllm.v1.kv_cache_interface import MambaSpec
 
-    spec: KVCacheSpec = group.spec
-    if type(spec) is SlidingWindowSpec:
+    spec: Any = group.spec
+    if _is_window(spec):
         return Window(group, spec.sliding_window)
     if type(spec) is MambaSpec:
         return Window(replace(_in_pages(group), cache_dtype="state"), None)

@@ -11,6 +11,17 @@ from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.wire import FINGERPRINT_LEN
+from manthan.manager.config.layers import (
+    BOTH,
+    FULL,
+    STATE,
+    WINDOW,
+    NotToldError,
+    States,
+    Windows,
+    layer_kinds,
+    states_of,
+)
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.stores.arena import room
 
@@ -24,12 +35,10 @@ CACHE_DTYPES = {
     "fp8_e5m2": Dtype.FLOAT8_E5M2,
 }
 """What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, or what the model asks for."""
-FULL = "full_attention"
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head")
 HIDDEN = ("hidden_size", "n_embd")
-RECURRENT = ("ssm_cfg", "mamba_d_state", "mamba_d_conv", "linear_num_key_heads", "layers_block_type", "rwkv_version")
-"""Keys that models with Mamba or linear attention layers have."""
+STATES_ONLY = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 
 
 class ModelError(ConfigError):
@@ -38,7 +47,8 @@ class ModelError(ConfigError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head.
+    """Keys and values of a model's layers with full attention: so many layers, KV heads, and numbers of a head. windows
+    and states: what the other layers keep.
 
     latent: of a model with latents (MLA), how many numbers one has; there is one head then, and head_dim is the part of
     the key that RoPE turns. dtype: of the cache's numbers.
@@ -49,12 +59,29 @@ class ModelShape:
     head_dim: int
     latent: int = 0
     dtype: Dtype = Dtype.BFLOAT16
+    windows: Windows | None = None
+    states: States | None = None
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's keys and values, or of its latents, in the cache."""
+        """Bytes of one token's keys and values, or of its latents, in the layers with full attention."""
         numbers = self.head_dim + self.latent if self.latent else 2 * self.heads * self.head_dim
         return self.dtype.numpy.itemsize * self.layers * numbers
+
+    @property
+    def window_shape(self) -> "ModelShape":
+        """The layers with windows as if they had full attention."""
+        assert self.windows is not None
+        return ModelShape(self.windows.layers, self.windows.heads, self.windows.head_dim, 0, self.dtype)
+
+    def window_nbytes(self, tokens: int) -> int:
+        """Of a session of so many tokens, in the cache."""
+        return min(tokens, self.windows.tokens) * self.window_shape.token_nbytes if self.windows else 0
+
+    def session_nbytes(self, tokens: int) -> int:
+        """Of all that a session of so many tokens has in the cache."""
+        states = self.states.nbytes if self.states else 0
+        return tokens * self.token_nbytes + self.window_nbytes(tokens) + states
 
     def copies(self, ranks: int) -> int:
         """How often vLLM has a token's KV on so many ranks; heads that are repeated are not counted."""
@@ -142,37 +169,41 @@ def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
     both = {**config, **text}
     if unserved := _unserved(both):
         raise ModelError(f"{model}: {unserved}; Manthan does not serve it")
-    if beside := _beside(both):
-        raise ModelError(f"{model}: {beside}; only a server knows what its KV takes, in its first line")
     if text.get("kv_lora_rank"):
         latent, turned = (_number(text, (name,), model) for name in ("kv_lora_rank", "qk_rope_head_dim"))
         return ModelShape(_number(text, LAYERS, model), 1, turned, latent)
-    heads = _number(text, HEADS, model)
+    return _of_layers(text, model)
+
+
+def _of_layers(text: Mapping[str, Any], model: str) -> ModelShape:
+    """Of a model with keys and values."""
+    layers, heads = _number(text, LAYERS, model), _number(text, HEADS, model)
     head_dim = text.get("head_dim") or _number(text, HIDDEN, model) // heads
-    return ModelShape(_number(text, LAYERS, model), text.get("num_key_value_heads") or heads, head_dim)
+    kv_heads = text.get("num_key_value_heads") or heads
+    try:
+        kinds = layer_kinds(text, layers)
+        full, window, state = (sum(kind in some for kind in kinds) for some in ((FULL, BOTH), (WINDOW,), (STATE, BOTH)))
+        states = states_of(text, state) if state else None
+    except NotToldError as error:
+        raise ModelError(f"{model}: {error}; only a server knows what it keeps, in its first line") from None
+    if not full and not window:
+        raise ModelError(f"{model}: it has no attention layers, but states only; Manthan does not serve it")
+    windows = Windows(window, kv_heads, head_dim, _number(text, ("sliding_window",), model)) if window else None
+    if text.get("global_head_dim"):  # of the layers with full attention, whose keys may be values too
+        own = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
+        head_dim, kv_heads = text["global_head_dim"], own or kv_heads
+    return ModelShape(full, kv_heads, head_dim, windows=windows, states=states)
 
 
 def _unserved(config: Mapping[str, Any]) -> str:
     """Why Manthan does not serve such a model, or nothing. vLLM knows more: a server says so at its start."""
     if config.get("index_topk"):
         return "it uses sparse attention, whose index is a cache of its own"
+    if str(config.get("model_type")) in STATES_ONLY or config.get("rwkv_version"):
+        return f"it has no attention layers, but states only ({config.get('model_type')})"
     if config.get("attention_chunk_size"):
         return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
     return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
-
-
-def _beside(config: Mapping[str, Any]) -> str:
-    """What the model has beside full attention, whose sizes config.json alone does not tell, or nothing."""
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or () if kind != FULL})
-    window = config.get("sliding_window")
-    recurrent = [key for key in RECURRENT if config.get(key)]
-    if recurrent or "mamba" in str(config.get("model_type")):
-        return f"it has Mamba or linear attention layers ({', '.join(recurrent) or config['model_type']})"
-    if kinds:
-        return f"not all of its layers have full attention: there are {', '.join(kinds)}"
-    if window and config.get("use_sliding_window", True):
-        return f"it uses sliding window attention (window {window})"
-    return ""
 
 
 def _has_fp8(config: Mapping[str, Any]) -> bool:

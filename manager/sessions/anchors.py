@@ -28,7 +28,8 @@ class Anchors:
         return self._at.get(key)
 
     def place(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
-        """The session wants one at the end of its chain. parts: group, key and depth of each block that it takes."""
+        """The session wants one at the end of its chain. parts: group, key and place in its group of each block that it
+        takes."""
         last = session.chain[-1]
         anchor = self._at.get(last.key)
         if anchor is None:

@@ -117,7 +117,10 @@ class ColdBudget:
             codes = [b for b in reversed(victim.chain) if b.users == 1 and b.droppable]
             before = accumulate((block.encoding.nbytes for block in codes), initial=0)
             given = [block for block, freed in zip(codes, before, strict=False) if freed < short]
+            freed = sum(block.encoding.nbytes for block in given)
             self._pruning.drop(given, DropCause.BUDGET)
+            if freed < short:
+                self._pruning.leave_anchors(victim, DropCause.BUDGET)
             self._table.touch(victim)
             if len(given) == len(codes):
                 self._table.leave_cold(victim)  # until it is used or evicted: nobody need look at it again before
@@ -134,7 +137,7 @@ class ColdBudget:
         pinned = self._pruning.pinned
         allowed = int(self.shares.pinned * self.nbytes)
         others = sum(pinned.values()) - pinned.get(session.session_id, 0)
-        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain)
+        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain) + session.beside_nbytes
         if others + needed > allowed:
             self.unpin(session)
             return (

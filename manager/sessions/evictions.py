@@ -8,6 +8,7 @@ from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
+    NO_CODES,
     Block,
     CodeState,
     DropCause,
@@ -42,7 +43,8 @@ class Evictions:
         self._stale: set[Block] = set()  # being encoded since before a reset
 
     def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
-        """Queue what other groups need to go on from a chain's end. parts: group, key and depth of each block."""
+        """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
+        each block."""
         anchor = self._anchors.place(session, parts)
         needed = [part for part in anchor.parts if part.code is CodeState.NONE]
         wanted = list(map(self.wanted, needed))
@@ -83,11 +85,13 @@ class Evictions:
     def wanted(self, block: Block) -> Encoding:
         """What its codes would be, should it be encoded now."""
         exact, shape = self._exact.wanted(block), self._table.shape
+        if block.group is None and shape.group is None:
+            return NO_CODES
         if block.group is None:
             return Encoding(shape.bounds[exact], exact, shape.codec)
         bounds = shape.beside[block.group]
         exact = exact if exact in bounds else 0  # a state has no first tokens
-        return Encoding(bounds[exact], exact, shape.codec)
+        return Encoding(bounds[exact], exact, "" if block.group in shape.settled else shape.codec)
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -180,7 +184,10 @@ class Evictions:
             self._pruning.drop([block], DropCause.ABANDONED)
 
     def _release(self, block: Block) -> None:
-        """Its bf16 copy is not needed, unless a session has it hot; those of other groups are vLLM's affair."""
+        """Its bf16 copy is not needed, unless a session has it hot; those of other groups are vLLM's affair, unless
+        chains have no others."""
+        if block.group is not None and self._table.shape.group is None:
+            block = self._blocks.get(block.key) or block
         if not block.hot and block.group is None:
             self._orders.releases.append(block.key)
 
@@ -203,12 +210,20 @@ class Evictions:
                 tokens=len(session.chain) * self._table.shape.block_tokens,
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
-                cold_nbytes=sum(block.encoding.nbytes for block in session.chain),
+                cold_nbytes=sum(block.encoding.nbytes for block in session.chain) + session.beside_nbytes,
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
                 exact=sum(block.encoding.exact > 0 for block in session.chain),
+                hot_nbytes=self._hot_nbytes(session),
             )
         )
+
+    def _hot_nbytes(self, session: Session) -> int:
+        """What the session's blocks take in the pool, of all groups."""
+        shape = self._table.shape
+        parts = (part for anchor in session.anchors for part in anchor.parts)
+        beside = sum(shape.hot_beside.get(part.group or 0, 0) for part in parts)
+        return len(session.chain) * shape.hot_nbytes + beside
 
     def _spilling(self, key: bytes, group: int | None) -> Block | None:
         block = self._blocks.get(key, group)

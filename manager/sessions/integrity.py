@@ -129,7 +129,8 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
     yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
-    yield block.reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
+    reserves = block.reserves and manager.shape.group is not None
+    yield reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
     evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
     yield evicting, f"{name} is waited for by a session that is not being evicted"
 

@@ -188,8 +188,8 @@ class SessionMemoryManager:
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and depth of each
-        block. Returns what came of the request's hints.
+        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and place in its
+        group of each block. Returns what came of the request's hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -206,9 +206,9 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        refused = self._wishes.take(session, hints, now)
         if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
-            self._evictions.anchor(session, beside)
+            self._evictions.anchor(session, beside)  # before it may be pinned, which counts it
+        refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
@@ -345,14 +345,15 @@ class SessionMemoryManager:
         return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
-        first_token = block.depth * self.shape.block_tokens
+        first_token = block.depth * self.shape.tokens_of(block.group)
         return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
-        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now."""
+        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
+        last ones, where the first are no longer needed."""
+        part = slice(-count, None) if self.shape.group is None else slice(count)
         for session in self.table.idle.values():
-            blocks = session.chain[:count]
-            yield session, [self._order(block, self._evictions.wanted(block)) for block in blocks]
+            yield session, [self._order(block, self._evictions.wanted(block)) for block in session.chain[part]]
 
     def take_moves(self) -> list[bytes]:
         """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
@@ -441,7 +442,7 @@ class SessionMemoryManager:
             blocks=len(chain),
             hot_blocks=sum(block.hot > 0 for block in chain),
             cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in cold),
+            cold_nbytes=sum(block.encoding.nbytes for block in cold) + session.beside_nbytes,
             created=session.created,
             last_used=session.last_used,
             requests=session.uses,

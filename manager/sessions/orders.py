@@ -8,9 +8,10 @@ from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, 
 
 
 class Orders:
-    """Filled by the manager's parts, emptied by whoever drives it. group: of the blocks of chains."""
+    """Filled by the manager's parts, emptied by whoever drives it. group: of the blocks of chains; None where they
+    have no codes."""
 
-    def __init__(self, blocks: BlockTable, group: int) -> None:
+    def __init__(self, blocks: BlockTable, group: int | None) -> None:
         self._blocks, self._group = blocks, group
         self.queue: OrderedDict[Block, None] = OrderedDict()
         """The QUEUED blocks, first come first."""
@@ -19,6 +20,10 @@ class Orders:
         self.evictions: list[Eviction] = []
 
     def encode(self, block: Block, encoding: Encoding, tenant: str) -> None:
+        """What has no codes of its own is cold at once."""
+        if block.group is None and self._group is None:
+            self._blocks.store(block, encoding, tenant)
+            return
         self._blocks.queue(block, encoding, tenant)
         self.queue[block] = None
 
@@ -31,7 +36,9 @@ class Orders:
         """These are to leave the cold store."""
         keys: dict[int, list[bytes]] = {}
         for block in blocks:
-            keys.setdefault(self._group if block.group is None else block.group, []).append(block.key)
+            group = self._group if block.group is None else block.group
+            if group is not None:
+                keys.setdefault(group, []).append(block.key)
             self._blocks.forget(block)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 

@@ -28,6 +28,11 @@ class Pruning:
         if session.state is SessionState.COLD and length < len(session.chain):
             self.cut(session, length, DropCause.ABANDONED)
 
+    def leave_anchors(self, session: Session, cause: DropCause) -> None:
+        """Nothing of other groups is kept for the session, which is in the pool."""
+        for anchor in list(session.anchors):
+            self._anchors.leave(session, anchor, cause)
+
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
         if session.state in (SessionState.COLD, SessionState.EVICTING):
             length = self._anchors.deepest(session, length)

@@ -12,6 +12,7 @@ class Restores:
     """running: the sessions of running requests, by request id."""
 
     def __init__(self, table: SessionTable, pruning: Pruning, anchors: Anchors, running: dict[str, Session]) -> None:
+        self._has_codes = table.shape.group is not None
         self._table, self._blocks, self._pruning, self._running = table, table.blocks, pruning, running
         self._anchors = anchors
         self.under_way: dict[str, list[Block]] = {}
@@ -20,11 +21,11 @@ class Restores:
 
     def match(self, keys: Iterable[bytes]) -> int:
         """How many of these keys, from the first on without a gap, can be restored: up to the deepest anchor, where
-        some are needed."""
+        some are needed. Where chains have no codes, that is all."""
         count, best, find, cold = 0, 0, self._blocks.get, CodeState.COLD
         for key in keys:
             block = find(key)
-            if block is None or block.code is not cold:
+            if block is None or (self._has_codes and block.code is not cold):
                 break
             count += 1
             if (anchor := self._anchors.at(key)) is not None and anchor.stands:
@@ -32,7 +33,8 @@ class Restores:
         return best if self._anchors.is_needed else count
 
     def started(self, request_id: str, keys: Sequence[bytes]) -> None:
-        blocks = [block for key in keys if (block := self._blocks.get(key)) is not None]
+        found = keys if self._has_codes else ()
+        blocks = [block for key in found if (block := self._blocks.get(key)) is not None]
         if keys and (anchor := self._anchors.at(keys[-1])) is not None:
             blocks += anchor.parts
         self._blocks.pin(blocks, +1)

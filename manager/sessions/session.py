@@ -1,6 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
@@ -32,24 +32,59 @@ class MemoryShape:
     """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
-    group: the KV cache group whose blocks make up the chains. beside: what blocks of other groups take, by group, as in
-    bounds; from a place in a chain nobody goes on without some of these. typical: about how many bytes an encoded block
-    without exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that
-    which whoever encodes was told of.
+    group: the KV cache group whose blocks make up the chains; None where chains are keys only, without codes of their
+    own, since no layer looks back over all of them. beside: what blocks of other groups take, by group, as in bounds;
+    from a place in a chain nobody goes on without some of these. hot_beside: the bytes of such a block in the pool, by
+    group; tokens_beside: how many tokens one has, where they are not as many as a chain's. settled: groups that stay in
+    one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
+    exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
+    whoever encodes was told of.
     """
 
     block_tokens: int
     hot_nbytes: int
     bounds: Mapping[int, int]
-    group: int = 0
+    group: int | None = 0
     typical: int = 0
     codec: str = ""
     beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    hot_beside: Mapping[int, int] = field(default_factory=dict)
+    tokens_beside: Mapping[int, int] = field(default_factory=dict)
+    settled: Collection[int] = ()
+
+    @property
+    def main_group(self) -> int:
+        """That of chains; where these have no codes, the one whose windows are kept."""
+        return next(iter(self.beside)) if self.group is None else self.group
 
     @property
     def cold_nbytes(self) -> int:
-        """About what a block without exact tokens takes."""
-        return self.typical or self.bounds[0]
+        """About what a chain's block without exact tokens takes."""
+        return 0 if self.group is None else self.coded_nbytes
+
+    @property
+    def coded_nbytes(self) -> int:
+        """The same of a block of the main group."""
+        return self.typical or self._main_bounds[0]
+
+    @property
+    def ratio(self) -> float:
+        """How many times less that is than in the pool."""
+        hot = self.hot_beside[self.main_group] if self.group is None else self.hot_nbytes
+        return hot / self.coded_nbytes
+
+    @property
+    def sizes(self) -> set[int]:
+        """What encoded blocks of the main group may take."""
+        return {*self._main_bounds.values(), self.coded_nbytes}
+
+    @property
+    def _main_bounds(self) -> Mapping[int, int]:
+        return self.beside[self.main_group] if self.group is None else self.bounds
+
+    def tokens_of(self, group: int | None) -> int:
+        """Of a block: None for one of chains."""
+        return self.block_tokens if group is None else self.tokens_beside.get(group, self.block_tokens)
 
 
 class Encoding(NamedTuple):
@@ -71,8 +106,8 @@ NO_CODES = Encoding()
 class Block:
     """One block key and who needs it. A key covers its prefix, so it has the same place in every chain.
 
-    group: None for a block of chains; else it is of another KV cache group and of the same tokens, and belongs to
-    anchors, which are its users.
+    depth: its place among the blocks of its group. group: None for a block of chains; else it is of another KV cache
+    group, and belongs to anchors, which are its users.
     """
 
     key: bytes
@@ -186,6 +221,11 @@ class Session:
     expected: float | None = None
 
     @property
+    def beside_nbytes(self) -> int:
+        """Of the codes of other groups that its anchors have, or are about to get."""
+        return sum(part.encoding.nbytes for anchor in self.anchors for part in anchor.parts)
+
+    @property
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
         return self.session_id.removeprefix(qualified("", self.tenant))
@@ -239,7 +279,8 @@ class Prefetch(NamedTuple):
 class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
-    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
+    cold_nbytes: of all of its codes, those of other groups included. hot_nbytes: of the same blocks in the pool. exact:
+    how many of its blocks keep tokens exact. Times in seconds.
     """
 
     session_id: str
@@ -251,6 +292,7 @@ class Eviction(NamedTuple):
     idle_s: float
     took_s: float
     exact: int
+    hot_nbytes: int
 
 
 class DropCause(StrEnum):

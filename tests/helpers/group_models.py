@@ -27,6 +27,7 @@ GATED = {
     "linear_conv_kernel_dim": 4,
     "shared_expert_intermediate_size": 128,
 }
+PER_LAYER = {"vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 0}
 FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM", {"num_hidden_layers": 12, "sliding_window": 64}),
     "gpt-oss": (
@@ -38,6 +39,37 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
             "num_experts_per_tok": 2,
             "sliding_window": 128,
             "initial_context_length": 4096,
+        },
+    ),
+    "mistral": ("MistralConfig", "MistralForCausalLM", {"num_hidden_layers": 4, "sliding_window": 128}),
+    "gemma4": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {"num_hidden_layers": 12, "sliding_window": 64, "global_head_dim": 128, **PER_LAYER},
+    ),
+    "gemma4-large": (
+        "Gemma4TextConfig",
+        "Gemma4ForCausalLM",
+        {
+            "num_hidden_layers": 12,
+            "sliding_window": 64,
+            "global_head_dim": 64,
+            "num_global_key_value_heads": 1,
+            "attention_k_eq_v": True,
+            **PER_LAYER,
+        },
+    ),
+    "gemma3n": (
+        "Gemma3nTextConfig",
+        "Gemma3nForCausalLM",
+        {
+            "num_hidden_layers": 10,
+            "num_kv_shared_layers": 5,
+            "sliding_window": 64,
+            "laurel_rank": 16,
+            "activation_sparsity_pattern": [0.0] * 10,
+            **PER_LAYER,
+            "hidden_size_per_layer_input": 32,
         },
     ),
     "qwen3-next": ("Qwen3NextConfig", "Qwen3NextForCausalLM", {"num_hidden_layers": 8, **GATED, **MIXTURE}),

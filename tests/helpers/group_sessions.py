@@ -2,7 +2,8 @@
 log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides.
+null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. The first turn tells also how
+keys are turned in each KV cache group, as far as Manthan knows: the frequencies of RoPE.
 """
 
 import json
@@ -12,6 +13,7 @@ import time
 from typing import Any
 
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
 FIRST, TURNS, MORE = 700, 4, 60
@@ -59,6 +61,12 @@ def let_go_cold(llm: LLM) -> None:
         )
 
 
+def ropes() -> dict[int, list[float] | None]:
+    """By KV cache group."""
+    found = {group: blocks.format.facts.rope for group, blocks in get_kv_transfer_group().worker.path.blocks.items()}
+    return {group: None if rope is None else list(rope.frequencies) for group, rope in found.items()}
+
+
 def main() -> None:
     job = json.load(sys.stdin)
     llm, chance = engine(job), random.Random(0)
@@ -75,6 +83,7 @@ def main() -> None:
         prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
         if job["manthan"] is not None:
             let_go_cold(llm)
+    turns[0]["ropes"] = ropes() if job["manthan"] is not None else {}
     json.dump(turns, sys.stdout)
 
 

@@ -1,10 +1,13 @@
 """Models with several KV cache groups: chains are gone on from where what the other groups need is cold as well."""
 
+from dataclasses import replace
+
 import pytest
 
+from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, SessionState
+from manthan.manager.sessions.session import MemoryShape, Outcome, SessionState
 from manthan.policies import get_policy
 
 WINDOW = 0
@@ -15,18 +18,29 @@ KEYS = [bytes([n]) * 32 for n in range(20)]
 class World:
     """A manager whose orders are carried out at once, unless they are lost. stored: names of what is in the store."""
 
-    def __init__(self, capacity: int = 10_000) -> None:
-        self.manager = SessionMemoryManager(get_policy("lru"), SHAPE, capacity, idle_after_s=10, min_tokens=16)
+    def __init__(self, capacity: int = 10_000, shape: MemoryShape = SHAPE, sink: int = 0) -> None:
+        self.manager = SessionMemoryManager(
+            get_policy("lru"), shape, capacity, idle_after_s=10, min_tokens=16, sink_tokens=sink
+        )
         self.stored: set[tuple[int, bytes]] = set()
         self.gone: set[tuple[int, bytes]] = set()
 
-    def turn(self, name: str, blocks: int, now: float, keys: list[bytes] = KEYS, window: int = 2) -> None:
+    def turn(
+        self,
+        name: str,
+        blocks: int,
+        now: float,
+        keys: list[bytes] = KEYS,
+        window: int = 2,
+        hints: Hints = NO_HINTS,
+    ) -> Outcome | None:
         """A request that ends with so many blocks; an anchor takes the last two of the window's."""
         manager = self.manager
-        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8)
+        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8, hints=hints)
         beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
-        manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
+        outcome = manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
         self.carry_out(now)
+        return outcome
 
     def carry_out(self, now: float) -> None:
         manager = self.manager
@@ -163,3 +177,95 @@ def test_a_reset_forgets_all(world: World) -> None:
     assert len(world.manager._anchors) == 0
     assert len(world.manager.blocks) == 0
     assert not world.stored
+
+
+ALONE = MemoryShape(16, 0, {0: 0}, group=None, beside={WINDOW: {0: 50}}, hot_beside={WINDOW: 500})
+"""No layer has full attention: chains are keys only."""
+
+
+def test_of_windows_alone_only_anchors_are_kept() -> None:
+    world = World(shape=ALONE)
+    world.turn("s", 5, 0)
+    assert world.manager.match(KEYS) == 5  # the pool may have lost them already
+    world.idle(100)
+    assert world.stored == {(WINDOW, KEYS[3]), (WINDOW, KEYS[4])}
+    assert world.state("s") is SessionState.COLD
+    assert world.manager.blocks.cold_nbytes == 100
+    assert world.manager.session("s").cold_nbytes == 100
+    [eviction] = world.manager.take_evictions()
+    assert (eviction.hot_nbytes, eviction.cold_nbytes) == (1000, 100)
+    assert (world.manager.match(KEYS), world.manager.match(KEYS[:4])) == (5, 0)
+
+
+def test_a_window_that_cannot_be_read_ends_a_session_of_windows_alone() -> None:
+    world = World(shape=ALONE)
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.request_started("again", KEYS[:6], "s", 101, tokens=100)
+    world.manager.restore_started("again", KEYS[:5])
+    check_integrity(world.manager)
+    world.manager.restore_finished("again", [], [(WINDOW, KEYS[3])])
+    world.carry_out(102)
+    assert world.manager.match(KEYS) == 0
+    assert not world.stored
+
+
+def test_windows_alone_keep_to_the_budget_and_whole_sessions_go() -> None:
+    world = World(capacity=250, shape=ALONE)
+    chains = {name: [bytes([50 + 20 * at + n]) * 32 for n in range(9)] for at, name in enumerate("abc")}
+    for at, (name, keys) in enumerate(chains.items()):
+        world.turn(name, 5, at, keys)
+        world.idle(100 * at + 50)
+    assert world.manager.blocks.reserved == 200
+    assert [world.manager.match(keys) for keys in chains.values()] == [0, 5, 5]
+    assert world.state("a") is None
+
+
+def test_idle_sessions_give_anchors_up_for_others() -> None:
+    """Whoever is idle has its KV in the pool: who comes later is not refused for that."""
+    world = World(capacity=150, shape=ALONE)
+    others = [bytes([100 + n]) * 32 for n in range(9)]
+    world.turn("a", 5, 0)
+    world.turn("b", 5, 1, others)
+    assert world.stored == {(WINDOW, others[3]), (WINDOW, others[4])}
+    assert world.state("a") is SessionState.IDLE
+
+
+def test_a_window_that_is_stored_late_leaves_the_pool_then() -> None:
+    world = World(shape=ALONE)
+    manager = world.manager
+    manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    [order] = manager.take_spills(10)
+    manager.sweep(50)
+    assert manager.take_releases() == KEYS[:5]  # the last is held still
+    manager.spilled(order.key, 50, 51, order.group)
+    assert manager.take_releases() == [KEYS[4]]
+    check_integrity(manager)
+
+
+def test_exact_tokens_of_a_larger_block() -> None:
+    """It has the tokens of two blocks of the chain."""
+    beside = {WINDOW: {0: 50, 8: 60, 32: 90}}
+    shape = replace(SHAPE, bounds={0: 100, 8: 120, 16: 150}, beside=beside, tokens_beside={WINDOW: 32})
+    world = World(shape=shape, sink=40)
+    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])
+    assert [(order.exact, order.first_token) for order in world.manager.take_spills(10)] == [(32, 0), (8, 32)]
+
+
+def test_states_stay_in_their_codec_when_the_others_change() -> None:
+    world = World(shape=replace(SHAPE, settled={WINDOW}))
+    world.manager.recode(replace(SHAPE, settled={WINDOW}, codec="k4v4c"), 10_000)
+    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    world.manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    world.manager.sweep(50)
+    codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
+    assert codecs == {WINDOW: "", None: "k4v4c"}
+
+
+def test_pins_count_windows() -> None:
+    world = World(capacity=1000, shape=ALONE)
+    chains = [[bytes([50 + 20 * at + n]) * 32 for n in range(9)] for at in range(3)]
+    pinned = [world.turn(str(at), 5, at, keys, hints=Hints(pin=True)) for at, keys in enumerate(chains)]
+    assert [outcome.pinned for outcome in pinned if outcome] == [True, True, False]  # 100 bytes each, of 250

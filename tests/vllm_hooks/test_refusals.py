@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -31,7 +32,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.memory import memory_shape
 from manthan.vllm_hooks.settled import settle_codec
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
@@ -267,6 +268,40 @@ def test_windows_and_states_beside_full_attention_are_served() -> None:
     state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
     assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+    whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
+    assert told(whole) == Groups(Group(0, whole, 1, ("0",)), [])
+
+
+def test_windows_alone_are_served() -> None:
+    found = told(WINDOW)
+    window = Group(0, WINDOW, 1, ("0",))
+    assert found == Groups(window, [Window(window, 128)])
+    assert not found.is_whole
+    assert found.others == []
+    assert told(FULL, WINDOW).is_whole
+
+
+def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
+    found = told(replace(WINDOW, block_size=64), FULL)
+    assert found.hash_tokens == 32
+    assert [found.aligned(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
+    assert list(found.beside(10)) == [Part(0, 3, 192, 256), Part(0, 4, 256, 320)]
+    assert list(found.beside(2)) == [Part(0, 0, 0, 64)]
+    assert list(found.beside(0)) == []
+
+
+def test_windows_in_smaller_blocks() -> None:
+    found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
+    assert found.hash_tokens == 16
+    assert [found.aligned(depth) for depth in range(5)] == [0, 1, 2, 3, 4]
+    assert list(found.beside(3)) == [Part(1, 3, 48, 64), Part(1, 4, 64, 80), Part(1, 5, 80, 96)]
+
+
+def test_hashes_of_less_than_a_block() -> None:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], FULL), KVCacheGroupSpec(["1"], STATE)])
+    cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], prefix_match_unit=16)
+    with pytest.raises(ConfigError, match=r"--prefix-match-unit is 16, and the KV cache has blocks of 32 tokens"):
+        groups_of(config, cache)
 
 
 def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
@@ -289,14 +324,13 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
     ("specs", "kinds"),
     [
         ((), "none"),
-        ((WINDOW,), "SlidingWindowSpec with sliding_window 128 in blocks of 32"),
+        (
+            (WINDOW, WINDOW),
+            "SlidingWindowSpec with sliding_window 128 in blocks of 32, SlidingWindowSpec with sliding_window 128 in "
+            "blocks of 32",
+        ),
         ((STATE,), "MambaSpec in blocks of 32"),
         ((FULL, FULL), "FullAttentionSpec in blocks of 32, FullAttentionSpec in blocks of 32"),
-        (
-            (FULL, replace(WINDOW, block_size=64)),
-            "FullAttentionSpec in blocks of 32, SlidingWindowSpec with sliding_window 128 in blocks of 64",
-        ),
-        ((replace(FULL, sliding_window=64),), "FullAttentionSpec with sliding_window 64 in blocks of 32"),
         (
             (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
             "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
@@ -306,7 +340,7 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
             "layers of several shapes (2 KV heads of 64, 4 KV heads of 64) in blocks of 32",
         ),
     ],
-    ids=["none", "windows", "states", "two chains", "sizes", "window in full", "chunks", "a draft of another shape"],
+    ids=["none", "windows", "states", "two chains", "chunks", "a draft of another shape"],
 )
 def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     with pytest.raises(ConfigError) as refused:
@@ -314,7 +348,7 @@ def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
     assert str(refused.value) == (
         f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
         "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, and "
-        "sliding windows and states beside it in blocks as large."
+        "sliding windows and states beside it; or one group of sliding windows."
     )
 
 
@@ -337,6 +371,8 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) 
         ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
     ):
         check_capacity(config, shape, capacity=nbytes - 1)
+    with pytest.raises(ConfigError, match=rf"takes {3 * nbytes} bytes"):  # a state may be larger than any block
+        check_capacity(config, replace(shape, beside={1: {0: 3 * nbytes}}), capacity=2 * nbytes)
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:

@@ -36,10 +36,12 @@ def human_bytes(nbytes: int) -> str:
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
     """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
-    if capacity < max(shape.bounds.values()):
+    beside = (nbytes for bounds in shape.beside.values() for nbytes in bounds.values())
+    largest = max([*shape.sizes, *beside])
+    if capacity < largest:
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
-            f"({shape.block_tokens} tokens) takes {max(shape.bounds.values())} bytes: give it room for many."
+            f"({shape.block_tokens} tokens) takes {largest} bytes: give it room for many."
         )
 
 
@@ -58,9 +60,9 @@ def announce(
         config.policy.name,
         codec.name,
         f" with the profile {codec.profile}" if codec.profile else "",
-        shape.hot_nbytes / shape.cold_nbytes,
+        shape.ratio,
         vllm_config.model_config.model,
-        shape.cold_nbytes // shape.block_tokens,
+        shape.coded_nbytes // shape.block_tokens,
         f" with the first {codec.sink_tokens} and last {codec.window_tokens} tokens of each session kept exact"
         if codec.keeps_exact
         else "",
@@ -68,15 +70,14 @@ def announce(
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
         f" at {config.redis.url} as {place}" if place else "",
-        capacity // shape.cold_nbytes * shape.block_tokens,
+        capacity // shape.coded_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
     if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
-def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
-    hot = eviction.blocks * shape.hot_nbytes
+def tell_eviction(eviction: "Eviction") -> None:
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
@@ -84,9 +85,9 @@ def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
-        human_bytes(hot),
+        human_bytes(eviction.hot_nbytes),
         human_bytes(eviction.cold_nbytes),
-        hot / eviction.cold_nbytes,
+        eviction.hot_nbytes / max(1, eviction.cold_nbytes),
         eviction.encoded,
         eviction.took_s * 1e3,
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",

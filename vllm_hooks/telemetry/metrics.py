@@ -154,7 +154,7 @@ class StatsRecorder:
     def _gauges(self) -> dict[str, dict[str, float]]:
         usage, shape = self._manager.usage, self._manager.shape
         hot_nbytes = usage.cold_blocks * shape.hot_nbytes
-        ratio = hot_nbytes / usage.cold_nbytes if usage.cold_nbytes else shape.hot_nbytes / shape.cold_nbytes
+        ratio = hot_nbytes / usage.cold_nbytes if hot_nbytes and usage.cold_nbytes else shape.ratio
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
             "hot_bytes": {"": usage.hot_blocks * shape.hot_nbytes},

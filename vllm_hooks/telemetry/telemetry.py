@@ -48,7 +48,7 @@ class Telemetry(Observer):
     def evicted(self, eviction: Eviction) -> None:
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
-        tell_eviction(eviction, self._manager.shape)
+        tell_eviction(eviction)
 
     def dropped(self, drop: Drop) -> None:
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))

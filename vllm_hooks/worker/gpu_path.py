@@ -482,7 +482,9 @@ class GpuPath(WorkerPath):
         for lane in self._lanes:
             with torch.cuda.stream(lane.stream):
                 for codec in self.codecs.values():
-                    for exact in (0,) if codec.format.shape.is_raw else forms:
+                    for exact in (
+                        (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+                    ):
                         places = _places(codec, lane, exact)
                         none, offsets = [0] * len(places), [place[0].start for place in places]
                         batch = codec.batch(exact, [b""] * len(none), none, none, offsets)

@@ -14,13 +14,14 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
+from manthan.codec.state import STATE_CODECS
 from manthan.codec.wht import NAME as WHT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
-from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts
+from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
@@ -101,7 +102,7 @@ class WorkerHalf:
         self._group = self._groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
+        self._fails_whole = bool(self._groups.windows)
         self.path: WorkerPath = Resting()
         self._guard: Guard | None = None
 
@@ -143,10 +144,10 @@ class WorkerHalf:
             namespace = namespace_of(self._vllm_config, config, group)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = self._rope()
+        rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         chain = GroupCache(layers, forms, self._exacts(group))
-        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.windows}
+        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.others}
         self.path = self._path(chain, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
@@ -166,22 +167,24 @@ class WorkerHalf:
 
     def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> GroupCache:
         """The blocks of another group than that of the chains."""
-        layers, codec = self._layers(group, kv_caches), codec_beside(self._config.codec.name, group)
+        layers, config = self._layers(group, kv_caches), self._config.codec
+        codec = codec_beside(config.name, group, config.state)
         if not group.is_packed:
             group = replace(group, layers=len(layers))
-        forms = [self._format(name, group, NO_FACTS, "") for name in (codec, *finer_codecs(codec))]
+        rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
+        forms = [self._format(name, group, self._facts(name, group, rope), "") for name in names]
         return GroupCache(layers, forms, self._exacts(group))
 
     def _exacts(self, group: Group) -> Sequence[int]:
         """How many first tokens of its blocks may have to be kept exact."""
         return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group.spec.block_size))
 
-    def _rope(self) -> Rope | None:
-        """How keys are turned, if that is known; latents are not, and bytes are no keys."""
-        group = self._group
+    def _rope(self, group: Group) -> Rope | None:
+        """How keys of the group's layers are turned, if that is known; latents are not, and bytes are no keys."""
         if group.latent or group.is_packed:
             return None
-        return running_rope(self._vllm_config, group.spec.head_size, tell=takes_facts(self._config.codec.name))
+        tell = takes_facts(self._config.codec.name)
+        return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -194,6 +197,7 @@ class WorkerHalf:
 
     def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
         """namespace: see `fingerprint`. Raises ConfigError."""
+        facts = with_states(codec, group, facts)
         try:
             return block_format(codec, group, fingerprint(self._vllm_config, group, codec, namespace, facts), facts)
         except ProfileError as error:
@@ -315,6 +319,10 @@ def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.raw import RawPagedCodec, seals
 
+    if form.codec in STATE_CODECS.values():
+        raise UnsupportedError(
+            "codec.state is not exact, but a GPU keeps states as they are: use exact, or backend numpy."
+        )
     try:
         return RawPagedCodec(layout, form, seals(layout.caches[0].device))
     except CompileError as error:
