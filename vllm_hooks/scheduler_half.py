@@ -22,7 +22,7 @@ from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_window
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import UnsupportedError, groups_of, latent_of
+from manthan.vllm_hooks.support import groups_of, latent_of
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
@@ -54,12 +54,7 @@ class SchedulerHalf:
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
-        if shared and self.groups.windows:
-            raise UnsupportedError(
-                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows or "
-                "states, whose blocks are kept in this engine's memory only: use host."
-            )
-        namespace = namespace_of(vllm_config, config, group) if shared else None
+        namespace = namespace_of(vllm_config, config, self.groups) if shared else None
         owner = engine_name()
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
@@ -72,7 +67,7 @@ class SchedulerHalf:
             options=chosen.options,
             fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and not self.groups.windows else None,
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
@@ -81,7 +76,8 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         if namespace is not None:
             directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
-            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s)
+            beside = self.groups.beside if self.groups.windows else None
+            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None

@@ -12,7 +12,7 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.33"
@@ -130,10 +130,10 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 class Group:
     """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
 
-    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it. layer_nbytes: where blocks are
-    bytes that nobody looks into, what one takes in each layer; the layers may be of several kinds then, and the spec is
-    that of one. latent: how many of the spec's head_size numbers are a latent (MLA), ahead of the part of the key that
-    RoPE turns; 0 where there are keys and values.
+    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it, or what a state is made of.
+    layer_nbytes: where blocks are bytes that nobody looks into, what one takes in each layer; the layers may be of
+    several kinds then, and the spec is that of one. latent: how many of the spec's head_size numbers are a latent
+    (MLA), ahead of the part of the key that RoPE turns; 0 where there are keys and values.
     """
 
     index: int
@@ -268,8 +268,14 @@ def _window(group: Group) -> Window | None:
         return Window(group, spec.sliding_window)
     if type(spec) is MambaSpec:
         pages = (spec.page_size_bytes,) * group.layers
-        return Window(replace(group, cache_dtype="state", layer_nbytes=pages), None)
+        return Window(replace(group, cache_dtype=_state_dtype(spec), layer_nbytes=pages), None)
     return None
+
+
+def _state_dtype(spec: "MambaSpec") -> str:
+    """What a state's bytes are, as far as they are not padding: its tensors, one behind the other."""
+    tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    return f"state of {', '.join(tensors)}"
 
 
 def _described(spec: "KVCacheSpec") -> str:

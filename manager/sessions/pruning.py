@@ -28,6 +28,11 @@ class Pruning:
         if session.state is SessionState.COLD and length < len(session.chain):
             self.cut(session, length, DropCause.ABANDONED)
 
+    def lose_anchors(self, block: Block, cause: DropCause) -> None:
+        """A block of another group is not to be had: nobody goes on from where it is needed."""
+        for session in self._anchors.lost(block, cause):
+            self.to_anchor(session)
+
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
         if session.state in (SessionState.COLD, SessionState.EVICTING):
             length = self._anchors.deepest(session, length)

@@ -3,7 +3,7 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -19,7 +19,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import engine_name, make_store, namespace_of
-from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.support import Group, Groups, Window
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -73,11 +73,11 @@ def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redi
     assert with_dead_server(required=False)
 
 
-def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32) -> str:
+def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32, windows: Sequence[Window] = ()) -> str:
     config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
-    return namespace_of(vllm_config, config, Group(0, spec, 4)).name
+    return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows)).name
 
 
 def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_path: Path) -> None:

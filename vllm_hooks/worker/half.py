@@ -93,12 +93,12 @@ class WorkerHalf:
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
-            namespace = namespace_of(self._vllm_config, config, group)
+            namespace = namespace_of(self._vllm_config, config, self._groups)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope()
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.windows}
+        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self._groups.windows}
         self.path = self._path(layers, forms, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(layers, forms, rope)
@@ -113,13 +113,13 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
-    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> Blocks:
-        """What reads and writes the blocks of another group."""
+    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> Blocks:
+        """What reads and writes the blocks of another group. namespace: see `fingerprint`."""
         layers, codec = self._layers(group, kv_caches), codec_beside(self._config.codec.name, group)
         if not group.is_packed:
             group = replace(group, layers=len(layers))
         names = (codec, *finer_codecs(codec))
-        forms = [self._format(name, group, NO_FACTS, "") for name in names]
+        forms = [self._format(name, group, NO_FACTS, namespace) for name in names]
         return CpuBlocks(_memory(layers, forms[0].shape), *forms)
 
     def _rope(self) -> Rope | None:
