@@ -1,0 +1,135 @@
+"""Models with several KV cache groups and cold stores that outlive the engine, and prefetch: sessions return as if they
+had stayed hot, and what cannot be read is recomputed."""
+
+import random
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import group_models
+import pytest
+from redis_server import RedisServer, running
+from vllm_engine import BLOCK, Completion, Engine
+
+ALL = 100_000
+"""More first tokens than any session has: all are kept exact."""
+FIRST, MORE, ANSWER = 420, 60, 40
+PATIENT = {"idle_after_s": 3600.0}
+"""Nothing goes cold."""
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    """The model of a family, made once."""
+    made: dict[str, str] = {}
+
+    def of(family: str) -> str:
+        if family not in made:
+            made[family] = group_models.made(family, tmp_path_factory.mktemp("model"))
+        return made[family]
+
+    return of
+
+
+@contextmanager
+def engine(model: str, redis_server: RedisServer, kind: str = "host", **options: Any) -> Iterator[Engine]:
+    """Sessions go cold after half a second."""
+    options = {"idle_after_s": 0.4, "sweep_interval_s": 0.1} | options
+    made = Engine(
+        blocks=400,
+        model=model,
+        flags={"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0},
+        codec={"name": "k3v3", "sink_tokens": ALL, "guard": False},
+        cold_store={"kind": kind, "max_bytes": "256MiB"},
+        redis={"url": redis_server.url, "timeout_s": 2.0},
+        prefetch={"lead_s": 0.2},
+        **options,
+    )
+    try:
+        yield made
+    finally:
+        made.stop()
+
+
+class Turn(NamedTuple):
+    prompt: list[int]
+    told: Completion
+
+
+class Conversation:
+    """Of random tokens, and what the model says to them."""
+
+    def __init__(self, name: str, seed: int) -> None:
+        self.name, self.turns = name, list[Turn]()
+        self._chance = random.Random(seed)
+
+    def ask(self, engine: Engine) -> Completion:
+        """The next turn."""
+        more = [self._chance.randrange(10, 1000) for _ in range(MORE if self.turns else FIRST)]
+        before = [*self.turns[-1].prompt, *self.turns[-1].told.tokens] if self.turns else []
+        told = say(engine, [*before, *more], self.name)
+        self.turns.append(Turn([*before, *more], told))
+        return told
+
+    @property
+    def kept(self) -> int:
+        """Tokens in full blocks whose KV is computed when the last turn has ended."""
+        prompt, told = self.turns[-1]
+        return (len(prompt) + len(told.tokens) - 1) // BLOCK * BLOCK
+
+
+def say(engine: Engine, prompt: list[int], name: str, **hints: Any) -> Completion:
+    return engine.run(engine.complete(prompt, name, ANSWER, hints or None))
+
+
+def assert_as_if_hot(conversation: Conversation, hot: Engine) -> None:
+    """Tokens, logprobs, and what was not computed are those of an engine from which nothing was evicted."""
+    assert [say(hot, turn.prompt, conversation.name) for turn in conversation.turns] == [
+        turn.told for turn in conversation.turns
+    ]
+    assert len({tuple(turn.told.tokens) for turn in conversation.turns}) == len(conversation.turns)
+    assert hot.metric("manthan_evictions_total") == 0
+
+
+def total(engine: Engine, name: str) -> float:
+    return engine.metric(f"manthan_{name}_total")
+
+
+FAST = [("gpt-oss", "redis"), ("qwen3-next", "tiered")]
+SLOW = [("qwen3-next", "redis"), ("gpt-oss", "tiered"), ("gemma3", "redis")]
+
+
+@pytest.mark.parametrize(("family", "kind"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+def test_a_session_outlives_its_engine(
+    family: str, kind: str, models: Callable[[str], str], redis_server: RedisServer
+) -> None:
+    """It returns to the engine that it left, after a kill to another, and then when it is expected there."""
+    redis_server.client.flushall()
+    model, alice = models(family), Conversation("alice", 1)
+    with engine(model, redis_server, kind) as one:
+        alice.ask(one)
+        one.wait_until_cold(1)
+        kept = alice.kept
+        assert alice.ask(one).cached_tokens == kept
+        one.wait_until_cold(1)
+        assert total(one, "restores") == 1
+        assert one.failures() == 0
+        kept = alice.kept
+        one.kill()
+    with engine(model, redis_server, kind) as two:
+        assert alice.ask(two).cached_tokens == kept
+        two.wait_until_cold(1)
+        kept = alice.kept
+        say(two, [7] * 20, "who asks", prefetch=["alice"])
+        two.wait(lambda: total(two, "prefetches") == 1, "a prefetch")
+        assert alice.ask(two).cached_tokens == kept
+        two.wait(lambda: total(two, "prefetch_hits") == 1, "a prefetch that was of use")
+        assert total(two, "restores") == 1
+        assert two.failures() == 0
+    with engine(model, redis_server, **PATIENT) as hot:
+        assert_as_if_hot(alice, hot)
