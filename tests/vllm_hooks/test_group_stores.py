@@ -133,3 +133,64 @@ def test_a_session_outlives_its_engine(
         assert two.failures() == 0
     with engine(model, redis_server, **PATIENT) as hot:
         assert_as_if_hot(alice, hot)
+
+
+# -- what cannot be read ------------------------------------------------------------------------------
+
+
+def harm(redis_server: RedisServer, session: str, what: str) -> None:
+    """To a block of the session's anchor."""
+    raw = redis_server.binary_client
+    [chain] = raw.scan_iter(f"*:chain:{session}")
+    members = raw.lrange(chain, 0, -1)
+    group = members[-1].rpartition(b":")[2]
+    last = [member for member in members if member.rpartition(b":")[2] != group][-1]
+    [name] = raw.scan_iter(b"*:block:{%b}:0" % last)
+    value = raw.get(name)
+    middle = len(value) // 2
+    if what == "missing":
+        raw.delete(name)
+    else:
+        raw.set(name, value[:middle] + bytes([value[middle] ^ 4]) + value[middle + 1 :], keepttl=True)
+
+
+@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+def test_what_cannot_be_read_is_recomputed(
+    family: str, models: Callable[[str], str], redis_server: RedisServer
+) -> None:
+    redis_server.client.flushall()
+    model, alice = models(family), Conversation("alice", 2)
+
+    def failures(cause: str) -> float:
+        return one.metric("manthan_failures_total", cause=cause)
+
+    with engine(model, redis_server, "redis") as one:
+        alice.ask(one)
+        for cause in ("missing", "checksum"):
+            one.wait_until_cold(1)
+            harm(redis_server, "alice", cause)
+            assert alice.ask(one).cached_tokens == 0
+            assert failures(cause) == 1
+        one.wait_until_cold(1)
+        harm(redis_server, "alice", "checksum")
+        say(one, [7] * 20, "who asks", prefetch=["alice"])
+        one.wait(lambda: failures("checksum") == 2, "a prefetch that fails")
+        assert alice.ask(one).cached_tokens == 0
+        one.wait_until_cold(1)
+        redis_server.kill()
+        assert alice.ask(one).cached_tokens == 0
+        assert failures("store_down") > 0
+        redis_server.start()
+        one.wait(lambda: one.metric("manthan_cold_store_up") == 1, "a store that answers")
+        kept, recomputed = alice.kept, len(alice.turns)
+        assert alice.ask(one).cached_tokens == kept  # it has stayed hot
+        one.wait_until_cold(1)
+        restores, kept = total(one, "restores"), alice.kept
+        assert alice.ask(one).cached_tokens == kept
+        assert total(one, "restores") == restores + 1
+    with engine(model, redis_server, **PATIENT) as hot:
+        for turn in alice.turns[:recomputed]:
+            hot.wait(hot.reset, "a reset")
+            assert say(hot, turn.prompt, "alice") == turn.told
+        for turn in alice.turns[recomputed:]:
+            assert say(hot, turn.prompt, "alice") == turn.told
