@@ -111,11 +111,11 @@ class Wishes:
                 taken.append(Prefetch(session.session_id, keys, self._beside(session)))
         return taken
 
-    def _beside(self, session: Session) -> list[tuple[int, bytes, int]]:
+    def _beside(self, session: Session) -> tuple[tuple[int, bytes, int], ...]:
         """Group, key and depth of the blocks of the anchor that a cold session ends with, if the model needs one."""
         anchor = session.anchors[-1] if session.anchors else None
         parts = anchor.parts if anchor is not None else ()
-        return [(part.group, part.key, part.depth) for part in parts if part.group is not None]
+        return tuple((part.group, part.key, part.depth) for part in parts if part.group is not None)
 
     def _size(self, session: Session) -> int:
         """How many blocks its prefetch takes."""

@@ -152,7 +152,7 @@ def test_a_prefetch_is_of_the_chain_and_its_anchor(one: One) -> None:
     one.start("who asks", 0, 20, prefetch=("alice",))
     assert one.manager.prefetch_blocks(20) == 5 + 3
     assert one.manager.take_prefetches(7, 20) == []
-    assert one.manager.take_prefetches(8, 20) == [Prefetch("alice", KEYS[:5], beside(5))]
+    assert one.manager.take_prefetches(8, 20) == [Prefetch("alice", KEYS[:5], tuple(beside(5)))]
     assert one.manager.blocks.get(KEYS[4], STATE).pins == 1
     one.manager.prefetch_finished("alice", True, [], 21)
     check_integrity(one.manager)
