@@ -1,4 +1,4 @@
-"""Two managers and a real Redis between them: what one engine has stored of a chain and its anchors, the other finds."""
+"""Two managers and a real Redis between them: what one has stored of a chain and its anchors, the other finds."""
 
 import time
 from collections.abc import Callable, Iterator

@@ -445,7 +445,8 @@ def test_the_deepest_place_is_found_that_can_be_gone_on_behind(
     assert two.anchored(3, lambda at: last_state("abcde", at)) == Anchored(2, [NBYTES])
     assert two.anchored(1, lambda at: last_state("abcde", at)) is None
     both = [(STATE, key) for key in (keys("abcde")[1], keys("abcde")[3])]
-    assert two.anchored(5, lambda at: both if at == 3 else last_state("xyzuv", at)) == Anchored(3, [NBYTES] * 2)
+    needed = {5: [both[0], (STATE, b"none")], 4: [(STATE, b"none"), both[1]], 3: both, 2: both, 1: both}
+    assert two.anchored(5, needed.__getitem__) == Anchored(3, [NBYTES] * 2)
 
 
 def test_a_place_far_from_the_end_is_found_with_few_questions(
@@ -474,6 +475,17 @@ def test_other_groups_blocks_live_with_the_session(one: RedisIndex, raw: redis.R
     one.forget("alice")
     assert used(raw) == 0
     assert list(raw.scan_iter("*:block:*")) == []
+
+
+def test_another_anchor_behind_the_same_chain_is_written(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    """One that another engine has stored, so that nothing was reserved for it here."""
+    store(one, raw, [*rooms("abc"), *states("abc", "c")])
+    one.save(anchored("alice", "abc", "c"), FACTS)
+    store(two, raw, states("abc", "b"))
+    two.save(anchored("bob", "ab", "b"), FACTS)
+    one.save(anchored("alice", "abc", "b"), FACTS)
+    two.forget("bob")
+    assert one.anchored(3, lambda at: last_state("abc", at)) == Anchored(2, [NBYTES])
 
 
 def test_what_is_stored_before_its_chain_is_somebody_s(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
