@@ -26,7 +26,7 @@ class Sizes(NamedTuple):
     filler: int
 
 
-SIZES = {"gpt-oss": Sizes(BLOCK, 4, 64, 900), "qwen3-next": Sizes(160, 3, 24, 2000)}
+SIZES = {"gpt-oss": Sizes(BLOCK, 4, 140, 1900), "qwen3-next": Sizes(160, 3, 24, 2000)}
 PATIENT = {"idle_after_s": 3600.0, "blocks": 400}
 """Nothing goes cold, and nothing is overwritten."""
 
