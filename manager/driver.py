@@ -19,14 +19,20 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome
-from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult, Verdict
+from manthan.manager.work import (
+    STORE_DOWN,
+    GroupBlocks,
+    GroupKeys,
+    Load,
+    LoadResult,
+    Name,
+    SpillBlock,
+    SpillResult,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
-
-
-Name = tuple[int, bytes]
-"""Of a block: its KV cache group, and its key."""
 
 
 @dataclass
@@ -258,12 +264,12 @@ class Driver(Generic[B]):
             return
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
-        self._granted += map(self._of_chain, answers.granted)
-        for key, nbytes in answers.stored:
-            self._let_go(self._of_chain(key))
-            self.manager.spilled(key, nbytes, now)
-        for key, cause in answers.refused:
-            self._refuse(self._of_chain(key), {cause}, now)
+        self._granted += answers.granted
+        for name, nbytes in answers.stored:
+            order = self._let_go(name)
+            self.manager.spilled(order.key, nbytes, now, order.group)
+        for name, cause in answers.refused:
+            self._refuse(name, {cause}, now)
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------

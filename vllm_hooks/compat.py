@@ -16,9 +16,12 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
+    get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
+
+from manthan.manager.sessions.pressure import BlockName
 
 if TYPE_CHECKING:
     import torch
@@ -195,9 +198,13 @@ class VllmPool:
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
 
-    def keys(self) -> Iterator[bytes | None]:
+    def names(self) -> Iterator[BlockName | None]:
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield None if block.block_hash is None else get_block_hash(block.block_hash)
+            if block.block_hash is None:
+                yield None
+            else:
+                group = get_group_id(block.block_hash)
+                yield get_block_hash(block.block_hash), None if group == self._group else group
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
         found = self._pool.get_cached_block(BlockHash(key), [self._group])
@@ -222,15 +229,18 @@ class VllmPool:
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)
 
-    def cache(self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int) -> None:
+    def cache(
+        self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int, group: int | None = None
+    ) -> None:
         """Enter a block into the prefix cache, as vLLM does with one that it has computed."""
-        of_group = make_block_hash_with_group_id(BlockHash(key), self._group)
+        group = self._group if group is None else group
+        of_group = make_block_hash_with_group_id(BlockHash(key), group)
         block.set_block_hash(of_group, num_tokens=(depth + 1) * self._block_tokens)
         self._pool.cached_block_hash_to_block.insert(of_group, block)
         if self._pool.enable_kv_cache_events:
-            self._announce(key, parent)
+            self._announce(key, parent, group)
 
-    def _announce(self, key: bytes, parent: bytes | None) -> None:
+    def _announce(self, key: bytes, parent: bytes | None, group: int) -> None:
         """Tell who listens to vLLM's KV events of a block in the cache; as in vLLM's own offloading, without tokens."""
         self._pool.kv_event_queue.append(
             BlockStored(
@@ -241,7 +251,7 @@ class VllmPool:
                 lora_id=None,
                 medium=self._pool.medium,
                 lora_name=None,
-                group_idx=self._group,
+                group_idx=group,
             )
         )
 

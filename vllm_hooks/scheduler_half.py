@@ -1,7 +1,7 @@
 """The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -65,17 +65,17 @@ class SchedulerHalf:
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
-        if shared and self.groups.windows:
+        if shared and not self.groups.is_even:
             raise UnsupportedError(
-                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows or "
-                "states, whose blocks are kept in this engine's memory only: use host."
+                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows and "
+                f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
         if self.groups.windows and has_draft(vllm_config):
             raise UnsupportedError(
                 "Manthan cannot be used here: the model has layers with sliding windows or states, and "
                 "--speculative-config a draft with a KV cache: remove it, or use ngram."
             )
-        namespace = namespace_of(vllm_config, config, group) if shared else None
+        namespace = namespace_of(vllm_config, config, self.groups) if shared else None
         owner = engine_name()
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
@@ -90,7 +90,7 @@ class SchedulerHalf:
             options=chosen.options,
             fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and not self.groups.windows else None,
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_even else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
@@ -99,7 +99,8 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         if namespace is not None:
             directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
-            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s)
+            beside = self._places if self.groups.windows else None
+            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -221,6 +222,10 @@ class SchedulerHalf:
         """Of the request's chain: a block's is the hash at its end."""
         step = self._hashes_a_block
         return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+
+    def _places(self, depth: int) -> Iterator[tuple[int, int]]:
+        """Group and place of each block that is needed behind so many of a chain, where all have as many tokens."""
+        return ((part.group, part.at) for part in self.groups.beside(depth))
 
     def _key_of(self, part: Part, request: "Request") -> bytes:
         return request.block_hashes[part.end // self.groups.hash_tokens - 1]

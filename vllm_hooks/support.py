@@ -13,7 +13,7 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
 if TYPE_CHECKING:
     from vllm.config import CacheConfig, VllmConfig
-    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 DEVICES = ("cpu", "cuda")
 VLLM = ">=0.32,<0.34"
@@ -115,10 +115,10 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 class Group:
     """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
 
-    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it. layer_nbytes: where blocks are
-    bytes that nobody looks into, what one takes in each layer; the layers may be of several kinds then, and the spec is
-    that of one. latent: how many of the spec's head_size numbers are a latent (MLA), ahead of the part of the key that
-    RoPE turns; 0 where there are keys and values.
+    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it, or what a state is made of.
+    layer_nbytes: where blocks are bytes that nobody looks into, what one takes in each layer; the layers may be of
+    several kinds then, and the spec is that of one. latent: how many of the spec's head_size numbers are a latent
+    (MLA), ahead of the part of the key that RoPE turns; 0 where there are keys and values.
     """
 
     index: int
@@ -190,6 +190,12 @@ class Groups(NamedTuple):
     def is_whole(self) -> bool:
         """Whether who goes on needs all of a chain's own blocks, rather than a window's last ones."""
         return all(window.group.index != self.chain.index for window in self.windows)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether chains have codes of their own, and blocks of all groups as many tokens: then each has the key of the
+        chain's block of the same tokens."""
+        return self.is_whole and len(set(self._sizes)) == 1
 
     @property
     def others(self) -> list[Window]:
@@ -323,13 +329,19 @@ def _window(group: Group) -> Window | None:
     if _is_window(spec):
         return Window(group, spec.sliding_window)
     if type(spec) is MambaSpec:
-        return Window(replace(_in_pages(group), cache_dtype="state"), None)
+        return Window(replace(_in_pages(group), cache_dtype=_state_dtype(spec)), None)
     return None
 
 
 def _in_pages(group: Group) -> Group:
     """The same, whose blocks are bytes that nobody looks into: a page in each layer."""
     return replace(group, layer_nbytes=(group.spec.page_size_bytes,) * group.layers)
+
+
+def _state_dtype(spec: "MambaSpec") -> str:
+    """What a state's bytes are, as far as they are not padding: its tensors, one behind the other."""
+    tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    return f"state of {', '.join(tensors)}"
 
 
 def _described(spec: "KVCacheSpec") -> str:

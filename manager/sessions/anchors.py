@@ -5,18 +5,19 @@ An anchor goes cold as soon as its place is reached, since the pool loses such b
 one, and, until that stands, those before it. What a cold chain has behind its deepest anchor is worth nothing.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import Anchor, Block, DropCause, Session
+from manthan.manager.sessions.session import HOT_STATES, Anchor, Block, DropCause, Session
 
 
 class Anchors:
-    """All of them, and who needs them. is_needed: whether the model has groups that need any."""
+    """All of them, and who needs them. is_needed: whether the model has groups that need any. touch: is told of
+    sessions whose anchors are others than before."""
 
-    def __init__(self, blocks: BlockTable, orders: Orders, is_needed: bool) -> None:
-        self._blocks, self._orders, self.is_needed = blocks, orders, is_needed
+    def __init__(self, blocks: BlockTable, orders: Orders, is_needed: bool, touch: Callable[[Session], None]) -> None:
+        self._blocks, self._orders, self.is_needed, self._touch = blocks, orders, is_needed, touch
         self._at: dict[bytes, Anchor] = {}
         self._of: dict[Block, dict[bytes, Anchor]] = {}
 
@@ -27,14 +28,14 @@ class Anchors:
         """That behind the block of this key."""
         return self._at.get(key)
 
-    def place(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
-        """The session wants one at the end of its chain. parts: group, key and place in its group of each block that it
-        takes."""
-        last = session.chain[-1]
+    def place(self, session: Session, depth: int, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
+        """The session wants one behind so many blocks of its chain. parts: group, key and place in its group of each
+        block that it takes."""
+        last = session.chain[depth - 1]
         anchor = self._at.get(last.key)
         if anchor is None:
             blocks = [self._blocks.obtain_beside(*part, session) for part in parts]
-            anchor = self._at[last.key] = Anchor(last.key, last.depth + 1, blocks)
+            anchor = self._at[last.key] = Anchor(last.key, depth, blocks)
             for block in blocks:
                 self._blocks.change(block, users=+1, hot=0, running=0)
                 self._of.setdefault(block, {})[anchor.key] = anchor
@@ -42,6 +43,7 @@ class Anchors:
             anchor.sessions[session] = None
             session.anchors.append(anchor)
             session.anchors.sort(key=lambda anchor: anchor.depth)
+            self._touch(session)
         return anchor
 
     def deepest(self, session: Session, length: int) -> int:
@@ -50,6 +52,11 @@ class Anchors:
             return length
         return max((anchor.depth for anchor in session.anchors if anchor.depth <= length), default=0)
 
+    def is_hot(self, block: Block) -> bool:
+        """Whether a session whose KV is in the pool goes on with a block of some."""
+        anchors = self._of.get(block, {}).values()
+        return any(session.state in HOT_STATES for anchor in anchors for session in anchor.sessions)
+
     def cut(self, session: Session, length: int) -> None:
         """The session's chain is about to be shortened."""
         for anchor in [anchor for anchor in session.anchors if anchor.depth > length]:
@@ -57,6 +64,7 @@ class Anchors:
 
     def leave(self, session: Session, anchor: Anchor, cause: DropCause) -> None:
         """The session needs it no more; what nobody needs goes."""
+        self._touch(session)
         session.anchors.remove(anchor)
         del anchor.sessions[session]
         if not anchor.sessions:
@@ -65,6 +73,8 @@ class Anchors:
     def stored(self, block: Block) -> None:
         """A block of some is cold now."""
         for anchor in list(self._of.get(block, {}).values()):
+            for session in anchor.sessions:
+                self._touch(session)
             self.settle(anchor)
 
     def settle(self, anchor: Anchor) -> None:

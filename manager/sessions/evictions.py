@@ -45,7 +45,7 @@ class Evictions:
     def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
         """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
         each block."""
-        anchor = self._anchors.place(session, parts)
+        anchor = self._anchors.place(session, len(session.chain), parts)
         needed = [part for part in anchor.parts if part.code is CodeState.NONE]
         wanted = list(map(self.wanted, needed))
         if self._budget.make_room([encoding.nbytes for encoding in wanted], session) < len(needed):
@@ -148,7 +148,7 @@ class Evictions:
             return
         cause = DropCause.RESET if is_stale else DropCause.FAILED
         self._pruning.forget_codes([block], cause)  # some rank may have stored its shard
-        self._lose_anchors(block, cause)
+        self._pruning.lose_anchors(block, cause)
         for session in self._waiters_of(block):
             self._pruning.unwait(session, session.chain)
             session.retry_after = now + self._idle_after_s
@@ -164,7 +164,7 @@ class Evictions:
             return
         self._stale.discard(block)
         self._blocks.forget(block)
-        self._lose_anchors(block, DropCause.ABANDONED)
+        self._pruning.lose_anchors(block, DropCause.ABANDONED)
         for session in self._waiters_of(block):
             self._pruning.cut(session, block.depth, DropCause.ABANDONED)
             self._finish(session, now)
@@ -190,10 +190,6 @@ class Evictions:
             block = self._blocks.get(block.key) or block
         if not block.hot and block.group is None:
             self._orders.releases.append(block.key)
-
-    def _lose_anchors(self, block: Block, cause: DropCause) -> None:
-        for session in self._anchors.lost(block, cause):
-            self._pruning.to_anchor(session)
 
     def _finish(self, session: Session, now: float) -> None:
         if session.pending or not session.chain:

@@ -113,10 +113,10 @@ class SessionMemoryManager:
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks, shape.group)
-        self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside))
+        self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
         self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
         self._pruning = Pruning(self.table, self._orders, exact, self._anchors)
-        self.elsewhere = Elsewhere(self.table, self._pruning, self._running)
+        self.elsewhere = Elsewhere(self.table, self._pruning, self._anchors, self._running)
         if is_shared:
             self.elsewhere.listen()
         self._restores = Restores(self.table, self._pruning, self._anchors, self._running)
@@ -133,7 +133,7 @@ class SessionMemoryManager:
             idle_after_s,
             may_replace=not is_shared,
         )
-        self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, prefetch_lead_s)
+        self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
 
     @property
     def shape(self) -> MemoryShape:
@@ -265,8 +265,8 @@ class SessionMemoryManager:
         self._restores.finished(request_id, failed, beside)
 
     def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
-        which is all that there can ever be room for, are expected no more.
+        """Blocks of the longest cold session that is expected, of all groups; 0 if there is none. Those that are longer
+        than `most`, which is all that there can ever be room for, are expected no more.
         """
         return self._wishes.prefetch_blocks(now, most)
 
@@ -278,9 +278,16 @@ class SessionMemoryManager:
         """
         return self._wishes.take_prefetches(room, now, limit)
 
-    def prefetch_finished(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
+    def prefetch_finished(
+        self,
+        session_id: str,
+        complete: bool,
+        failed: Iterable[bytes],
+        now: float,
+        beside: Iterable[tuple[int, bytes]] = (),
+    ) -> None:
         """All blocks of the session are hot now, or not all; see restore_finished."""
-        self._wishes.prefetched(session_id, complete, failed, now)
+        self._wishes.prefetched(session_id, complete, failed, now, beside)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -375,15 +382,15 @@ class SessionMemoryManager:
 
     # -- what others may look at ----------------------------------------------------------------------
 
-    def is_at_risk(self, key: bytes) -> bool:
+    def is_at_risk(self, key: bytes, group: int | None = None) -> bool:
         """Whether a block's only copy is bf16 that is not held: it waits to be encoded, or nobody has ordered that."""
-        block = self.blocks.get(key)
+        block = self.blocks.get(key, group)
         return block is not None and (block.exposed or block.code is CodeState.QUEUED)
 
-    def is_missed(self, key: bytes) -> bool:
+    def is_missed(self, key: bytes, group: int | None = None) -> bool:
         """Whether somebody would miss a block's bf16 copy."""
-        block = self.blocks.get(key)
-        return block is not None and (block.hot > 0 or block.in_flight)
+        block = self.blocks.get(key, group)
+        return block is not None and (block.hot > 0 or block.in_flight or self._anchors.is_hot(block))
 
     def is_used(self, key: bytes) -> bool:
         """Whether a session's chain has the block."""

@@ -33,6 +33,11 @@ class Pruning:
         for anchor in list(session.anchors):
             self._anchors.leave(session, anchor, cause)
 
+    def lose_anchors(self, block: Block, cause: DropCause) -> None:
+        """A block of another group is not to be had: nobody goes on from where it is needed."""
+        for session in self._anchors.lost(block, cause):
+            self.to_anchor(session)
+
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
         if session.state in (SessionState.COLD, SessionState.EVICTING):
             length = self._anchors.deepest(session, length)

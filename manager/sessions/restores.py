@@ -51,8 +51,7 @@ class Restores:
         self._pruning.drop(unreadable, DropCause.FAILED)
         self._pruning.drop([block for block in blocks if not block.users], DropCause.ABANDONED)
         for block in unreadable:
-            for session in self._anchors.lost(block, DropCause.FAILED):
-                self._pruning.to_anchor(session)
+            self._pruning.lose_anchors(block, DropCause.FAILED)
         self._pruning.bury([block for block in unreadable if block.group is None])
         if self._table.front is not None:
             self._table.front.read(blocks)

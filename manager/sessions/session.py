@@ -270,10 +270,11 @@ class Outcome(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """A session that is expected: its chain, to be restored."""
+    """A session that is expected: its chain, to be restored, and group, key and depth of the blocks of its anchor."""
 
     session_id: str
     keys: Sequence[bytes]
+    beside: Sequence[tuple[int, bytes, int]] = ()
 
 
 class Eviction(NamedTuple):
@@ -313,6 +314,15 @@ class Drop(NamedTuple):
     group: int
     keys: Sequence[bytes]
     cause: DropCause
+
+
+class FoundAnchor(NamedTuple):
+    """An anchor that is in a store which engines share, behind `depth` blocks of a chain: group, key and depth of each
+    of its blocks, and their bytes."""
+
+    depth: int
+    parts: Sequence[tuple[int, bytes, int]]
+    sizes: Sequence[int]
 
 
 class Stranger(NamedTuple):

@@ -265,7 +265,7 @@ def test_windows_and_states_beside_full_attention_are_served() -> None:
     full = Group(0, FULL, 1, ("0",))
     assert told(FULL) == Groups(full, [])
     assert told(FULL, WINDOW) == Groups(full, [Window(Group(1, WINDOW, 1, ("1",)), 128)])
-    state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
+    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
     assert told(FULL, STATE) == Groups(full, [Window(state, None)])
     assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
     whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
@@ -290,6 +290,12 @@ def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
     assert list(found.beside(0)) == []
 
 
+def test_blocks_of_all_groups_share_keys_where_they_have_as_many_tokens() -> None:
+    assert told(FULL, WINDOW, STATE).is_even
+    assert not told(FULL, replace(WINDOW, block_size=16)).is_even
+    assert not told(WINDOW).is_even
+
+
 def test_windows_in_smaller_blocks() -> None:
     found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
     assert found.hash_tokens == 16
@@ -308,7 +314,7 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
     fp8 = CacheConfig(cache_dtype="fp8")
     groups = told(WINDOW, STATE, FULL, cache=fp8, as_bytes=True)
     assert groups.chain == Group(2, FULL, 1, ("2",), "fp8", (FULL.page_size_bytes,))
-    state = Group(1, STATE, 1, ("1",), "state", (STATE.page_size_bytes,))
+    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
     window = Group(0, WINDOW, 1, ("0",), "fp8", (WINDOW.page_size_bytes,))
     assert groups.windows == [Window(window, 128), Window(state, None)]
     latents = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.uint8, page_size_padded=2**15)

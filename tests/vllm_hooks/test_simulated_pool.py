@@ -99,7 +99,7 @@ class TwoPools(RuleBasedStateMachine):
         assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
         assert list(self.ours._free) == [block.block_id - 1 for block in queue]
         hashes = [block.block_hash for block in queue]
-        assert list(self.ours.keys()) == [None if one is None else get_block_hash(one) for one in hashes]
+        assert list(self.ours.names()) == [None if one is None else (get_block_hash(one), None) for one in hashes]
 
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)

@@ -141,13 +141,13 @@ class WorkerHalf:
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
-            namespace = namespace_of(self._vllm_config, config, group)
+            namespace = namespace_of(self._vllm_config, config, self._groups)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
         chain = GroupCache(layers, forms, self._exacts(group))
-        beside = {each.group.index: self._beside(each.group, kv_caches) for each in self._groups.others}
+        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self._groups.others}
         self.path = self._path(chain, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
@@ -165,14 +165,14 @@ class WorkerHalf:
         modules: dict[str, Any] = attention_modules(self._vllm_config)
         return probe_layers(caches, modules, self._num_blocks, block_shape(group))
 
-    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> GroupCache:
-        """The blocks of another group than that of the chains."""
+    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
+        """The blocks of another group than that of the chains. namespace: see `fingerprint`."""
         layers, config = self._layers(group, kv_caches), self._config.codec
         codec = codec_beside(config.name, group, config.state)
         if not group.is_packed:
             group = replace(group, layers=len(layers))
         rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
-        forms = [self._format(name, group, self._facts(name, group, rope), "") for name in names]
+        forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
         return GroupCache(layers, forms, self._exacts(group))
 
     def _exacts(self, group: Group) -> Sequence[int]:
@@ -226,7 +226,7 @@ class WorkerHalf:
         """Where the codec runs, and on what: the only place where that is chosen.
 
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
-        cache in its memory or a GPU's. store: None for one of this engine alone, and where there are groups beside.
+        cache in its memory or a GPU's. store: None for one of this engine alone.
         """
         device, threads = chain.layers[0].rows.device, self._config.encode_threads
         by_kernels = not (chain.shape.latent or chain.shape.dtype.is_fp8)
@@ -242,8 +242,7 @@ class WorkerHalf:
             )
         blocks: dict[int, Blocks]
         if on_gpu:
-            layout = chain.layout
-            blocks = {chain.forms[0].group: PagedBlocks(*(paged_codec(layout, each) for each in chain.forms))}
+            blocks = {index: _paged_blocks(each) for index, each in groups.items()}
             threads = min(threads, ENCODE_THREADS)
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
@@ -328,6 +327,11 @@ def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
     except CompileError as error:
         logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
         return RawPagedCodec(layout, form)
+
+
+def _paged_blocks(cache: GroupCache) -> PagedBlocks:
+    layout = cache.layout
+    return PagedBlocks(*(paged_codec(layout, form) for form in cache.forms))
 
 
 def _gpu_path(
