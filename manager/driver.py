@@ -7,7 +7,7 @@
 Like the manager it waits for nobody, and reads no clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic, NamedTuple
 
@@ -313,9 +313,16 @@ class Driver(Generic[B]):
             [key for group, key in bad if group == self._group],
             [name for name in bad if name[0] != self._group],
         )
-        good = good_blocks(restore.load, failed)
-        causes = list(failed.values())
-        self._observer.restored(Restored(restore.session_id, restore.load.blocks, good, restore.answers, causes))
+        self._observer.restored(self._restored(restore, failed))
+
+    def _restored(self, restore: Restore, failed: Mapping[Name, str]) -> Restored:
+        """What came back: all blocks before the first that failed, or, with several KV cache groups, all or none."""
+        chain, *others = restore.load.parts
+        good, beside = good_blocks(restore.load, failed), sum(len(part.keys) for part in others)
+        if others and failed:
+            good = beside = 0
+        good, causes = min(good, len(chain.keys)), list(failed.values())
+        return Restored(restore.session_id, len(chain.keys), good, restore.answers, causes, beside=beside)
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         order = self._let_go(name)

@@ -8,7 +8,10 @@ from manthan.manager.work import LoadResult, SpillResult, Verdict
 
 
 class Restored(NamedTuple):
-    """A restore, or a prefetch, that has ended: so many of its blocks are hot again; `causes` of what failed."""
+    """A restore, or a prefetch, that has ended: so many blocks of its chain are hot again; `causes` of what failed.
+
+    beside: blocks of other KV cache groups that came back with them.
+    """
 
     session_id: str
     blocks: int
@@ -16,6 +19,7 @@ class Restored(NamedTuple):
     answers: Sequence[LoadResult]
     causes: Collection[str]
     is_prefetch: bool = False
+    beside: int = 0
 
 
 class Observer:

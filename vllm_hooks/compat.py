@@ -15,6 +15,7 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
+    get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
@@ -164,7 +165,8 @@ class VllmPool:
 
     def keys(self) -> Iterator[bytes | None]:
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield None if block.block_hash is None else get_block_hash(block.block_hash)
+            name = block.block_hash  # that of another group's block would be taken for the chain's of the same tokens
+            yield None if name is None or get_group_id(name) != self._group else get_block_hash(name)
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
         found = self._pool.get_cached_block(BlockHash(key), [self._group])

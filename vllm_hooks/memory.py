@@ -67,7 +67,11 @@ def with_windows(
     """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
     names = [codec.name, *finer_codecs(codec.name)]
     return [
-        replace(shape, beside={w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in windows})
+        replace(
+            shape,
+            beside={w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in windows},
+            hot_beside={w.group.index: w.group.page_nbytes * ranks for w in windows},
+        )
         for at, shape in enumerate(shapes)
     ]
 

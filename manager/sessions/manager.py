@@ -59,12 +59,18 @@ class SpillOrder(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What is where: sessions by state, blocks and bytes that are hot, and what is in the cold store."""
+    """What is where: sessions by state, chains' blocks that are hot, and what is in the cold store.
+
+    anchors: places that chains can be gone on from, for models with several KV cache groups. cold_blocks, exact_blocks,
+    cold_nbytes: of all groups. pool_nbytes: what cold_blocks took in the pool.
+    """
 
     sessions: dict[SessionState, int]
+    anchors: int
     hot_blocks: int
     cold_blocks: int
     exact_blocks: int
+    pool_nbytes: int
     cold_nbytes: int
     budget_nbytes: int
 
@@ -206,9 +212,9 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        refused = self._wishes.take(session, hints, now)
         if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
             self._evictions.anchor(session, beside)
+        refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
@@ -414,9 +420,11 @@ class SessionMemoryManager:
         blocks, states = self.blocks, self.table.states
         return Usage(
             {state: states[state] for state in SessionState},
+            self._anchors.standing,
             blocks.hot,
             blocks.cold,
             blocks.exact,
+            sum(count * self.shape.pool_nbytes(group) for group, count in blocks.cold_of.items()),
             blocks.cold_nbytes,
             self.budget.nbytes,
         )
@@ -433,6 +441,7 @@ class SessionMemoryManager:
     def _info(self, session: Session) -> SessionInfo:
         chain = session.chain
         cold = [block for block in chain if block.code is CodeState.COLD]
+        beside = [block for block in session.beside if block.code is CodeState.COLD]
         return SessionInfo(
             session_id=session.session_id,
             tenant=session.tenant,
@@ -441,7 +450,7 @@ class SessionMemoryManager:
             blocks=len(chain),
             hot_blocks=sum(block.hot > 0 for block in chain),
             cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in cold),
+            cold_nbytes=sum(block.encoding.nbytes for block in (*cold, *beside)),
             created=session.created,
             last_used=session.last_used,
             requests=session.uses,

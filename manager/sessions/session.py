@@ -33,7 +33,7 @@ class MemoryShape:
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
     group: the KV cache group whose blocks make up the chains. beside: what blocks of other groups take, by group, as in
-    bounds; from a place in a chain nobody goes on without some of these. typical: about how many bytes an encoded block
+    bounds; from a place in a chain nobody goes on without some of these. hot_beside: their bytes in the pool. typical: about how many bytes an encoded block
     without exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that
     which whoever encodes was told of.
     """
@@ -45,6 +45,11 @@ class MemoryShape:
     typical: int = 0
     codec: str = ""
     beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    hot_beside: Mapping[int, int] = field(default_factory=dict)
+
+    def pool_nbytes(self, group: int | None) -> int:
+        """What a block takes in the pool: of chains, or of another group."""
+        return self.hot_nbytes if group is None else self.hot_beside.get(group, 0)
 
     @property
     def cold_nbytes(self) -> int:
@@ -186,6 +191,11 @@ class Session:
     expected: float | None = None
 
     @property
+    def beside(self) -> "set[Block]":
+        """Blocks of other KV cache groups that its anchors are made of."""
+        return {part for anchor in self.anchors for part in anchor.parts}
+
+    @property
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
         return self.session_id.removeprefix(qualified("", self.tenant))
@@ -199,7 +209,8 @@ def qualified(told_id: str, tenant: str) -> str:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, of cold_nbytes.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of these, and
+    of what its anchors have in the cold store.
     """
 
     session_id: str
@@ -239,12 +250,15 @@ class Prefetch(NamedTuple):
 class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
+    beside: blocks of other KV cache groups that it goes on from. hot_nbytes: what all of these took in the pool.
     cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
     """
 
     session_id: str
     blocks: int
+    beside: int
     tokens: int
+    hot_nbytes: int
     encoded: int
     encoded_nbytes: int
     cold_nbytes: int

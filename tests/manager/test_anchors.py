@@ -152,6 +152,8 @@ def test_two_sessions_share_an_anchor(world: World) -> None:
     world.turn("a", 8, 101)
     assert world.names(WINDOW) == [3, 4, 6, 7]
     world.turn("b", 8, 102)
+    assert world.names(WINDOW) == [3, 4, 6, 7]
+    world.idle(200)
     assert world.names(WINDOW) == [6, 7]
 
 

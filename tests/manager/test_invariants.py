@@ -8,6 +8,7 @@ from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from machine import PROFILE, Sessions
+from world import BESIDE
 
 from manthan.policies import policy_names
 
@@ -19,6 +20,17 @@ class SessionsOnTwoRanks(Sessions):
 class SessionsWithExactTokens(Sessions):
     exact = True
     cold_blocks = 12
+
+
+class SessionsWithAnchors(Sessions):
+    beside = BESIDE
+    cold_blocks = 16
+
+
+class SessionsWithAnchorsAndExactTokensOnTwoRanks(SessionsWithAnchors):
+    ranks = 2
+    exact = True
+    cold_blocks = 24
 
 
 class SessionsWithExactTokensOnTwoRanks(SessionsWithExactTokens):
@@ -33,6 +45,10 @@ TestExactTokens = SessionsWithExactTokens.TestCase
 TestExactTokens.settings = PROFILE
 TestExactTokensOnTwoRanks = SessionsWithExactTokensOnTwoRanks.TestCase
 TestExactTokensOnTwoRanks.settings = PROFILE
+TestAnchors = SessionsWithAnchors.TestCase
+TestAnchors.settings = PROFILE
+TestAnchorsAndExactTokensOnTwoRanks = SessionsWithAnchorsAndExactTokensOnTwoRanks.TestCase
+TestAnchorsAndExactTokensOnTwoRanks.settings = PROFILE
 
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != Sessions.policy])
