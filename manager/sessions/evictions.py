@@ -85,7 +85,10 @@ class Evictions:
         """What is behind its deepest anchor nobody could go on from: it is vLLM's to overwrite. Nor is anybody dropped
         for what would not fit if all others were."""
         fits = (anchor.depth for anchor in reversed(session.anchors) if self._could_fit(session, anchor))
-        lengths = {DropCause.ABANDONED: self._pruning.usable(session, len(session.chain)), DropCause.BUDGET: next(fits, 0)}
+        lengths = {
+            DropCause.ABANDONED: self._pruning.usable(session, len(session.chain)),
+            DropCause.BUDGET: next(fits, 0),
+        }
         for cause, length in lengths.items():
             if length < len(session.chain):
                 self._pruning.cut(session, length, cause)

@@ -2,7 +2,7 @@
 log-probabilities, and how many of the prompt's were not computed.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null).
+null), vllm (more of its arguments).
 """
 
 import json
@@ -38,6 +38,7 @@ def engine(job: dict[str, Any]) -> LLM:
         enable_prefix_caching=True,
         prefix_cache_retention_interval=None,
         **more,
+        **job.get("vllm", {}),
     )
 
 

@@ -79,7 +79,7 @@ class Sessions(RuleBasedStateMachine):
             self.world.admit(request)
 
     @precondition(lambda self: self.world.requests)
-    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([99, 99, 2, 0]))
+    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([99, 99, 2, 1, 0]))
     def finish(self, which: int, missing: int, limit: int) -> None:
         request = self.world.requests[which % len(self.world.requests)]
         self.world.finish(request, max(0, len(request.keys) - missing), limit)
@@ -223,8 +223,12 @@ class Sessions(RuleBasedStateMachine):
             keys = [block.key for block in session.chain]
             assert self.manager.match(keys) == len(keys)
             if self.beside:
-                ends = {anchor.depth for other in self.manager.table.by_id.values() for anchor in other.anchors
-                        if anchor.key in keys}
+                ends = {
+                    anchor.depth
+                    for other in self.manager.table.by_id.values()
+                    for anchor in other.anchors
+                    if anchor.key in keys
+                }
                 for length in range(len(keys)):
                     assert self.manager.match(keys[:length]) == max((end for end in ends if end <= length), default=0)
 

@@ -363,8 +363,10 @@ class World:
                 store.drop(drop.group, drop.keys)
             self.seen[f"dropped beside: {drop.cause}" if drop.group else f"dropped: {drop.cause}"] += 1
             if drop.group:
-                assert all(self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
-                           for key in drop.keys)
+                assert all(
+                    self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
+                    for key in drop.keys
+                )
             elif drop.cause is DropCause.BUDGET:
                 self.assert_given_up(drop.keys)
 

@@ -1,0 +1,92 @@
+"""Models with several KV cache groups: what goes wrong with blocks beside the chains' costs a recompute, never an answer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import group_models
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "group_faults.py"
+ALL = 100_000
+"""More first tokens than any session has: all are kept exact."""
+BLOCKS = {"gpt-oss": 80, "qwen3-next": 48}
+"""Of the pool: enough for the longest prompt that the engine takes, not enough for three sessions."""
+MANTHAN = {
+    "idle_after_s": 3600,
+    "min_tokens": 64,
+    "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
+    "cold_store": {"max_bytes": "256MiB"},
+}
+ONCE = ("unreadable", "missing", "corrupted")
+"""Faults that a load meets."""
+
+
+class Ran:
+    """What an engine with Manthan told of all faults, and one without it, asked the same prompts one by one."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        model = group_models.made(family, folder)
+        job = {"model": model, "batched_tokens": 2048, "vllm": {"dtype": "float32"}}
+        job["vllm"] |= {"num_gpu_blocks_override": BLOCKS[family]}
+        self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
+        self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
+        prompts = [[turn["prompt"], len(turn["tokens"])] for turn in self.turns]
+        self.plain: list[list[int]] = run(job | {"manthan": None, "prompts": prompts})
+
+
+def run(job: dict[str, Any]) -> Any:
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
+    assert [turn["tokens"] for turn in ran.turns] == ran.plain
+    assert len({tuple(tokens) for tokens in ran.plain}) > len(ran.plain) // 2
+
+
+@pytest.mark.parametrize(("fault", "cause"), zip(ONCE, ("internal", "missing", "checksum"), strict=True))
+def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault: str, cause: str) -> None:
+    found = ran.faults[fault]
+    assert set(found["causes"]) == {cause}
+    (good, _, beside), again = found["restored"]
+    assert (good, beside) == (0, 0), "nothing of it is used"
+    assert again[0] == again[1] > 0
+    assert again[2] > 0
+    assert found["turns"][2]["cached"] > 500
+
+
+def test_an_aborted_request_s_load_leaves_the_session_as_it_was(ran: Ran) -> None:
+    found = ran.faults["aborted"]
+    assert found["causes"] == []
+    assert [good for good, *_ in found["restored"]] == [blocks for _, blocks, _ in found["restored"]]
+    assert found["turns"][-1]["cached"] > 500
+
+
+def test_with_the_chain_hot_and_the_windows_lost_what_is_cold_is_restored(ran: Ran) -> None:
+    found = ran.faults["windows_lost"]
+    _, grown, again = (turn["cached"] for turn in found["turns"])
+    assert again == grown > 500, "up to where the session was cold, not to the end of what is hot"
+    assert found["restored"][0] == found["restored"][1]
+
+
+def test_who_is_preempted_is_restored_or_computed(ran: Ran) -> None:
+    assert ran.faults["preempted_in_a_small_pool"]["causes"] == []
+
+
+def test_nothing_is_left_behind_and_what_is_told_is_what_is_there(ran: Ran) -> None:
+    for found in ran.faults.values():
+        assert found["free"], "blocks are held"
+        assert found["cold_bytes"] == found["stored"] > 0
+        assert found["anchors"] == found["sessions"] > 0
+        assert found["ratio"] == pytest.approx(1, abs=0.02)  # all is exact
