@@ -2,8 +2,8 @@
 places of a chain only, the last blocks of a window or a recurrent state.
 
 An anchor goes cold as soon as its place is reached, since the pool loses such blocks first. Of those that stand, a
-session keeps the deepest, and, while not all of its chain is cold, the deepest that can be restored already. What a cold
-chain has behind its deepest anchor is worth nothing.
+session keeps the deepest, and, while not all of its chain is cold, the deepest that can be restored already. What a
+cold chain has behind its deepest anchor is worth nothing.
 """
 
 from collections.abc import Sequence

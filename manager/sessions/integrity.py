@@ -107,8 +107,8 @@ def _anchors(manager: SessionMemoryManager) -> Findings:
         if manager._anchors.is_needed and session.state is SessionState.COLD:
             last = session.anchors[-1].depth if session.anchors else 0
             yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
-        standing = [anchor.depth for anchor in session.anchors if anchor.stands]
-        yield len(standing) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {standing}"
+        stand = [anchor.depth for anchor in session.anchors if anchor.stands]
+        yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
     for anchor in anchors.values():
         used.update(anchor.parts)
     standing = {key for key, anchor in anchors.items() if anchor.stands}

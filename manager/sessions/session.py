@@ -33,9 +33,9 @@ class MemoryShape:
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
     group: the KV cache group whose blocks make up the chains. beside: what blocks of other groups take, by group, as in
-    bounds; from a place in a chain nobody goes on without some of these. hot_beside: their bytes in the pool. typical: about how many bytes an encoded block
-    without exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that
-    which whoever encodes was told of.
+    bounds; from a place in a chain nobody goes on without some of these. hot_beside: their bytes in the pool. typical:
+    about how many bytes an encoded block without exact tokens takes; 0 for just its bound. codec: the name of the one
+    that has these bounds; empty for that which whoever encodes was told of.
     """
 
     block_tokens: int
@@ -209,8 +209,8 @@ def qualified(told_id: str, tenant: str) -> str:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of these, and
-    of what its anchors have in the cold store.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of
+    these, and of what its anchors have in the cold store.
     """
 
     session_id: str

@@ -33,11 +33,11 @@ class Conversations:
         self.engine: Any = engine(job).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.chance, self.count = random.Random(0), 0
-        self.preempted = 0
+        self.preemptions = 0
         preempt = self.scheduler._preempt_request
 
         def noting(*args: Any, **more: Any) -> None:
-            self.preempted += 1
+            self.preemptions += 1
             preempt(*args, **more)
 
         self.scheduler._preempt_request = noting
@@ -59,11 +59,14 @@ class Conversations:
 
     def ask(self, prompt: list[int], session: str | None = None) -> dict[str, Any]:
         name = self.begin(prompt, session)
-        output = self.answers()[name]
-        return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
+        return told(prompt, self.answers()[name])
 
     def some(self, count: int) -> list[int]:
         return [self.chance.randrange(10, 1000) for _ in range(count)]
+
+
+def told(prompt: list[int], output: Any) -> dict[str, Any]:
+    return {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
 
 
 class Faults(Conversations):
@@ -157,24 +160,22 @@ class Faults(Conversations):
         prompt = self.turn(session, turns, self.some(FIRST))
         self.go_cold()
         prompt = self.turn(session, turns, prompt)
-        chain = self.half.groups.chain.index
-        named = [block for block in self.pool.blocks if block.block_hash is not None]
-        self.pool.evict_blocks({block.block_id for block in named if get_group_id(block.block_hash) != chain})
+        self.lose_windows()
         self.turn(session, turns, prompt)
 
-    def preempted_in_a_small_pool(self, session: str, turns: list[dict[str, Any]]) -> None:
-        """More at once than the pool holds: all have been cold, and are asked for more than there is room for."""
-        prompts = [self.turn(f"{session}-{n}", turns, self.some(FIRST)) for n in range(3)]
+    def preempted(self, session: str, turns: list[dict[str, Any]]) -> None:
+        """Two restored sessions are answered when there is no block left; what stands beside their chains is lost."""
+        prompts = [self.turn(f"{session}-{n}", turns, self.some(FIRST)) for n in range(2)]
         self.go_cold()
-        before = self.preempted
         names = [self.begin(prompt, f"{session}-{n}", 6 * ANSWER) for n, prompt in enumerate(prompts)]
+        self.step_until(lambda: len(self.scheduler.running) == len(names))
+        before, taken = self.preemptions, self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        self.step_until(lambda: self.preemptions > before)
+        self.lose_windows()
+        self.pool.free_blocks(taken)
         found = self.answers()
-        assert self.preempted > before, "nobody was preempted"
         for name, prompt in zip(names, prompts, strict=True):
-            output = found[name]
-            turns.append(
-                {"prompt": prompt, "tokens": list(output.outputs[0].token_ids), "cached": output.num_cached_tokens}
-            )
+            turns.append(told(prompt, found[name]))
 
     # -- parts of it ----------------------------------------------------------------------------------
 
@@ -212,6 +213,12 @@ class Faults(Conversations):
         assert part.group is not None
         return part.group, part.key
 
+    def lose_windows(self) -> None:
+        """What the pool has beside the chains is not to be found there any more."""
+        chain = self.half.groups.chain.index
+        named = [block for block in self.pool.blocks if block.block_hash is not None]
+        self.pool.evict_blocks({block.block_id for block in named if get_group_id(block.block_hash) != chain})
+
     def go_cold(self) -> None:
         manager = self.half.manager
         manager.sweep(time.monotonic() + manager.idle_after_s)
@@ -228,25 +235,25 @@ class Faults(Conversations):
             time.sleep(0.005)
 
 
-FAULTS = ("unreadable", "missing", "corrupted", "aborted", "windows_lost", "preempted_in_a_small_pool")
+FAULTS = ("unreadable", "missing", "corrupted", "aborted", "windows_lost", "preempted")
 
 
 def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    told: Any
+    found: Any
     if job["prompts"] is None:
         faults = Faults(job)
-        told = {fault: faults.run(fault) for fault in FAULTS}
+        found = {fault: faults.run(fault) for fault in FAULTS}
     else:
         plain = Conversations(job)
-        told = []
+        found = []
         for prompt, tokens in job["prompts"]:
             name = plain.begin(prompt, tokens=tokens)
-            told.append(list(plain.answers()[name].outputs[0].token_ids))
+            found.append(list(plain.answers()[name].outputs[0].token_ids))
     with report:
-        json.dump(told, report)
+        json.dump(found, report)
 
 
 if __name__ == "__main__":

@@ -408,7 +408,7 @@ class World:
         return block is not None and block.in_flight
 
     def assert_given_up(self, keys: Sequence[bytes]) -> None:
-        """Codes that the policy gave up were nobody's tail, or bf16 is there, or was when it was ordered to be encoded."""
+        """Codes that the policy gave up were nobody's tail, or the bf16 is there, or is on its way to the store."""
         for key in keys:
             block = self.manager.blocks.get(key)
             assert block is None or block.hot or block.in_flight or not block.users, f"{key!r} is missed"
