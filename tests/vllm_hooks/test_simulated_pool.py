@@ -104,3 +104,15 @@ class TwoPools(RuleBasedStateMachine):
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTwoPools = TwoPools.TestCase
+
+
+def test_of_other_groups_blocks_the_pool_tells_no_keys() -> None:
+    """They have the same keys as those of the chain, and whether somebody would miss them is another question."""
+    pool, keys = BlockPool(7, enable_caching=True, hash_block_size=16), keys_of("ab")
+    for group in (1, 0):
+        blocks = pool.get_new_blocks(2)
+        pool.cache_full_blocks(SimpleNamespace(block_hashes=keys), blocks, 0, 2, 16, group)
+        pool.free_blocks(blocks)
+    assert [key for key in VllmPool(pool, 1, 16).keys() if key] == keys
+    assert len(list(VllmPool(pool, 1, 16).keys())) == 6
+    assert VllmPool(pool, 1, 16).hold_beside(0, keys[0]).block_id == blocks[0].block_id
