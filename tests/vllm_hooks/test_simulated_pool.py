@@ -113,6 +113,7 @@ def test_of_other_groups_blocks_the_pool_tells_no_keys() -> None:
         blocks = pool.get_new_blocks(2)
         pool.cache_full_blocks(SimpleNamespace(block_hashes=keys), blocks, 0, 2, 16, group)
         pool.free_blocks(blocks)
-    assert [key for key in VllmPool(pool, 1, 16).keys() if key] == keys
-    assert len(list(VllmPool(pool, 1, 16).keys())) == 6
-    assert VllmPool(pool, 1, 16).hold_beside(0, keys[0]).block_id == blocks[0].block_id
+    chains = VllmPool(pool, 1, 16)
+    told = list(chains.keys())
+    assert (len(told), [key for key in told if key]) == (6, keys)
+    assert chains.hold_beside(0, keys[0]).block_id == blocks[0].block_id
