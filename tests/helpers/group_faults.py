@@ -1,7 +1,8 @@
 """Conversations on an engine of its own, to which something happens between two turns. Told on standard output as JSON:
 of each fault its turns, prompts with the tokens of the answers, and what became of restores.
 
-On standard input: as for `group_sessions`; prompts is null, or a list of prompts that are only answered.
+On standard input: as for `group_sessions`; prompts is null, or a list of prompts, each with how many tokens to answer
+with, that are only answered: with what the pool has of them, and anew.
 """
 
 import json
@@ -60,6 +61,12 @@ class Conversations:
     def ask(self, prompt: list[int], session: str | None = None) -> dict[str, Any]:
         name = self.begin(prompt, session)
         return told(prompt, self.answers()[name])
+
+    def answer(self, prompt: list[int], tokens: int, is_hot: bool = True) -> list[int]:
+        """With what is in the prefix cache, or without."""
+        assert is_hot or self.engine.reset_prefix_cache()
+        name = self.begin(prompt, tokens=tokens)
+        return list(self.answers()[name].outputs[0].token_ids)
 
     def some(self, count: int) -> list[int]:
         return [self.chance.randrange(10, 1000) for _ in range(count)]
@@ -248,10 +255,9 @@ def main() -> None:
         found = {fault: faults.run(fault) for fault in FAULTS}
     else:
         plain = Conversations(job)
-        found = []
-        for prompt, tokens in job["prompts"]:
-            name = plain.begin(prompt, tokens=tokens)
-            found.append(list(plain.answers()[name].outputs[0].token_ids))
+        hot = [plain.answer(prompt, tokens) for prompt, tokens in job["prompts"]]
+        anew = [plain.answer(prompt, tokens, is_hot=False) for prompt, tokens in job["prompts"]]
+        found = list(zip(hot, anew, strict=True))
     with report:
         json.dump(found, report)
 

@@ -19,6 +19,8 @@ MANTHAN = {
     "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
     "cold_store": {"max_bytes": "256MiB"},
 }
+FAMILIES = {"gpt-oss": "float32", "qwen3-next": "bfloat16"}
+"""With their dtype: vLLM's CPU build computes states in bf16 only, where answers may depend on how the prompt came."""
 ONCE = ("unreadable", "missing", "corrupted")
 """Faults that a load meets."""
 
@@ -28,11 +30,11 @@ class Ran:
 
     def __init__(self, family: str, folder: Path) -> None:
         model = group_models.made(family, folder)
-        job = {"model": model, "batched_tokens": 2048, "vllm": {"dtype": "float32"}}
+        job = {"model": model, "batched_tokens": 2048, "vllm": {"dtype": FAMILIES[family]}}
         self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
         self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
         prompts = [[turn["prompt"], len(turn["tokens"])] for turn in self.turns]
-        self.plain: list[list[int]] = run(job | {"manthan": None, "prompts": prompts})
+        self.plain: list[list[list[int]]] = run(job | {"manthan": None, "prompts": prompts})
 
 
 def run(job: dict[str, Any]) -> Any:
@@ -42,14 +44,15 @@ def run(job: dict[str, Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
+@pytest.fixture(scope="module", params=list(FAMILIES))
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(request.param, tmp_path_factory.mktemp("model"))
 
 
 def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
-    assert [turn["tokens"] for turn in ran.turns] == ran.plain
-    assert len({tuple(tokens) for tokens in ran.plain}) > len(ran.plain) // 2
+    for turn, hot_and_anew in zip(ran.turns, ran.plain, strict=True):
+        assert turn["tokens"] in hot_and_anew
+    assert len({tuple(hot) for hot, _ in ran.plain}) > len(ran.plain) // 2
 
 
 @pytest.mark.parametrize(("fault", "cause"), zip(ONCE, ("internal", "missing", "checksum"), strict=True))
