@@ -44,7 +44,7 @@ def run(job: dict[str, Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=list(FAMILIES))
+@pytest.fixture(scope="module", params=["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(request.param, tmp_path_factory.mktemp("model"))
 
