@@ -329,9 +329,8 @@ class Driver(Generic[B]):
             [key for group, key in bad if group == self._group],
             [name for name in bad if name[0] != self._group],
         )
-        good = good_blocks(restore.load, failed)
-        causes = list(failed.values())
-        self._observer.restored(Restored(restore.session_id, restore.load.blocks, good, restore.answers, causes))
+        shape = self.manager.shape
+        self._observer.restored(Restored.of(restore.session_id, shape, restore.load, restore.answers, failed))
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         order = self._let_go(name)
@@ -393,10 +392,3 @@ class Driver(Generic[B]):
         """When a step is due at the latest, if anything is."""
         deadlines = (self.manager.next_deadline, self.prefetcher.deadline)
         return min((when for when in deadlines if when is not None), default=None)
-
-
-def good_blocks(load: Load, failed: Iterable[Name]) -> int:
-    """How many blocks of a load are good before the first that is not."""
-    bad = set(failed)
-    names = [(part.group, key) for part in load.parts for key in part.keys]
-    return next((i for i, name in enumerate(names) if name in bad), len(names))

@@ -205,10 +205,7 @@ class Prefetcher(Generic[B]):
         if names and not failed:
             first = next((key for group, key in names if group == own), ended.session.keys[-1])
             self._ready = self._still_hot() | {first: Ready(session_id, ended.session.keys)}
-        good = next((i for i, name in enumerate(names) if name in failed), len(names))
-        self._observer.restored(
-            Restored(session_id, len(names), good, ended.answers, list(failed.values()), is_prefetch=True)
-        )
+        self._observer.restored(Restored.of(session_id, self._manager.shape, ended.load, ended.answers, failed))
 
     def _enter(self, ended: UnderWay[B], failed: Collection[Name]) -> None:
         """Enter what was loaded into the prefix cache, up to the first that failed or that nobody wants any more, and

@@ -1,15 +1,16 @@
 """Where chains can be gone on from, for models with several KV cache groups: what the other groups need stands at a few
 places of a chain only, the last blocks of a window or a recurrent state.
 
-An anchor goes cold as soon as its place is reached, since the pool loses such blocks first. A session keeps its deepest
-one, and, until that stands, those before it. What a cold chain has behind its deepest anchor is worth nothing.
+An anchor goes cold as soon as its place is reached, since the pool loses such blocks first. Of those that stand, a
+session keeps the deepest, and, while not all of its chain is cold, the deepest that can be restored already. What a
+cold chain has behind its deepest anchor is worth nothing.
 """
 
 from collections.abc import Callable, Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import HOT_STATES, Anchor, Block, DropCause, Session
+from manthan.manager.sessions.session import HOT_STATES, Anchor, Block, CodeState, DropCause, Session
 
 
 class Anchors:
@@ -20,9 +21,15 @@ class Anchors:
         self._blocks, self._orders, self.is_needed, self._touch = blocks, orders, is_needed, touch
         self._at: dict[bytes, Anchor] = {}
         self._of: dict[Block, dict[bytes, Anchor]] = {}
+        self._standing: set[bytes] = set()
 
     def __len__(self) -> int:
         return len(self._at)
+
+    @property
+    def standing(self) -> int:
+        """How many are in the cold store with all that belongs to them."""
+        return len(self._standing)
 
     def at(self, key: bytes) -> Anchor | None:
         """That behind the block of this key."""
@@ -57,10 +64,10 @@ class Anchors:
         anchors = self._of.get(block, {}).values()
         return any(session.state in HOT_STATES for anchor in anchors for session in anchor.sessions)
 
-    def cut(self, session: Session, length: int) -> None:
+    def cut(self, session: Session, length: int, cause: DropCause) -> None:
         """The session's chain is about to be shortened."""
         for anchor in [anchor for anchor in session.anchors if anchor.depth > length]:
-            self.leave(session, anchor, DropCause.ABANDONED)
+            self.leave(session, anchor, cause)
 
     def leave(self, session: Session, anchor: Anchor, cause: DropCause) -> None:
         """The session needs it no more; what nobody needs goes."""
@@ -78,10 +85,24 @@ class Anchors:
             self.settle(anchor)
 
     def settle(self, anchor: Anchor) -> None:
-        """Where it stands, its sessions do not need those before it any more."""
-        for session in list(anchor.sessions) if anchor.stands else ():
-            for other in [other for other in session.anchors if other.depth < anchor.depth]:
-                self.leave(session, other, DropCause.ABANDONED)
+        """Where it stands, its sessions need hardly any of those before it."""
+        if anchor.stands:
+            self._standing.add(anchor.key)
+            for session in list(anchor.sessions):
+                self.tidy(session)
+
+    def tidy(self, session: Session) -> None:
+        """The session leaves those that a deeper one makes worthless: that behind the last block is none without the
+        codes of all before it, so that the deepest that has them is kept until then."""
+        standing = [anchor for anchor in session.anchors if anchor.stands]
+        if len(standing) < 2:
+            return
+        chain = session.chain
+        cold = next((at for at, block in enumerate(chain) if block.code is not CodeState.COLD), len(chain))
+        ready = [anchor for anchor in standing if anchor.depth <= cold]
+        for anchor in standing[:-1]:
+            if anchor not in ready[-1:]:
+                self.leave(session, anchor, DropCause.ABANDONED)
 
     def lost(self, block: Block, cause: DropCause) -> list[Session]:
         """A block of some is not to be had: they are none any more. Returns whose they were."""
@@ -94,6 +115,7 @@ class Anchors:
 
     def _remove(self, anchor: Anchor, cause: DropCause) -> None:
         del self._at[anchor.key]
+        self._standing.discard(anchor.key)
         idle = []
         for block in anchor.parts:
             of_block = self._of[block]

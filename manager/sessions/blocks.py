@@ -26,6 +26,8 @@ class BlockTable:
         """Cold blocks that keep tokens exact."""
         self.reserved = 0
         """Bytes that are taken in the cold store, now or as soon as what is ordered is encoded."""
+        self.cold_of: Counter[int | None] = Counter()
+        """Cold blocks by KV cache group; None for those of chains."""
         self.moved = 0
         """Bytes of the codes that had to leave the fast tier."""
         self.reserved_of: Counter[str] = Counter()
@@ -164,8 +166,9 @@ class BlockTable:
         code, (nbytes, exact, _) = block.code, block.encoding
         self._count[code] += sign
         self._nbytes[code] += sign * nbytes
-        if exact and code is CodeState.COLD:
-            self.exact += sign
+        if code is CodeState.COLD:
+            self.exact += sign * (exact > 0)
+            self.cold_of[block.group] += sign
         taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
         self.reserved += taken
         self.reserved_of[block.tenant] += taken

@@ -107,7 +107,7 @@ class Elsewhere:
                 self._pruning.cut(session, 0, DropCause.EXPIRED)
             else:
                 self._pruning.drop([block for block in session.chain if block.users == 1], DropCause.EXPIRED)
-                self._anchors.cut(session, 0)
+                self._pruning.leave_anchors(session, DropCause.EXPIRED)
                 self._table.touch(session)
 
     def emptied(self) -> None:

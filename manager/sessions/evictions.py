@@ -9,6 +9,7 @@ from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
     NO_CODES,
+    Anchor,
     Block,
     CodeState,
     DropCause,
@@ -57,9 +58,8 @@ class Evictions:
 
     def evict(self, session: Session, now: float) -> None:
         """Queue what has no codes yet, tail first, so that the head stays hot for longest."""
-        length = self._anchors.deepest(session, len(session.chain))
-        if length < len(session.chain):  # nobody could go on behind that: it is vLLM's to overwrite
-            self._pruning.cut(session, length, DropCause.ABANDONED)
+        if self._anchors.is_needed:
+            self._cut_to_anchor(session)
             if not session.chain:
                 return
         self._table.set_state(session, SessionState.EVICTING, now)
@@ -69,7 +69,8 @@ class Evictions:
         wanted = list(map(self.wanted, needed))
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
-            self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)
+            self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
+            fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
             self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
         if self._may_replace:
@@ -81,6 +82,23 @@ class Evictions:
             elif not block.hot:
                 self._orders.releases.append(block.key)
         self._finish(session, now)
+
+    def _cut_to_anchor(self, session: Session) -> None:
+        """What is behind its deepest anchor nobody could go on from: it is vLLM's to overwrite. Nor is anybody dropped
+        for what would not fit if all others were."""
+        fits = (anchor.depth for anchor in reversed(session.anchors) if self._could_fit(session, anchor))
+        lengths = {
+            DropCause.ABANDONED: self._pruning.usable(session, len(session.chain)),
+            DropCause.BUDGET: next(fits, 0),
+        }
+        for cause, length in lengths.items():
+            if length < len(session.chain):
+                self._pruning.cut(session, length, cause)
+
+    def _could_fit(self, session: Session, anchor: Anchor) -> bool:
+        blocks = (*session.chain[: anchor.depth], *anchor.parts)
+        nbytes = sum(block.encoding.nbytes or self.wanted(block).nbytes for block in blocks)
+        return self._budget.holds(nbytes, session.tenant)
 
     def wanted(self, block: Block) -> Encoding:
         """What its codes would be, should it be encoded now."""
@@ -199,27 +217,23 @@ class Evictions:
         self._pruning.to_anchor(session)
         if not session.chain:
             return
+        self._anchors.tidy(session)
+        shape, beside = self._table.shape, session.beside
         self._orders.evictions.append(
             Eviction(
                 session_id=session.session_id,
                 blocks=len(session.chain),
-                tokens=len(session.chain) * self._table.shape.block_tokens,
+                beside=len(beside),
+                tokens=len(session.chain) * shape.block_tokens,
+                hot_nbytes=sum(shape.pool_nbytes(block.group) for block in (*session.chain, *beside)),
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
-                cold_nbytes=sum(block.encoding.nbytes for block in session.chain) + session.beside_nbytes,
+                cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
                 exact=sum(block.encoding.exact > 0 for block in session.chain),
-                hot_nbytes=self._hot_nbytes(session),
             )
         )
-
-    def _hot_nbytes(self, session: Session) -> int:
-        """What the session's blocks take in the pool, of all groups."""
-        shape = self._table.shape
-        parts = (part for anchor in session.anchors for part in anchor.parts)
-        beside = sum(shape.hot_beside.get(part.group or 0, 0) for part in parts)
-        return len(session.chain) * shape.hot_nbytes + beside
 
     def _spilling(self, key: bytes, group: int | None) -> Block | None:
         block = self._blocks.get(key, group)

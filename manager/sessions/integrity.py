@@ -49,6 +49,7 @@ def _totals(manager: SessionMemoryManager) -> Findings:
         "spilling": (table.spilling, code[CodeState.SPILLING]),
         "cold": (table.cold, code[CodeState.COLD]),
         "exact": (table.exact, sum(b.encoding.exact > 0 for b in all_blocks if b.code is CodeState.COLD)),
+        "cold by group": (+table.cold_of, Counter(b.group for b in all_blocks if b.code is CodeState.COLD)),
         "reserved": (table.reserved, sum(room[block] for block in all_blocks if block.reserves)),
         "stored": (
             table.stored,
@@ -106,8 +107,12 @@ def _anchors(manager: SessionMemoryManager) -> Findings:
         if manager._anchors.is_needed and session.state is SessionState.COLD:
             last = session.anchors[-1].depth if session.anchors else 0
             yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
+        stand = [anchor.depth for anchor in session.anchors if anchor.stands]
+        yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
     for anchor in anchors.values():
         used.update(anchor.parts)
+    standing = {key for key, anchor in anchors.items() if anchor.stands}
+    yield manager._anchors._standing == standing, f"{len(standing)} anchors stand, not {manager._anchors.standing}"
     yield len(anchors) == len(manager._anchors), f"{len(manager._anchors)} anchors are kept, and {len(anchors)} needed"
     pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
     for block in manager.blocks:

@@ -59,12 +59,18 @@ class SpillOrder(NamedTuple):
 
 
 class Usage(NamedTuple):
-    """What is where: sessions by state, blocks and bytes that are hot, and what is in the cold store."""
+    """What is where: sessions by state, chains' blocks that are hot, and what is in the cold store.
+
+    anchors: places that chains can be gone on from, for models with several KV cache groups. cold_blocks, exact_blocks,
+    cold_nbytes: of all groups. pool_nbytes: what cold_blocks took in the pool.
+    """
 
     sessions: dict[SessionState, int]
+    anchors: int
     hot_blocks: int
     cold_blocks: int
     exact_blocks: int
+    pool_nbytes: int
     cold_nbytes: int
     budget_nbytes: int
 
@@ -332,7 +338,8 @@ class SessionMemoryManager:
         for request_id in list(self._restores.under_way):  # they read from a store that is being emptied
             self._restores.finished(request_id, ())
         for session in list(self.table.by_id.values()):
-            self._pruning.cut(session, 0, DropCause.RESET)
+            if session.session_id in self.table.by_id:  # one before may have taken it along
+                self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
         self._orders.releases.clear()
         self.elsewhere.reset()
@@ -422,9 +429,11 @@ class SessionMemoryManager:
         blocks, states = self.blocks, self.table.states
         return Usage(
             {state: states[state] for state in SessionState},
+            self._anchors.standing,
             blocks.hot,
             blocks.cold,
             blocks.exact,
+            sum(count * self.shape.pool_nbytes(group) for group, count in blocks.cold_of.items()),
             blocks.cold_nbytes,
             self.budget.nbytes,
         )
@@ -441,6 +450,7 @@ class SessionMemoryManager:
     def _info(self, session: Session) -> SessionInfo:
         chain = session.chain
         cold = [block for block in chain if block.code is CodeState.COLD]
+        beside = [block for block in session.beside if block.code is CodeState.COLD]
         return SessionInfo(
             session_id=session.session_id,
             tenant=session.tenant,
@@ -449,7 +459,7 @@ class SessionMemoryManager:
             blocks=len(chain),
             hot_blocks=sum(block.hot > 0 for block in chain),
             cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in cold) + session.beside_nbytes,
+            cold_nbytes=sum(block.encoding.nbytes for block in (*cold, *beside)),
             created=session.created,
             last_used=session.last_used,
             requests=session.uses,

@@ -14,18 +14,21 @@ class Orders:
     def __init__(self, blocks: BlockTable, group: int | None) -> None:
         self._blocks, self._group = blocks, group
         self.queue: OrderedDict[Block, None] = OrderedDict()
-        """The QUEUED blocks, first come first."""
+        """The QUEUED blocks, the first to be encoded first."""
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
 
     def encode(self, block: Block, encoding: Encoding, tenant: str) -> None:
-        """What has no codes of its own is cold at once."""
+        """A block of another group goes ahead of those of chains: the pool loses it sooner. What has no codes of its
+        own is cold at once."""
         if block.group is None and self._group is None:
             self._blocks.store(block, encoding, tenant)
             return
         self._blocks.queue(block, encoding, tenant)
         self.queue[block] = None
+        if block.group is not None:
+            self.queue.move_to_end(block, last=False)
 
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""

@@ -24,14 +24,17 @@ class Pruning:
 
     def to_anchor(self, session: Session) -> None:
         """A cold session ends with its deepest anchor."""
-        length = self._anchors.deepest(session, len(session.chain))
+        length = self.usable(session, len(session.chain))
         if session.state is SessionState.COLD and length < len(session.chain):
             self.cut(session, length, DropCause.ABANDONED)
 
+    def usable(self, session: Session, length: int) -> int:
+        """How many of so many first blocks of its chain are worth keeping cold: up to its deepest anchor."""
+        return self._anchors.deepest(session, length)
+
     def leave_anchors(self, session: Session, cause: DropCause) -> None:
-        """Nothing of other groups is kept for the session, which is in the pool."""
-        for anchor in list(session.anchors):
-            self._anchors.leave(session, anchor, cause)
+        """The session gives up where it could be gone on from."""
+        self._anchors.cut(session, 0, cause)
 
     def lose_anchors(self, block: Block, cause: DropCause) -> None:
         """A block of another group is not to be had: nobody goes on from where it is needed."""
@@ -40,11 +43,11 @@ class Pruning:
 
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
         if session.state in (SessionState.COLD, SessionState.EVICTING):
-            length = self._anchors.deepest(session, length)
+            length = self.usable(session, length)
         cut = session.chain[length:]
         self.unwait(session, cut)
         self._exact.cut(session, length)
-        self._anchors.cut(session, length)
+        self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:
             self.pinned.pop(session.session_id, None)

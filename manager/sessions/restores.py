@@ -20,8 +20,8 @@ class Restores:
         self._read: dict[str, list[Block]] = {}  # by id of a running request
 
     def match(self, keys: Iterable[bytes]) -> int:
-        """How many of these keys, from the first on without a gap, can be restored: up to the deepest anchor, where
-        some are needed. Where chains have no codes, that is all."""
+        """How many of these keys, from the first on without a gap, can be restored: those that are cold, or, where
+        chains have no codes, known, and, where anchors are needed, no more than up to the deepest that stands."""
         count, best, find, cold = 0, 0, self._blocks.get, CodeState.COLD
         for key in keys:
             block = find(key)
@@ -45,7 +45,7 @@ class Restores:
         blocks = self.under_way.pop(request_id, [])
         self._blocks.pin(blocks, -1)
         if request_id in self._running:
-            self._read[request_id] = blocks
+            self._read[request_id] = [block for block in blocks if block.group is None]
         names: set[tuple[int | None, bytes]] = {(None, key) for key in failed} | set(beside)
         unreadable = [block for block in blocks if (block.group, block.key) in names]
         self._pruning.drop(unreadable, DropCause.FAILED)

@@ -52,6 +52,10 @@ class MemoryShape:
     tokens_beside: Mapping[int, int] = field(default_factory=dict)
     settled: Collection[int] = ()
 
+    def pool_nbytes(self, group: int | None) -> int:
+        """What a block takes in the pool: of chains, or of another group."""
+        return self.hot_nbytes if group is None else self.hot_beside.get(group, 0)
+
     @property
     def main_group(self) -> int:
         """That of chains; where these have no codes, the one whose windows are kept."""
@@ -221,9 +225,14 @@ class Session:
     expected: float | None = None
 
     @property
+    def beside(self) -> "set[Block]":
+        """Blocks of other KV cache groups that its anchors are made of."""
+        return {part for anchor in self.anchors for part in anchor.parts}
+
+    @property
     def beside_nbytes(self) -> int:
-        """Of the codes of other groups that its anchors have, or are about to get."""
-        return sum(part.encoding.nbytes for anchor in self.anchors for part in anchor.parts)
+        """Of the codes that these have, or are about to get."""
+        return sum(part.encoding.nbytes for part in self.beside)
 
     @property
     def told_id(self) -> str:
@@ -239,7 +248,8 @@ def qualified(told_id: str, tenant: str) -> str:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, of cold_nbytes.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of
+    these, and of what its anchors have in the cold store.
     """
 
     session_id: str
@@ -280,20 +290,21 @@ class Prefetch(NamedTuple):
 class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
-    cold_nbytes: of all of its codes, those of other groups included. hot_nbytes: of the same blocks in the pool. exact:
-    how many of its blocks keep tokens exact. Times in seconds.
+    beside: blocks of other KV cache groups that it goes on from. hot_nbytes: what all of these took in the pool.
+    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
     """
 
     session_id: str
     blocks: int
+    beside: int
     tokens: int
+    hot_nbytes: int
     encoded: int
     encoded_nbytes: int
     cold_nbytes: int
     idle_s: float
     took_s: float
     exact: int
-    hot_nbytes: int
 
 
 class DropCause(StrEnum):

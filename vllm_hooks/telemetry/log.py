@@ -77,14 +77,20 @@ def announce(
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
+def _beside(blocks: int) -> str:
+    """Blocks of other KV cache groups than that of full attention."""
+    return f" and {blocks} of windows or states" if blocks else ""
+
+
 def tell_eviction(eviction: "Eviction") -> None:
     logger.info(
-        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
+        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
         eviction.session_id,
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
+        _beside(eviction.beside),
         human_bytes(eviction.hot_nbytes),
         human_bytes(eviction.cold_nbytes),
         eviction.hot_nbytes / max(1, eviction.cold_nbytes),
@@ -98,12 +104,13 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     """What came back of a session; vLLM recomputes the rest."""
     causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
-        "Manthan: session %s %s %d of %d blocks (%d tokens) in %.0f ms%s",
+        "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
         restored.session_id,
         "prefetched" if restored.is_prefetch else "restored",
         restored.good,
         restored.blocks,
         restored.good * shape.block_tokens,
+        _beside(restored.beside),
         max((answer.seconds for answer in restored.answers), default=0.0) * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )

@@ -56,10 +56,10 @@ class Telemetry(Observer):
     def restored(self, restored: Restored) -> None:
         if restored.is_prefetch:
             self._stats.count("prefetches")
-            self._stats.count("prefetched_blocks", restored.good)
+            self._stats.count("prefetched_blocks", restored.good + restored.beside)
         else:
             self._stats.count("restores")
-            self._stats.count("restored_blocks", restored.good)
+            self._stats.count("restored_blocks", restored.good + restored.beside)
             self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
             self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
         self._stats.count_all("failures", restored.causes)
