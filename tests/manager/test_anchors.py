@@ -253,7 +253,7 @@ def test_exact_tokens_of_a_larger_block() -> None:
     world = World(shape=shape, sink=40)
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
     world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])
-    assert [(order.exact, order.first_token) for order in world.manager.take_spills(10)] == [(32, 0), (8, 32)]
+    assert {order.first_token: order.exact for order in world.manager.take_spills(10)} == {0: 32, 32: 8}
 
 
 def test_states_stay_in_their_codec_when_the_others_change() -> None:
