@@ -74,8 +74,10 @@ def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redi
     assert with_dead_server(required=False)
 
 
-def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32, windows: Sequence[Window] = ()) -> str:
-    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec)})
+def namespace(
+    vllm_config: Any, codec: str = "lloyd3", tokens: int = 32, windows: Sequence[Window] = (), **options: Any
+) -> str:
+    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec, **options)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
     return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows)).name
@@ -118,7 +120,9 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
     kinds = [window(128), window(64), window(128, heads=4), state(4, 64), state(8, 32), state(4, 64, dtype=torch.int32)]
     names = [namespace(vllm_config, windows=[kind]) for kind in kinds]
     both = namespace(vllm_config, windows=[window(128), state(4, 64)])
-    assert len({namespace(vllm_config), both, *names}) == len(kinds) + 2
+    coded = namespace(vllm_config, windows=[window(128), state(4, 64)], state="bf16")
+    assert len({namespace(vllm_config), both, coded, *names}) == len(kinds) + 3
+    assert namespace(vllm_config, windows=[window(64)], state="bf16") in names, "it has no states"
     assert len({fingerprint(vllm_config, kind.group, "exact", "name") for kind in kinds[3:]}) == 3
 
 
