@@ -91,7 +91,7 @@ def codec_beside(name: str, group: "Group", state: str) -> str:
     """What blocks of another group than that of chains are encoded in: a profile is of those, and states have codecs of
     their own. state: what the configuration says of them."""
     if group.is_packed:
-        return STATE_CODECS.get(state, EXACT)
+        return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
     return WHT if needs_profile(name) else name
 
 

@@ -135,6 +135,13 @@ class Group:
         return bool(self.layer_nbytes)
 
     @property
+    def is_state(self) -> bool:
+        """Whether a block is the state of its layers behind its last token."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return isinstance(self.spec, MambaSpec)
+
+    @property
     def dtype_name(self) -> str:
         """What tells its numbers from others of as many bytes."""
         if self.is_packed:

@@ -16,7 +16,7 @@ from vllm_engine import Table
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Group, blocks_computed_again, check_supported, has_draft
+from manthan.vllm_hooks.support import Group, Groups, blocks_computed_again, check_supported, has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 TURNS = 4
@@ -106,7 +106,7 @@ def test_the_draft_decides_what_codes_mean(eagle: dict[str, Any], tmp_path: Path
 
     def name(options: dict[str, Any]) -> str:
         config = configured(options)
-        return namespace_of(config, from_vllm_config(config), Group(0, SPEC, 9)).name
+        return namespace_of(config, from_vllm_config(config), Groups(Group(0, SPEC, 9))).name
 
     other = Path(make_draft(tmp_path))
     weights = bytearray((other / "model.safetensors").read_bytes())

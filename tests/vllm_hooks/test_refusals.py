@@ -30,7 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.memory import memory_shape
+from manthan.vllm_hooks.memory import codec_beside, memory_shape
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
@@ -317,6 +317,7 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
     state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
     window = Group(0, WINDOW, 1, ("0",), "fp8", (WINDOW.page_size_bytes,))
     assert groups.windows == [Window(window, 128), Window(state, None)]
+    assert [codec_beside("wht-5x", beside, "int8") for beside in (window, state)] == ["exact", "state-int8"]
     latents = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.uint8, page_size_padded=2**15)
     assert told(STATE, latents, cache=fp8, latent=512, as_bytes=True).chain == Group(
         1, latents, 1, ("1",), "fp8", (2**15,)
