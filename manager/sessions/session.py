@@ -79,8 +79,9 @@ class MemoryShape:
 
     @property
     def sizes(self) -> set[int]:
-        """What encoded blocks of the main group may take."""
-        return {*self._main_bounds.values(), self.coded_nbytes}
+        """What encoded blocks may take, of all groups."""
+        beside = {nbytes for bounds in self.beside.values() for nbytes in bounds.values()}
+        return {*self._main_bounds.values(), self.coded_nbytes, *beside}
 
     @property
     def _main_bounds(self) -> Mapping[int, int]:

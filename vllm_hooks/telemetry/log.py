@@ -36,8 +36,7 @@ def human_bytes(nbytes: int) -> str:
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
     """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
-    beside = (nbytes for bounds in shape.beside.values() for nbytes in bounds.values())
-    largest = max([*shape.sizes, *beside])
+    largest = max(shape.sizes)
     if capacity < largest:
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
