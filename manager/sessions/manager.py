@@ -303,7 +303,8 @@ class SessionMemoryManager:
         for request_id in list(self._restores.under_way):  # they read from a store that is being emptied
             self._restores.finished(request_id, ())
         for session in list(self.table.by_id.values()):
-            self._pruning.cut(session, 0, DropCause.RESET)
+            if session.session_id in self.table.by_id:  # one before may have taken it along
+                self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
         self._orders.releases.clear()
         self.elsewhere.reset()
