@@ -41,7 +41,8 @@ def test_manthan_keeps_four_times_the_sessions_in_the_same_memory(found: dict[st
     assert host.kept >= 4 * plain.kept
     assert gains([plain, host])[(OURS, BUDGET)] == host.kept / plain.kept
     assert plain.nbytes == 16 * 128 * 1024
-    assert host.nbytes < plain.nbytes / 4.6  # the first 4 tokens of 512 are exact
+    exact = 4 / 512  # of the tokens in full blocks
+    assert host.nbytes < plain.nbytes * (exact + (1 - exact) / 4.8)
 
 
 @pytest.mark.slow
