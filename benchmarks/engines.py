@@ -11,29 +11,9 @@ import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
-
-QWEN3_8B = {
-    "architectures": ["Qwen3ForCausalLM"],
-    "model_type": "qwen3",
-    "dtype": "bfloat16",
-    "vocab_size": 151936,
-    "hidden_size": 4096,
-    "intermediate_size": 12288,
-    "num_hidden_layers": 36,
-    "num_attention_heads": 32,
-    "num_key_value_heads": 8,
-    "head_dim": 128,
-    "hidden_act": "silu",
-    "attention_bias": False,
-    "max_position_embeddings": 40960,
-    "rope_theta": 1000000,
-    "rms_norm_eps": 1e-6,
-    "tie_word_embeddings": False,
-}
-"""The shape of Qwen3-8B. Weights are made up: what is measured does not depend on them."""
 
 WAIT_S = 60.0
 POLL_S = 0.02
@@ -44,30 +24,6 @@ class WrongPathError(RuntimeError):
 
 
 # -- what is asked for ----------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Shape:
-    """What the sizes follow from. token_nbytes: bf16 bytes that the KV of one token takes."""
-
-    vocabulary: int
-    positions: int
-    token_nbytes: int
-
-    @classmethod
-    def of(cls, model: Path) -> Self:
-        config = json.loads((model / "config.json").read_text())
-        heads = config.get("num_key_value_heads", config["num_attention_heads"])
-        head_dim = config.get("head_dim") or config["hidden_size"] // config["num_attention_heads"]
-        numbers = 2 * config["num_hidden_layers"] * heads * head_dim
-        return cls(config["vocab_size"], config["max_position_embeddings"], 2 * numbers)
-
-
-def write_model(folder: Path) -> Path:
-    """A folder that vLLM takes for a model, if it is told to make up the weights."""
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(QWEN3_8B, indent=2))
-    return folder
 
 
 @dataclass(frozen=True)

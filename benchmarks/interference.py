@@ -23,17 +23,9 @@ from typing import Annotated, Any, NamedTuple
 import typer
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.engines import (
-    Engine,
-    EngineOptions,
-    Report,
-    Shape,
-    WrongPathError,
-    random_tokens,
-    serve,
-    write_model,
-)
+from manthan.benchmarks.engines import Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.interference_report import ENGINES, show
+from manthan.benchmarks.shapes import Shape, write_model
 
 POOL_SESSIONS = 2
 """Long sessions that the pool holds beside the batch."""

@@ -18,7 +18,8 @@ import torch
 import typer
 from torch import Tensor
 
-from manthan.benchmarks.engines import QWEN3_8B, random_tokens, write_model
+from manthan.benchmarks.engines import random_tokens
+from manthan.benchmarks.shapes import DEFAULT, PUBLIC, write_model
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo
 from manthan.codec.rope import Rope
@@ -128,7 +129,7 @@ def main(folder: Annotated[Path, typer.Argument(help="Where the model goes.")]) 
     typer.echo(f"{folder} is written, {time.monotonic() - began:.0f} s")
     began, reader = time.monotonic(), Reader(str(folder))
     builder = ProfileBuilder(reader.info("none", ""))
-    pieces = [random_tokens(1, index, PIECE, int(str(QWEN3_8B["vocab_size"]))) for index in range(PIECES)]
+    pieces = [random_tokens(1, index, PIECE, PUBLIC[DEFAULT].config["vocab_size"]) for index in range(PIECES)]
     reader.read(builder, pieces, False, lambda: typer.echo(f"a piece is read, {time.monotonic() - began:.0f} s"))
     builder.finish().save(
         folder.with_name(f"{folder.name}-profile.safetensors")

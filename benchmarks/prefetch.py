@@ -24,20 +24,11 @@ from typing import Annotated, Any
 import typer
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.engines import (
-    Answer,
-    Engine,
-    EngineOptions,
-    Report,
-    Shape,
-    WrongPathError,
-    random_tokens,
-    serve,
-    write_model,
-)
+from manthan.benchmarks.engines import Answer, Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.prefetch_report import KINDS, RECOMPUTE, show
 from manthan.benchmarks.redis_store import DIGITS, MODEL, POLL_S, Table
 from manthan.benchmarks.restore import LEAST_RATIO, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
+from manthan.benchmarks.shapes import Shape, write_model
 
 IDLE_AFTER_S = 2.0
 LEAD_S = 1.0

@@ -104,12 +104,11 @@ class Setting:
         return f"{codec} {self.sink}+{self.window}" if self.sink or self.window else codec
 
     @property
-    def config(self) -> str | dict[str, Any]:
-        """The value of `codec` in Manthan's configuration."""
-        if not self.sink and not self.window and not self.profile:
-            return self.codec
+    def config(self) -> dict[str, Any]:
+        """The value of `codec` in Manthan's configuration: this codec, even if the guard would take another."""
         profile = {"profile": self.profile} if self.profile else {}
-        return {"name": self.codec, "sink_tokens": self.sink, "window_tokens": self.window, **profile}
+        exact = {"sink_tokens": self.sink, "window_tokens": self.window}
+        return {"name": self.codec, "guard": False, "calibrate": False, **exact, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
         """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""

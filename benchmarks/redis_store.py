@@ -25,11 +25,12 @@ import typer
 from rich.console import Console
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, Shape, serve
+from manthan.benchmarks.engines import POLL_S, Answer, Engine, EngineOptions, Report, serve
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.redis_report import LATENCY, RECOMPUTE, show
 from manthan.benchmarks.redis_speed import Sizes, measure_speed
 from manthan.benchmarks.restore import LEAST_RATIO, MANTHAN, POOL_SESSIONS, SESSIONS, SPARE_POSITIONS, check
+from manthan.benchmarks.shapes import Shape
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.redis.client import connect
 

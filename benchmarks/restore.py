@@ -6,7 +6,7 @@ survive in the same number of bytes. Every arm is an engine of its own; where ea
 return that was not answered from where its arm says is an error.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,tiered]
-        [--codecs wht-5x,klt-8x] [--profile FILE]
+        [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
     python benchmarks/restore.py --plot-only FOLDER/restore.json
 """
 
@@ -23,19 +23,10 @@ from typing import Annotated, Any
 import typer
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.engines import (
-    Answer,
-    Engine,
-    EngineOptions,
-    Report,
-    Shape,
-    WrongPathError,
-    random_tokens,
-    serve,
-    write_model,
-)
+from manthan.benchmarks.engines import Answer, Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.restore_report import CAPACITY, LATENCY, OURS, REDIS, show
+from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 from manthan.manager.commands.completion import complete_codecs
 
@@ -48,6 +39,7 @@ GONE_SHARE = 0.01
 LEAST_RATIO, MOST_RATIO = 4.0, 5.2
 """How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
 HOT_POOL_SHARE = 0.1
+DEFAULT_BLOCK = 16
 MANTHAN = {"policy": "lru", "idle_after_s": 0.3, "sweep_interval_s": 0.05}
 
 
@@ -170,7 +162,8 @@ class Setting:
         return EngineOptions(
             model=str(self.model),
             block_size=self.block_size,
-            blocks=max(math.ceil(pool_sessions * tokens / self.block_size), math.ceil(longest / self.block_size) + 2),
+            blocks=max(math.ceil(pool_sessions * tokens / self.block_size), math.ceil(longest / self.block_size) + 2)
+            + self.shape.blocks_beside(self.block_size, self.batched_tokens),
             max_model_len=longest,
             eager=self.eager,
             batched_tokens=self.batched_tokens,
@@ -197,7 +190,7 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
     if name == "vllm-offload":
         more["offload_nbytes"] = nbytes
     elif name in (*OURS, *REDIS):
-        store = {"kind": name, "max_bytes": math.ceil(nbytes / LEAST_RATIO)}
+        store = {"kind": name, "max_bytes": math.ceil(nbytes / (1 if setting.shape.is_latent else LEAST_RATIO))}
         more["manthan"] = MANTHAN | {"cold_store": store} | setting.codec(codec)
         if name in REDIS:
             more["manthan"] |= {"redis": {"url": setting.redis_url, "prefix": f"manthan-{name}:"}}
@@ -255,6 +248,16 @@ def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "
     return latency + capacity
 
 
+def made_up(folder: Path, shape: str, layers: int) -> Path:
+    """A model of a public one's shape. Raises BadParameter."""
+    if shape not in PUBLIC:
+        raise typer.BadParameter(f"--shape is {shape}; there are {', '.join(PUBLIC)}")
+    try:
+        return write_model(folder, shape, layers)
+    except ValueError as error:
+        raise typer.BadParameter(f"--layers: {error}") from None
+
+
 def main(
     context: typer.Context,
     tokens: Annotated[int, typer.Option(help="Prompt tokens of a session, for the latency.")] = 32000,
@@ -267,9 +270,11 @@ def main(
         str, typer.Option(help="Arm host with each of these, by comma.", autocompletion=complete_codecs)
     ] = "",
     profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
-    model: Annotated[Path | None, typer.Option(help="Folder with a config.json; else Qwen3-8B's shape.")] = None,
+    model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
+    shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
+    layers: Annotated[int, typer.Option(help="Only so many first layers of the shape; 0 for all.")] = 0,
     weights: Annotated[bool, typer.Option("--weights", help="MODEL's own weights, not made-up ones.")] = False,
-    block_size: Annotated[int, typer.Option(help="Tokens of a block.")] = 16,
+    block_size: Annotated[int, typer.Option(help="Tokens of a block; 0 for what suits the shape.")] = 0,
     batched_tokens: Annotated[int, typer.Option(help="Most tokens that vLLM computes in a step.")] = 8192,
     eager: Annotated[bool, typer.Option("--eager", help="No CUDA graphs.")] = False,
     simple_offload: Annotated[
@@ -293,8 +298,8 @@ def main(
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
         url = stack.enter_context(redis_at(redis_url)) if set(REDIS) & set(arms.split(",")) else ""
         setting = Setting(
-            (model or write_model(Path(folder, "qwen3-8b-shape"))).absolute(),
-            block_size,
+            (model or made_up(Path(folder, f"{shape}-shape"), shape, layers)).absolute(),
+            block_size or (DEFAULT_BLOCK if model else PUBLIC[shape].block_size),
             eager,
             batched_tokens,
             returns,

@@ -7,8 +7,9 @@ from typing import Self
 
 import typer
 
-from manthan.benchmarks.engines import Shape, random_tokens, write_model
+from manthan.benchmarks.engines import random_tokens
 from manthan.benchmarks.redis_store import DIGITS, MODEL, Table
+from manthan.benchmarks.shapes import Shape, write_model
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
 SAFE_VOCABULARY = 1000

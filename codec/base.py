@@ -51,7 +51,7 @@ from manthan.codec.errors import DtypeError, HeadDimError, KindError, NonFiniteE
 Kind = Literal["key", "value"]
 Vectors = npt.NDArray[np.float32] | npt.NDArray[np.uint16]
 Numbers = npt.NDArray[Any]
-"""As the cache has them: float16, float32, or uint16 holding bf16 bits."""
+"""As the cache has them: float16, float32, uint16 holding bf16 bits, or uint8 holding those of fp8, or any bytes."""
 Positions = npt.NDArray[np.int64]
 Codes = npt.NDArray[np.uint8]
 DType = type[np.float32] | type[np.uint16] | np.dtype[np.float32] | np.dtype[np.uint16]
@@ -99,6 +99,8 @@ class SectionKind(IntEnum):
     """A recurrent layer's state."""
     RAW = 5
     """Bytes of the cache that nobody looks into."""
+    LATENT = 6
+    """Latents of MLA, in pieces that stand where heads do; coded as keys are that no RoPE turns."""
 
 
 class Dtype(IntEnum):
@@ -108,11 +110,19 @@ class Dtype(IntEnum):
     FLOAT16 = 2
     FLOAT32 = 3
     UINT8 = 4
+    """Bytes that stand for no number each."""
+    FLOAT8_E4M3 = 5
+    """Without infinities, as torch.float8_e4m3fn."""
+    FLOAT8_E5M2 = 6
 
     @property
     def numpy(self) -> np.dtype[Any]:
-        """What numpy holds such numbers in; bf16 as its bits."""
-        return np.dtype({1: np.uint16, 2: np.float16, 3: np.float32, 4: np.uint8}[self])
+        """What numpy holds such numbers in; bf16 and fp8 as their bits."""
+        return np.dtype([np.uint16, np.float16, np.float32, np.uint8, np.uint8, np.uint8][self - 1])
+
+    @property
+    def is_fp8(self) -> bool:
+        return self in (Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
 
 
 @dataclass(frozen=True)
@@ -120,7 +130,7 @@ class Section:
     """What a section of an encoded block says of itself.
 
     codec: its name. first_layer, layers: of the KV cache group. first_token, tokens: of the block. heads (of this
-    shard), head_dim: 0 where the numbers are not vectors.
+    shard), head_dim: of bytes that are no numbers, how many runs a token has, and how long each is.
     """
 
     kind: SectionKind
@@ -151,9 +161,12 @@ class Section:
             SectionKind.KEYS: ("key",),
             SectionKind.VALUES: ("value",),
             SectionKind.BOTH: ("key", "value"),
+            SectionKind.LATENT: ("key",),
         }
         if self.kind not in kinds:
-            raise KindError(f"a section of kind {self.kind.name} holds no vectors: KEYS, VALUES and BOTH do.")
+            raise KindError(
+                f"a section of kind {self.kind.name} holds no vectors: {', '.join(k.name for k in kinds)} do."
+            )
         return kinds[self.kind]
 
 

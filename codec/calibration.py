@@ -15,7 +15,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Numbers, Positions
+from manthan.codec.base import Dtype, Numbers, Positions
 from manthan.codec.cpu.numbers import as_floats
 from manthan.codec.cpu.rans import ESCAPE, LARGEST, streams_of
 from manthan.codec.errors import ProfileError
@@ -122,10 +122,12 @@ class ProfileBuilder:
         """That the layer with the fewest has seen, without those held back."""
         return min(keys.tokens for keys, _ in self._layers)
 
-    def add(self, layer: int, keys: Numbers, values: Numbers, positions: Positions) -> None:
+    def add(
+        self, layer: int, keys: Numbers, values: Numbers, positions: Positions, dtype: Dtype = Dtype.BFLOAT16
+    ) -> None:
         """Keys, as the cache has them, and values [heads, tokens, head_dim] of one layer. positions: [tokens], of one
-        chain. Numbers that are not finite are left out with their token."""
-        k, v = as_floats(keys), as_floats(values)
+        chain. dtype: see `as_floats`. Numbers that are not finite are left out with their token."""
+        k, v = as_floats(keys, dtype), as_floats(values, dtype)
         if self._info.rope is not None:
             k = self._info.rope.turn_back(k, positions)
         rows = tuple(x.transpose(1, 0, 2).reshape(len(positions), -1) for x in (k, v))

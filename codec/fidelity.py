@@ -14,6 +14,9 @@ and likewise for values, of which attention takes averages,
 On SmolLM2-135M, with biased keys and without, the attention of its own queries diverges by three to nine times the
 noise of the logits, in nats, over three decades (docs/codec.md). Cosines say nothing of it: they hardly change when a
 bias in the keys drowns what tells them apart.
+
+With multi-head latent attention (MLA) a key is the latent and RoPE's part, one head for all, once the projections of
+the heads are in the query; values are made of the latent alone. They are measured so, and c is taken behind RoPE.
 """
 
 from collections.abc import Sequence
@@ -119,10 +122,24 @@ def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -
         skipped = 0 if whole else sample.exact
         codes = format.encode(sample.keys, sample.values, key=b"", first_token=sample.first_token, exact=sample.exact)
         back = format.decode(codes, key=b"")
-        pieces.append(tuple(as_floats(x[:, :, skipped:]) for x in (sample.keys, sample.values, *back)))
+        numbers = (sample.keys, sample.values, *back)
+        pieces.append(tuple(as_floats(x[:, :, skipped:], format.shape.dtype) for x in numbers))
         places.append(np.arange(sample.first_token + skipped, sample.first_token + format.shape.tokens, dtype=np.int64))
     keys, values, back_keys, back_values = (np.concatenate(parts, axis=2) for parts in zip(*pieces, strict=True))
+    if format.shape.latent:
+        rope = None
+        (keys, values), (back_keys, back_values) = _attended(keys, values), _attended(back_keys, back_values)
     return Fidelity.of(format.codec, keys, values, (back_keys, back_values), np.concatenate(places), rope)
+
+
+def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
+    """Keys and values [layers, 1, tokens, numbers] as attention has them.
+
+    turned: RoPE's part. latents: [layers, pieces, tokens, numbers].
+    """
+    layers, _, tokens, _ = latents.shape
+    values = latents.swapaxes(1, 2).reshape(layers, 1, tokens, -1)
+    return np.concatenate([values, turned], axis=3), values
 
 
 def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | None) -> tuple[float, float]:

@@ -11,12 +11,14 @@ from manthan.codec.cpu.centred import CentredSections
 from manthan.codec.cpu.exact import EXACT, ExactSections
 from manthan.codec.cpu.klt import KltSections
 from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec.cpu.state import StateSections
 from manthan.codec.cpu.tiles import TileSections
 from manthan.codec.cpu.vectors import VectorSections
 from manthan.codec.cpu.wht import WhtSections
 from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodecError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.state import STATE_CODECS
 from manthan.codec.wht import NAME as WHT
 
 GROUP = "manthan.codecs"
@@ -46,7 +48,7 @@ FALLBACK = "k4v4c"
 def finer_codecs(name: str) -> list[str]:
     """Codecs to use instead of one that is not faithful to a model, the coarsest first."""
     without_profile = [WHT] if needs_profile(name) else []  # the text may be of a kind that the profile does not fit
-    return [] if name == FALLBACK else [*without_profile, FALLBACK]
+    return [] if name in (FALLBACK, EXACT) else [*without_profile, FALLBACK]
 
 
 def codec_names() -> list[str]:
@@ -92,11 +94,13 @@ def get_codec(name: str, head_dim: int, backend: str = "auto") -> Codec:
 def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> SectionCodec:
     """The codec of this name, or "exact", for sections whose vectors have head_dim numbers, in the CPU's memory.
 
-    facts: of the model. Raises UnknownCodecError, HeadDimError, and ProfileError where a profile is missing or does not
-    fit.
+    facts: of the model; codecs of states are made where it has their layout. Raises UnknownCodecError, HeadDimError,
+    and ProfileError where a profile is missing or does not fit.
     """
     if name == EXACT:
         return ExactSections()
+    if name in STATE_CODECS.values() and facts.state is not None:
+        return StateSections(name, facts.state)
     if name in CENTRED:
         return CentredSections(CENTRED[name], head_dim, facts.rope)
     if name == WHT:

@@ -55,23 +55,33 @@ class Rope:
         return turned
 
     @classmethod
-    def of_config(cls, config: Any, head_dim: int) -> Self | None:
+    def of_config(cls, config: Any, head_dim: int, layer_type: str = "") -> Self | None:
         """That of a Transformers configuration (of the text part); None where it turns nothing, or in a way that is not
-        understood: by layer, by kind of input, by the length of the prompt.
+        understood: by kind of input, by the length of the prompt, or by kind of layer, such as sliding_attention,
+        without layer_type, which names one.
 
         Which halves make a pair a configuration does not say: it is the half and the other half, as in Llama.
         """
         parameters = getattr(config, "rope_parameters", None) or {}
+        of_layers = isinstance(parameters, Mapping) and isinstance(parameters.get(layer_type), Mapping)
+        if of_layers:
+            parameters = parameters[layer_type]
         if not isinstance(parameters, Mapping) or any(isinstance(value, Mapping) for value in parameters.values()):
             return None
         kind = parameters.get("rope_type", parameters.get("type", "default"))
         base = parameters.get("rope_theta") or getattr(config, "rope_theta", None)
         if kind not in STEADY or base is None or "mrope_section" in parameters:
             return None
+        share = parameters.get("partial_rotary_factor") or 1.0
+        if kind == "proportional":  # pairs of the whole head, of which the last are not turned
+            pairs, turned = np.arange(head_dim // 2, dtype=np.float64), int(share * head_dim // 2)
+            found = float(base) ** (-2 * pairs / head_dim) / parameters.get("factor", 1.0) * (pairs < turned)
+            return cls(tuple(map(float, found)))
         if kind != "default":
             from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, None)
+            more = {"layer_type": layer_type} if of_layers else {}
+            frequencies, scale = ROPE_INIT_FUNCTIONS[kind](config, None, **more)
             return cls(tuple(map(float, frequencies.double().tolist())), float(scale))
-        turned = int(head_dim * (parameters.get("partial_rotary_factor") or 1.0))
+        turned = int(head_dim * share)
         return cls(tuple(float(base) ** (-np.arange(0, turned, 2, dtype=np.float64) / turned)))

@@ -2,14 +2,15 @@
 
 import logging
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import NamedTuple
 
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
-from manthan.manager.sessions.session import CodeState, Drop, Session
-from manthan.manager.stores.directory import Directory, Room
+from manthan.manager.sessions.session import Block, CodeState, Drop, FoundAnchor, Session
+from manthan.manager.stores.directory import Anchored, Directory, Needed, Room
 from manthan.manager.stores.redis.schema import SessionRecord, StoredBlock
+from manthan.manager.work import Name
 
 logger = logging.getLogger("vllm.manthan")
 
@@ -25,17 +26,29 @@ class Lookup(NamedTuple):
 class Heard(NamedTuple):
     """What became of blocks that wait for room: to be encoded; stored by others, in so many bytes; refused, and why."""
 
-    granted: Sequence[bytes] = ()
-    stored: Sequence[tuple[bytes, int]] = ()
-    refused: Sequence[tuple[bytes, str]] = ()
+    granted: Sequence[Name] = ()
+    stored: Sequence[tuple[Name, int]] = ()
+    refused: Sequence[tuple[Name, str]] = ()
 
 
 class DirectoryLink:
-    """Never waits. wait_s: how long a request waits for the answer to its lookup, at most."""
+    """Never waits.
 
-    def __init__(self, directory: Directory, manager: SessionMemoryManager, observer: Observer, wait_s: float) -> None:
+    wait_s: how long a request waits for the answer to its lookup, at most. beside: which blocks of other groups who
+    goes on behind so many blocks of a chain needs, by group and place in it; None for a model without such groups.
+    """
+
+    def __init__(
+        self,
+        directory: Directory,
+        manager: SessionMemoryManager,
+        observer: Observer,
+        wait_s: float,
+        beside: Callable[[int], Iterable[tuple[int, int]]] | None = None,
+    ) -> None:
         self._directory, self._manager, self._observer, self._wait_s = directory, manager, observer, wait_s
-        self._group = manager.shape.group
+        self._beside = beside
+        self._group = manager.shape.main_group
         self._lookups: dict[str, Lookup] = {}
         self.start, self.close = directory.start, directory.close
 
@@ -54,8 +67,21 @@ class DirectoryLink:
         first = self._manager.elsewhere.known(keys)
         if not self._manager.min_blocks <= len(keys) > first:
             return
-        if self._directory.look_up(request_id, self._group, keys[first:]):
-            self._lookups[request_id] = Lookup(list(keys), first, now + self._wait_s)
+        lookup = Lookup(list(keys), first, now + self._wait_s)
+        needed = self._needed(lookup) if self._beside is not None else None
+        if self._directory.look_up(request_id, self._group, keys[first:], needed):
+            self._lookups[request_id] = lookup
+
+    def _needed(self, lookup: Lookup) -> Needed:
+        def needed(count: int) -> list[Name]:
+            return [(group, key) for group, key, _ in self._parts(lookup, count)]
+
+        return needed
+
+    def _parts(self, lookup: Lookup, count: int) -> list[tuple[int, bytes, int]]:
+        """Group, key and depth of what is needed behind so many of the blocks that were asked for."""
+        assert self._beside is not None
+        return [(group, lookup.keys[at], at) for group, at in self._beside(lookup.first + count)]
 
     def awaits(self, request_id: str, now: float) -> bool:
         """Whether a request should wait for the answer to its lookup."""
@@ -76,7 +102,9 @@ class DirectoryLink:
 
     def reserve(self, orders: Iterable[SpillOrder]) -> None:
         """Ask for room for blocks; each is heard of as granted, stored or refused."""
-        self._directory.reserve([Room(order.key, self._group, order.nbytes) for order in orders])
+        self._directory.reserve(
+            [Room(order.key, self._group if order.group is None else order.group, order.nbytes) for order in orders]
+        )
 
     def hear(self, now: float) -> Heard:
         """Pass on to the manager what came back; the caller sees to what was granted, stored and refused."""
@@ -89,20 +117,31 @@ class DirectoryLink:
         for request_id, sizes in answers.found.items():
             lookup = self._lookups.pop(request_id, None)
             if lookup is not None:
-                self._observer.looked_up("found" if sizes else "nothing")
-                if sizes:
-                    elsewhere.found(request_id, lookup.keys[: lookup.first + len(sizes)], sizes)
-        elsewhere.not_stored([key for _, key in answers.lost])
+                self._found(request_id, lookup, sizes, answers.anchored.get(request_id))
+        lost = answers.lost
+        elsewhere.not_stored(
+            [key for group, key in lost if group == self._group], [name for name in lost if name[0] != self._group]
+        )
         elsewhere.expire(answers.expired)
         if answers.used is not None or answers.strangers is not None:
             offset = time.time() - now
             strangers = answers.strangers and [s._replace(last_used=s.last_used - offset) for s in answers.strangers]
             elsewhere.counted(answers.used, strangers)
         return Heard(
-            [key for _, key in answers.granted],
-            [(key, nbytes) for _, key, nbytes in answers.stored],
-            [(key, cause) for _, key, cause in answers.refused],
+            answers.granted,
+            [((group, key), nbytes) for group, key, nbytes in answers.stored],
+            [((group, key), cause) for group, key, cause in answers.refused],
         )
+
+    def _found(self, request_id: str, lookup: Lookup, sizes: Sequence[int], anchored: Anchored | None) -> None:
+        is_of_use = sizes and (self._beside is None or anchored is not None)
+        self._observer.looked_up("found" if is_of_use else "nothing")
+        if not sizes:
+            return
+        first, anchor = lookup.first, None
+        if anchored is not None:
+            anchor = FoundAnchor(first + anchored.blocks, self._parts(lookup, anchored.blocks), anchored.sizes)
+        self._manager.elsewhere.found(request_id, lookup.keys[: first + len(sizes)], sizes, anchor)
 
     def tell(self, drops: Iterable[Drop], now: float) -> None:
         """Say what has changed since the last call."""
@@ -118,12 +157,17 @@ class DirectoryLink:
             return SessionRecord(session_id)
         chain = session.chain
         end = next((i for i in range(len(chain), 0, -1) if chain[i - 1].code is CodeState.COLD), 0)
-        stored = tuple(
-            StoredBlock(block.key, self._group, block.code is CodeState.COLD, block.encoding.nbytes)
-            for block in chain[:end]
-        )
+        anchors = [anchor for anchor in session.anchors if any(part.code is CodeState.COLD for part in anchor.parts)]
+        end = max([end, *(anchor.depth for anchor in anchors)])  # what is stored at once must be somebody's
+        beside = dict.fromkeys(part for anchor in anchors for part in anchor.parts if part.code is CodeState.COLD)
         in_unix_time = info._replace(created=info.created + offset, last_used=info.last_used + offset)
-        return SessionRecord(session_id, in_unix_time, stored)
+        return SessionRecord(
+            session_id, in_unix_time, tuple(map(self._stored, chain[:end])), tuple(map(self._stored, beside))
+        )
+
+    def _stored(self, block: Block) -> StoredBlock:
+        group = self._group if block.group is None else block.group
+        return StoredBlock(block.key, group, block.code is CodeState.COLD, block.encoding.nbytes)
 
     def reset(self) -> str:
         """See Directory.reset."""

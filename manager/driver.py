@@ -19,7 +19,17 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome
-from manthan.manager.work import STORE_DOWN, GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult, Verdict
+from manthan.manager.work import (
+    STORE_DOWN,
+    GroupBlocks,
+    GroupKeys,
+    Load,
+    LoadResult,
+    Name,
+    SpillBlock,
+    SpillResult,
+    Verdict,
+)
 
 if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
@@ -61,6 +71,7 @@ class Driver(Generic[B]):
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
     directory: keeps the books of a cold store that others use as well; None for one of this engine alone.
     guard: sees to it that the codec is measured first; None to trust it.
+    again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless.
     """
 
     def __init__(
@@ -74,7 +85,9 @@ class Driver(Generic[B]):
         observer: Observer | None = None,
         directory: "DirectoryLink | None" = None,
         guard: Guard[B] | None = None,
+        again: int = 0,
     ) -> None:
+        self._again = again
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
         self._observer = observer or Observer()
@@ -84,10 +97,10 @@ class Driver(Generic[B]):
         )
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id
-        self._held: dict[bytes, Held[B]] = {}
-        self._granted: list[bytes] = []
+        self._held: dict[Name, Held[B]] = {}
+        self._granted: list[Name] = []
         self._done: list[B] = []  # to be given back, all at once
-        self._answers: dict[bytes, list[SpillResult]] = {}
+        self._answers: dict[Name, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
@@ -121,7 +134,8 @@ class Driver(Generic[B]):
     def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
         """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
 
-        keys: of those that may come from elsewhere. hot: how many are in the pool. blocks: what it needs in all.
+        keys: of those that may come from elsewhere. hot: how many the engine takes from the pool. blocks: what the
+        request needs in all.
         """
         self.hear(now)
         self.prefetcher.waits(request_id, blocks)
@@ -136,30 +150,47 @@ class Driver(Generic[B]):
         cold = keys[hot:]
         if cold and self.prefetcher.is_loading(cold[0]):
             return None
-        return self.manager.match(cold)
+        return max(0, self.manager.match(cold) - self._again)
 
     def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
         self.pressure.admitted(request_id)
-        self.prefetcher.admitted(request_id, keys, hot, usable)
+        self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
-    def restoring(self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int]) -> None:
-        """Codes of these keys are to be decoded into these blocks of the request."""
-        load = Load(request_id, (GroupBlocks(self._group, keys, block_ids),))
+    def restoring(
+        self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
+    ) -> None:
+        """Codes of these keys are to be decoded into these blocks of the request; beside: those of other groups."""
+        chain = () if self._group is None else (GroupBlocks(self._group, keys, block_ids),)
+        load = Load(request_id, (*chain, *beside))
         self.manager.restore_started(request_id, keys)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
 
-    def finished(self, request_id: str, keys: Sequence[bytes], now: float, tokens: int) -> Outcome | None:
-        """A request ended, with KV computed for these blocks; tokens: of prompt and answer."""
+    def finished(
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        now: float,
+        tokens: int,
+        beside: Sequence[tuple[int, bytes, int]] = (),
+    ) -> Outcome | None:
+        """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
+
+        beside: what other groups need to go on from there, group, key and place in its group of each block: in the pool
+        until the next request takes it, and held at once.
+        """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
         self.pressure.admitted(request_id)
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        return self.manager.request_finished(request_id, keys, now, tokens=tokens)
+        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, beside=beside)
+        if beside:
+            self._hold(now)
+        return outcome
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -182,8 +213,8 @@ class Driver(Generic[B]):
         moves = self.manager.take_moves()
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            go_first=[GroupKeys(self._group, moves)] if moves else (),
-            spills=[self._spill(self._held[key]) for key in self._granted],
+            go_first=[GroupKeys(self._group, moves)] if moves and self._group is not None else (),
+            spills=[self._spill(self._held[name]) for name in self._granted],
             loads=self._loads,
             lost=lost,
             samples=samples,
@@ -194,8 +225,17 @@ class Driver(Generic[B]):
 
     def _spill(self, held: Held[B]) -> SpillBlock:
         order = held.order
+        group, _ = self._name(order)
         block_id = self._pool.block_id(held.block)
-        return SpillBlock(order.key, self._group, block_id, order.first_token, order.exact, order.codec)
+        return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec)
+
+    def _name(self, order: SpillOrder) -> Name:
+        return self._of_chain(order.key) if order.group is None else (order.group, order.key)
+
+    def _of_chain(self, key: bytes) -> Name:
+        """Of a block of chains, where these have codes."""
+        assert self._group is not None
+        return self._group, key
 
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
@@ -204,15 +244,16 @@ class Driver(Generic[B]):
         """
         held, lost = [], 0
         for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
-            block = self._pool.hold(order.key)
+            group, pool = order.group, self._pool
+            block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
             if block is None:
-                self.manager.lost(order.key, now)
+                self.manager.lost(order.key, now, order.group)
                 lost += 1
                 continue
-            self._held[order.key] = Held(order, block)
+            self._held[self._name(order)] = Held(order, block)
             held.append(order)
         if self._directory is None:
-            self._granted += [order.key for order in held]  # the manager's own count is all that there is to know
+            self._granted += map(self._name, held)  # the manager's own count is all that there is to know
         else:
             self._directory.reserve(held)
         return lost
@@ -224,11 +265,11 @@ class Driver(Generic[B]):
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
         self._granted += answers.granted
-        for key, nbytes in answers.stored:
-            self._let_go(key)
-            self.manager.spilled(key, nbytes, now)
-        for key, cause in answers.refused:
-            self._refuse(key, {cause}, now)
+        for name, nbytes in answers.stored:
+            order = self._let_go(name)
+            self.manager.spilled(order.key, nbytes, now, order.group)
+        for name, cause in answers.refused:
+            self._refuse(name, {cause}, now)
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------
@@ -256,16 +297,17 @@ class Driver(Generic[B]):
         self._tell_evictions()
 
     def _spill_answered(self, answer: SpillResult, now: float) -> None:
-        answers = [*self._answers.pop(answer.key, ()), answer]
+        name = answer.group, answer.key
+        answers = [*self._answers.pop(name, ()), answer]
         if len(answers) < self._ranks:
-            self._answers[answer.key] = answers
+            self._answers[name] = answers
             return
         if causes := {one.cause for one in answers if one.cause is not None}:
-            self._refuse(answer.key, causes, now)
+            self._refuse(name, causes, now)
             return
-        self._let_go(answer.key)
+        order = self._let_go(name)
         self._observer.spilled(answers)
-        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now)
+        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now, order.group)
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:
@@ -278,22 +320,27 @@ class Driver(Generic[B]):
             self._settle(restore)
 
     def _settle(self, restore: Restore) -> None:
-        failed = {block.key: block.cause for answer in restore.answers for block in answer.failed}
-        bad = [key for key, cause in failed.items() if cause != STORE_DOWN]
+        failed = {(block.group, block.key): block.cause for answer in restore.answers for block in answer.failed}
+        bad = [name for name, cause in failed.items() if cause != STORE_DOWN]
         if len(bad) < len(failed):
             self._unserved.add(restore.load.request_id)
-        self.manager.restore_finished(restore.load.request_id, bad)
-        good = good_blocks(restore.load, failed)
-        causes = list(failed.values())
-        self._observer.restored(Restored(restore.session_id, restore.load.blocks, good, restore.answers, causes))
+        self.manager.restore_finished(
+            restore.load.request_id,
+            [key for group, key in bad if group == self._group],
+            [name for name in bad if name[0] != self._group],
+        )
+        shape = self.manager.shape
+        self._observer.restored(Restored.of(restore.session_id, shape, restore.load, restore.answers, failed))
 
-    def _refuse(self, key: bytes, causes: set[str], now: float) -> None:
-        self._let_go(key)
+    def _refuse(self, name: Name, causes: set[str], now: float) -> None:
+        order = self._let_go(name)
         self._observer.not_spilled(causes)
-        self.manager.spill_failed(key, now)
+        self.manager.spill_failed(order.key, now, order.group)
 
-    def _let_go(self, key: bytes) -> None:
-        self._done.append(self._held.pop(key).block)
+    def _let_go(self, name: Name) -> SpillOrder:
+        held = self._held.pop(name)
+        self._done.append(held.block)
+        return held.order
 
     def _give_back(self) -> None:
         if self._done:
@@ -316,8 +363,8 @@ class Driver(Generic[B]):
         self.prefetcher.reset()
         place = "" if self._directory is None else self._directory.reset()
         granted, self._granted = self._granted, []
-        for key in granted:
-            self._refuse(key, {"reset"}, now)
+        for name in granted:
+            self._refuse(name, {"reset"}, now)
         self._give_back()
         return place
 
@@ -345,10 +392,3 @@ class Driver(Generic[B]):
         """When a step is due at the latest, if anything is."""
         deadlines = (self.manager.next_deadline, self.prefetcher.deadline)
         return min((when for when in deadlines if when is not None), default=None)
-
-
-def good_blocks(load: Load, failed: Iterable[bytes]) -> int:
-    """How many blocks of a load are good before the first that is not."""
-    bad = set(failed)
-    keys = [key for part in load.parts for key in part.keys]
-    return next((i for i, key in enumerate(keys) if key in bad), len(keys))

@@ -75,7 +75,7 @@ class Guard(Generic[B]):
 
     def _hold(self) -> list[SpillBlock]:
         """Hold the first blocks of an idle session, and name them."""
-        group, tokens = self._manager.shape.group, self._manager.shape.block_tokens
+        group, tokens = self._manager.shape.main_group, self._manager.shape.block_tokens
         orders: list[SpillBlock] = []
         for session, found in self._manager.samples(-(-SAMPLE_TOKENS // tokens)):
             for order in found if self._is_new(session) else ():

@@ -1,14 +1,17 @@
 """Who is told what happens: metrics and the log in an engine, a tally in the simulator."""
 
-from collections.abc import Collection, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from manthan.manager.sessions.session import Drop, Eviction
-from manthan.manager.work import LoadResult, SpillResult, Verdict
+from manthan.manager.sessions.session import Drop, Eviction, MemoryShape
+from manthan.manager.work import Load, LoadResult, Name, SpillResult, Verdict
 
 
 class Restored(NamedTuple):
-    """A restore, or a prefetch, that has ended: so many of its blocks are hot again; `causes` of what failed."""
+    """A restore, or a prefetch, that has ended: so many blocks of its chain are hot again; `causes` of what failed.
+
+    beside: blocks of other KV cache groups that came back with them.
+    """
 
     session_id: str
     blocks: int
@@ -16,6 +19,22 @@ class Restored(NamedTuple):
     answers: Sequence[LoadResult]
     causes: Collection[str]
     is_prefetch: bool = False
+    beside: int = 0
+
+    @classmethod
+    def of(
+        cls, session_id: str, shape: MemoryShape, load: Load, answers: Sequence[LoadResult], failed: Mapping[Name, str]
+    ) -> "Restored":
+        """failed: causes by block. What is before the first that failed came back, or, with windows or states,
+        nothing."""
+        group = shape.main_group
+        chain = [(group, key) for part in load.parts if part.group == group for key in part.keys]
+        beside = sum(len(part.keys) for part in load.parts) - len(chain)
+        good = next((at for at, name in enumerate(chain) if name in failed), len(chain))
+        if shape.beside and failed:
+            good = beside = 0
+        causes = list(failed.values())
+        return cls(session_id, len(chain), good, answers, causes, load.is_prefetch, beside)
 
 
 class Observer:

@@ -9,7 +9,8 @@ B = TypeVar("B")
 
 
 class Pool(FreeQueue, Protocol[B]):
-    """Blocks of one KV cache group. `B` is the pool's own handle of a block.
+    """Blocks of the KV cache group of chains, and of others where they are named. `B` is the pool's own handle of a
+    block.
 
     A free block still holds what its key says until it is taken, from the head of the queue.
     """
@@ -20,11 +21,15 @@ class Pool(FreeQueue, Protocol[B]):
     def hold(self, key: bytes) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""
 
+    def hold_beside(self, group: int, key: bytes) -> B | None:
+        """The same of a block of another KV cache group."""
+
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""
 
-    def cache(self, block: B, key: bytes, parent: bytes | None, depth: int) -> None:
-        """A block, the one at `depth` of its chain, holds this from now on; `parent` is the key before it."""
+    def cache(self, block: B, key: bytes, parent: bytes | None, depth: int, group: int | None = None) -> None:
+        """A block, the one at `depth` of its chain, holds this from now on; `parent` is the key before it. group: of
+        which it becomes one; None for that of chains."""
 
     def give_back(self, blocks: Sequence[B]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""

@@ -1,15 +1,17 @@
 """Sessions that are expected are restored before their request: room, blocks, loads, and the pool's prefix cache."""
 
-from collections.abc import Container, Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field
-from itertools import islice, takewhile
+from itertools import groupby, islice, takewhile
+from operator import itemgetter
 from typing import Generic, NamedTuple
 
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
-from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult
+from manthan.manager.sessions.session import Prefetch
+from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult, Name
 
 RETRY_S = 0.1
 """How soon room is looked for again where there was none: every look walks the free queue."""
@@ -17,15 +19,18 @@ RETRY_S = 0.1
 
 @dataclass
 class UnderWay(Generic[B]):
-    """A prefetch: the session's chain, a block for each of its keys, and what of it is being loaded.
+    """A prefetch: the session, a block for each of its chain's keys and of its anchor, and which of them are being
+    loaded.
 
-    All blocks are referenced, those that were hot as well. is_stale: the KV is void since it began.
+    beside: of the anchor, by group and key. All blocks are referenced, those that were hot as well. is_stale: the KV is
+    void since it began.
     """
 
-    session_id: str
+    session: Prefetch
     blocks: dict[bytes, B]
+    beside: dict[Name, B]
     load: Load
-    loading: frozenset[bytes]
+    loading: frozenset[Name]
     answers: list[LoadResult] = field(default_factory=list)
     is_stale: bool = False
 
@@ -55,6 +60,7 @@ class Prefetcher(Generic[B]):
     ) -> None:
         self._manager, self._pool, self._runway, self._observer = manager, pool, runway, observer
         self._ranks, self._spare, self._most = ranks, spare, blocks - spare
+        self._group = manager.shape.main_group
         self._under_way: UnderWay[B] | None = None
         self._count = 0
         self._waiting: dict[str, int] = {}  # by request id, the blocks that it will take
@@ -85,9 +91,10 @@ class Prefetcher(Generic[B]):
         self._waiting.pop(request_id, None)
 
     def is_loading(self, key: bytes) -> bool:
-        """Whether this block will be hot in a moment: a request that needs it should not restore it as well."""
+        """Whether a session with this block, which is not to be had hot, will be so in a moment: a request that needs
+        it should not restore it as well."""
         under_way = self._under_way
-        return under_way is not None and not under_way.is_stale and key in under_way.loading
+        return under_way is not None and not under_way.is_stale and key in under_way.blocks
 
     # -- a step ---------------------------------------------------------------------------------------
 
@@ -107,7 +114,7 @@ class Prefetcher(Generic[B]):
         if not taken:
             self._look_after = now + RETRY_S
             return []
-        self._under_way = self._begin(taken[0].session_id, taken[0].keys)
+        self._under_way = self._begin(taken[0])
         if not self._under_way.load.blocks:
             self._settle(self._under_way, now)
             return []
@@ -154,61 +161,81 @@ class Prefetcher(Generic[B]):
         wanted = min(wanted, len(self._pool) - left)
         if wanted <= 0:
             return 0
-        ahead = islice(self._pool.keys(), left + wanted)
+        ahead = islice(self._pool.names(), left + wanted)
         is_missed = self._manager.is_missed
-        return max(0, sum(1 for _ in takewhile(lambda key: key is None or not is_missed(key), ahead)) - left)
+        return max(0, sum(1 for _ in takewhile(lambda name: name is None or not is_missed(*name), ahead)) - left)
 
-    def _begin(self, session_id: str, chain: Sequence[bytes]) -> UnderWay[B]:
-        """Hold what of the chain is hot, and take blocks for the rest."""
-        hot = {}
-        for key in chain:
-            if (block := self._pool.hold(key)) is not None:
-                hot[key] = block
-        missing = [key for key in chain if key not in hot]
-        both = hot | dict(zip(missing, self._pool.take(len(missing)), strict=True))
-        self._runway.taken(len(chain))
+    def _begin(self, session: Prefetch) -> UnderWay[B]:
+        """Hold what of the session is hot, and take blocks for the rest."""
+        own = self._group
+        names: list[Name] = [*((own, key) for key in session.keys), *((group, key) for group, key, _ in session.beside)]
+        blocks = {name: block for name in names if (block := self._hold(name)) is not None}
+        missing = [name for name in names if name not in blocks]
+        blocks |= zip(missing, self._pool.take(len(missing)), strict=True)
+        self._runway.taken(len(names))
         self._count += 1
-        ids = [self._pool.block_id(both[key]) for key in missing]
-        part = GroupBlocks(self._manager.shape.group, missing, ids)
-        load = Load(f"prefetch-{self._count}", (part,), is_prefetch=True)
-        return UnderWay(session_id, {key: both[key] for key in chain}, load, frozenset(missing))
+        parts = []
+        for group, some in groupby(missing, itemgetter(0)):
+            keys = [key for _, key in some]
+            parts.append(GroupBlocks(group, keys, [self._pool.block_id(blocks[group, key]) for key in keys]))
+        load = Load(f"prefetch-{self._count}", parts, is_prefetch=True)
+        chain = {key: blocks[own, key] for key in session.keys}
+        beside = {(group, key): blocks[group, key] for group, key, _ in session.beside}
+        return UnderWay(session, chain, beside, load, frozenset(missing))
+
+    def _hold(self, name: Name) -> B | None:
+        group, key = name
+        return self._pool.hold(key) if group == self._group else self._pool.hold_beside(group, key)
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:
         """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
         self._under_way, self._was_settled = None, True
-        failed = {block.key: block.cause for answer in ended.answers for block in answer.failed}
+        failed = {(block.group, block.key): block.cause for answer in ended.answers for block in answer.failed}
         if not ended.is_stale:
             self._enter(ended, failed)
-        self._pool.give_back(list(reversed(ended.blocks.values())))  # tails are overwritten first
+        held = [*ended.beside.values(), *ended.blocks.values()]
+        self._pool.give_back(list(reversed(held)))  # tails are overwritten first
         if ended.is_stale:
             return
-        bad = [key for key, cause in failed.items() if cause != STORE_DOWN]
-        self._manager.prefetch_finished(ended.session_id, not failed, bad, now)
-        keys = [key for part in ended.load.parts for key in part.keys]
-        if keys and not failed:
-            self._ready = self._still_hot() | {keys[0]: Ready(ended.session_id, list(ended.blocks))}
-        good = next((i for i, key in enumerate(keys) if key in failed), len(keys))
-        self._observer.restored(
-            Restored(ended.session_id, len(keys), good, ended.answers, list(failed.values()), is_prefetch=True)
-        )
+        session_id, own = ended.session.session_id, self._group
+        bad = [name for name, cause in failed.items() if cause != STORE_DOWN]
+        in_chain, beside = [key for group, key in bad if group == own], [name for name in bad if name[0] != own]
+        self._manager.prefetch_finished(session_id, not failed, in_chain, now, beside)
+        names = [(part.group, key) for part in ended.load.parts for key in part.keys]
+        if names and not failed:
+            first = next((key for group, key in names if group == own), ended.session.keys[-1])
+            self._ready = self._still_hot() | {first: Ready(session_id, ended.session.keys)}
+        self._observer.restored(Restored.of(session_id, self._manager.shape, ended.load, ended.answers, failed))
 
-    def _enter(self, ended: UnderWay[B], failed: Container[bytes]) -> None:
-        """Enter what was loaded into the prefix cache, up to the first that failed or that nobody wants any more.
+    def _enter(self, ended: UnderWay[B], failed: Collection[Name]) -> None:
+        """Enter what was loaded into the prefix cache, up to the first that failed or that nobody wants any more, and
+        the anchor if nothing failed: what follows a failure may not have been loaded.
 
         vLLM does the same with a block that it has computed. Where somebody else has computed one meanwhile, the chain
         goes on with that one, and ours is not entered beside it.
         """
-        parent = None
+        own, chain = self._group, ended.session.keys
+        parent: bytes | None = None
         for depth, (key, block) in enumerate(ended.blocks.items()):
-            if key in failed or not self._manager.is_used(key):
-                break
-            if key in ended.loading:
-                if (other := self._pool.hold(key)) is not None:
-                    self._pool.give_back([block])
-                    ended.blocks[key] = other
-                else:
-                    self._pool.cache(block, key, parent, depth)
+            if (own, key) in failed or not self._manager.is_used(key):
+                return
+            if (own, key) in ended.loading:
+                ended.blocks[key] = self._entered((own, key), block, parent, depth)
             parent = key
+        for group, key, depth in ended.session.beside if not failed else ():
+            name = group, key
+            if name in ended.loading:
+                before = chain[depth - 1] if depth else None
+                ended.beside[name] = self._entered(name, ended.beside[name], before, depth)
+
+    def _entered(self, name: Name, block: B, parent: bytes | None, depth: int) -> B:
+        """The block that holds this now; it is referenced."""
+        if (other := self._hold(name)) is not None:
+            self._pool.give_back([block])
+            return other
+        group, key = name
+        self._pool.cache(block, key, parent, depth, None if group == self._group else group)
+        return block
 
     # -- what came of it ------------------------------------------------------------------------------
 

@@ -1,13 +1,17 @@
 """What a driver orders of those who hold the memory, and what they answer."""
 
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import Fidelity
 
 STORE_DOWN = "store_down"
 """The cause of a failure that says nothing about the codes."""
+
+
+Name: TypeAlias = tuple[int, bytes]
+"""Of a block: its KV cache group, and its key."""
 
 
 class GroupKeys(NamedTuple):

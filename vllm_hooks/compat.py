@@ -1,4 +1,5 @@
-"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and tried on no other.
+"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and compared with
+0.33; docs/compatibility.md says what ran on which.
 
 Everything here may change with any release of vLLM; everything else in `vllm_hooks` keeps to the connector API and to
 what vLLM documents.
@@ -15,9 +16,12 @@ from vllm.distributed.kv_events import BlockStored
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
+    get_group_id,
     make_block_hash_with_group_id,
     maybe_convert_block_hash,
 )
+
+from manthan.manager.sessions.pressure import BlockName
 
 if TYPE_CHECKING:
     import torch
@@ -26,6 +30,11 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine.core import EngineCoreProc
+
+    from manthan.vllm_hooks.adapters import Adapters
+
+ADAPTER_CONTENT = "manthan_adapter_content"
+"""Of a request: what stands for the content of its LoRA adapter."""
 
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
 
@@ -127,6 +136,33 @@ def before_answer(check: "Callable[[VllmConfig, Any], object]", params_key: str)
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
+def tell_adapters_apart(adapters: "Adapters") -> None:
+    """Have blocks' hashes hold what LoRA adapters contain in place of their paths, in this process.
+
+    vLLM hashes requests as they come, off the scheduler's thread; a request keeps what its first block was given.
+    """
+    from vllm.v1.core import kv_cache_utils
+    from vllm.v1.engine.core import EngineCore
+
+    def keys(request: Any) -> list[tuple[str, str, str]]:
+        adapter = request.lora_request
+        if not adapter:
+            return []
+        if getattr(request, ADAPTER_CONTENT, None) is None:
+            setattr(request, ADAPTER_CONTENT, adapters.content(adapter))
+        return [("lora", adapter.lora_name, getattr(request, ADAPTER_CONTENT))]
+
+    core: Any = EngineCore
+    add_lora = getattr(core.add_lora, "__wrapped__", core.add_lora)  # an earlier engine of this process may have had it
+
+    @functools.wraps(add_lora)
+    def with_content(self: EngineCore, adapter: Any) -> Any:
+        with adapters.loading(adapter):
+            return add_lora(self, adapter)
+
+    kv_cache_utils._gen_lora_extra_hash_keys, core.add_lora = keys, with_content
+
+
 def engine_waker() -> Callable[[], None]:
     """A function, for any thread, that makes the engine under construction run a step if its connector has work.
 
@@ -153,7 +189,7 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
 
 
 class VllmPool:
-    """vLLM's block pool as the driver sees it: the blocks of one KV cache group."""
+    """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named."""
 
     def __init__(self, pool: "BlockPool", group: int, block_tokens: int) -> None:
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
@@ -162,9 +198,13 @@ class VllmPool:
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
 
-    def keys(self) -> Iterator[bytes | None]:
+    def names(self) -> Iterator[BlockName | None]:
         for block in self._pool.free_block_queue.iter_blocks_after(None):
-            yield None if block.block_hash is None else get_block_hash(block.block_hash)
+            if block.block_hash is None:
+                yield None
+            else:
+                group = get_group_id(block.block_hash)
+                yield get_block_hash(block.block_hash), None if group == self._group else group
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
         found = self._pool.get_cached_block(BlockHash(key), [self._group])
@@ -179,18 +219,28 @@ class VllmPool:
             self._pool.touch([block])
         return block
 
+    def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
+        found = self._pool.get_cached_block(BlockHash(key), [group])
+        if not found:
+            return None
+        self._pool.touch(found)
+        return found[0]
+
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)
 
-    def cache(self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int) -> None:
+    def cache(
+        self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int, group: int | None = None
+    ) -> None:
         """Enter a block into the prefix cache, as vLLM does with one that it has computed."""
-        of_group = make_block_hash_with_group_id(BlockHash(key), self._group)
+        group = self._group if group is None else group
+        of_group = make_block_hash_with_group_id(BlockHash(key), group)
         block.set_block_hash(of_group, num_tokens=(depth + 1) * self._block_tokens)
         self._pool.cached_block_hash_to_block.insert(of_group, block)
         if self._pool.enable_kv_cache_events:
-            self._announce(key, parent)
+            self._announce(key, parent, group)
 
-    def _announce(self, key: bytes, parent: bytes | None) -> None:
+    def _announce(self, key: bytes, parent: bytes | None, group: int) -> None:
         """Tell who listens to vLLM's KV events of a block in the cache; as in vLLM's own offloading, without tokens."""
         self._pool.kv_event_queue.append(
             BlockStored(
@@ -201,7 +251,7 @@ class VllmPool:
                 lora_id=None,
                 medium=self._pool.medium,
                 lora_name=None,
-                group_idx=self._group,
+                group_idx=group,
             )
         )
 
@@ -280,6 +330,15 @@ def _base(module: Any) -> float | None:
 def write_kv(module: Any, key: "torch.Tensor", value: "torch.Tensor", cache: "torch.Tensor", slots: Any) -> None:
     """Write keys and values, [tokens, heads, head_dim] each, into a layer's paged cache as its backend does."""
     module.impl.do_kv_cache_update(module, key, value, cache, slots)
+
+
+def write_latents(
+    module: Any, latents: "torch.Tensor", keys: "torch.Tensor", cache: "torch.Tensor", slots: Any
+) -> None:
+    """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] into a layer's paged cache (MLA), as
+    its backend does."""
+    scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
+    module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:

@@ -33,7 +33,7 @@ if TYPE_CHECKING:
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
 
-    SupportsHMA is declared so that vLLM need not change its memory allocator; one KV cache group is required.
+    SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
 
     _cache_hit_source = CacheHitSource.HOST
@@ -62,7 +62,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids()[0], num_external_tokens)
+        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
         return self.scheduler.step(
@@ -79,7 +79,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        return self.request_finished(request, block_ids[0])
+        return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
 
     def has_pending_push_work(self) -> bool:
         return self.scheduler.has_work
@@ -107,6 +107,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self.worker.register_kv_caches(kv_caches)
 
+    def unregister_kv_caches(self) -> None:
+        """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache, and with it
+        the codes. The addresses stay, and wake up with other memory behind them: there is nothing to restore."""
+        self.worker.wait()
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         self.worker.path.submit_loads(self._metadata)
 
@@ -117,16 +122,15 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """Blocks are read whole when their session is evicted, not layer by layer."""
 
     def wait_for_save(self) -> None:
-        """Blocks under encoding are referenced until they are done: nothing to wait for."""
-
-    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
-        """vLLM calls this when the step's forward pass is under way, also where there is none.
+        """vLLM calls this when all of the step's forward passes are under way, the draft's too, or where there is none.
 
         It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
-        it: encodings begin here, behind that.
+        it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
-        path = self.worker.path
         self.worker.submit_spills(self._metadata)
+
+    def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        path = self.worker.path
         return KVConnectorTransferResults(
             finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
         )

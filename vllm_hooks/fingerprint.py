@@ -10,7 +10,7 @@ from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
+    from vllm.config import LoadConfig, ModelConfig, VllmConfig
 
     from manthan.vllm_hooks.support import Group
 
@@ -24,20 +24,23 @@ def fingerprint(
     does: name, revision, quantization, dtype and rotary settings, and much that does not matter. facts: what the codec
     knows of the model.
     """
-    model, parallel, spec = vllm_config.model_config, vllm_config.parallel_config, group.spec
-    parts = {
+    model, parallel = vllm_config.model_config, vllm_config.parallel_config
+    parts: dict[str, object] = {
         "wire": wire.VERSION,
         "codec": codec,
         "model": namespace or [model.model, model.revision, model.compute_hash()],
-        "dtype": str(spec.dtype),
+        "dtype": group.dtype_name,
         "group": group.index,
-        "block_size": spec.block_size,
-        "kv_heads": spec.num_kv_heads,
-        "head_size": spec.head_size,
+        "block_size": group.spec.block_size,
+        **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
         "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
+    if group.latent:
+        parts["latent"] = group.latent
     if facts.rope is not None:
         parts["rope"] = [facts.rope.frequencies, facts.rope.interleaved]
+    if facts.state is not None:
+        parts["state"] = [[part.nbytes, part.row, part.dtype.name] for part in facts.state.parts]
     if facts.profile is not None:
         parts["profile"] = facts.profile.digest
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]
@@ -48,24 +51,38 @@ SAMPLES, SAMPLE_BYTES = 64, 4096
 
 
 def model_identity(vllm_config: "VllmConfig") -> dict[str, object]:
-    """What decides the KV that a model computes: its configuration, with overrides, and its weights.
+    """What decides the KV that a model computes: its configuration, with overrides, and its weights; so of its draft.
 
     Not where it lies, nor how much of it may be used at a time: an engine with another --max-model-len finds its
     sessions again.
     """
-    model = vllm_config.model_config
-    settings = model.hf_config.to_dict()
-    named = {key: value for key, value in settings.items() if not key.startswith("_") and key != "transformers_version"}
-    return {"config": named, "quantization": model.quantization, "weights": weights_digest(vllm_config)}
+    model, speculative = vllm_config.model_config, vllm_config.speculative_config
+    identity = _identity(model, vllm_config.load_config)
+    if speculative is not None and speculative.uses_draft_kv_cache():
+        load = speculative.draft_load_config or vllm_config.load_config
+        identity["draft"] = {"method": speculative.method, **_identity(speculative.draft_model_config, load)}
+    return identity
 
 
-def weights_digest(vllm_config: "VllmConfig") -> str:
+def _identity(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
+    settings = _settings(model.hf_config.to_dict())
+    return {"config": settings, "quantization": model.quantization, "weights": weights_digest(model, load)}
+
+
+def _settings(config: object) -> object:
+    """A model's configuration, with those in it, but for where it lies and what wrote it."""
+    if not isinstance(config, dict):
+        return config
+    named = {key: value for key, value in config.items() if not str(key).startswith("_")}
+    return {key: _settings(value) for key, value in named.items() if key != "transformers_version"}
+
+
+def weights_digest(model: "ModelConfig", load: "LoadConfig") -> str:
     """What tells a model's weights from others that were in the same place: codes in Redis outlive the engine.
 
     The files' names, sizes and SAMPLES pieces of each, the first of which names the tensors and their shapes. For
     weights that do not lie in files, what made them, or else their name and revision.
     """
-    model, load = vllm_config.model_config, vllm_config.load_config
     if load.load_format == "dummy":
         return f"dummy:{model.seed}"
     folder = _folder(model.model, model.revision)

@@ -1,28 +1,48 @@
-"""What a block of this model weighs: as bf16 in vLLM's pool, and as codes."""
+"""What a block of this model weighs: in vLLM's pool, and as codes."""
 
+import math
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.gpu.paged import DTYPES
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
-from manthan.codec.registry import finer_codecs
+from manthan.codec.registry import FALLBACK, finer_codecs, needs_profile
+from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
+from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import facts_of
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
+from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
-    from manthan.vllm_hooks.support import Group
+    from manthan.vllm_hooks.support import Group, Groups
 
 
 def block_shape(group: "Group") -> BlockShape:
     """One rank's block of a KV cache group."""
+    if group.is_packed:
+        return packed_shape(group.layer_nbytes, group.spec.block_size)
     spec = group.spec
-    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, spec.head_size, DTYPES[spec.dtype])
+    dim, dtype = spec.head_size - group.latent, FP8.get(group.cache_dtype) or DTYPES[spec.dtype]
+    return BlockShape(group.layers, spec.num_kv_heads, spec.block_size, dim, dtype, group.latent)
+
+
+def packed_shape(layer_nbytes: Sequence[int], tokens: int) -> BlockShape:
+    """Of a block of bytes, which layers may have different numbers of: as many runs of a token's as all of them have in
+    common, since an encoded block has no place for larger numbers. Raises ConfigError."""
+    if any(nbytes % tokens for nbytes in layer_nbytes):
+        raise ConfigError(
+            f"a KV block of {tokens} tokens takes {list(layer_nbytes)} bytes, which are no whole ones a token."
+        )
+    run = math.gcd(*layer_nbytes) // tokens
+    return BlockShape(1, sum(layer_nbytes) // tokens // run, tokens, run, Dtype.UINT8)
 
 
 def block_format(
@@ -35,11 +55,61 @@ def block_format(
 def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None) -> MemoryShape:
     """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
     tokens = group.spec.block_size
-    facts = [rank_facts(profile, group, rank, ranks) for rank in range(ranks)]
+    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, ranks)) for rank in range(ranks)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.spec.page_size_bytes * group.layers * ranks, bounds, group.index, typical=typical)
+    return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
+
+
+def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int) -> list[MemoryShape]:
+    """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
+    names = [codec.name, *finer_codecs(codec.name)]
+    tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
+    hot = {window.group.index: window.group.page_nbytes * ranks for window in groups.windows}
+    settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
+    made = []
+    for at, shape in enumerate(shapes):
+        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in groups.others}
+        if not groups.is_whole:
+            beside[groups.chain.index] = shape.bounds
+            shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
+        made.append(replace(shape, beside=beside, hot_beside=hot, tokens_beside=tokens, settled=settled))
+    return made
+
+
+def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int) -> Mapping[int, int]:
+    """Of blocks of another group in this codec, or, without one, with all tokens exact."""
+    if not names and not group.is_packed:
+        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks)[-1].bounds
+    name = codec_beside(names[0] if names else EXACT, group, codec.state)
+    found = memory_shape(codec.model_copy(update={"name": name}), group, ranks).bounds
+    return {0: found[0]} if group.is_packed else found
+
+
+def codec_beside(name: str, group: "Group", state: str) -> str:
+    """What blocks of another group than that of chains are encoded in: a profile is of those, and states have codecs of
+    their own. state: what the configuration says of them."""
+    if group.is_packed:
+        return STATE_CODECS.get(state, EXACT) if group.is_state else EXACT
+    return WHT if needs_profile(name) else name
+
+
+def with_states(codec: str, group: "Group", facts: ModelFacts) -> ModelFacts:
+    """The same, for a codec of states with where they lie in the group's blocks."""
+    return replace(facts, state=_state_layout(group)) if codec in STATE_CODECS.values() else facts
+
+
+def _state_layout(group: "Group") -> StateLayout:
+    """The recurrent state is a matrix for each head, behind a convolution's if there is one; everything else, such as
+    Mamba 1's, which is none, is kept exact."""
+    spec: Any = group.spec
+    parts = []
+    for at, (shape, dtype) in enumerate(zip(spec.shapes, spec.dtypes, strict=True)):
+        is_recurrent = len(shape) == 3 and at == min(1, len(spec.shapes) - 1) and dtype in DTYPES
+        nbytes = math.prod(shape) * dtype.itemsize
+        parts.append(StatePart(nbytes, shape[-1], DTYPES[dtype]) if is_recurrent else StatePart(nbytes))
+    return StateLayout(group.layers, group.layer_nbytes[0], tuple(parts))
 
 
 def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -> ModelFacts:

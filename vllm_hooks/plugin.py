@@ -56,6 +56,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     with one_sentence() if from_command_line else nullcontext():
         check_supported(vllm_config)
         settle_codec(vllm_config)
+        vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()

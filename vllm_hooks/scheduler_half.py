@@ -1,7 +1,9 @@
 """The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import groupby
+from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
@@ -14,22 +16,30 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
-from manthan.vllm_hooks.compat import VllmPool, engine_waker
+from manthan.vllm_hooks.adapters import Adapters
+from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
-from manthan.vllm_hooks.memory import fallback_shapes, memory_shape
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
+from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
-from manthan.vllm_hooks.support import only_group
+from manthan.vllm_hooks.support import (
+    Part,
+    UnsupportedError,
+    blocks_computed_again,
+    groups_of,
+    has_draft,
+    latent_of,
+)
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.v1.core.block_pool import BlockPool
-    from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
@@ -43,15 +53,32 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        group = only_group(kv_cache_config)
+        self.groups = groups_of(
+            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
+        )
+        group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
+        self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
         self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
-        namespace = namespace_of(vllm_config, config, group) if shared else None
+        if shared and not self.groups.is_even:
+            raise UnsupportedError(
+                f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows and "
+                f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
+            )
+        if self.groups.windows and has_draft(vllm_config):
+            raise UnsupportedError(
+                "Manthan cannot be used here: the model has layers with sliding windows or states, and "
+                "--speculative-config a draft with a KV cache: remove it, or use ngram."
+            )
+        namespace = namespace_of(vllm_config, config, self.groups) if shared else None
         owner = engine_name()
+        if vllm_config.lora_config is not None:
+            tell_adapters_apart(Adapters())
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
             chosen.policy,
@@ -63,7 +90,7 @@ class SchedulerHalf:
             options=chosen.options,
             fast=fast_tier(config.cold_store),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled else None,
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_even else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
@@ -72,7 +99,8 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         if namespace is not None:
             directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
-            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s)
+            beside = self._places if self.groups.windows else None
+            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -96,6 +124,7 @@ class SchedulerHalf:
             observer=self.telemetry,
             directory=self._directory,
             guard=self._guard(),
+            again=blocks_computed_again(self._vllm_config),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -105,14 +134,16 @@ class SchedulerHalf:
         """What sees to it that the codec is measured first, if that is wanted."""
         if not self._config.codec.guard:
             return None
-        shapes = [self._shape, *fallback_shapes(self._config.codec, self._kv_group, self._ranks, self._profile)]
+        codec = self._config.codec
+        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile)]
+        shapes = with_windows(shapes, codec, self.groups, self._ranks)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        sizes = {nbytes // self._ranks for nbytes in (*shape.bounds.values(), shape.cold_nbytes)}
+        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
         tiers = TierBytes.of_a_rank(store, self._ranks)
         return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
@@ -125,7 +156,7 @@ class SchedulerHalf:
         self.telemetry.hinted(hints)
         self.driver.started(
             request.request_id,
-            request.block_hashes,
+            self._keys(request),
             request.session_id or None,
             time.monotonic(),
             tokens=request.num_prompt_tokens,
@@ -139,7 +170,7 @@ class SchedulerHalf:
         self._notice_reset()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
-        keys = request.block_hashes[:usable]
+        keys = self._keys(request)[:usable]
         blocks = self.driver.wanted(request.request_id, keys, hot, self._blocks(request), time.monotonic())
         if blocks is None:
             return None, False
@@ -150,25 +181,54 @@ class SchedulerHalf:
         """How many blocks its tokens take."""
         return -(-request.num_tokens // self._block_size)
 
-    def allocated(self, request: "Request", block_ids: Sequence[int], tokens: int) -> None:
-        """vLLM has allocated the request's blocks; `tokens` tokens behind its hot ones are to be restored."""
+    def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+        """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
+        restored."""
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
-        self.driver.admitted(request.request_id, request.block_hashes, hot, usable, len(block_ids))
+        keys = self._keys(request)
+        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
-            end = hot + tokens // self._block_size
-            self.driver.restoring(request.request_id, request.block_hashes[hot:end], block_ids[hot:end])
+            end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
+            beside = []
+            for group, parts in groupby(self.groups.beside(end), attrgetter("group")):
+                cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
+                named = [self._key_of(part, request) for part in cold]
+                beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
+            self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        outcome = self.driver.finished(
-            request.request_id, request.block_hashes[:computed], time.monotonic(), request.num_tokens
-        )
+        computed = self.groups.aligned(self._entered(self._keys(request)[:computed]))
+        keys = self._keys(request)[:computed]
+        beside = [(part.group, self._key_of(part, request), part.at) for part in self.groups.beside(computed)]
+        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _entered(self, keys: "Sequence[BlockHash]") -> int:
+        """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
+        schedules the next step, and proposed tokens that were right may have filled the block in the last one."""
+        entered, proposed = len(keys), self._vllm_config.num_speculative_tokens
+        for _ in range(-(-proposed // self._block_size)):
+            if entered and self._pool.get(keys[entered - 1]) is None:
+                entered -= 1
+        return entered
+
+    def _keys(self, request: "Request") -> "Sequence[BlockHash]":
+        """Of the request's chain: a block's is the hash at its end."""
+        step = self._hashes_a_block
+        return request.block_hashes if step == 1 else request.block_hashes[step - 1 :: step]
+
+    def _places(self, depth: int) -> Iterator[tuple[int, int]]:
+        """Group and place of each block that is needed behind so many of a chain, where all have as many tokens."""
+        return ((part.group, part.at) for part in self.groups.beside(depth))
+
+    def _key_of(self, part: Part, request: "Request") -> bytes:
+        return request.block_hashes[part.end // self.groups.hash_tokens - 1]
 
     # -- a step ---------------------------------------------------------------------------------------
 

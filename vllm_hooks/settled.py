@@ -3,17 +3,22 @@
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Profile
+from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import check_profile, choose_codec
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY
+from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
+from manthan.vllm_hooks.support import has_draft
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 ASKED, DIGEST, WANTS_PROFILE = "manthan_codec_asked", "manthan_profile_digest", "manthan_wants_profile"
 """Beside the configuration, in what vLLM carries to its processes."""
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False, "calibrate": False}
+"""The codec of blocks that are kept as they are."""
 
 
 def settle_codec(vllm_config: "VllmConfig") -> None:
@@ -24,13 +29,30 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size)
+    if keeps_bytes(vllm_config):
+        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
+        extra[DIGEST], extra[WANTS_PROFILE] = "", False
+        return
+    asked = without_profile(asked) if has_draft(vllm_config) else asked
+    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size, has_latents=model.use_mla)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
     extra[WANTS_PROFILE] = chosen.wanted is not None
+
+
+def without_profile(asked: CodecConfig) -> CodecConfig:
+    """What is meant where a draft's layers are in the blocks, of which a profile of the model knows nothing. Raises
+    ConfigError."""
+    if needs_profile(asked.name) or asked.profile:
+        what = f"codec.profile is {asked.profile}" if asked.profile else f"codec.name is {asked.name}"
+        raise ConfigError(
+            f"{what}, but --speculative-config has a draft, whose layers a profile of the model does not know: use "
+            f"{AUTO} or {PLAIN}"
+        )
+    return asked.model_copy(update={"name": PLAIN if asked.name == AUTO else asked.name})
 
 
 def profile_digest(vllm_config: "VllmConfig") -> str:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from manthan.manager.sessions.session import MemoryShape
-    from manthan.vllm_hooks.support import Group
+    from manthan.vllm_hooks.support import Group, Groups
 
 logger = init_logger("vllm.manthan")
 
@@ -33,9 +33,13 @@ LOAD_THREADS = 2
 """Threads of a worker that read the store: one for requests, one for prefetches."""
 
 
-def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group") -> Namespace:
+def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups") -> Namespace:
     """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
-    parallel, cache, spec = vllm_config.parallel_config, vllm_config.cache_config, group.spec
+    group = groups.chain
+    beside: list[object] = [[*_identity(window.group), window.tokens] for window in groups.windows]
+    if any(window.tokens is None for window in groups.windows):
+        beside.append(config.codec.state)
+    parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     profile = profile_digest(vllm_config)
     return Namespace.of(
         config.redis.prefix,
@@ -44,14 +48,20 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, group: "Group
             "wire": wire.VERSION,
             "codec": config.codec.name,
             "model": model_identity(vllm_config),
-            "dtype": str(spec.dtype),
-            "block_tokens": spec.block_size,
-            "shape": [group.layers, spec.num_kv_heads, spec.head_size],
+            "dtype": group.dtype_name,
+            "block_tokens": group.spec.block_size,
+            "shape": group.shape,
             "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": cache.prefix_caching_hash_algo,
             **({"profile": profile} if profile else {}),
+            **({"group": group.index, "beside": beside} if beside else {}),
         },
     )
+
+
+def _identity(group: "Group") -> list[object]:
+    """What tells a group of windows or states from others."""
+    return [group.index, group.dtype_name, group.spec.block_size, group.shape]
 
 
 def engine_name() -> str:

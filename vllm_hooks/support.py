@@ -1,21 +1,26 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
+import math
 import os
 import re
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
 if TYPE_CHECKING:
-    from vllm.config import VllmConfig
-    from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig
+    from vllm.config import CacheConfig, VllmConfig
+    from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
 DEVICES = ("cpu", "cuda")
-VLLM = ">=0.32,<0.33"
-"""The releases of vLLM whose insides Manthan knows."""
-KV_DTYPES = ("auto", "bfloat16", "float16", "float32")
+VLLM = ">=0.32,<0.34"
+"""The releases of vLLM whose insides Manthan knows; docs/compatibility.md says what ran on which."""
+RELEASES = ("0.32", "0.33")
+DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
+"""Methods of --speculative-config whose draft's KV is kept with the model's."""
 
 
 class UnsupportedError(ConfigError):
@@ -48,28 +53,29 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             "cold_store.kind is device, but backend numpy keeps codes in RAM: use kind host, or backend auto",
         ),
         (
-            model.use_mla,
-            f"{model.model} uses multi-head latent attention (MLA), whose cache is no keys and values; {without}",
+            model.use_mla and not is_plain(cache) and not is_on_gpu(vllm_config),
+            f"--kv-cache-dtype is {cache.cache_dtype}, but the CPU encodes latents (MLA) of the model's dtype only: "
+            "use auto",
         ),
-        (model.is_hybrid or model.has_inner_state, f"{model.model} has Mamba or linear attention layers; {without}"),
+        (
+            model.use_mla and getattr(model.hf_text_config, "index_topk", None) is not None,
+            f"{model.model} uses sparse attention, whose index is a cache of its own; {without}",
+        ),
+        (
+            model.use_mla and device == "cpu" and not cache.enable_prefix_caching,
+            f"vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            f"{model.model}; serve it on a GPU, or without Manthan",
+        ),
+        (model.is_attention_free, f"{model.model} has no attention layers, but states only; {without}"),
         (model.is_encoder_decoder, f"{model.model} is an encoder-decoder model; {without}"),
         (
-            model.get_sliding_window() is not None,
-            f"{model.model} uses sliding window attention (window {model.get_sliding_window()}); {without}",
-        ),
-        (
-            cache.cache_dtype not in KV_DTYPES,
-            f"--kv-cache-dtype {cache.cache_dtype} is quantized already; use auto, bfloat16 or float16",
+            current_platform.is_rocm() and not is_plain(cache),
+            f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
         (
             shared and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
             f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
             "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
-        ),
-        (
-            shared and vllm_config.lora_config is not None,
-            f"{store}, whose codes outlive the engine, but --enable-lora is on, and adapters are told apart by name "
-            "and path only; use cold store host or device",
         ),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
@@ -81,8 +87,9 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"--pipeline-parallel-size is {parallel.pipeline_parallel_size}; use tensor parallelism instead",
         ),
         (
-            speculative is not None and speculative.use_eagle(),
-            "speculative decoding with a draft model is on; remove --speculative-config or use ngram",
+            speculative is not None and speculative.method not in DRAFTS and has_draft(vllm_config),
+            f"--speculative-config has method {speculative and speculative.method}, whose draft's KV was never tried; "
+            f"use {', '.join(DRAFTS)}, or ngram",
         ),
         (
             bool(config.quotas.header) and envs.VLLM_USE_RUST_FRONTEND,
@@ -106,38 +113,267 @@ def check_supported(vllm_config: "VllmConfig") -> None:
 
 @dataclass(frozen=True)
 class Group:
-    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has."""
+    """A KV cache group that Manthan keeps: its place among vLLM's groups, its spec, and how many layers it has.
+
+    names: of the layers. cache_dtype: of its numbers, as --kv-cache-dtype names it, or what a state is made of.
+    layer_nbytes: where blocks are bytes that nobody looks into, what one takes in each layer; the layers may be of
+    several kinds then, and the spec is that of one. latent: how many of the spec's head_size numbers are a latent
+    (MLA), ahead of the part of the key that RoPE turns; 0 where there are keys and values.
+    """
 
     index: int
-    spec: "FullAttentionSpec"
+    spec: "AttentionSpec"
     layers: int
+    names: Sequence[str] = ()
+    cache_dtype: str = "auto"
+    layer_nbytes: tuple[int, ...] = ()
+    latent: int = 0
+
+    @property
+    def is_packed(self) -> bool:
+        """Whether blocks are bytes that nobody looks into."""
+        return bool(self.layer_nbytes)
+
+    @property
+    def is_state(self) -> bool:
+        """Whether a block is the state of its layers behind its last token."""
+        from vllm.v1.kv_cache_interface import MambaSpec
+
+        return isinstance(self.spec, MambaSpec)
+
+    @property
+    def dtype_name(self) -> str:
+        """What tells its numbers from others of as many bytes."""
+        if self.is_packed:
+            return self.cache_dtype
+        return FP8[self.cache_dtype].name if self.cache_dtype in FP8 else str(self.spec.dtype)
+
+    @property
+    def shape(self) -> list[int]:
+        """What tells its blocks from others of as many tokens: layers, heads, head_dim, a latent's numbers, or the
+        bytes of each layer."""
+        latent = [self.latent] if self.latent else []
+        return list(self.layer_nbytes) or [self.layers, self.spec.num_kv_heads, self.spec.head_size, *latent]
+
+    @property
+    def page_nbytes(self) -> int:
+        """What a block takes in vLLM's pool, in all layers."""
+        return sum(self.layer_nbytes) or self.spec.page_size_bytes * self.layers
+
+
+class Part(NamedTuple):
+    """A block of another group that is needed behind a place of a chain. at: its number among those of its group.
+    first_token, end: the places of its first token, and of the one behind its last."""
+
+    group: int
+    at: int
+    first_token: int
+    end: int
+
+
+class Window(NamedTuple):
+    """A group whose layers look back so many tokens, their own included; None for a state, which is that behind the
+    last token of a block."""
+
+    group: Group
+    tokens: int | None
+
+    def needed(self, tokens: int) -> Iterator[Part]:
+        """Which of its blocks who goes on behind so many tokens, whole blocks of it, needs."""
+        size = self.group.spec.block_size
+        end = tokens // size
+        start = end - 1 if self.tokens is None else max(0, end * size - self.tokens + 1) // size
+        return (Part(self.group.index, at, at * size, (at + 1) * size) for at in range(start, end))
+
+
+class Groups(NamedTuple):
+    """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
+    attention, chains are of the blocks of a window's group, which is among windows as well."""
+
+    chain: Group
+    windows: Sequence[Window] = ()
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether who goes on needs all of a chain's own blocks, rather than a window's last ones."""
+        return all(window.group.index != self.chain.index for window in self.windows)
+
+    @property
+    def is_even(self) -> bool:
+        """Whether chains have codes of their own, and blocks of all groups as many tokens: then each has the key of the
+        chain's block of the same tokens."""
+        return self.is_whole and len(set(self._sizes)) == 1
+
+    @property
+    def others(self) -> list[Window]:
+        """Those of the groups that are not the chain's."""
+        return [window for window in self.windows if window.group.index != self.chain.index]
+
+    @property
+    def hash_tokens(self) -> int:
+        """How many tokens lie between two of vLLM's hashes, which are at the ends of every group's blocks."""
+        return math.gcd(*self._sizes)
+
+    def aligned(self, depth: int) -> int:
+        """So many blocks of a chain, less those behind the last place at which each group's blocks end."""
+        return depth - depth % (math.lcm(*self._sizes) // self.chain.spec.block_size)
+
+    def beside(self, depth: int) -> Iterator[Part]:
+        """Each block of another group that is needed behind so many blocks of a chain, group by group."""
+        tokens = depth * self.chain.spec.block_size
+        return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
+
+    @property
+    def _sizes(self) -> list[int]:
+        return [self.chain.spec.block_size, *(window.group.spec.block_size for window in self.windows)]
 
 
 def check_version(version: str) -> None:
     """Refuse a vLLM whose insides are others; raises UnsupportedError. A build that knows no version is let in."""
     release = re.match(r"\d+\.\d+", version)
-    if release and release[0] != "0.32":
+    if release and release[0] not in RELEASES:
         raise UnsupportedError(
-            f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no "
-            f"other: install vllm{VLLM}."
+            f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for "
+            f"{' and '.join(RELEASES)} and no other: install vllm{VLLM}."
         )
 
 
-def only_group(kv_cache_config: "KVCacheConfig") -> Group:
-    """The one kind of KV cache that Manthan reads; raises UnsupportedError for any other or several."""
-    from vllm.v1.kv_cache_interface import FullAttentionSpec
+def latent_of(vllm_config: "VllmConfig") -> int:
+    """How many numbers a token's latent has in a layer; 0 for a model whose cache has keys and values."""
+    model = vllm_config.model_config
+    return int(model.hf_text_config.kv_lora_rank) if model.use_mla else 0
 
-    groups = kv_cache_config.kv_cache_groups
-    names = ", ".join(type(group.kv_cache_spec).__name__ for group in groups) or "none"
-    spec = groups[0].kv_cache_spec if len(groups) == 1 else None
-    if (
-        not isinstance(spec, FullAttentionSpec)
-        or type(spec) is not FullAttentionSpec
-        or spec.sliding_window
-        or spec.attention_chunk_size
-    ):
+
+def has_draft(vllm_config: "VllmConfig") -> bool:
+    """Whether a draft that proposes tokens has layers in the KV cache."""
+    speculative = vllm_config.speculative_config
+    return speculative is not None and bool(speculative.uses_draft_kv_cache())
+
+
+def blocks_computed_again(vllm_config: "VllmConfig") -> int:
+    """How many blocks at the end of those that are found are computed nevertheless, as vLLM does with its own.
+
+    One with a draft that reads the next token: its KV of a block's last token is of a token that the block's key does
+    not cover.
+    """
+    speculative = vllm_config.speculative_config
+    return int(speculative is not None and speculative.use_eagle_block_drop())
+
+
+def groups_of(
+    kv_cache_config: "KVCacheConfig", cache: "CacheConfig | None" = None, latent: int = 0, as_bytes: bool = False
+) -> Groups:
+    """The KV cache groups that Manthan reads: one of full attention, and any with windows or states, in blocks of any
+    size; or windows alone, in one group.
+
+    cache: vLLM's configuration of it; None for numbers of the model's kind. latent: see `latent_of`. as_bytes: nobody
+    looks into blocks of keys and values either. Raises UnsupportedError for others.
+    """
+    packed, groups = cache is not None and is_packed(cache), kv_cache_config.kv_cache_groups
+    alone = tuple(page_nbytes(kv_cache_config).values()) if (packed or as_bytes) and len(groups) == 1 else ()
+    found = [_group(index, group, cache, alone) for index, group in enumerate(groups)]
+    if as_bytes and len(groups) > 1:
+        found = [_in_pages(group) for group in found]
+    latent = 0 if as_bytes else latent
+    chains = [replace(group, latent=latent) for group in found if _is_chain(group, latent, as_bytes)]
+    if len(groups) == 1 and not packed:
+        chains = chains or [group for group in found if _is_window(group.spec)]
+    windows = [window for window in map(_window, found) if window is not None]
+    named = {group.index for group in chains} | {window.group.index for window in windows}
+    if len(chains) != 1 or len(named) < len(groups) or (packed and windows):
+        kinds = ", ".join(_described(group.kv_cache_spec) for group in groups) or "none"
         raise UnsupportedError(
-            f"Manthan cannot be used here: the model's KV cache groups are {names}; only one group of full attention "
-            "is supported."
+            f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
+            "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
+            "and sliding windows and states beside it; or one group of sliding windows."
         )
-    return Group(0, spec, len(groups[0].layer_names))
+    made = Groups(chains[0], windows)
+    unit = getattr(cache, "prefix_match_unit", None)
+    if unit not in (None, made.hash_tokens):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --prefix-match-unit is {unit}, and the KV cache has blocks of "
+            f"{made.hash_tokens} tokens; remove it."
+        )
+    return made
+
+
+def _group(index: int, group: "KVCacheGroupSpec", cache: "CacheConfig | None", layer_nbytes: tuple[int, ...]) -> Group:
+    """layer_nbytes: see `Group`."""
+    from vllm.v1.kv_cache_interface import UniformTypeKVCacheSpecs
+
+    spec: Any = group.kv_cache_spec
+    names = tuple(group.layer_names)
+    if layer_nbytes and isinstance(spec, UniformTypeKVCacheSpecs):
+        spec = next(iter(spec.kv_cache_specs.values()))  # so it is for workers; the scheduler gets one of them
+    return Group(index, spec, len(names), names, _dtype_of(spec, cache), layer_nbytes)
+
+
+def _is_chain(group: Group, latent: int, as_bytes: bool) -> bool:
+    """Whether the group's blocks may make up chains: of keys and values of all tokens, or of latents, if there are any,
+    that have all of their numbers, of the model's kind, and nothing else. as_bytes: or of any latents."""
+    from vllm.v1.kv_cache_interface import FullAttentionSpec, MLAAttentionSpec
+
+    spec = group.spec
+    if latent:
+        nbytes = spec.block_size * spec.head_size * spec.dtype.itemsize
+        return type(spec) is MLAAttentionSpec and group.cache_dtype in PLAIN and spec.page_size_bytes == nbytes
+    if as_bytes and type(spec) is MLAAttentionSpec:
+        return True
+    return type(spec) is FullAttentionSpec  # with windows too, where vLLM keeps the blocks of all tokens nevertheless
+
+
+def _is_window(spec: "KVCacheSpec") -> bool:
+    from vllm.v1.kv_cache_interface import SlidingWindowSpec
+
+    return type(spec) is SlidingWindowSpec
+
+
+def _window(group: Group) -> Window | None:
+    """The group as one beside a chain's, if it is one."""
+    from vllm.v1.kv_cache_interface import MambaSpec
+
+    spec: Any = group.spec
+    if _is_window(spec):
+        return Window(group, spec.sliding_window)
+    if type(spec) is MambaSpec:
+        return Window(replace(_in_pages(group), cache_dtype=_state_dtype(spec)), None)
+    return None
+
+
+def _in_pages(group: Group) -> Group:
+    """The same, whose blocks are bytes that nobody looks into: a page in each layer."""
+    return replace(group, layer_nbytes=(group.spec.page_size_bytes,) * group.layers)
+
+
+def _state_dtype(spec: "MambaSpec") -> str:
+    """What a state's bytes are, as far as they are not padding: its tensors, one behind the other."""
+    tensors = [f"{dtype} {list(shape)}" for shape, dtype in zip(spec.shapes, spec.dtypes, strict=True)]
+    return f"state of {', '.join(tensors)}"
+
+
+def _described(spec: "KVCacheSpec") -> str:
+    from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
+
+    if isinstance(spec, UniformTypeKVCacheSpecs):  # of a model and its draft, say
+        specs = spec.kv_cache_specs.values()
+        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size}" for of in specs if isinstance(of, AttentionSpec)}
+        return f"layers of several shapes ({', '.join(sorted(shapes))}) in blocks of {spec.block_size}"
+    limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
+    limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)
+    return f"{type(spec).__name__}{limited} in blocks of {spec.block_size}"
+
+
+def _dtype_of(spec: "KVCacheSpec", cache: "CacheConfig | None") -> str:
+    """Of a group's numbers, as --kv-cache-dtype names it."""
+    from vllm.v1.kv_cache_interface import KVQuantMode
+
+    dtype = "auto" if cache is None else cache.cache_dtype
+    if dtype == "auto" and getattr(spec, "kv_quant_mode", None) is KVQuantMode.FP8_PER_TENSOR:
+        return E4M3  # the model says so
+    return str(dtype)
+
+
+def page_nbytes(kv_cache_config: "KVCacheConfig") -> dict[str, int]:
+    """What a block takes in each layer: the distance of blocks where layers lie apart, of layers where blocks do."""
+    tensors = kv_cache_config.kv_cache_tensors
+    return {name: min(each.layer_stride, each.block_stride) for each in tensors for name in each.layers}

@@ -5,6 +5,7 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_config
+from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
 
 if TYPE_CHECKING:
     from vllm.config import KVTransferConfig, VllmConfig
@@ -50,7 +51,15 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are encoded by the GPU, whose tiers are ranges of addresses."""
+    """Whether blocks become codes on the GPU, whose tiers are ranges of addresses."""
     from vllm.platforms import current_platform
 
     return current_platform.is_cuda() and from_vllm_config(vllm_config).backend != "numpy"
+
+
+def keeps_bytes(vllm_config: "VllmConfig") -> bool:
+    """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them, or
+    they are on a GPU, whose kernels know neither fp8 nor latents (MLA)."""
+    cache = vllm_config.cache_config
+    unknown = vllm_config.model_config.use_mla or not is_plain(cache)
+    return is_packed(cache) or (unknown and is_on_gpu(vllm_config))

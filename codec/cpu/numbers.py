@@ -4,13 +4,16 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.base import Dtype, Numbers
+from manthan.codec.cpu.fp8 import widened
 
 LARGEST = {Dtype.BFLOAT16: 3.3895313892515355e38, Dtype.FLOAT16: 65504.0, Dtype.FLOAT32: 3.4028234663852886e38}
 Floats = npt.NDArray[np.float32]
 
 
-def as_floats(x: Numbers) -> Floats:
-    """uint16 is bf16's bits."""
+def as_floats(x: Numbers, dtype: Dtype = Dtype.BFLOAT16) -> Floats:
+    """uint16 is bf16's bits. dtype: of the numbers, without which fp8's bits cannot be told."""
+    if dtype.is_fp8:
+        return widened(x, dtype)
     if x.dtype == np.uint16:
         made: Floats = (x.astype(np.uint32) << np.uint32(16)).view(np.float32)
         return made

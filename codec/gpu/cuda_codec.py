@@ -86,6 +86,8 @@ class Plan(NamedTuple):
 class CudaPagedCodec(PagedCodec):
     """`PagedCodec` on one CUDA device of compute capability 8.0 or newer. Raises CompileError."""
 
+    layout: PagedLayout
+
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         super().__init__(layout, format)
         self.spec = SPECS[format.codec]

@@ -154,6 +154,8 @@ class KltPagedCodec(PagedCodec):
     Raises CompileError, ProfileError.
     """
 
+    layout: PagedLayout
+
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         profile = format.facts.profile
         if not isinstance(profile, Profile):

@@ -7,7 +7,7 @@ as `manthan.codec.wire` describes them, header and checksum included.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -28,6 +28,23 @@ BAD_HEADER = -2
 """Minus the offset of the first byte of the header that is not the expected one."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
+
+UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
+
+
+class Layout(Protocol):
+    """Where the blocks of a paged cache lie, layer by layer, on one device."""
+
+    @property
+    def caches(self) -> tuple[torch.Tensor, ...]: ...
+
+    @property
+    def tokens(self) -> int:
+        """Of a block."""
+
+    @property
+    def shape(self) -> BlockShape:
+        """Of its blocks."""
 
 
 @dataclass(frozen=True)
@@ -54,6 +71,30 @@ class PagedLayout:
         """Of its blocks."""
         cache = self.caches[0]
         return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, DTYPES[cache.dtype])
+
+
+@dataclass(frozen=True)
+class RawLayout:
+    """Where blocks of bytes lie that nobody looks into.
+
+    caches: of each layer, uint8 [blocks, bytes of a block], a block in one piece and all on one device; layers may have
+    different numbers of bytes. shape: of the blocks.
+    """
+
+    caches: tuple[torch.Tensor, ...]
+    shape: BlockShape
+
+    @property
+    def tokens(self) -> int:
+        return self.shape.tokens
+
+    @property
+    def unit(self) -> torch.dtype:
+        """The largest integers that layers consist of, and begin at multiples of."""
+        numbers = [
+            number for cache in self.caches for number in (cache.shape[1], cache.stride(0), cache.storage_offset())
+        ]
+        return next(unit for unit in UNITS if not any(number % unit.itemsize for number in numbers))
 
 
 class Form(NamedTuple):
@@ -103,10 +144,10 @@ class PagedCodec(ABC):
     codec asks for. Raises ShapeError.
     """
 
-    def __init__(self, layout: PagedLayout, format: BlockFormat, rope: Rope | None = None) -> None:
+    def __init__(self, layout: Layout, format: BlockFormat, rope: Rope | None = None) -> None:
         if layout.shape != format.shape:
             raise ShapeError(f"the format is of {format.shape}: the paged cache has {layout.shape}.")
-        self.layout = layout
+        self.layout: Layout = layout
         self.format = format
         self.device = layout.caches[0].device
         self._forms: dict[int, Form] = {}

@@ -82,6 +82,8 @@ class _Plan(NamedTuple):
 class TorchPagedCodec(PagedCodec):
     """A paged codec out of torch's own operations, on the device of the caches."""
 
+    layout: PagedLayout
+
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         self.spec = (SPECS | CENTRED)[format.codec]
         super().__init__(layout, format, format.facts.rope if self.spec.mean_bits else None)
@@ -190,14 +192,7 @@ class TorchPagedCodec(PagedCodec):
 
     def _check(self, plan: _Plan, rows: Tensor, headers: Tensor) -> Tensor:
         """The status of encoded blocks uint8 [n, nbytes]."""
-        end = headers.shape[1]
-        offsets = torch.arange(end, dtype=torch.int32, device=rows.device)
-        differs = rows[:, :end] != headers
-        differs[:, CHECKSUM].fill_(False)
-        first = torch.where(differs, offsets, end).amin(1)
-        status = torch.where(first < end, BAD_HEADER - first, GOOD)
-        right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
-        status = torch.where(right, status, BAD_CHECKSUM)
+        status = header_status(rows, headers)
         for half in plan.halves:
             finite = half.coder.finite(self._codes(rows, _Part(half, 0, len(half.views))))
             status = torch.minimum(status, _first_bad(finite, 0))
@@ -215,6 +210,18 @@ class TorchPagedCodec(PagedCodec):
             blocks = cast(x, dtype).view(n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
             for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
                 _write(view, block_ids, new, good)
+
+
+def header_status(rows: Tensor, headers: Tensor) -> Tensor:
+    """Of encoded blocks uint8 [n, nbytes] that are to have these headers: GOOD, BAD_CHECKSUM or BAD_HEADER."""
+    end = headers.shape[1]
+    offsets = torch.arange(end, dtype=torch.int32, device=rows.device)
+    differs = rows[:, :end] != headers
+    differs[:, CHECKSUM].fill_(False)
+    first = torch.where(differs, offsets, end).amin(1)
+    status = torch.where(first < end, BAD_HEADER - first, GOOD)
+    right = checksums(rows) == rows[:, CHECKSUM].view(torch.int64).view(-1)
+    return torch.where(right, status, BAD_CHECKSUM)
 
 
 def _write(view: Tensor, block_ids: Tensor, new: Tensor, good: Tensor) -> None:

@@ -122,6 +122,8 @@ class WhtPagedCodec(PagedCodec):
     Raises CompileError.
     """
 
+    layout: PagedLayout
+
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         super().__init__(layout, format, format.facts.rope)
         self._rope = format.facts.rope or Rope(())

@@ -74,17 +74,17 @@ class Job:
 
 def gathered(job: Job, blocks: IO[bytes], answers: IO[bytes]) -> ProfileBuilder | None:
     """What came; None where it ended before there was enough."""
-    builder, dtype = ProfileBuilder(job.info), Dtype(job.dtype).numpy
-    nbytes = 8 + dtype.itemsize * math.prod(job.shape)
+    builder, dtype = ProfileBuilder(job.info), Dtype(job.dtype)
+    nbytes = 8 + dtype.numpy.itemsize * math.prod(job.shape)
     while builder.tokens < job.enough:
         block = blocks.read(nbytes)
         if len(block) < nbytes:
             return None
         first = int.from_bytes(block[:8], "little")
         positions = np.arange(first, first + job.block_tokens)
-        keys, values = np.frombuffer(block, dtype, offset=8).reshape(job.shape)
+        keys, values = np.frombuffer(block, dtype.numpy, offset=8).reshape(job.shape)
         for layer in range(job.info.layers):
-            builder.add(layer, keys[layer], values[layer], positions)
+            builder.add(layer, keys[layer], values[layer], positions, dtype)
         answers.write(MORE if builder.tokens < job.enough else ENOUGH)
         answers.flush()
     return builder

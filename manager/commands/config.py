@@ -7,14 +7,19 @@ from pydantic import ByteSize
 from rich.table import Table
 from rich.text import Text
 
+from manthan.codec.base import Dtype
+from manthan.codec.cpu.fp8 import FORMS as FP8_FORMS
+from manthan.codec.registry import DEFAULT as DEFAULT_CODEC
+from manthan.codec.registry import needs_profile
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import FIELDS, CodecConfig
 from manthan.manager.config.model_shape import ModelShape, cold_nbytes
-from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.manager.config.profiles import ChosenCodec, check_profile, choose_codec
 from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import DEFAULT, ConfigError, ManthanConfig, Resolved, resolve_config
 
 SESSION_TOKENS = "2048,8192,32768"
+NAMES = {Dtype.BFLOAT16: "bf16", Dtype.FLOAT16: "fp16", Dtype.FLOAT32: "fp32"} | dict.fromkeys(FP8_FORMS, "fp8")
 
 
 def check(
@@ -24,6 +29,7 @@ def check(
     ranks: Annotated[
         int, typer.Option("--tensor-parallel-size", min=1, help="As vLLM's --tensor-parallel-size, for --model.")
     ] = 1,
+    cache_dtype: Annotated[str, typer.Option("--kv-cache-dtype", help="As vLLM's, for --model.")] = "auto",
     session_tokens: Annotated[str, typer.Option(help="Lengths of sessions, by comma, for --model.")] = SESSION_TOKENS,
 ) -> None:
     """Print what FILE and the environment amount to, or what is wrong with them."""
@@ -31,7 +37,8 @@ def check(
         resolved = resolve_config(file)
         check_registered(resolved)
         lengths = _lengths(session_tokens)
-        of_model = _model_table(resolved.config, model, block_size, ranks, lengths) if model else None
+        shape = ModelShape.of(model, cache_dtype) if model else None
+        of_model = _model_table(resolved.config, model, shape, block_size, ranks, lengths) if shape else None
     except ConfigError as error:
         typer.echo(error, err=True)
         raise typer.Exit(1) from None
@@ -72,31 +79,87 @@ def _value(config: ManthanConfig, key: str) -> str:
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 
 
-def _model_table(config: ManthanConfig, model: str, block_tokens: int, ranks: int, lengths: list[int]) -> Table:
+def _model_table(
+    config: ManthanConfig, model: str, shape: ModelShape, block_tokens: int, ranks: int, lengths: list[int]
+) -> Table:
     """What the configuration means for a model. Raises ConfigError."""
-    shape, codec = ModelShape.of(model), config.codec
-    chosen = choose_codec(codec, model, ranks)
+    codec = config.codec
+    chosen = choose_codec(codec, model, ranks, has_latents=bool(shape.latent))
     check_profile(chosen, model, shape.layers, shape.heads, shape.head_dim)
-    sizes = {
-        exact: shape.block_nbytes(chosen.name, block_tokens, ranks, exact, chosen.facts(0, ranks))
-        for exact in (0, codec.sink_tokens % block_tokens, block_tokens)
-    }
-    hot, cold = shape.token_nbytes * block_tokens, sizes[0] * ranks
-    usable = cold_nbytes(config, max(sizes.values()), ranks)
+    cold = ColdSession(shape, codec, chosen, block_tokens, ranks)
+    usable = cold_nbytes(config, max((*cold.chain.values(), *cold.window.values())), ranks)
     table = Table("for the model", model, box=None)
-    table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
+    _add_layers(table, shape)
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
-    table.add_row("KV of a token in bf16", f"{shape.token_nbytes} bytes")
     if chosen.profile is not None:
         table.add_row("profile", str(chosen.path))
         table.add_row("… of", f"{chosen.profile.info.tokens} tokens, metric {chosen.profile.info.metric}")
-    table.add_row(f"the same as codes of {chosen.name}", f"{cold / block_tokens:.0f} bytes, headers included")
-    table.add_row("ratio", f"{hot / cold:.2f}x")
-    table.add_row("the cold store holds", f"{usable // sizes[0] * block_tokens} tokens")
+    if shape.layers:
+        copies, coded = shape.copies(ranks), cold.chain[0] * ranks / block_tokens
+        each = "" if copies == 1 else f", {shape.token_nbytes} on each rank"
+        table.add_row(f"KV of a token in {NAMES[shape.dtype]}", f"{copies * shape.token_nbytes} bytes{each}")
+        table.add_row(f"the same as codes of {chosen.name}", f"{coded:.0f} bytes, headers included")
+        table.add_row("ratio", f"{copies * shape.token_nbytes / coded:.2f}x")
+        table.add_row("the cold store holds", f"{usable // cold.chain[0] * block_tokens} tokens")
     for tokens in lengths:
-        blocks = [sizes[count] for count in _exact(codec, tokens // block_tokens, block_tokens)]
-        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, blocks, block_tokens))
+        table.add_row(f"sessions of {tokens} tokens", _sessions(config, tokens, usable, cold))
+        if tokens >= max(block_tokens, config.min_tokens):
+            table.add_row("each", _each(shape, tokens, cold))
     return table
+
+
+def _add_layers(table: Table, shape: ModelShape) -> None:
+    """What the layers keep."""
+    if shape.latent:
+        table.add_row("layers, latent, RoPE's part", f"{shape.layers}, {shape.latent}, {shape.head_dim}")
+    elif shape.layers:
+        table.add_row("layers, KV heads, head size", f"{shape.layers}, {shape.heads}, {shape.head_dim}")
+    if (windows := shape.windows) is not None:
+        name = f"… with windows of {windows.tokens}" if shape.layers else f"layers with windows of {windows.tokens}, …"
+        table.add_row(name, f"{windows.layers}, {windows.heads}, {windows.head_dim}")
+    if (states := shape.states) is not None:
+        table.add_row("layers with states", f"{states.layers}, of {states.nbytes // states.layers} bytes each")
+
+
+class ColdSession:
+    """About what a session takes as codes on one rank. chain, window: a block's bytes in the layers with full
+    attention, and in those with windows, by how many of its first tokens are exact; of nothing 0."""
+
+    def __init__(
+        self, shape: ModelShape, codec: CodecConfig, chosen: ChosenCodec, block_tokens: int, ranks: int
+    ) -> None:
+        self._shape, self._codec, self.block_tokens, self.ranks = shape, codec, block_tokens, ranks
+        exacts = (0, codec.sink_tokens % block_tokens, block_tokens)
+        facts, name = chosen.facts(0, ranks), chosen.name
+        self.chain, self.window = dict.fromkeys(exacts, 0), dict.fromkeys(exacts, 0)
+        if shape.layers:
+            self.chain = {each: shape.block_nbytes(name, block_tokens, ranks, each, facts) for each in exacts}
+        if shape.windows is not None:
+            beside, of = (
+                DEFAULT_CODEC if needs_profile(name) else name,
+                shape.window_shape,
+            )  # profiles are of the others
+            self.window = {each: of.block_nbytes(beside, block_tokens, ranks, each) for each in exacts}
+
+    def nbytes(self, tokens: int) -> int:
+        """Of a session of so many tokens."""
+        exact = _exact(self._codec, tokens // self.block_tokens, self.block_tokens)
+        seen = self._shape.windows.tokens if self._shape.windows is not None else 1
+        first = max(0, len(exact) * self.block_tokens - seen + 1) // self.block_tokens
+        states = self._shape.states.cold_nbytes(self._codec.state) // self.ranks if self._shape.states else 0
+        return sum(self.chain[each] for each in exact) + sum(self.window[each] for each in exact[first:]) + states
+
+
+def _each(shape: ModelShape, tokens: int, cold: ColdSession) -> str:
+    """What a session of so many tokens takes on all ranks."""
+    ranks = cold.ranks
+    hot = shape.session_nbytes(tokens) + (shape.copies(ranks) - 1) * shape.token_nbytes * tokens
+    beside = shape.session_nbytes(tokens) - shape.token_nbytes * tokens if shape.layers else 0
+    kept, coded = f", {ByteSize(beside).human_readable()} of them beside" if beside else "", cold.nbytes(tokens) * ranks
+    return (
+        f"{ByteSize(hot).human_readable()} in the cache{kept}; {ByteSize(coded).human_readable()} as codes, "
+        f"{hot / coded:.2f}x"
+    )
 
 
 def _exact(codec: CodecConfig, blocks: int, block_tokens: int) -> list[int]:
@@ -106,8 +169,9 @@ def _exact(codec: CodecConfig, blocks: int, block_tokens: int) -> list[int]:
     return [block_tokens if depth >= blocks - window else sink[depth] for depth in range(blocks)]
 
 
-def _sessions(config: ManthanConfig, tokens: int, usable: int, sizes: list[int], block_tokens: int) -> str:
-    """How many sessions fit whose blocks take so many bytes each."""
+def _sessions(config: ManthanConfig, tokens: int, usable: int, cold: ColdSession) -> str:
+    """How many sessions of so many tokens fit."""
     if tokens < config.min_tokens:
         return f"none is kept: min_tokens is {config.min_tokens}"
-    return f"{usable // sum(sizes)}" if sizes else f"none is kept: a block has {block_tokens} tokens"
+    nbytes = cold.nbytes(tokens) if tokens >= cold.block_tokens else 0
+    return f"{usable // nbytes}" if nbytes else f"none is kept: a block has {cold.block_tokens} tokens"

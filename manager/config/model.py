@@ -120,6 +120,7 @@ class CodecConfig(_Group):
     calibrate: bool = Field(default=True, description="true or false")
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
+    state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
 
     @property

@@ -1,25 +1,44 @@
-"""What the KV of a model takes, in bf16 and as codes: told from its config.json, without vLLM or torch."""
+"""What the KV of a model takes, in the cache and as codes: told from its config.json, without vLLM or torch."""
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from manthan.codec import CodecError
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.wire import FINGERPRINT_LEN
+from manthan.manager.config.layers import (
+    BOTH,
+    FULL,
+    STATE,
+    WINDOW,
+    NotToldError,
+    States,
+    Windows,
+    layer_kinds,
+    states_of,
+)
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.stores.arena import room
 
-BF16 = 2
-FULL = "full_attention"
+CACHE_DTYPES = {
+    "auto": Dtype.BFLOAT16,
+    "bfloat16": Dtype.BFLOAT16,
+    "float16": Dtype.FLOAT16,
+    "float32": Dtype.FLOAT32,
+    "fp8": Dtype.FLOAT8_E4M3,
+    "fp8_e4m3": Dtype.FLOAT8_E4M3,
+    "fp8_e5m2": Dtype.FLOAT8_E5M2,
+}
+"""What vLLM's --kv-cache-dtype may be, where a token's bytes can be told; auto is bf16, or what the model asks for."""
 LAYERS = ("num_hidden_layers", "n_layer", "num_layers")
 HEADS = ("num_attention_heads", "n_head")
 HIDDEN = ("hidden_size", "n_embd")
-RECURRENT = ("ssm_cfg", "mamba_d_state", "mamba_d_conv", "linear_num_key_heads", "layers_block_type", "rwkv_version")
-"""Keys that models with Mamba or linear attention layers have."""
+STATES_ONLY = ("mamba", "mamba2", "falcon_mamba", "rwkv")
 
 
 class ModelError(ConfigError):
@@ -28,16 +47,45 @@ class ModelError(ConfigError):
 
 @dataclass(frozen=True)
 class ModelShape:
-    """Keys and values of a model with full attention: so many layers, KV heads, and numbers of a head."""
+    """Keys and values of a model's layers with full attention: so many layers, KV heads, and numbers of a head. windows
+    and states: what the other layers keep.
+
+    latent: of a model with latents (MLA), how many numbers one has; there is one head then, and head_dim is the part of
+    the key that RoPE turns. dtype: of the cache's numbers.
+    """
 
     layers: int
     heads: int
     head_dim: int
+    latent: int = 0
+    dtype: Dtype = Dtype.BFLOAT16
+    windows: Windows | None = None
+    states: States | None = None
 
     @property
     def token_nbytes(self) -> int:
-        """Bytes of one token's keys and values in bf16."""
-        return 2 * BF16 * self.layers * self.heads * self.head_dim
+        """Bytes of one token's keys and values, or of its latents, in the layers with full attention."""
+        numbers = self.head_dim + self.latent if self.latent else 2 * self.heads * self.head_dim
+        return self.dtype.numpy.itemsize * self.layers * numbers
+
+    @property
+    def window_shape(self) -> "ModelShape":
+        """The layers with windows as if they had full attention."""
+        assert self.windows is not None
+        return ModelShape(self.windows.layers, self.windows.heads, self.windows.head_dim, 0, self.dtype)
+
+    def window_nbytes(self, tokens: int) -> int:
+        """Of a session of so many tokens, in the cache."""
+        return min(tokens, self.windows.tokens) * self.window_shape.token_nbytes if self.windows else 0
+
+    def session_nbytes(self, tokens: int) -> int:
+        """Of all that a session of so many tokens has in the cache."""
+        states = self.states.nbytes if self.states else 0
+        return tokens * self.token_nbytes + self.window_nbytes(tokens) + states
+
+    def copies(self, ranks: int) -> int:
+        """How often vLLM has a token's KV on so many ranks; heads that are repeated are not counted."""
+        return ranks if self.latent else 1
 
     def block_nbytes(
         self, codec: str, block_tokens: int, ranks: int, exact: int = 0, facts: ModelFacts = NO_FACTS
@@ -50,7 +98,7 @@ class ModelShape:
         if self.heads % ranks and ranks % self.heads:
             raise ModelError(f"{self.heads} KV heads cannot be spread over {ranks} ranks: vLLM would refuse that too")
         heads = max(1, self.heads // ranks)  # fewer heads than ranks: vLLM gives several ranks the same one
-        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim)
+        shape = BlockShape(self.layers, heads, block_tokens, self.head_dim, self.dtype, self.latent)
         try:
             return room(BlockFormat(codec, shape, bytes(FINGERPRINT_LEN), facts=facts).expected_nbytes(exact))
         except CodecError as error:
@@ -59,9 +107,20 @@ class ModelShape:
             raise ModelError(f"codec {codec} cannot be used: {type(error).__name__}: {error}") from error
 
     @classmethod
-    def of(cls, model: str) -> "ModelShape":
-        """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. Raises ModelError."""
-        return shape_of(read_model_config(model), model)
+    def of(cls, model: str, cache_dtype: str = "auto") -> "ModelShape":
+        """Of a folder with a config.json, such a file, or a name on the Hugging Face Hub. cache_dtype: vLLM's
+        --kv-cache-dtype. Raises ModelError."""
+        if cache_dtype not in CACHE_DTYPES:
+            raise ModelError(
+                f"--kv-cache-dtype {cache_dtype}: such KV is kept cold as it is, and only a server knows its bytes, in "
+                f"its first line; known here are {', '.join(CACHE_DTYPES)}"
+            )
+        config = read_model_config(model)
+        own = "fp8" if cache_dtype == "auto" and _has_fp8(config) else cache_dtype
+        shape = replace(shape_of(config, model), dtype=CACHE_DTYPES[own])
+        if shape.latent and shape.dtype.is_fp8:
+            raise ModelError(f"{model}: its latents (MLA) would be kept in fp8; Manthan does not serve that")
+        return shape
 
 
 def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
@@ -107,30 +166,50 @@ def _from_hub(model: str) -> Path:
 def shape_of(config: Mapping[str, Any], model: str) -> ModelShape:
     """The shape of the KV that a config.json speaks of. Raises ModelError."""
     text: Mapping[str, Any] = config.get("text_config") or config
-    unsupported = _unsupported({**config, **text})
-    if unsupported:
-        raise ModelError(f"{model}: {unsupported}; Manthan does not serve it")
-    heads = _number(text, HEADS, model)
+    both = {**config, **text}
+    if unserved := _unserved(both):
+        raise ModelError(f"{model}: {unserved}; Manthan does not serve it")
+    if text.get("kv_lora_rank"):
+        latent, turned = (_number(text, (name,), model) for name in ("kv_lora_rank", "qk_rope_head_dim"))
+        return ModelShape(_number(text, LAYERS, model), 1, turned, latent)
+    return _of_layers(text, model)
+
+
+def _of_layers(text: Mapping[str, Any], model: str) -> ModelShape:
+    """Of a model with keys and values."""
+    layers, heads = _number(text, LAYERS, model), _number(text, HEADS, model)
     head_dim = text.get("head_dim") or _number(text, HIDDEN, model) // heads
-    return ModelShape(_number(text, LAYERS, model), text.get("num_key_value_heads") or heads, head_dim)
+    kv_heads = text.get("num_key_value_heads") or heads
+    try:
+        kinds = layer_kinds(text, layers)
+        full, window, state = (sum(kind in some for kind in kinds) for some in ((FULL, BOTH), (WINDOW,), (STATE, BOTH)))
+        states = states_of(text, state) if state else None
+    except NotToldError as error:
+        raise ModelError(f"{model}: {error}; only a server knows what it keeps, in its first line") from None
+    if not full and not window:
+        raise ModelError(f"{model}: it has no attention layers, but states only; Manthan does not serve it")
+    windows = Windows(window, kv_heads, head_dim, _number(text, ("sliding_window",), model)) if window else None
+    if text.get("global_head_dim"):  # of the layers with full attention, whose keys may be values too
+        own = text.get("num_global_key_value_heads") if text.get("attention_k_eq_v", True) else None
+        head_dim, kv_heads = text["global_head_dim"], own or kv_heads
+    return ModelShape(full, kv_heads, head_dim, windows=windows, states=states)
 
 
-def _unsupported(config: Mapping[str, Any]) -> str:
+def _unserved(config: Mapping[str, Any]) -> str:
     """Why Manthan does not serve such a model, or nothing. vLLM knows more: a server says so at its start."""
-    kinds = sorted({str(kind) for kind in config.get("layer_types") or () if kind != FULL})
-    window = config.get("sliding_window")
-    recurrent = [key for key in RECURRENT if config.get(key)]
-    if config.get("kv_lora_rank"):
-        return "it uses multi-head latent attention (MLA), whose cache is no keys and values"
-    if recurrent or "mamba" in str(config.get("model_type")):
-        return f"it has Mamba or linear attention layers ({', '.join(recurrent) or config['model_type']})"
-    if kinds:
-        return f"not all of its layers have full attention: there are {', '.join(kinds)}"
-    if window and config.get("use_sliding_window", True):
-        return f"it uses sliding window attention (window {window})"
+    if config.get("index_topk"):
+        return "it uses sparse attention, whose index is a cache of its own"
+    if str(config.get("model_type")) in STATES_ONLY or config.get("rwkv_version"):
+        return f"it has no attention layers, but states only ({config.get('model_type')})"
     if config.get("attention_chunk_size"):
         return f"it uses chunked attention (attention_chunk_size {config['attention_chunk_size']})"
     return "it is an encoder-decoder model" if config.get("is_encoder_decoder") else ""
+
+
+def _has_fp8(config: Mapping[str, Any]) -> bool:
+    """Whether vLLM would keep the KV of this quantized model in fp8 by itself."""
+    scheme = config.get("quantization_config") or {}
+    return bool(scheme.get("kv_cache_scheme")) or str(scheme.get("kv_cache_quant_algo")).upper() == "FP8"
 
 
 def _number(config: Mapping[str, Any], names: Sequence[str], model: str) -> int:

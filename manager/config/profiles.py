@@ -33,12 +33,20 @@ class ChosenCodec:
         return NO_FACTS if self.profile is None else facts_of(self.profile, rank, ranks)
 
 
-def choose_codec(config: CodecConfig, model: str, ranks: int = 1) -> ChosenCodec:
+def choose_codec(config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False) -> ChosenCodec:
     """For so many tensor-parallel ranks. A profile that is not named is looked for where `manthan calibrate` puts it.
 
-    Raises ConfigError for a profile that is missing, cannot be read, is for another number of ranks, or has not the
-    codec's preset.
+    has_latents: whether the model caches latents (MLA), which take no profile. Raises ConfigError for a profile that is
+    missing, cannot be read, is for another number of ranks, or has not the codec's preset.
     """
+    if has_latents and (needs_profile(config.name) or config.profile):
+        what = f"codec.profile is {config.profile}" if config.profile else f"codec.name is {config.name}"
+        raise ConfigError(
+            f"{what}, but {model} uses multi-head latent attention (MLA), and its latents take no profile: use auto, "
+            f"{PLAIN} or k4v4c"
+        )
+    if has_latents and config.name == AUTO:
+        return ChosenCodec(PLAIN)
     if config.name != AUTO and not needs_profile(config.name):
         if config.profile:
             takes = ", ".join((AUTO, *PRESETS))

@@ -3,18 +3,21 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
 
 class BlockTable:
-    """Blocks of one KV cache group by key. All changes go through here, so that the totals need no scan.
+    """Blocks of chains by key, and those of other KV cache groups by group and key. All changes go through here, so
+    that the totals need no scan.
 
     A block is forgotten when no session uses it and it has no codes. Bytes are those of all ranks together.
     """
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
+        self._beside: dict[tuple[int, bytes], Block] = {}
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
@@ -23,6 +26,8 @@ class BlockTable:
         """Cold blocks that keep tokens exact."""
         self.reserved = 0
         """Bytes that are taken in the cold store, now or as soon as what is ordered is encoded."""
+        self.cold_of: Counter[int | None] = Counter()
+        """Cold blocks by KV cache group; None for those of chains."""
         self.moved = 0
         """Bytes of the codes that had to leave the fast tier."""
         self.reserved_of: Counter[str] = Counter()
@@ -31,10 +36,10 @@ class BlockTable:
         self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._blocks) + len(self._beside)
 
     def __iter__(self) -> Iterator[Block]:
-        return iter(self._blocks.values())
+        return chain(self._blocks.values(), self._beside.values())
 
     @property
     def queued(self) -> int:
@@ -58,14 +63,22 @@ class BlockTable:
         """Bytes of codes in the cold store."""
         return self.stored - self._nbytes[CodeState.SPILLING]
 
-    def get(self, key: bytes) -> Block | None:
-        return self._blocks.get(key)
+    def get(self, key: bytes, group: int | None = None) -> Block | None:
+        """A chain's block, or that of another group."""
+        return self._blocks.get(key) if group is None else self._beside.get((group, key))
 
     def obtain(self, key: bytes, depth: int, session: Session) -> Block:
         """The block of that key, new if need be; `depth` is its place in every chain, `session` needs it."""
         block = self._blocks.get(key)
         if block is None:
             block = self._blocks[key] = Block(key, depth, tenant=session.tenant)
+        return block
+
+    def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
+        """The same of another group's block."""
+        block = self._beside.get((group, key))
+        if block is None:
+            block = self._beside[group, key] = Block(key, depth, group, tenant=session.tenant)
         return block
 
     def known(self, keys: Sequence[bytes]) -> int:
@@ -153,12 +166,17 @@ class BlockTable:
         code, (nbytes, exact, _) = block.code, block.encoding
         self._count[code] += sign
         self._nbytes[code] += sign * nbytes
-        if exact and code is CodeState.COLD:
-            self.exact += sign
+        if code is CodeState.COLD:
+            self.exact += sign * (exact > 0)
+            self.cold_of[block.group] += sign
         taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
         self.reserved += taken
         self.reserved_of[block.tenant] += taken
 
     def _forget_if_unused(self, block: Block) -> None:
-        if not (block.users or block.reserves):
+        if block.users or block.reserves:
+            return
+        if block.group is None:
             self._blocks.pop(block.key, None)
+        else:
+            self._beside.pop((block.group, block.key), None)

@@ -62,6 +62,10 @@ class ColdBudget:
         used = self._blocks.reserved_of[tenant] if share < 1 else 0
         return int(share * self.nbytes) - used
 
+    def holds(self, nbytes: int, tenant: str) -> bool:
+        """Whether so many bytes fit at all, should nobody else of this engine have anything in the cold store."""
+        return nbytes <= min(1.0, self.shares.of_tenant(tenant)) * self.nbytes
+
     def bound(self, block: Block) -> int:
         """The most bytes that the block's codes would take."""
         return self._table.shape.bounds[self._exact.wanted(block)]
@@ -109,6 +113,7 @@ class ColdBudget:
                 length -= 1
                 last = victim.chain[length]
                 freed += last.encoding.nbytes if last.users == 1 and last.droppable else 0
+            length = self._pruning.usable(victim, length) if length < len(victim.chain) else length
             if length == 0:
                 self._table.leave_cold(victim, evicted=True)
             if length < len(victim.chain):
@@ -117,9 +122,12 @@ class ColdBudget:
             codes = [b for b in reversed(victim.chain) if b.users == 1 and b.droppable]
             before = accumulate((block.encoding.nbytes for block in codes), initial=0)
             given = [block for block, freed in zip(codes, before, strict=False) if freed < short]
+            left = short - sum(block.encoding.nbytes for block in given)
             self._pruning.drop(given, DropCause.BUDGET)
             self._table.touch(victim)
             if len(given) == len(codes):
+                if left > 0:
+                    self._pruning.leave_anchors(victim, DropCause.BUDGET)
                 self._table.leave_cold(victim)  # until it is used or evicted: nobody need look at it again before
 
     # -- shares ---------------------------------------------------------------------------------------
@@ -134,7 +142,7 @@ class ColdBudget:
         pinned = self._pruning.pinned
         allowed = int(self.shares.pinned * self.nbytes)
         others = sum(pinned.values()) - pinned.get(session.session_id, 0)
-        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain)
+        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain) + session.beside_nbytes
         if others + needed > allowed:
             self.unpin(session)
             return (

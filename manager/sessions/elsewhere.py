@@ -3,12 +3,15 @@
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
+    Block,
     CodeState,
     DropCause,
     Encoding,
+    FoundAnchor,
     Session,
     SessionState,
     Stranger,
@@ -23,8 +26,9 @@ class Elsewhere:
     by their age beside the policy's order of this engine's own.
     """
 
-    def __init__(self, table: SessionTable, pruning: Pruning, running: dict[str, Session]) -> None:
+    def __init__(self, table: SessionTable, pruning: Pruning, anchors: Anchors, running: dict[str, Session]) -> None:
         self._table, self._blocks, self._pruning, self._running = table, table.blocks, pruning, running
+        self._anchors = anchors
         self.nbytes = 0
         """Bytes in the store that this engine does not know of."""
         self._strangers: list[Stranger] = []  # in the order of their last use
@@ -41,8 +45,11 @@ class Elsewhere:
         blocks = map(self._blocks.get, keys)
         return sum(1 for _ in takewhile(lambda b: b is not None and (b.hot or b.code is CodeState.COLD), blocks))
 
-    def found(self, request_id: str, keys: Sequence[bytes], sizes: Sequence[int]) -> None:
-        """The store has the last of these blocks, which take so many bytes; those before them were known."""
+    def found(
+        self, request_id: str, keys: Sequence[bytes], sizes: Sequence[int], anchor: FoundAnchor | None = None
+    ) -> None:
+        """The store has the last of these blocks, which take so many bytes; those before them were known. anchor: that
+        it has behind some of them."""
         session = self._running.get(request_id)
         if session is None:
             return
@@ -50,10 +57,23 @@ class Elsewhere:
         if known == len(session.chain):
             self._table.extend(session, keys[known:])
         for key, nbytes in zip(keys[len(keys) - len(sizes) :], sizes, strict=True):
-            block = self._blocks.get(key)
-            if block is not None and block.code is CodeState.NONE and block.users:
-                self._blocks.store(block, Encoding(nbytes), tenant="")  # another engine had it stored
-                self.nbytes = max(0, self.nbytes - nbytes)
+            self._store(self._blocks.get(key), nbytes)
+        if anchor is not None and self._anchors.is_needed and self._is_at(session, anchor, keys):
+            placed = self._anchors.place(session, anchor.depth, anchor.parts)
+            for (group, key, _), nbytes in zip(anchor.parts, anchor.sizes, strict=True):
+                self._store(self._blocks.get(key, group), nbytes)
+            self._anchors.settle(placed)
+
+    def _is_at(self, session: Session, anchor: FoundAnchor, keys: Sequence[bytes]) -> bool:
+        """Whether the session's chain goes as far as the anchor, with these keys."""
+        end = anchor.depth
+        return 0 < end <= len(session.chain) and session.chain[end - 1].key == keys[end - 1]
+
+    def _store(self, block: Block | None, nbytes: int) -> None:
+        """Another engine had it stored."""
+        if block is not None and block.code is CodeState.NONE and block.users:
+            self._blocks.store(block, Encoding(nbytes), tenant="")
+            self.nbytes = max(0, self.nbytes - nbytes)
 
     def counted(self, used: int | None, strangers: Iterable[Stranger] | None) -> None:
         """So many bytes are in the store or about to be, whoever's they are; and these are others' sessions.
@@ -66,12 +86,16 @@ class Elsewhere:
             mine = self._table.by_id
             self._strangers = sorted((s for s in strangers if s.session_id not in mine), key=lambda s: s.last_used)
 
-    def not_stored(self, keys: Iterable[bytes]) -> None:
-        """These codes are not there any more."""
-        blocks = [block for key in keys if (block := self._blocks.get(key)) is not None]
+    def not_stored(self, keys: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()) -> None:
+        """These codes are not there any more. beside: those of other groups, by group and key."""
+        names = [*((None, key) for key in keys), *beside]
+        blocks = [block for group, key in names if (block := self._blocks.get(key, group)) is not None]
         self._pruning.drop(blocks, DropCause.FAILED)
         for block in blocks:
-            self._pruning.bury([block])
+            if block.group is None:
+                self._pruning.bury([block])
+            elif block.code is CodeState.NONE:
+                self._pruning.lose_anchors(block, DropCause.FAILED)
 
     def expire(self, session_ids: Iterable[str]) -> None:
         """These sessions were not used for so long that their codes are gone."""
@@ -83,12 +107,17 @@ class Elsewhere:
                 self._pruning.cut(session, 0, DropCause.EXPIRED)
             else:
                 self._pruning.drop([block for block in session.chain if block.users == 1], DropCause.EXPIRED)
+                self._pruning.leave_anchors(session, DropCause.EXPIRED)
                 self._table.touch(session)
 
     def emptied(self) -> None:
         """All codes are gone, but for what is being written."""
-        for block in [block for block in self._blocks if block.droppable]:
+        gone = [block for block in self._blocks if block.droppable]
+        for block in gone:
             self._blocks.forget(block)
+        for block in gone:
+            if block.group is not None:
+                self._pruning.lose_anchors(block, DropCause.FAILED)
         for session in [s for s in self._table.by_id.values() if s.state is SessionState.COLD]:
             if session.chain:  # an earlier one may have taken it along
                 self._pruning.bury(session.chain)

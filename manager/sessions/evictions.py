@@ -1,10 +1,15 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
+from collections.abc import Sequence
+
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
+    NO_CODES,
+    Anchor,
     Block,
     CodeState,
     DropCause,
@@ -29,15 +34,34 @@ class Evictions:
         pruning: Pruning,
         budget: ColdBudget,
         exact: ExactTokens,
+        anchors: Anchors,
         idle_after_s: float,
         may_replace: bool,
     ) -> None:
+        self._anchors = anchors
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
-        self._stale: set[bytes] = set()  # being encoded since before a reset
+        self._stale: set[Block] = set()  # being encoded since before a reset
+
+    def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
+        """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
+        each block."""
+        anchor = self._anchors.place(session, len(session.chain), parts)
+        needed = [part for part in anchor.parts if part.code is CodeState.NONE]
+        wanted = list(map(self.wanted, needed))
+        if self._budget.make_room([encoding.nbytes for encoding in wanted], session) < len(needed):
+            self._anchors.leave(session, anchor, DropCause.BUDGET)
+            return
+        for part, encoding in zip(needed, wanted, strict=True):
+            self._orders.encode(part, encoding, session.tenant)
+        self._anchors.settle(anchor)
 
     def evict(self, session: Session, now: float) -> None:
         """Queue what has no codes yet, tail first, so that the head stays hot for longest."""
+        if self._anchors.is_needed:
+            self._cut_to_anchor(session)
+            if not session.chain:
+                return
         self._table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         self._exact.move_window(session)
@@ -45,7 +69,8 @@ class Evictions:
         wanted = list(map(self.wanted, needed))
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
-            self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)
+            self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
+            fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
             self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
         if self._may_replace:
@@ -58,10 +83,33 @@ class Evictions:
                 self._orders.releases.append(block.key)
         self._finish(session, now)
 
+    def _cut_to_anchor(self, session: Session) -> None:
+        """What is behind its deepest anchor nobody could go on from: it is vLLM's to overwrite. Nor is anybody dropped
+        for what would not fit if all others were."""
+        fits = (anchor.depth for anchor in reversed(session.anchors) if self._could_fit(session, anchor))
+        lengths = {
+            DropCause.ABANDONED: self._pruning.usable(session, len(session.chain)),
+            DropCause.BUDGET: next(fits, 0),
+        }
+        for cause, length in lengths.items():
+            if length < len(session.chain):
+                self._pruning.cut(session, length, cause)
+
+    def _could_fit(self, session: Session, anchor: Anchor) -> bool:
+        blocks = (*session.chain[: anchor.depth], *anchor.parts)
+        nbytes = sum(block.encoding.nbytes or self.wanted(block).nbytes for block in blocks)
+        return self._budget.holds(nbytes, session.tenant)
+
     def wanted(self, block: Block) -> Encoding:
         """What its codes would be, should it be encoded now."""
         exact, shape = self._exact.wanted(block), self._table.shape
-        return Encoding(shape.bounds[exact], exact, shape.codec)
+        if block.group is None and shape.group is None:
+            return NO_CODES
+        if block.group is None:
+            return Encoding(shape.bounds[exact], exact, shape.codec)
+        bounds = shape.beside[block.group]
+        exact = exact if exact in bounds else 0  # a state has no first tokens
+        return Encoding(bounds[exact], exact, "" if block.group in shape.settled else shape.codec)
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -87,48 +135,54 @@ class Evictions:
                         break
         return chosen
 
-    def spilled(self, key: bytes, nbytes: int, now: float) -> None:
+    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        if key in self._stale:
-            self.failed(key, now)
-        if (block := self._spilling(key)) is None:
+        if (block := self._spilling(key, group)) is None:
+            return
+        if block in self._stale:
+            self._fail(block, now)
             return
         self._blocks.store(block, block.encoding._replace(nbytes=nbytes))
-        if not block.hot:
-            self._orders.releases.append(key)
+        self._release(block)
         for session in self._waiters_of(block):
             self._table.touch(session)
             session.evict_encoded += 1
             session.evict_nbytes += nbytes
             self._finish(session, now)
+        self._anchors.stored(block)
         if not block.users:
             self._pruning.drop([block], DropCause.ABANDONED)
 
-    def failed(self, key: bytes, now: float) -> None:
+    def failed(self, key: bytes, now: float, group: int | None = None) -> None:
         """A rank could not store this block: its sessions stay hot, unless there are older codes of it."""
-        if (block := self._spilling(key)) is None:
-            return
-        if block.old is not None and key not in self._stale:
+        if (block := self._spilling(key, group)) is not None:
+            self._fail(block, now)
+
+    def _fail(self, block: Block, now: float) -> None:
+        is_stale = block in self._stale
+        self._stale.discard(block)
+        if block.old is not None and not is_stale:
             self._keep_old(block, now)
             return
-        cause = DropCause.RESET if key in self._stale else DropCause.FAILED
-        self._stale.discard(key)
+        cause = DropCause.RESET if is_stale else DropCause.FAILED
         self._pruning.forget_codes([block], cause)  # some rank may have stored its shard
+        self._pruning.lose_anchors(block, cause)
         for session in self._waiters_of(block):
             self._pruning.unwait(session, session.chain)
             session.retry_after = now + self._idle_after_s
             self._table.set_state(session, SessionState.IDLE, now)
         self._pruning.bury([block])
 
-    def lost(self, key: bytes, now: float) -> None:
+    def lost(self, key: bytes, now: float, group: int | None = None) -> None:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
-        if (block := self._spilling(key)) is None:
+        if (block := self._spilling(key, group)) is None:
             return
-        if block.old is not None and key not in self._stale:
+        if block.old is not None and block not in self._stale:
             self._keep_old(block, now)
             return
-        self._stale.discard(key)
+        self._stale.discard(block)
         self._blocks.forget(block)
+        self._pruning.lose_anchors(block, DropCause.ABANDONED)
         for session in self._waiters_of(block):
             self._pruning.cut(session, block.depth, DropCause.ABANDONED)
             self._finish(session, now)
@@ -136,41 +190,53 @@ class Evictions:
 
     def reset(self) -> None:
         """What is being encoded now is void when it is answered."""
-        self._stale.update(block.key for block in self._blocks)
+        self._stale.update(self._blocks)
 
     def _keep_old(self, block: Block, now: float) -> None:
         """The codes that there were are good, only larger than they need be."""
         self._blocks.revert(block)
-        if not block.hot:
-            self._orders.releases.append(block.key)
+        self._release(block)
         for session in self._waiters_of(block):
             self._finish(session, now)
         if not block.users:
             self._pruning.drop([block], DropCause.ABANDONED)
+
+    def _release(self, block: Block) -> None:
+        """Its bf16 copy is not needed, unless a session has it hot; those of other groups are vLLM's affair, unless
+        chains have no others."""
+        if block.group is not None and self._table.shape.group is None:
+            block = self._blocks.get(block.key) or block
+        if not block.hot and block.group is None:
+            self._orders.releases.append(block.key)
 
     def _finish(self, session: Session, now: float) -> None:
         if session.pending or not session.chain:
             return
         self._table.set_state(session, SessionState.COLD, now)
         self._pruning.bury(session.chain)
+        self._pruning.to_anchor(session)
         if not session.chain:
             return
+        self._anchors.tidy(session)
+        shape, beside = self._table.shape, session.beside
         self._orders.evictions.append(
             Eviction(
                 session_id=session.session_id,
                 blocks=len(session.chain),
-                tokens=len(session.chain) * self._table.shape.block_tokens,
+                beside=len(beside),
+                tokens=len(session.chain) * shape.block_tokens,
+                hot_nbytes=sum(shape.pool_nbytes(block.group) for block in (*session.chain, *beside)),
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
-                cold_nbytes=sum(block.encoding.nbytes for block in session.chain),
+                cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
                 exact=sum(block.encoding.exact > 0 for block in session.chain),
             )
         )
 
-    def _spilling(self, key: bytes) -> Block | None:
-        block = self._blocks.get(key)
+    def _spilling(self, key: bytes, group: int | None) -> Block | None:
+        block = self._blocks.get(key, group)
         return block if block is not None and block.code is CodeState.SPILLING else None
 
     def _waiters_of(self, block: Block) -> list[Session]:

@@ -13,7 +13,7 @@ class ExactTokens:
     """
 
     def __init__(self, shape: MemoryShape, sink: int, window: int) -> None:
-        self._block_tokens, self._sink = shape.block_tokens, sink
+        self._shape, self._block_tokens, self._sink = shape, shape.block_tokens, sink
         self._window_blocks = -(-window // shape.block_tokens)
 
     def keep_all(self) -> None:
@@ -24,8 +24,9 @@ class ExactTokens:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:
             return self._block_tokens
-        left = self._sink - block.depth * self._block_tokens
-        return min(left, self._block_tokens) if left > 0 else 0
+        tokens = self._shape.tokens_of(block.group)
+        left = self._sink - block.depth * tokens
+        return min(left, tokens) if left > 0 else 0
 
     def move_window(self, session: Session) -> None:
         """The session is about to be evicted: its window is the end of its chain now."""

@@ -13,7 +13,7 @@ from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Sessi
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _sessions, _order):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -49,6 +49,7 @@ def _totals(manager: SessionMemoryManager) -> Findings:
         "spilling": (table.spilling, code[CodeState.SPILLING]),
         "cold": (table.cold, code[CodeState.COLD]),
         "exact": (table.exact, sum(b.encoding.exact > 0 for b in all_blocks if b.code is CodeState.COLD)),
+        "cold by group": (+table.cold_of, Counter(b.group for b in all_blocks if b.code is CodeState.COLD)),
         "reserved": (table.reserved, sum(room[block] for block in all_blocks if block.reserves)),
         "stored": (
             table.stored,
@@ -74,8 +75,10 @@ def _blocks(manager: SessionMemoryManager) -> Findings:
             yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
             users.setdefault(block.key, []).append(session)
         windows.update(session.chain[depth].key for depth in session.window)
-    pins = Counter(block.key for blocks in manager._restores.under_way.values() for block in blocks)
+    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
     for block in manager.blocks:
+        if block.group is not None:
+            continue
         states = [session.state for session in users.get(block.key, [])]
         running = states.count(SessionState.HOT)
         counts = (block.users, block.running, block.hot, block.pins, block.windows)
@@ -83,11 +86,42 @@ def _blocks(manager: SessionMemoryManager) -> Findings:
             len(states),
             running,
             sum(state in HOT_STATES for state in states),
-            pins[block.key],
+            pins[block],
             windows[block.key],
         )
         yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
         yield from _leaks(manager, block)
+
+
+def _anchors(manager: SessionMemoryManager) -> Findings:
+    anchors, used = {}, Counter[Block]()
+    for session in manager.table.by_id.values():
+        depths = [anchor.depth for anchor in session.anchors]
+        yield depths == sorted(set(depths)), f"{session.session_id} has anchors at {depths}"
+        for anchor in session.anchors:
+            anchors[anchor.key] = anchor
+            inside = anchor.depth <= len(session.chain) and session.chain[anchor.depth - 1].key == anchor.key
+            yield inside, f"{session.session_id} has an anchor at {anchor.depth} that is none of its chain's places"
+            mutual = session in anchor.sessions and manager._anchors.at(anchor.key) is anchor
+            yield mutual, f"the anchor of {session.session_id} at {anchor.depth} does not know it"
+        if manager._anchors.is_needed and session.state is SessionState.COLD:
+            last = session.anchors[-1].depth if session.anchors else 0
+            yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
+        stand = [anchor.depth for anchor in session.anchors if anchor.stands]
+        yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
+    for anchor in anchors.values():
+        used.update(anchor.parts)
+    standing = {key for key, anchor in anchors.items() if anchor.stands}
+    yield manager._anchors._standing == standing, f"{len(standing)} anchors stand, not {manager._anchors.standing}"
+    yield len(anchors) == len(manager._anchors), f"{len(manager._anchors)} anchors are kept, and {len(anchors)} needed"
+    pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
+    for block in manager.blocks:
+        if block.group is not None:
+            name, found = f"{block.key!r} of group {block.group}", (used[block], pins[block])
+            counts = block.users, block.pins
+            yield counts == found, f"{name} has users and pins {counts}, not {found}"
+            needed = block.users or block.pins or block.code is CodeState.SPILLING
+            yield bool(needed), f"{name} is a record that nobody needs"
 
 
 def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
@@ -96,11 +130,12 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield bool(needed), f"{name} is a record that nobody needs"
     yield block.code is CodeState.COLD or not block.pins, f"{name} is read, but has no codes"
     yield block.code is CodeState.COLD or not block.moved, f"{name} has moved, but has no codes"
-    yield queued == (block.key in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
+    yield queued == (block in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
     yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
     yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
-    yield block.reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
+    reserves = block.reserves and manager.shape.group is not None
+    yield reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
     evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
     yield evicting, f"{name} is waited for by a session that is not being evicted"
 

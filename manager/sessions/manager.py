@@ -9,6 +9,7 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
@@ -46,7 +47,7 @@ PATIENCE = 2.0
 class SpillOrder(NamedTuple):
     """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
 
-    codec: as in MemoryShape. nbytes: what it takes at most.
+    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains.
     """
 
     key: bytes
@@ -54,15 +55,22 @@ class SpillOrder(NamedTuple):
     exact: int
     codec: str
     nbytes: int
+    group: int | None = None
 
 
 class Usage(NamedTuple):
-    """What is where: sessions by state, blocks and bytes that are hot, and what is in the cold store."""
+    """What is where: sessions by state, chains' blocks that are hot, and what is in the cold store.
+
+    anchors: places that chains can be gone on from, for models with several KV cache groups. cold_blocks, exact_blocks,
+    cold_nbytes: of all groups. pool_nbytes: what cold_blocks took in the pool.
+    """
 
     sessions: dict[SessionState, int]
+    anchors: int
     hot_blocks: int
     cold_blocks: int
     exact_blocks: int
+    pool_nbytes: int
     cold_nbytes: int
     budget_nbytes: int
 
@@ -110,20 +118,28 @@ class SessionMemoryManager:
             self.table.front = FastTier(make_policy, self.blocks, fast)
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
-        self._orders = Orders(self.blocks)
+        self._orders = Orders(self.blocks, shape.group)
+        self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
         self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
-        self._pruning = Pruning(self.table, self._orders, exact)
-        self.elsewhere = Elsewhere(self.table, self._pruning, self._running)
+        self._pruning = Pruning(self.table, self._orders, exact, self._anchors)
+        self.elsewhere = Elsewhere(self.table, self._pruning, self._anchors, self._running)
         if is_shared:
             self.elsewhere.listen()
-        self._restores = Restores(self.table, self._pruning, self._running)
+        self._restores = Restores(self.table, self._pruning, self._anchors, self._running)
         self.budget = ColdBudget(
             self.table, self._pruning, self._restores, exact, self.elsewhere, make_policy, capacity_nbytes, shares
         )
         self._evictions = Evictions(
-            self.table, self._orders, self._pruning, self.budget, exact, idle_after_s, may_replace=not is_shared
+            self.table,
+            self._orders,
+            self._pruning,
+            self.budget,
+            exact,
+            self._anchors,
+            idle_after_s,
+            may_replace=not is_shared,
         )
-        self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, prefetch_lead_s)
+        self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
 
     @property
     def shape(self) -> MemoryShape:
@@ -168,11 +184,18 @@ class SessionMemoryManager:
         return session.session_id
 
     def request_finished(
-        self, request_id: str, keys: Sequence[bytes], now: float, *, tokens: int | None = None
+        self,
+        request_id: str,
+        keys: Sequence[bytes],
+        now: float,
+        *,
+        tokens: int | None = None,
+        beside: Sequence[tuple[int, bytes, int]] = (),
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. Returns what came of the request's hints.
+        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and place in its
+        group of each block. Returns what came of the request's hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -189,6 +212,8 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
+        if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
+            self._evictions.anchor(session, beside)  # before it may be pinned, which counts it
         refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
@@ -235,16 +260,19 @@ class SessionMemoryManager:
         return self._restores.match(keys)
 
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> None:
-        """These codes, which matched, are being read for the request; they are not dropped until it ends."""
+        """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
+        dropped until it ends."""
         self._restores.started(request_id, keys)
 
-    def restore_finished(self, request_id: str, failed: Iterable[bytes] = ()) -> None:
-        """The restore ended; codes in `failed` could not be read and are dropped."""
-        self._restores.finished(request_id, failed)
+    def restore_finished(
+        self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()
+    ) -> None:
+        """The restore ended; codes in `failed`, or `beside`, by group and key, could not be read and are dropped."""
+        self._restores.finished(request_id, failed, beside)
 
     def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
-        which is all that there can ever be room for, are expected no more.
+        """Blocks of the longest cold session that is expected, of all groups; 0 if there is none. Those that are longer
+        than `most`, which is all that there can ever be room for, are expected no more.
         """
         return self._wishes.prefetch_blocks(now, most)
 
@@ -256,9 +284,16 @@ class SessionMemoryManager:
         """
         return self._wishes.take_prefetches(room, now, limit)
 
-    def prefetch_finished(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
+    def prefetch_finished(
+        self,
+        session_id: str,
+        complete: bool,
+        failed: Iterable[bytes],
+        now: float,
+        beside: Iterable[tuple[int, bytes]] = (),
+    ) -> None:
         """All blocks of the session are hot now, or not all; see restore_finished."""
-        self._wishes.prefetched(session_id, complete, failed, now)
+        self._wishes.prefetched(session_id, complete, failed, now, beside)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -286,24 +321,25 @@ class SessionMemoryManager:
         """
         return self.may_evict and self._evictions.relieve(wanted, now)
 
-    def spilled(self, key: bytes, nbytes: int, now: float) -> None:
+    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled(key, nbytes, now)
+        self._evictions.spilled(key, nbytes, now, group)
 
-    def spill_failed(self, key: bytes, now: float) -> None:
+    def spill_failed(self, key: bytes, now: float, group: int | None = None) -> None:
         """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while."""
-        self._evictions.failed(key, now)
+        self._evictions.failed(key, now, group)
 
-    def lost(self, key: bytes, now: float) -> None:
+    def lost(self, key: bytes, now: float, group: int | None = None) -> None:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
-        self._evictions.lost(key, now)
+        self._evictions.lost(key, now, group)
 
     def reset(self) -> None:
         """Forget all KV, hot and cold: the weights changed, or somebody asked for it."""
         for request_id in list(self._restores.under_way):  # they read from a store that is being emptied
             self._restores.finished(request_id, ())
         for session in list(self.table.by_id.values()):
-            self._pruning.cut(session, 0, DropCause.RESET)
+            if session.session_id in self.table.by_id:  # one before may have taken it along
+                self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
         self._orders.releases.clear()
         self.elsewhere.reset()
@@ -323,14 +359,15 @@ class SessionMemoryManager:
         return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
-        first_token = block.depth * self.shape.block_tokens
-        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes)
+        first_token = block.depth * self.shape.tokens_of(block.group)
+        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
-        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now."""
+        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
+        last ones, where the first are no longer needed."""
+        part = slice(-count, None) if self.shape.group is None else slice(count)
         for session in self.table.idle.values():
-            blocks = session.chain[:count]
-            yield session, [self._order(block, self._evictions.wanted(block)) for block in blocks]
+            yield session, [self._order(block, self._evictions.wanted(block)) for block in session.chain[part]]
 
     def take_moves(self) -> list[bytes]:
         """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
@@ -352,15 +389,15 @@ class SessionMemoryManager:
 
     # -- what others may look at ----------------------------------------------------------------------
 
-    def is_at_risk(self, key: bytes) -> bool:
+    def is_at_risk(self, key: bytes, group: int | None = None) -> bool:
         """Whether a block's only copy is bf16 that is not held: it waits to be encoded, or nobody has ordered that."""
-        block = self.blocks.get(key)
+        block = self.blocks.get(key, group)
         return block is not None and (block.exposed or block.code is CodeState.QUEUED)
 
-    def is_missed(self, key: bytes) -> bool:
+    def is_missed(self, key: bytes, group: int | None = None) -> bool:
         """Whether somebody would miss a block's bf16 copy."""
-        block = self.blocks.get(key)
-        return block is not None and (block.hot > 0 or block.in_flight)
+        block = self.blocks.get(key, group)
+        return block is not None and (block.hot > 0 or block.in_flight or self._anchors.is_hot(block))
 
     def is_used(self, key: bytes) -> bool:
         """Whether a session's chain has the block."""
@@ -392,9 +429,11 @@ class SessionMemoryManager:
         blocks, states = self.blocks, self.table.states
         return Usage(
             {state: states[state] for state in SessionState},
+            self._anchors.standing,
             blocks.hot,
             blocks.cold,
             blocks.exact,
+            sum(count * self.shape.pool_nbytes(group) for group, count in blocks.cold_of.items()),
             blocks.cold_nbytes,
             self.budget.nbytes,
         )
@@ -411,6 +450,7 @@ class SessionMemoryManager:
     def _info(self, session: Session) -> SessionInfo:
         chain = session.chain
         cold = [block for block in chain if block.code is CodeState.COLD]
+        beside = [block for block in session.beside if block.code is CodeState.COLD]
         return SessionInfo(
             session_id=session.session_id,
             tenant=session.tenant,
@@ -419,7 +459,7 @@ class SessionMemoryManager:
             blocks=len(chain),
             hot_blocks=sum(block.hot > 0 for block in chain),
             cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in cold),
+            cold_nbytes=sum(block.encoding.nbytes for block in (*cold, *beside)),
             created=session.created,
             last_used=session.last_used,
             requests=session.uses,

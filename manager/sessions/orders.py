@@ -1,37 +1,54 @@
 """What the manager wants done: codes to drop, bf16 to release, blocks to encode; and what is to be told of it."""
 
 from collections import OrderedDict
+from collections.abc import Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.session import Block, CodeState, Drop, Encoding, Eviction
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction
 
 
 class Orders:
-    """Filled by the manager's parts, emptied by whoever drives it."""
+    """Filled by the manager's parts, emptied by whoever drives it. group: of the blocks of chains; None where they
+    have no codes."""
 
-    def __init__(self, blocks: BlockTable) -> None:
-        self._blocks = blocks
-        self.queue: OrderedDict[bytes, None] = OrderedDict()
-        """The QUEUED blocks, first come first."""
+    def __init__(self, blocks: BlockTable, group: int | None) -> None:
+        self._blocks, self._group = blocks, group
+        self.queue: OrderedDict[Block, None] = OrderedDict()
+        """The QUEUED blocks, the first to be encoded first."""
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
 
     def encode(self, block: Block, encoding: Encoding, tenant: str) -> None:
+        """A block of another group goes ahead of those of chains: the pool loses it sooner. What has no codes of its
+        own is cold at once."""
+        if block.group is None and self._group is None:
+            self._blocks.store(block, encoding, tenant)
+            return
         self._blocks.queue(block, encoding, tenant)
-        self.queue[block.key] = None
+        self.queue[block] = None
+        if block.group is not None:
+            self.queue.move_to_end(block, last=False)
 
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""
-        del self.queue[block.key]
+        del self.queue[block]
         self._blocks.revert(block)
+
+    def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
+        """These are to leave the cold store."""
+        keys: dict[int, list[bytes]] = {}
+        for block in blocks:
+            group = self._group if block.group is None else block.group
+            if group is not None:
+                keys.setdefault(group, []).append(block.key)
+            self._blocks.forget(block)
+        self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
         while self.queue and len(taken) < limit:
-            key, _ = self.queue.popitem(last=False)
-            block = self._blocks.get(key)
-            assert block is not None
+            block, _ = self.queue.popitem(last=False)
             assert block.code is CodeState.QUEUED
             self._blocks.begin(block)
             taken.append(block)

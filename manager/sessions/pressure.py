@@ -1,7 +1,7 @@
 """Memory pressure: how far a KV pool is from overwriting KV that exists nowhere else, and what is done about it."""
 
 from collections.abc import Iterator
-from typing import Protocol
+from typing import Protocol, TypeAlias
 
 from manthan.manager.sessions.manager import SessionMemoryManager
 
@@ -11,12 +11,16 @@ ADMISSION_WAIT_S = 3.0
 """How long a new request may wait for room, while sessions it would overwrite are being encoded."""
 
 
+BlockName: TypeAlias = tuple[bytes, int | None]
+"""A block's key and KV cache group; the latter is None for blocks of chains."""
+
+
 class FreeQueue(Protocol):
     """The free blocks of a KV pool, which are overwritten from the head on."""
 
     def __len__(self) -> int: ...
 
-    def keys(self) -> Iterator[bytes | None]:
+    def names(self) -> Iterator[BlockName | None]:
         """What each block holds, from the head on; None for nothing."""
 
 
@@ -50,8 +54,8 @@ class Runway:
 
     def _walk(self, limit: int) -> int:
         is_at_risk = self._manager.is_at_risk
-        for count, key in enumerate(self._queue.keys()):
-            if count == limit or (key is not None and is_at_risk(key)):
+        for count, name in enumerate(self._queue.names()):
+            if count == limit or (name is not None and is_at_risk(*name)):
                 return count
         return len(self._queue)
 

@@ -2,17 +2,19 @@
 
 from collections.abc import Iterable, Sequence
 
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Session, SessionState
+from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 
 
 class Pruning:
-    """Sessions keep a head of their chain that is hot or cold throughout; the rest goes."""
+    """Sessions keep a head of their chain that is hot or cold throughout; the rest goes. Cold ones keep no more than
+    can be gone on from."""
 
-    def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens) -> None:
-        self._table, self._orders, self._exact = table, orders, exact
+    def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens, anchors: Anchors) -> None:
+        self._table, self._orders, self._exact, self._anchors = table, orders, exact, anchors
         self.pinned: dict[str, int] = {}
         """Bytes of each pinned session."""
 
@@ -20,10 +22,32 @@ class Pruning:
         """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""
         self.bury(self._shorten(session, length, cause))
 
+    def to_anchor(self, session: Session) -> None:
+        """A cold session ends with its deepest anchor."""
+        length = self.usable(session, len(session.chain))
+        if session.state is SessionState.COLD and length < len(session.chain):
+            self.cut(session, length, DropCause.ABANDONED)
+
+    def usable(self, session: Session, length: int) -> int:
+        """How many of so many first blocks of its chain are worth keeping cold: up to its deepest anchor."""
+        return self._anchors.deepest(session, length)
+
+    def leave_anchors(self, session: Session, cause: DropCause) -> None:
+        """The session gives up where it could be gone on from."""
+        self._anchors.cut(session, 0, cause)
+
+    def lose_anchors(self, block: Block, cause: DropCause) -> None:
+        """A block of another group is not to be had: nobody goes on from where it is needed."""
+        for session in self._anchors.lost(block, cause):
+            self.to_anchor(session)
+
     def _shorten(self, session: Session, length: int, cause: DropCause) -> list[Block]:
+        if session.state in (SessionState.COLD, SessionState.EVICTING):
+            length = self.usable(session, length)
         cut = session.chain[length:]
         self.unwait(session, cut)
         self._exact.cut(session, length)
+        self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:
             self.pinned.pop(session.session_id, None)
@@ -56,10 +80,7 @@ class Pruning:
         self.forget_codes([block for block in blocks if block.droppable], cause)
 
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
-        for block in blocks:
-            self._table.blocks.forget(block)
-        if blocks:
-            self._orders.drops.append(Drop(self._table.shape.group, [block.key for block in blocks], cause))
+        self._orders.forget_codes(blocks, cause)
 
     def unwait(self, session: Session, blocks: Iterable[Block]) -> None:
         """An eviction waits for these no longer. Encodings go on; what only it had queued is taken back."""

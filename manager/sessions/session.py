@@ -1,6 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
 from typing import NamedTuple
@@ -32,7 +32,11 @@ class MemoryShape:
     """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
 
     bounds: the most bytes that an encoded block takes, by how many of its first tokens are kept exact; 0 is there.
-    group: the KV cache group whose blocks make up the chains. typical: about how many bytes an encoded block without
+    group: the KV cache group whose blocks make up the chains; None where chains are keys only, without codes of their
+    own, since no layer looks back over all of them. beside: what blocks of other groups take, by group, as in bounds;
+    from a place in a chain nobody goes on without some of these. hot_beside: the bytes of such a block in the pool, by
+    group; tokens_beside: how many tokens one has, where they are not as many as a chain's. settled: groups that stay in
+    one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
     exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
     whoever encodes was told of.
     """
@@ -40,14 +44,52 @@ class MemoryShape:
     block_tokens: int
     hot_nbytes: int
     bounds: Mapping[int, int]
-    group: int = 0
+    group: int | None = 0
     typical: int = 0
     codec: str = ""
+    beside: Mapping[int, Mapping[int, int]] = field(default_factory=dict)
+    hot_beside: Mapping[int, int] = field(default_factory=dict)
+    tokens_beside: Mapping[int, int] = field(default_factory=dict)
+    settled: Collection[int] = ()
+
+    def pool_nbytes(self, group: int | None) -> int:
+        """What a block takes in the pool: of chains, or of another group."""
+        return self.hot_nbytes if group is None else self.hot_beside.get(group, 0)
+
+    @property
+    def main_group(self) -> int:
+        """That of chains; where these have no codes, the one whose windows are kept."""
+        return next(iter(self.beside)) if self.group is None else self.group
 
     @property
     def cold_nbytes(self) -> int:
-        """About what a block without exact tokens takes."""
-        return self.typical or self.bounds[0]
+        """About what a chain's block without exact tokens takes."""
+        return 0 if self.group is None else self.coded_nbytes
+
+    @property
+    def coded_nbytes(self) -> int:
+        """The same of a block of the main group."""
+        return self.typical or self._main_bounds[0]
+
+    @property
+    def ratio(self) -> float:
+        """How many times less that is than in the pool."""
+        hot = self.hot_beside[self.main_group] if self.group is None else self.hot_nbytes
+        return hot / self.coded_nbytes
+
+    @property
+    def sizes(self) -> set[int]:
+        """What encoded blocks may take, of all groups."""
+        beside = {nbytes for bounds in self.beside.values() for nbytes in bounds.values()}
+        return {*self._main_bounds.values(), self.coded_nbytes, *beside}
+
+    @property
+    def _main_bounds(self) -> Mapping[int, int]:
+        return self.beside[self.main_group] if self.group is None else self.bounds
+
+    def tokens_of(self, group: int | None) -> int:
+        """Of a block: None for one of chains."""
+        return self.block_tokens if group is None else self.tokens_beside.get(group, self.block_tokens)
 
 
 class Encoding(NamedTuple):
@@ -67,10 +109,15 @@ NO_CODES = Encoding()
 
 @dataclass(slots=True, eq=False)
 class Block:
-    """One block key and who needs it. A key covers its prefix, so it has the same place in every chain."""
+    """One block key and who needs it. A key covers its prefix, so it has the same place in every chain.
+
+    depth: its place among the blocks of its group. group: None for a block of chains; else it is of another KV cache
+    group, and belongs to anchors, which are its users.
+    """
 
     key: bytes
     depth: int
+    group: int | None = None
     code: CodeState = CodeState.NONE
     encoding: Encoding = NO_CODES
     """Of the codes that it has, or that it is about to get."""
@@ -119,6 +166,24 @@ class Block:
 
 
 @dataclass(slots=True, eq=False)
+class Anchor:
+    """What other KV cache groups need to go on behind a block of chains: the last blocks of a window, a state.
+
+    key: of that block. depth: how many blocks a chain has before that place.
+    """
+
+    key: bytes
+    depth: int
+    parts: "list[Block]"
+    sessions: "dict[Session, None]" = field(default_factory=dict)
+
+    @property
+    def stands(self) -> bool:
+        """Whether all of it is in the cold store."""
+        return all(part.code is CodeState.COLD for part in self.parts)
+
+
+@dataclass(slots=True, eq=False)
 class Session:
     """One growing chain of block keys; `asked_id` is what the client called it, if it did."""
 
@@ -136,6 +201,8 @@ class Session:
     """Blocks that an eviction under way still waits for."""
     window: range = range(0)
     """Places in the chain of its last tokens, when it was evicted last."""
+    anchors: list[Anchor] = field(default_factory=list)
+    """Where it can go on from, the deepest last; those that are still being made included."""
     evict_began: float = 0.0
     evict_encoded: int = 0
     evict_nbytes: int = 0
@@ -159,6 +226,16 @@ class Session:
     expected: float | None = None
 
     @property
+    def beside(self) -> "set[Block]":
+        """Blocks of other KV cache groups that its anchors are made of."""
+        return {part for anchor in self.anchors for part in anchor.parts}
+
+    @property
+    def beside_nbytes(self) -> int:
+        """Of the codes that these have, or are about to get."""
+        return sum(part.encoding.nbytes for part in self.beside)
+
+    @property
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
         return self.session_id.removeprefix(qualified("", self.tenant))
@@ -172,7 +249,8 @@ def qualified(told_id: str, tenant: str) -> str:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes, of cold_nbytes.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of
+    these, and of what its anchors have in the cold store.
     """
 
     session_id: str
@@ -203,21 +281,25 @@ class Outcome(NamedTuple):
 
 
 class Prefetch(NamedTuple):
-    """A session that is expected: its chain, to be restored."""
+    """A session that is expected: its chain, to be restored, and group, key and depth of the blocks of its anchor."""
 
     session_id: str
     keys: Sequence[bytes]
+    beside: Sequence[tuple[int, bytes, int]] = ()
 
 
 class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
+    beside: blocks of other KV cache groups that it goes on from. hot_nbytes: what all of these took in the pool.
     cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
     """
 
     session_id: str
     blocks: int
+    beside: int
     tokens: int
+    hot_nbytes: int
     encoded: int
     encoded_nbytes: int
     cold_nbytes: int
@@ -244,6 +326,15 @@ class Drop(NamedTuple):
     group: int
     keys: Sequence[bytes]
     cause: DropCause
+
+
+class FoundAnchor(NamedTuple):
+    """An anchor that is in a store which engines share, behind `depth` blocks of a chain: group, key and depth of each
+    of its blocks, and their bytes."""
+
+    depth: int
+    parts: Sequence[tuple[int, bytes, int]]
+    sizes: Sequence[int]
 
 
 class Stranger(NamedTuple):

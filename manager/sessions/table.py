@@ -157,11 +157,11 @@ class SessionTable:
             place.superseded(session.session_id)
 
     def view(self, session: Session, nbytes: int) -> SessionView:
-        """What a policy is told of this session, whose blocks take so many bytes each in its place."""
+        """What a policy is told of this session, the blocks of whose chain take so many bytes each in its place."""
         return SessionView(
             session_id=session.session_id,
             tokens=len(session.chain) * self.shape.block_tokens,
-            nbytes=len(session.chain) * nbytes,
+            nbytes=len(session.chain) * nbytes + session.beside_nbytes,
             created=session.created,
             last_used=session.last_used,
             uses=session.uses,

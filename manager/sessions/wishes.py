@@ -4,6 +4,7 @@ import sys
 from collections.abc import Iterable
 from typing import NamedTuple
 
+from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.hints import Hints
@@ -35,10 +36,11 @@ class Wishes:
         pruning: Pruning,
         budget: ColdBudget,
         restores: Restores,
+        anchors: Anchors,
         prefetch_lead_s: float | None,
     ) -> None:
         self._table, self._pruning, self._budget, self._restores = table, pruning, budget, restores
-        self._lead_s = prefetch_lead_s
+        self._anchors, self._lead_s = anchors, prefetch_lead_s
         self._ttls = Deadlines()
         self._expected = Deadlines()
         self._to_prefetch: dict[str, Awaited] = {}  # by session id
@@ -88,29 +90,47 @@ class Wishes:
                 self._to_prefetch[session.session_id] = Awaited(late, session.uses)
 
     def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
-        """Blocks of the longest cold session that is expected; 0 if there is none. Those that are longer than `most`,
-        which is all that there can ever be room for, are expected no more.
+        """Blocks of the longest cold session that is expected, of all groups; 0 if there is none. Those that are longer
+        than `most`, which is all that there can ever be room for, are expected no more.
         """
         for session in self._awaited(now):
-            if len(session.chain) > most:
+            if self._size(session) > most:
                 del self._to_prefetch[session.session_id]
-        return max((len(session.chain) for session in self._awaited(now)), default=0)
+        return max(map(self._size, self._awaited(now)), default=0)
 
     def take_prefetches(self, room: int, now: float, limit: int | None) -> list[Prefetch]:
         taken: list[Prefetch] = []
         for session in self._awaited(now):
             if len(taken) == limit:
                 break
-            if len(session.chain) <= room:
+            if self._size(session) <= room:
                 del self._to_prefetch[session.session_id]
-                room -= len(session.chain)
+                room -= self._size(session)
                 keys = [block.key for block in session.chain]
                 self._restores.started(_prefetch_id(session.session_id), keys)
-                taken.append(Prefetch(session.session_id, keys))
+                taken.append(Prefetch(session.session_id, keys, self._beside(session)))
         return taken
 
-    def prefetched(self, session_id: str, complete: bool, failed: Iterable[bytes], now: float) -> None:
-        self._restores.finished(_prefetch_id(session_id), failed)
+    def _beside(self, session: Session) -> tuple[tuple[int, bytes, int], ...]:
+        """Group, key and depth of the blocks of the anchor that a cold session ends with, if the model needs one."""
+        anchor = session.anchors[-1] if session.anchors else None
+        parts = anchor.parts if anchor is not None else ()
+        return tuple((part.group, part.key, part.depth) for part in parts if part.group is not None)
+
+    def _size(self, session: Session) -> int:
+        """How many blocks its prefetch takes."""
+        return len(session.chain) + len(self._beside(session))
+
+    def prefetched(
+        self,
+        session_id: str,
+        complete: bool,
+        failed: Iterable[bytes],
+        now: float,
+        beside: Iterable[tuple[int, bytes]] = (),
+    ) -> None:
+        """failed, beside: see `Restores.finished`."""
+        self._restores.finished(_prefetch_id(session_id), failed, beside)
         session = self._table.by_id.get(session_id)
         if complete and session is not None and session.state is SessionState.COLD:
             self._table.set_state(session, SessionState.IDLE, now)
@@ -126,9 +146,15 @@ class Wishes:
             session = self._table.by_id.get(session_id)
             if session is None or late < now or session.uses > uses:
                 del self._to_prefetch[session_id]
-            elif session.state is SessionState.COLD and _prefetch_id(session_id) not in self._restores.under_way:
+            elif self._is_cold(session) and _prefetch_id(session_id) not in self._restores.under_way:
                 awaited.append(session)
         return awaited
+
+    def _is_cold(self, session: Session) -> bool:
+        """Whether all that the session goes on with is in the cold store."""
+        if session.state is not SessionState.COLD:
+            return False
+        return not self._anchors.is_needed or bool(session.anchors and session.anchors[-1].stands)
 
 
 def _prefetch_id(session_id: str) -> str:

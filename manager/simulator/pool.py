@@ -3,6 +3,8 @@
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator
 
+from manthan.manager.sessions.pressure import BlockName
+
 
 class SimulatedPool:
     """Blocks by number, in the order in which vLLM's BlockPool would take them.
@@ -22,9 +24,9 @@ class SimulatedPool:
         """How many blocks are free."""
         return len(self._free)
 
-    def keys(self) -> Iterator[bytes | None]:
+    def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        return map(self._key.__getitem__, self._free)
+        return (None if (key := self._key[block]) is None else (key, None) for block in self._free)
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -51,6 +53,10 @@ class SimulatedPool:
             self.touch([block])
         return block
 
+    def hold_beside(self, group: int, key: bytes) -> int | None:
+        """There is one group."""
+        return None
+
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each."""
         for block in blocks:
@@ -66,7 +72,9 @@ class SimulatedPool:
             self._users[block] = 1
         return blocks
 
-    def cache(self, block: int, key: bytes, parent: bytes | None = None, depth: int = 0) -> None:
+    def cache(
+        self, block: int, key: bytes, parent: bytes | None = None, depth: int = 0, group: int | None = None
+    ) -> None:
         """A block, which had no key, has one from now on."""
         self._key[block] = key
         if self._cached.setdefault(key, block) != block:

@@ -1,12 +1,23 @@
 """What an engine asks of, and tells to, whoever keeps the books of a cold store that engines share."""
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 from manthan.manager.sessions.session import Drop, Stranger
 from manthan.manager.stores.redis.schema import BlockId, SessionRecord
+
+Needed: TypeAlias = Callable[[int], Sequence[BlockId]]
+"""What who goes on behind so many blocks of a chain needs of other KV cache groups."""
+
+
+class Anchored(NamedTuple):
+    """So many of the blocks that a request asked for have behind them what other KV cache groups need, in so many bytes
+    each."""
+
+    blocks: int
+    sizes: Sequence[int]
 
 
 class Room(NamedTuple):
@@ -29,6 +40,8 @@ class Answers:
     """Blocks for which there is no room, or no answer; with the cause."""
     found: dict[str, list[int]] = field(default_factory=dict)
     """By request id, the bytes of the blocks that are stored of those it asked for, from the first on without a gap."""
+    anchored: dict[str, Anchored] = field(default_factory=dict)
+    """By request id, the most of those blocks that can be gone on behind, where that was asked."""
     lost: list[BlockId] = field(default_factory=list)
     """Blocks that are not stored after all."""
     expired: list[str] = field(default_factory=list)
@@ -53,8 +66,9 @@ class Directory(ABC):
         """Ask for room for blocks; each is answered as granted, stored or refused."""
 
     @abstractmethod
-    def look_up(self, request_id: str, group: int, keys: Sequence[bytes]) -> bool:
-        """Ask which of these are stored that this engine does not know of. False if no answer will come."""
+    def look_up(self, request_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None) -> bool:
+        """Ask which of these are stored that this engine does not know of, and, with `needed`, behind how many of them
+        one can go on. False if no answer will come. needed: is called on another thread, perhaps."""
 
     @abstractmethod
     def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop], departed: Iterable[Stranger]) -> None:

@@ -1,13 +1,16 @@
 """The benchmarks' arithmetic: budgets are equal, and an answer from the wrong place is refused."""
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import typer
 
-from manthan.benchmarks.engines import Answer, Shape, WrongPathError, write_model
-from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms, latency_arm
+from manthan.benchmarks.engines import Answer, WrongPathError
+from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms, latency_arm, made_up
 from manthan.benchmarks.restore_report import capacity_ratios, kept_sessions, latency_ratios, latency_rows
+from manthan.benchmarks.shapes import PUBLIC, Shape, write_model
 
 
 @pytest.fixture
@@ -33,6 +36,59 @@ def store(arm: Any) -> dict[str, Any]:
 
 def test_qwen3_8b_has_144_kib_of_kv_a_token(setting: Setting) -> None:
     assert Shape.of(setting.model).token_nbytes == 144 * 1024
+
+
+@pytest.mark.parametrize(
+    ("name", "layers", "kib", "groups", "window"),
+    [
+        ("qwen3-8b", 0, 144, 0, 0),
+        ("qwen3.5-35b-a3b", 0, 80, 3, 0),
+        ("gpt-oss-20b", 0, 48, 1, 128),
+        ("gemma3-12b", 0, 384, 5, 1024),
+        ("gemma3-12b", 12, 96, 5, 1024),
+        ("deepseek-v2-lite", 0, 30.375, 0, 0),
+    ],
+)
+def test_a_shape_of_a_public_model(
+    name: str, layers: int, kib: float, groups: int, window: int, tmp_path: Path
+) -> None:
+    shape = Shape.of(write_model(tmp_path, name, layers))
+    assert (shape.token_nbytes, shape.groups, shape.window) == (kib * 1024, groups, window)
+    assert shape.is_latent == (name == "deepseek-v2-lite")
+
+
+@pytest.mark.parametrize("name", PUBLIC)
+def test_transformers_and_vllm_take_a_shape(name: str, tmp_path: Path) -> None:
+    """The configuration alone, without weights."""
+    from transformers import AutoConfig
+    from vllm.config import ModelConfig
+
+    folder, config = str(write_model(tmp_path, name)), PUBLIC[name].config
+    taken = AutoConfig.from_pretrained(folder)
+    assert all(getattr(taken, key) == value for key, value in config.items() if key in ("layer_types", "head_dim"))
+    if name.startswith("qwen3.5"):
+        pytest.importorskip("torchvision", reason="vLLM's class imports it")
+    model = ModelConfig(folder, skip_tokenizer_init=True, max_model_len=32064, dtype="bfloat16")
+    assert model.architectures == config["architectures"]
+    assert model.get_vocab_size() == config["vocab_size"]
+    assert model.hf_text_config.num_hidden_layers == config["num_hidden_layers"]
+    assert model.use_mla == ("kv_lora_rank" in config)
+    assert model.get_head_size() == (576 if model.use_mla else config["head_dim"])
+
+
+def test_layers_that_a_shape_has_not_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(typer.BadParameter, match="--layers: 25 layers cannot be had: the model has 24"):
+        made_up(tmp_path, "gpt-oss-20b", 25)
+    with pytest.raises(typer.BadParameter, match=r"--shape is llama; there are qwen3-8b, "):
+        made_up(tmp_path, "llama", 0)
+
+
+def test_the_pool_has_room_for_what_groups_beside_have_in_use(setting: Setting, tmp_path: Path) -> None:
+    gemma = replace(setting, model=write_model(tmp_path / "gemma", "gemma3-12b"))
+    [plain, other] = (latency_arm("recompute", each).engine.blocks for each in (setting, gemma))
+    assert other == plain + 5 * ((1024 + 8192) // 16 + 2)
+    latents = replace(setting, model=write_model(tmp_path / "latents", "deepseek-v2-lite"))
+    assert store(latency_arm("host", latents))["max_bytes"] == 4 * 32000 * 27 * 576 * 2, "kept as they are on a GPU"
 
 
 def test_both_arms_of_a_capacity_have_the_same_bytes(setting: Setting) -> None:

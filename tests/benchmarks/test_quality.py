@@ -416,6 +416,8 @@ def test_a_profile_is_looked_for_only_where_a_codec_takes_one(tmp_path: Path, mo
         load_facts(str(MODEL), shape, "k3v3, klt-5x", None)
     assert Setting("klt-5x", 4, 0, "p").config == {
         "name": "klt-5x",
+        "guard": False,
+        "calibrate": False,
         "sink_tokens": 4,
         "window_tokens": 0,
         "profile": "p",

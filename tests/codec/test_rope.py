@@ -107,3 +107,12 @@ def test_what_is_turned_can_be_turned_back(turned, interleaved):
 )
 def test_what_is_not_understood_is_none(config):
     assert Rope.of_config(config, 64) is None
+
+
+def test_each_kind_of_layer_has_its_own():
+    config = transformers.Gemma4TextConfig(head_dim=64, global_head_dim=128)
+    local = Rope.of_config(config, 64, "sliding_attention")
+    assert local.frequencies == pytest.approx(10_000.0 ** -(np.arange(32) / 32))
+    whole = Rope.of_config(config, 128, "full_attention")
+    assert whole.frequencies[:16] == pytest.approx(1_000_000.0 ** -(np.arange(16) / 64))
+    assert whole.frequencies[16:] == (0.0,) * 48

@@ -20,9 +20,10 @@ from manthan.codec import wire
 from manthan.manager.observer import Restored
 from manthan.manager.sessions.session import Session, SessionState
 from manthan.vllm_hooks.worker import calibration
+from manthan.vllm_hooks.worker.blocks import PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
-"""Keys and values of paged blocks, [2, layers, heads, tokens, head_dim], by block key."""
+"""Keys with values of paged blocks, [layers, heads, tokens, 2 * head_dim], or all of their bytes, by block key."""
 PATIENCE_S = 300.0
 
 
@@ -61,7 +62,8 @@ class ExactSessions:
     def pool(self, session: str) -> Blocks:
         """The numbers of a hot session's blocks, in order."""
         found = {block.key: self.half._pool.get(block.key) for block in self.session(session).chain}
-        return {key: np.stack(self.blocks._memory.gather(at.block_id)) for key, at in found.items() if at}
+        memory = self.blocks._memory
+        return {key: np.concatenate(memory.gather(at.block_id), axis=3) for key, at in found.items() if at}
 
     def go_cold(self) -> None:
         """Everything is evicted, and nothing of it is left in the pool."""
@@ -73,7 +75,8 @@ class ExactSessions:
             self.half._rung = True
             self.engine.engine.step()
             self.engine._wait_for_threads()
-        for rows, _, _ in self.blocks._memory._layers:
+        memory = self.blocks._memory
+        for rows in memory._rows if isinstance(memory, PackedMemory) else [rows for rows, _, _ in memory._layers]:
             rows[:] = 0
 
     def stored(self, session: str) -> dict[str, Any]:
@@ -215,7 +218,7 @@ def same_tokens(before: Blocks, after: Blocks) -> list[int]:
     """Places in the chain of the tokens whose numbers are the same in all layers, bit for bit."""
     same: list[int] = []
     for depth, (key, numbers) in enumerate(before.items()):
-        tokens = np.all(numbers == after[key], axis=(0, 1, 2, 4))
+        tokens = np.all(numbers == after[key], axis=(0, 1, 3))
         same += (depth * len(tokens) + np.flatnonzero(tokens)).tolist()
     return same
 
@@ -226,7 +229,7 @@ def main() -> None:
     os.dup2(2, 1)  # vLLM prints
     vllm_engine.MODEL = job.get("model", vllm_engine.MODEL)
     calibration.TOKENS = job.get("calibration_tokens", calibration.TOKENS)
-    sessions = ExactSessions(SteppedEngine(job["blocks"], **job["manthan"]))
+    sessions = ExactSessions(SteppedEngine(job["blocks"], job.get("vllm"), **job["manthan"]))
     for name in job["what"]:
         what: Callable[[], None] = getattr(sessions, name)
         what()

@@ -25,9 +25,14 @@ def blocks_name(worker: Any) -> str:
     return type(blocks).__name__
 
 
+def codec() -> Any:
+    """What encodes the blocks of chains on the GPU."""
+    return next(iter(path().codecs.values()))
+
+
 def layout() -> PagedLayout:
     if hasattr(path(), "tiers"):
-        return path().codec.layout
+        return codec().layout
     [blocks] = path().blocks.values()
     return blocks.codec.layout if hasattr(blocks, "codec") else blocks._memory._layout
 
@@ -50,7 +55,7 @@ def wipe(worker: Any) -> None:
 
 def room_of(worker: Any, exact: int) -> int:
     """What the codes of a block with so many exact tokens take in a tier, or in RAM."""
-    blocks = path().codec if hasattr(path(), "tiers") else next(iter(path().blocks.values()))
+    blocks = codec() if hasattr(path(), "tiers") else next(iter(path().blocks.values()))
     return room(blocks.format.max_nbytes(exact))
 
 

@@ -1,10 +1,13 @@
 """A state machine: random requests, evictions, failures, restores and resets, and what must always hold."""
 
+from collections.abc import Mapping
+from typing import ClassVar
+
 import hypothesis.strategies as st
 from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from world import IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World
+from world import BESIDE_BOUNDS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World
 
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.session import CodeState, SessionState
@@ -38,10 +41,12 @@ class Sessions(RuleBasedStateMachine):
     exact = False
     shared = False
     cold_blocks = COLD_BLOCKS
+    beside: ClassVar[Mapping[int, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
-        self.world = World(self.ranks, POOL_BLOCKS, self.cold_blocks, self.policy, 3, self.exact, self.shared)
+        size = self.ranks, POOL_BLOCKS, self.cold_blocks
+        self.world = World(*size, self.policy, 3, self.exact, self.shared, self.beside)
         self.manager = self.world.manager
         self.texts = ["S"]  # of earlier conversations; the first is a system prompt
 
@@ -74,10 +79,17 @@ class Sessions(RuleBasedStateMachine):
             self.world.admit(request)
 
     @precondition(lambda self: self.world.requests)
-    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]))
-    def finish(self, which: int, missing: int) -> None:
+    @rule(which=INDEX, missing=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([99, 99, 2, 1, 0]))
+    def finish(self, which: int, missing: int, limit: int) -> None:
         request = self.world.requests[which % len(self.world.requests)]
-        self.world.finish(request, max(0, len(request.keys) - missing))
+        self.world.finish(request, max(0, len(request.keys) - missing), limit)
+
+    @precondition(lambda self: self.world.requests)
+    @rule(which=INDEX)
+    def preempt(self, which: int) -> None:
+        request = self.world.requests[which % len(self.world.requests)]
+        if request.restore is None:
+            self.world.preempt(request)
 
     @rule(relieve=st.sampled_from([0, 0, 0, 1, 3, 99]), limit=st.sampled_from([0, 1, 2, 5, 99]))
     def step(self, relieve: int, limit: int) -> None:
@@ -100,10 +112,30 @@ class Sessions(RuleBasedStateMachine):
     @precondition(lambda self: self.world.restores)
     @rule(
         which=INDEX,
-        unreadable=st.sets(st.integers(0, 5), max_size=2),
+        unreadable=st.sets(st.integers(0, 8), max_size=2),
     )
     def end_restore(self, which: int, unreadable: set[int]) -> None:
         self.world.end_restore(self.world.restores[which % len(self.world.restores)], unreadable)
+
+    @rule(base=INDEX, more=LETTERS, answer=LETTERS, unreadable=st.sampled_from([(), (), (), (0,), (4,), (8,)]))
+    def converse(self, base: int, more: str, answer: str, unreadable: tuple[int, ...]) -> None:
+        """A conversation goes on, from its question to the end of its answer; what is restored may be unreadable."""
+        self.ask(base, POOL_BLOCKS, more, answer, None, "", {})
+        request = self.world.requests[-1]
+        for bad in (set(unreadable), set()):
+            if request.restore is not None:
+                self.world.end_restore(request.restore, bad)
+            if request.waiting:
+                self.world.admit(request)
+        if request.restore is None:
+            self.world.finish(request, len(request.keys))
+
+    @rule()
+    def sleep(self) -> None:
+        """All that is idle goes cold."""
+        self.world.now += IDLE_AFTER_S
+        self.step(0, 99)
+        self.answer_all_spills()
 
     @rule(seconds=st.sampled_from([1.0, IDLE_AFTER_S]))
     def wait(self, seconds: float) -> None:
@@ -130,12 +162,13 @@ class Sessions(RuleBasedStateMachine):
     def stores_hold_what_the_manager_says(self) -> None:
         """All that is cold, from this epoch, on all ranks; and nothing that nobody will remove."""
         blocks = self.manager.blocks
-        assert all(self.world.stored_everywhere(b.key) for b in blocks if b.code is CodeState.COLD)
-        doomed = {key for drop in self.manager._orders.drops for key in drop.keys}
-        known = {b.key for b in blocks if b.code in (CodeState.COLD, CodeState.SPILLING) or b.old is not None}
+        assert all(self.world.stored_everywhere(b.key, b.group or 0) for b in blocks if b.code is CodeState.COLD)
+        doomed = {(drop.group, key) for drop in self.manager._orders.drops for key in drop.keys}
+        stored = (CodeState.COLD, CodeState.SPILLING)
+        known = {(b.group or 0, b.key) for b in blocks if b.code in stored or b.old is not None}
         for store in self.world.stores:
             if not self.world.clear:
-                assert {key for _, key in store._blocks} - doomed <= known
+                assert set(store._blocks) - doomed <= known
         if not (self.world.clear or self.world.spills or doomed):
             assert sum(store.used for store in self.world.stores) == blocks.cold_nbytes
 
@@ -147,7 +180,16 @@ class Sessions(RuleBasedStateMachine):
             kept = block.encoding.exact
             sink = min(max(SINK_TOKENS - 16 * block.depth, 0), 16)
             assert kept in ((0, sink, 16) if self.exact else (0,))
-            assert kept >= sink or not (self.exact and block.reserves) or self.shared
+            has_sink = block.group is None or len(BESIDE_BOUNDS[block.group]) > 1
+            assert kept >= sink or not (self.exact and block.reserves and has_sink) or self.shared
+
+    @invariant()
+    def nothing_beside_is_without_an_anchor(self) -> None:
+        anchors = {anchor for s in self.manager.table.by_id.values() for anchor in s.anchors}
+        parts = {part for anchor in anchors for part in anchor.parts}
+        for block in self.manager.blocks:
+            if block.group is not None and block not in parts:
+                assert block.pins or block.code is CodeState.SPILLING
 
     def teardown(self) -> None:
         """When all is answered and nobody asks for more, everything is cold and nothing is left to do."""
@@ -167,6 +209,28 @@ class Sessions(RuleBasedStateMachine):
         assert {s.state for s in self.manager.table.by_id.values()} <= {SessionState.COLD}
         assert all(block.code is CodeState.COLD and block.users for block in self.manager.blocks)
         assert sum(store.used for store in self.world.stores) == self.manager.blocks.reserved
+        assert not +self.world.pool.refs
+        assert not +self.world.beside_pool.refs
+        self.every_chain_is_offered()
+        self.world.reset()
+        self.step(0, 99)
+        assert self.manager.blocks.reserved == len(self.manager.blocks) == len(self.manager._anchors) == 0
+        assert not any(store.used for store in self.world.stores)
+
+    def every_chain_is_offered(self) -> None:
+        """What is cold can be restored to its end, and with other groups no further than there is an anchor."""
+        for session in self.manager.table.by_id.values():
+            keys = [block.key for block in session.chain]
+            assert self.manager.match(keys) == len(keys)
+            if self.beside:
+                ends = {
+                    anchor.depth
+                    for other in self.manager.table.by_id.values()
+                    for anchor in other.anchors
+                    if anchor.key in keys
+                }
+                for length in range(len(keys)):
+                    assert self.manager.match(keys[:length]) == max((end for end in ends if end <= length), default=0)
 
 
 PROFILE = settings(

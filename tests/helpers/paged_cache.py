@@ -8,7 +8,7 @@ import torch
 from vllm.v1.attention.backends.cpu_attn import CPUAttentionBackendImpl
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.vllm_hooks import memory
 from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory
@@ -42,8 +42,8 @@ def write(caches: dict, layers: dict, block: int, spec: FullAttentionSpec, seed:
     return keys, values
 
 
-def shape_of(spec: FullAttentionSpec) -> tuple[int, int, int]:
-    return spec.num_kv_heads, spec.block_size, spec.head_size
+def shape_of(spec: FullAttentionSpec, cache_dtype: str = "auto") -> BlockShape:
+    return memory.block_shape(Group(0, spec, LAYERS, cache_dtype=cache_dtype))
 
 
 def block_format(caches: dict, spec: FullAttentionSpec, fingerprint: bytes = PRINT, group: int = 0) -> BlockFormat:

@@ -37,7 +37,7 @@ class SameStep(ExactSessions):
         scheduler.schedule = noting_schedule
 
     def _watch_worker(self, runner: Any) -> None:
-        """Note in which order a step's forward pass, loads and spills begin."""
+        """Note in which order a step's forward passes, the draft's too, loads and spills begin."""
         forward, loads, spills = runner._model_forward, self.path.submit_loads, self.path.submit_spills
 
         def noting_forward(*args: Any, **more: Any) -> Any:
@@ -53,6 +53,15 @@ class SameStep(ExactSessions):
             self.steps[-1] += ["spills"] if metadata.spills else []
             spills(metadata)
 
+        if hasattr(runner, "drafter"):
+            propose = runner.drafter.propose
+
+            def noting_draft(*args: Any, **more: Any) -> Any:
+                proposed = propose(*args, **more)
+                self.steps[-1].append("draft")
+                return proposed
+
+            runner.drafter.propose = noting_draft
         runner._model_forward = noting_forward
         self.path.submit_loads, self.path.submit_spills = noting_loads, noting_spills
 
@@ -82,7 +91,8 @@ class SameStep(ExactSessions):
     def codes_are_right(self, session: str) -> list[bool]:
         """Whether a session's codes are those of its blocks as they are in the pool now."""
         right, numbers = [], self.pool(session)
-        for depth, (key, (keys, values)) in enumerate(numbers.items()):
+        for depth, (key, both) in enumerate(numbers.items()):
+            keys, values = map(np.ascontiguousarray, np.split(both, 2, axis=3))
             [buf] = self.path.store.read(self.group, [key])
             wanted = self.blocks.format.encode(keys, values, key=key, first_token=depth * vllm_engine.BLOCK, exact=0)
             right.append(buf is not None and np.array_equal(buf, wanted))
@@ -107,7 +117,9 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     codec = {"name": "k3v3", "sink_tokens": 0}  # blocks that are encoded again are as they were
-    engine = SteppedEngine(131, codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"})
+    engine = SteppedEngine(
+        131, job["vllm"], codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"}
+    )
     sessions = SameStep(engine, job["loads_first"])
     sessions.go()
     with report:

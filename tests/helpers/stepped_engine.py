@@ -21,7 +21,8 @@ from manthan.vllm_hooks import kv_transfer_config
 class SteppedEngine:
     """Requests one after the other, and after each of them steps until nothing is left to be done."""
 
-    def __init__(self, blocks: int, **manthan: Any) -> None:
+    def __init__(self, blocks: int, vllm: dict[str, Any] | None = None, **manthan: Any) -> None:
+        """vllm: more of its arguments."""
         args = EngineArgs(
             vllm_engine.MODEL,
             block_size=vllm_engine.BLOCK,
@@ -30,6 +31,7 @@ class SteppedEngine:
             enforce_eager=True,
             gpu_memory_utilization=0.5,  # of no meaning on the CPU
             kv_transfer_config=kv_transfer_config(**manthan),
+            **(vllm or {}),
         )
         self.engine = LLMEngine.from_engine_args(args)
         self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler

@@ -4,15 +4,16 @@ import asyncio
 import multiprocessing
 import os
 import random
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Coroutine, Iterator
+from collections.abc import Callable, Coroutine, Iterator, Mapping, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass
 from multiprocessing import forkserver
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import cloudpickle
 import prometheus_client
@@ -64,6 +65,14 @@ class Answer:
         return self.prompt_tokens // BLOCK
 
 
+class Completion(NamedTuple):
+    """What a model without a tokenizer goes on with."""
+
+    tokens: list[int]
+    logprobs: list[float]
+    cached_tokens: int
+
+
 def fork_engines() -> None:
     """From now on engines are forked from one process that has imported vLLM, where there is no GPU."""
     from vllm.platforms import current_platform
@@ -80,7 +89,16 @@ def fork_engines() -> None:
 class Engine:
     """A vLLM engine with Manthan, its core and its worker in processes of their own."""
 
-    def __init__(self, blocks: int, ranks: int = 1, eager: bool = True, **manthan: Any) -> None:
+    def __init__(
+        self,
+        blocks: int,
+        ranks: int = 1,
+        eager: bool = True,
+        model: str = MODEL,
+        flags: Mapping[str, Any] | None = None,
+        **manthan: Any,
+    ) -> None:
+        """flags: further ones of vLLM."""
         from vllm import AsyncEngineArgs
         from vllm.v1.engine.async_llm import AsyncLLM
 
@@ -91,8 +109,9 @@ class Engine:
         prometheus_client.REGISTRY._collector_to_names.clear()
         self.loop = asyncio.new_event_loop()
         threading.Thread(target=self.loop.run_forever, daemon=True).start()
+        self.model = model
         args = AsyncEngineArgs(
-            MODEL,
+            model,
             block_size=BLOCK,
             num_gpu_blocks_override=blocks,
             max_model_len=2048,
@@ -101,6 +120,7 @@ class Engine:
             kv_cache_memory_bytes=GPU_BYTES,
             tensor_parallel_size=ranks,
             kv_transfer_config=kv_transfer_config(min_tokens=64, **manthan),
+            **(flags or {}),
         )
 
         async def start() -> AsyncLLM:
@@ -127,6 +147,27 @@ class Engine:
             last = output
         return Answer(last.outputs[0].text, len(last.prompt_token_ids), last.num_cached_tokens)
 
+    async def complete(
+        self, prompt: Sequence[int], session: str, max_tokens: int, hints: dict[str, Any] | None = None
+    ) -> Completion:
+        from vllm import SamplingParams
+
+        self._requests += 1
+        params = SamplingParams(
+            temperature=0,
+            max_tokens=max_tokens,
+            ignore_eos=True,
+            detokenize=False,
+            logprobs=1,
+            extra_args={"kv_transfer_params": {"manthan": hints}} if hints else None,
+        )
+        asked = {"prompt_token_ids": list(prompt)}
+        async for output in self.llm.generate(asked, params, f"request-{self._requests}", session_id=session):
+            last = output
+        told = last.outputs[0]
+        logprobs = [next(iter(each.values())).logprob for each in told.logprobs]
+        return Completion(list(told.token_ids), logprobs, last.num_cached_tokens)
+
     def ask(self, prompt: str, session: str | None = None, max_tokens: int = 4, **hints: Any) -> Answer:
         return self.run(self.generate(prompt, session, max_tokens, hints))
 
@@ -143,7 +184,7 @@ class Engine:
         return self.run(self.llm.reset_prefix_cache())
 
     def metric(self, name: str, **labels: str) -> float:
-        labels = {"model_name": MODEL, "engine": "0"} | labels
+        labels = {"model_name": self.model, "engine": "0"} | labels
         return prometheus_client.REGISTRY.get_sample_value(f"vllm:{name}", labels) or 0.0
 
     def failures(self) -> float:
@@ -170,6 +211,10 @@ class Engine:
         """No request runs and nothing is being encoded."""
         self.wait(lambda: not (self.sessions("hot") or self.sessions("evicting")), "quiet")
 
+    def kill(self) -> None:
+        """The core and its worker end at once; stop it nevertheless."""
+        os.kill(self.on_worker(process_of), signal.SIGKILL)
+
     def start_afresh(self) -> None:
         """Nothing hot, nothing cold, nothing patched."""
         self.on_worker(restore_worker)
@@ -188,6 +233,10 @@ class Engine:
         self.llm.shutdown()
         self.run(finish_tasks())
         self.loop.call_soon_threadsafe(self.loop.stop)
+
+
+def process_of(worker: Any) -> int:
+    return os.getpid()
 
 
 def restore_worker(worker: Any) -> None:

@@ -4,7 +4,7 @@ A block's content is its key and the epoch in which it was computed; a reset beg
 """
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from zlib import crc32
 
@@ -22,6 +22,11 @@ BOUNDS = {0: 1024, 10: 1536, 16: 2048}
 """Of one rank's block, by how many of its tokens are kept exact: none, the first ten, all."""
 SINK_TOKENS, WINDOW_TOKENS = 10, 20  # ten of one block, and two blocks
 IDLE_AFTER_S = 10.0
+BESIDE = {1: 2, 2: 1}
+"""Groups beside the chains', a window and a state: how many of the last blocks whoever goes on needs of each."""
+BESIDE_BOUNDS = {1: BOUNDS, 2: {0: 1536}}
+BESIDE_POOL_BLOCKS = 14
+"""Few, and they are overwritten in the order in which they were computed: they are lost before the chains' are."""
 OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
 """Of policies that would not get to learn anything in a short test."""
 
@@ -31,9 +36,9 @@ def chain(text: str) -> list[bytes]:
     return [text[: i + 1].encode() for i in range(len(text))]
 
 
-def encoded(content: bytes, rank: int, exact: int) -> Buffer:
+def encoded(content: bytes, rank: int, exact: int, group: int = 0) -> Buffer:
     """Codes of some size up to the bound, which is another for each content and rank."""
-    size = BOUNDS[exact] - crc32(content + bytes([rank])) % 900
+    size = (BESIDE_BOUNDS[group] if group else BOUNDS)[exact] - crc32(content + bytes([rank])) % 900
     return np.frombuffer(content.ljust(size), np.uint8)
 
 
@@ -41,8 +46,13 @@ def decoded(buf: Buffer) -> bytes:
     return buf.tobytes().rstrip()
 
 
-def get(store: HostStore, key: bytes) -> Buffer | None:
-    return next(store.read(0, [key]))
+def get(store: HostStore, key: bytes, group: int = 0) -> Buffer | None:
+    return next(store.read(group, [key]))
+
+
+def name_of(group: int, key: bytes) -> bytes:
+    """What a block is called in the pool of those beside the chains'."""
+    return b"%d/%s" % (group, key)
 
 
 class Pool:
@@ -90,6 +100,8 @@ class Request:
     """How many of the keys are asked; the rest is the answer."""
     blocks: list[int] = field(default_factory=list)
     restore: "Restore | None" = None
+    had: int = 0
+    """How many of its blocks were hot when it was admitted, or were restored."""
 
     @property
     def waiting(self) -> bool:
@@ -101,6 +113,8 @@ class Restore:
     request: Request
     keys: list[bytes]
     blocks: list[int]
+    beside: list[tuple[int, bytes]]
+    """Blocks of other groups, by group and key."""
     orphan: bool = False
     """Whether the request has ended, or the cache was reset, meanwhile."""
 
@@ -118,6 +132,10 @@ class Spill:
     def key(self) -> bytes:
         return self.order.key
 
+    @property
+    def group(self) -> int:
+        return self.order.group or 0
+
 
 class World:
     """Carries out what the manager says, as the connector does, and asserts what must hold at each action."""
@@ -131,8 +149,16 @@ class World:
         fast_blocks: int = 0,
         exact: bool = False,
         shared: bool = False,
+        beside: Mapping[int, int] | None = None,
     ) -> None:
-        self.shape = MemoryShape(16, 500, {tokens: nbytes * ranks for tokens, nbytes in BOUNDS.items()})
+        """beside: of each group beside the chains', how many of the last blocks are needed; see BESIDE."""
+        self.beside = beside or {}
+
+        def of_all_ranks(bounds: Mapping[int, int]) -> dict[int, int]:
+            return {tokens: nbytes * ranks for tokens, nbytes in bounds.items()}
+
+        bounds_beside = {group: of_all_ranks(BESIDE_BOUNDS[group]) for group in self.beside}
+        self.shape = MemoryShape(16, 500, of_all_ranks(BOUNDS), beside=bounds_beside)
         chosen = get_policy(policy)
         self.manager = SessionMemoryManager(
             chosen,
@@ -142,25 +168,34 @@ class World:
             options=chosen.Options(**OPTIONS.get(policy, {})),
             shares=Shares(pinned=0.5, tenants={"small": 0.5}),
             fast=Fast(fast_blocks * self.shape.cold_nbytes, True) if fast_blocks else None,
-            prefetch_lead_s=1.0,
+            prefetch_lead_s=None if self.beside else 1.0,
             sink_tokens=SINK_TOKENS if exact else 0,
             window_tokens=WINDOW_TOKENS if exact else 0,
             is_shared=shared,
         )
         self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
-        self.pool = Pool(pool_blocks)
+        self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
+        self.seen: Counter[str] = Counter()
+        """What has come to pass, for tests that it did."""
         self.now = 0.0
         self.epoch = 0
         self.clear = False
         self.count = 0
         self.requests: list[Request] = []
         self.restores: list[Restore] = []
+        self.held: list[Spill] = []
+        """To be begun with the next step."""
         self.spills: list[Spill] = []
         self.unreadable: set[bytes] = set()
         """Codes that were stored and then could not be read."""
 
-    def content(self, key: bytes) -> bytes:
-        return b"%d:%s" % (self.epoch, key)
+    def content(self, key: bytes, group: int = 0) -> bytes:
+        return b"%d:%d:%s" % (self.epoch, group, key)
+
+    def needed(self, keys: Sequence[bytes]) -> Iterator[tuple[int, bytes, int]]:
+        """Group, key and depth of each block of other groups that is needed to go on behind these."""
+        for group, last in self.beside.items():
+            yield from ((group, keys[at], at) for at in range(max(0, len(keys) - last), len(keys)))
 
     # -- requests ---------------------------------------------------------------------------------------
 
@@ -174,51 +209,83 @@ class World:
 
     def admit(self, request: Request) -> None:
         """Give a waiting request its blocks: those still hot, those to be restored, and empty ones."""
-        hot = 0
-        while hot < request.prompt and request.keys[hot] in self.pool.cached:
-            hot += 1
+        hot = self.hot(request.keys[: request.prompt])
         held = [self.pool.touch(self.pool.cached[key]) for key in request.keys[:hot]]
         if len(request.keys) - hot > len(self.pool.free):
             self.pool.give_back(held)
             return
         cold = self.manager.match(request.keys[hot : request.prompt])
         request.blocks = held + [self.pool.allocate() for _ in request.keys[hot:]]
+        request.had = hot + cold
         if cold:
             end = hot + cold
             keys = request.keys[hot:end]
-            request.restore = Restore(request, keys, request.blocks[hot:end])
+            beside = [(group, key) for group, key, at in self.needed(request.keys[:end]) if at >= hot]
+            assert all(self.stored_everywhere(key) for key in keys), "what is offered is not cold"
+            assert all(self.stored_everywhere(key, group) for group, key in beside), "no anchor stands there"
+            request.restore = Restore(request, keys, request.blocks[hot:end], beside)
             self.manager.restore_started(request.request_id, keys)
             self.restores.append(request.restore)
         else:
             self.compute(request, request.prompt)
+
+    def hot(self, keys: Sequence[bytes]) -> int:
+        """How many of these are in the pool, with all that other groups need behind them."""
+        hot = next((at for at, key in enumerate(keys) if key not in self.pool.cached), len(keys))
+        while any(name_of(group, key) not in self.beside_pool.cached for group, key, _ in self.needed(keys[:hot])):
+            hot -= 1
+        return hot
 
     def compute(self, request: Request, end: int) -> None:
         """The first `end` blocks hold their KV now: hot ones have, the others are computed."""
         for key, block in zip(request.keys[:end], request.blocks[:end], strict=True):
             if self.pool.cached.setdefault(key, block) == block:
                 self.pool.content[block] = self.content(key)
+        for key in request.keys[request.had : end]:
+            for group in self.beside:
+                self.cache_beside(group, key)
+        request.had = max(request.had, end)
+
+    def cache_beside(self, group: int, key: bytes) -> None:
+        """A block of another group is in the pool from now on, until others take it: nobody holds it."""
+        pool, name = self.beside_pool, name_of(group, key)
+        if name not in pool.cached and pool.free:
+            block = pool.allocate()
+            pool.cached[name], pool.content[block] = block, self.content(key, group)
+            pool.give_back([block])
 
     def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
         """The ranks have read and decoded the codes, but for those that were unreadable."""
         failed = []
-        for i, key in enumerate(restore.keys):
-            codes = [get(store, key) for store in self.stores]
+        for i, (group, key) in enumerate([*((0, key) for key in restore.keys), *restore.beside]):
+            codes = [get(store, key, group) for store in self.stores]
             if not restore.orphan:
                 assert all(buf is not None for buf in codes), f"{key!r} was dropped while it was read"
-                assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key)}
+                assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key, group)}
             if i in unreadable or any(buf is None for buf in codes):
-                failed.append(key)
+                failed.append((group, key))
         self.restores.remove(restore)
-        self.unreadable.update(failed)
-        self.manager.restore_finished(restore.request.request_id, failed)
+        bad, beside = [key for group, key in failed if not group], [name for name in failed if name[0]]
+        self.unreadable.update(bad)
+        self.manager.restore_finished(restore.request.request_id, bad, beside)
+        self.seen["anchors unreadable" if beside else "chains unreadable" if bad else "restored"] += 1
         if restore.orphan:
             self.pool.give_back(restore.blocks)
+        elif failed and self.beside:  # the load has failed as a whole: it is asked anew
+            self.preempt(restore.request)
         else:
+            for group, key in restore.beside:
+                self.cache_beside(group, key)
             restore.request.restore = None
             self.compute(restore.request, restore.request.prompt)
 
-    def finish(self, request: Request, computed: int) -> None:
-        """A request ends, or is aborted after `computed` of its blocks."""
+    def preempt(self, request: Request) -> None:
+        """A request gives its blocks back and waits to be admitted anew; the manager is not told."""
+        self.pool.give_back(request.blocks)
+        request.blocks, request.restore, request.had = [], None, 0
+
+    def finish(self, request: Request, computed: int, limit: int = 99) -> None:
+        """A request ends, or is aborted after `computed` of its blocks. limit: how many blocks are held at once."""
         self.requests.remove(request)
         blocks = request.blocks
         if request.restore is not None:  # its blocks are written to: they stay referenced until that ends
@@ -229,7 +296,11 @@ class World:
         else:
             self.compute(request, max(computed, request.prompt))
         self.pool.give_back(blocks)
-        self.manager.request_finished(request.request_id, request.keys[:computed], self.now)
+        keys = request.keys[:computed]
+        beside = list(self.needed(keys))
+        self.manager.request_finished(request.request_id, keys, self.now, beside=beside)
+        if beside:
+            self.hold(limit)
 
     def reset(self) -> None:
         """New weights: requests start over, what is being restored is given up, nothing computed is valid."""
@@ -240,11 +311,16 @@ class World:
                 self.pool.give_back(request.blocks)
                 request.blocks = []
         self.pool.cached.clear()
+        self.beside_pool.cached.clear()
         self.epoch += 1
         self.clear = True
         for restore in self.restores:
             restore.orphan = True
         self.manager.reset()
+        for spill in self.held:
+            self.pool_of(spill.group).give_back([spill.block])
+            self.manager.spill_failed(spill.key, self.now, spill.order.group)
+        self.held.clear()
 
     # -- a step -----------------------------------------------------------------------------------------
 
@@ -254,17 +330,28 @@ class World:
             self.manager.relieve(relieve, self.now)
         self.drop()
         self.release()
-        for order in self.manager.take_spills(limit):
-            assert order.first_token == 16 * (len(order.key) - 1)
-            block = self.pool.cached.get(order.key)
-            if block is None:
-                self.manager.lost(order.key, self.now)
-            else:
-                self.spills.append(Spill(order, self.pool.touch(block), set(range(len(self.stores)))))
+        self.hold(limit)
+        self.spills += self.held
+        self.held.clear()
         for key in self.manager.take_moves():
             moved = self.manager.blocks.get(key)
             assert moved is not None
             assert moved.code is CodeState.COLD
+
+    def hold(self, limit: int) -> None:
+        """Take references on blocks to be encoded; some are not there any more."""
+        for order in self.manager.take_spills(limit):
+            assert order.first_token == 16 * (len(order.key) - 1)
+            pool, name = self.pool_of(order.group), name_of(order.group, order.key) if order.group else order.key
+            block = pool.cached.get(name)
+            if block is None:
+                self.manager.lost(order.key, self.now, order.group)
+                self.seen["lost beside" if order.group else "lost"] += 1
+            else:
+                self.held.append(Spill(order, pool.touch(block), set(range(len(self.stores)))))
+
+    def pool_of(self, group: int | None) -> Pool:
+        return self.beside_pool if group else self.pool
 
     def drop(self) -> None:
         if self.clear:
@@ -274,7 +361,13 @@ class World:
         for drop in self.manager.take_drops():
             for store in self.stores:
                 store.drop(drop.group, drop.keys)
-            if drop.cause is DropCause.BUDGET:
+            self.seen[f"dropped beside: {drop.cause}" if drop.group else f"dropped: {drop.cause}"] += 1
+            if drop.group:
+                assert all(
+                    self.manager.blocks.get(key, drop.group) is None or self.is_made_again(drop.group, key)
+                    for key in drop.keys
+                )
+            elif drop.cause is DropCause.BUDGET:
                 self.assert_given_up(drop.keys)
 
     def release(self) -> None:
@@ -288,29 +381,37 @@ class World:
     def answer(self, spill: Spill, rank: int, ok: bool) -> None:
         """One rank has encoded and stored a block, or has failed to."""
         spill.waiting.remove(rank)
-        spill.failed |= not ok
         if ok:
-            buf = encoded(self.pool.content[spill.block], rank, spill.order.exact)
-            assert self.stores[rank].put_all(0, {spill.key: buf}) == {}, "the manager asks for what fits"
+            content = self.pool_of(spill.group).content[spill.block]
+            buf = encoded(content, rank, spill.order.exact, spill.group)
+            ok = self.stores[rank].put_all(spill.group, {spill.key: buf}) == {}
+            assert ok or len(self.stores) > 1, "the manager asks for what fits"  # on all ranks together
             spill.nbytes += self.stores[rank].room(buf.nbytes)
+        spill.failed |= not ok
         if not spill.waiting:
             self.spills.remove(spill)
-            self.pool.give_back([spill.block])
-            self.unreadable.discard(spill.key)
+            self.pool_of(spill.group).give_back([spill.block])
+            if not spill.group:
+                self.unreadable.discard(spill.key)
             if spill.failed:
-                self.manager.spill_failed(spill.key, self.now)
+                self.manager.spill_failed(spill.key, self.now, spill.order.group)
             else:
-                self.manager.spilled(spill.key, spill.nbytes, self.now)
+                self.manager.spilled(spill.key, spill.nbytes, self.now, spill.order.group)
             self.release()
 
-    def stored_everywhere(self, key: bytes) -> bool:
-        bufs = [get(store, key) for store in self.stores]
-        return all(buf is not None and decoded(buf) == self.content(key) for buf in bufs)
+    def stored_everywhere(self, key: bytes, group: int = 0) -> bool:
+        bufs = [get(store, key, group) for store in self.stores]
+        return all(buf is not None and decoded(buf) == self.content(key, group) for buf in bufs)
+
+    def is_made_again(self, group: int, key: bytes) -> bool:
+        """Whether a dropped block of another group has been ordered anew since."""
+        block = self.manager.blocks.get(key, group)
+        return block is not None and block.in_flight
 
     def assert_given_up(self, keys: Sequence[bytes]) -> None:
-        """Codes that the policy gave up were nobody's tail, or their bf16 is still in the pool's hands."""
+        """Codes that the policy gave up were nobody's tail, or the bf16 is there, or is on its way to the store."""
         for key in keys:
             block = self.manager.blocks.get(key)
-            assert block is None or block.hot or not block.users, f"{key!r} is missed by a cold session"
+            assert block is None or block.hot or block.in_flight or not block.users, f"{key!r} is missed"
             sessions = self.manager.table.by_id.values()
             assert not any(s.pinned and block in s.chain for s in sessions), f"{key!r} is of a pinned session"

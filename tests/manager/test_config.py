@@ -59,6 +59,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "calibrate": True,
             "sink_tokens": 4,
             "window_tokens": 0,
+            "state": "exact",
             "guard": True,
         },
         "backend": "auto",

@@ -4,7 +4,7 @@ import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import DropCause
+from manthan.manager.sessions.session import DropCause, Prefetch
 
 
 def dropped(engine: Engine) -> list[tuple[str, str]]:
@@ -239,7 +239,7 @@ def test_an_expected_session_is_due_before_it_is_expected() -> None:
     engine.evict()
     assert engine.manager.next_deadline == 58
     assert engine.manager.take_prefetches(9, 57.9) == []
-    assert engine.manager.take_prefetches(9, 58) == [("agent", chain("a b"))]
+    assert engine.manager.take_prefetches(9, 58) == [Prefetch("agent", chain("a b"))]
     engine.manager.prefetch_finished("agent", True, (), 58.5)
     assert engine.states() == {"agent": "idle"}
     assert engine.manager.take_prefetches(9, 59) == []
@@ -250,7 +250,7 @@ def test_a_session_is_fetched_that_another_request_names() -> None:
     engine.talk("a b", "next")
     engine.evict()
     engine.talk("c d", prefetch=["next", "unknown"])
-    assert engine.manager.take_prefetches(9, engine.now) == [("next", chain("a b"))]
+    assert engine.manager.take_prefetches(9, engine.now) == [Prefetch("next", chain("a b"))]
 
 
 def test_nothing_is_fetched_for_which_there_is_no_room() -> None:
@@ -258,7 +258,7 @@ def test_nothing_is_fetched_for_which_there_is_no_room() -> None:
     engine.talk("a b", "agent", expect_return_s=60)
     engine.evict()
     assert engine.manager.take_prefetches(1, 58) == []
-    assert engine.manager.take_prefetches(2, 59) == [("agent", chain("a b"))]
+    assert engine.manager.take_prefetches(2, 59) == [Prefetch("agent", chain("a b"))]
 
 
 def test_nobody_is_fetched_who_is_late() -> None:

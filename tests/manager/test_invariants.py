@@ -3,11 +3,14 @@
 On one rank and on two, with codes of random sizes, without exact tokens and with them, and under every policy.
 """
 
+from collections import Counter
+
 import pytest
 from examples import examples
 from hypothesis import settings
 from hypothesis.stateful import run_state_machine_as_test
 from machine import PROFILE, Sessions
+from world import BESIDE
 
 from manthan.policies import policy_names
 
@@ -19,6 +22,17 @@ class SessionsOnTwoRanks(Sessions):
 class SessionsWithExactTokens(Sessions):
     exact = True
     cold_blocks = 12
+
+
+class SessionsWithAnchors(Sessions):
+    beside = BESIDE
+    cold_blocks = 24
+
+
+class SessionsWithAnchorsAndExactTokensOnTwoRanks(SessionsWithAnchors):
+    ranks = 2
+    exact = True
+    cold_blocks = 32
 
 
 class SessionsWithExactTokensOnTwoRanks(SessionsWithExactTokens):
@@ -33,6 +47,22 @@ TestExactTokens = SessionsWithExactTokens.TestCase
 TestExactTokens.settings = PROFILE
 TestExactTokensOnTwoRanks = SessionsWithExactTokensOnTwoRanks.TestCase
 TestExactTokensOnTwoRanks.settings = PROFILE
+TestAnchorsAndExactTokensOnTwoRanks = SessionsWithAnchorsAndExactTokensOnTwoRanks.TestCase
+TestAnchorsAndExactTokensOnTwoRanks.settings = PROFILE
+
+
+def test_with_windows_and_states_beside_the_chains() -> None:
+    seen: Counter[str] = Counter()
+
+    class Watched(SessionsWithAnchors):
+        def teardown(self) -> None:
+            super().teardown()
+            seen.update(self.world.seen)
+
+    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=2 * PROFILE.max_examples))
+    causes = (f"dropped beside: {cause}" for cause in ("budget", "failed", "abandoned", "reset"))
+    came = ("restored", "anchors unreadable", "lost", "lost beside", *causes)
+    assert all(seen[what] for what in came), f"too little has come to pass: {seen}"
 
 
 @pytest.mark.parametrize("name", [name for name in policy_names() if name != Sessions.policy])

@@ -10,7 +10,7 @@ import redis
 from redis_data import session_info
 from redis_server import RedisServer, running
 
-from manthan.manager.stores.directory import Room
+from manthan.manager.stores.directory import Anchored, Room
 from manthan.manager.stores.redis.client import Circuit, StoreOomError
 from manthan.manager.stores.redis.index import Grant, RedisIndex, Reserved
 from manthan.manager.stores.redis.reader import Reader
@@ -412,3 +412,103 @@ def test_the_shards_of_a_block_and_the_books_have_a_slot_each() -> None:
 
 def test_the_folder_of_a_model_does_not_matter_for_its_name(tmp_path: Path) -> None:
     assert Namespace.of("m:", "/data/Qwen3-8B/", {}).name.startswith("qwen3-8b-")
+
+
+# -- what other KV cache groups have for a session ----------------------------------------------------
+
+STATE = 3
+
+
+def anchored(session_id: str, text: str, places: str, stored: str | None = None) -> SessionRecord:
+    """A session with a state behind each of these letters."""
+    beside = tuple(
+        StoredBlock(key, STATE, True, NBYTES) for key, letter in zip(keys(text), text, strict=True) if letter in places
+    )
+    return record(session_id, text, stored)._replace(beside=beside)
+
+
+def states(text: str, places: str) -> list[Room]:
+    return [Room(key, STATE, BOUND) for key, letter in zip(keys(text), text, strict=True) if letter in places]
+
+
+def last_state(text: str, at: int) -> list[BlockId]:
+    """What is needed behind so many blocks."""
+    return [(STATE, keys(text)[at - 1])]
+
+
+def test_the_deepest_place_is_found_that_can_be_gone_on_behind(
+    one: RedisIndex, two: RedisIndex, raw: redis.Redis
+) -> None:
+    store(one, raw, [*rooms("abcde"), *states("abcde", "bd")])
+    one.save(anchored("alice", "abcde", "bd"), FACTS)
+    assert two.anchored(5, lambda at: last_state("abcde", at)) == Anchored(4, [NBYTES])
+    assert two.anchored(3, lambda at: last_state("abcde", at)) == Anchored(2, [NBYTES])
+    assert two.anchored(1, lambda at: last_state("abcde", at)) is None
+    both = [(STATE, key) for key in (keys("abcde")[1], keys("abcde")[3])]
+    needed = {5: [both[0], (STATE, b"none")], 4: [(STATE, b"none"), both[1]], 3: both, 2: both, 1: both}
+    assert two.anchored(5, needed.__getitem__) == Anchored(3, [NBYTES] * 2)
+
+
+def test_a_place_far_from_the_end_is_found_with_few_questions(
+    one: RedisIndex, two: RedisIndex, raw: redis.Redis
+) -> None:
+    chain = [f"{n:04}".encode() for n in range(600)]
+    one.reserve([Room(chain[20], STATE, BOUND)])
+    raw.zadd(NAMESPACE.key("blocks"), {member((STATE, chain[20])): time.time() + 100})
+    calls = raw.info("commandstats")["cmdstat_eval"]["calls"]
+    assert two.anchored(600, lambda at: [(STATE, chain[at - 1])]) == Anchored(21, [BOUND])
+    assert raw.info("commandstats")["cmdstat_eval"]["calls"] - calls < 20
+
+
+def test_other_groups_blocks_live_with_the_session(one: RedisIndex, raw: redis.Redis) -> None:
+    store(one, raw, [*rooms("abc"), *states("abc", "ac")])
+    one.save(anchored("alice", "abc", "ac"), FACTS)
+    assert used(raw) == 5 * NBYTES
+    assert raw.hget(NAMESPACE.session("alice"), "bytes") == str(5 * NBYTES)
+    assert raw.hget(NAMESPACE.session("alice"), "blocks") == "3"
+    one.save(anchored("alice", "abc", "c"), FACTS)  # though its chain is the same
+    assert raw.exists(NAMESPACE.block((STATE, keys("abc")[0]), 0)) == 0
+    assert raw.exists(NAMESPACE.block((STATE, keys("abc")[2]), 0)) == 1
+    assert used(raw) == 4 * NBYTES
+    one.save(anchored("alice", "abc", "c"), FACTS)  # a touch
+    assert used(raw) == 4 * NBYTES
+    one.forget("alice")
+    assert used(raw) == 0
+    assert list(raw.scan_iter("*:block:*")) == []
+
+
+def test_another_anchor_behind_the_same_chain_is_written(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    """One that another engine has stored, so that nothing was reserved for it here."""
+    store(one, raw, [*rooms("abc"), *states("abc", "c")])
+    one.save(anchored("alice", "abc", "c"), FACTS)
+    store(two, raw, states("abc", "b"))
+    two.save(anchored("bob", "ab", "b"), FACTS)
+    one.save(anchored("alice", "abc", "b"), FACTS)
+    two.forget("bob")
+    assert one.anchored(3, lambda at: last_state("abc", at)) == Anchored(2, [NBYTES])
+
+
+def test_what_is_stored_before_its_chain_is_somebody_s(one: RedisIndex, two: RedisIndex, raw: redis.Redis) -> None:
+    """A state is stored at once, the chain when the session is idle."""
+    store(one, raw, states("abc", "c"))
+    one.save(anchored("alice", "abc", "c", stored=""), FACTS)
+    assert raw.zcard(NAMESPACE.key("pending")) == 0
+    assert used(raw) == NBYTES
+    assert found(two, "abc") == 0
+    store(one, raw, rooms("abc"))
+    one.save(anchored("alice", "abc", "c"), FACTS)
+    assert found(two, "abc") == 3
+    assert used(raw) == 4 * NBYTES
+
+
+def test_who_goes_on_from_another_engine_s_session_takes_it_over(
+    one: RedisIndex, two: RedisIndex, raw: redis.Redis
+) -> None:
+    store(one, raw, [*rooms("abc"), *states("abc", "bc")])
+    one.save(anchored("alice", "abc", "bc"), FACTS)
+    store(two, raw, [*rooms("abcd"), *states("abcd", "d")])
+    assert two.save(anchored("alice", "abcd", "d"), FACTS).verdict == "saved"
+    assert one.save(anchored("alice", "abc", "bc"), FACTS).verdict == "stale"
+    assert one.save(anchored("alice", "abx", "x", stored=""), FACTS).verdict == "conflict"
+    assert raw.hget(NAMESPACE.session("alice"), "owner") == "two"
+    assert used(raw) == 5 * NBYTES  # its own state, and no other

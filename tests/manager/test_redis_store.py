@@ -101,7 +101,7 @@ def test_a_pipeline_moves_about_so_many_bytes(
     assert same(store.read(0, list(blocks)), blocks, list(blocks))
     assert counts == wanted
     fresh = store.cleared(HERE.name)
-    fresh._nbytes = redis_store.FIRST_NBYTES
+    fresh._nbytes.clear()
     counts.clear()
     assert same(fresh.read(0, list(blocks)), blocks, list(blocks))
     assert (counts[0], sum(counts)) == (1, count)  # of one that nothing is known of

@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
+from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.session import Drop, DropCause
 
 
@@ -72,7 +73,7 @@ def test_an_eviction_is_accounted_for(engine: Engine) -> None:
     engine.now += 2
     engine.stored(keys)
     (eviction,) = engine.manager.take_evictions()
-    assert eviction == ("anonymous-1", 3, 48, 3, 300, 300, IDLE_AFTER_S, 2.0, 0)
+    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0)
     assert engine.manager.take_evictions() == []
 
 
@@ -279,3 +280,16 @@ def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> 
     engine.finish(request, "a b c")
     assert engine.chains() == {"alice": "a b c"}
     assert engine.states() == {"alice": "idle"}
+
+
+def test_a_reset_takes_a_session_along_that_was_cold_only_as_far_as_another_is_hot(engine: Engine) -> None:
+    for name in ("running", "cold"):
+        engine.talk("a b c", name)
+    engine.evict()
+    request = engine.start("a b c", "running")
+    engine.manager.restore_started(request, chain("a b c"))
+    engine.manager.restore_finished(request, chain("a"))
+    assert engine.states() == {"running": "hot", "cold": "cold"}
+    engine.manager.reset()
+    assert engine.chains() == {"running": ""}
+    check_integrity(engine.manager)

@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 from machine import INDEX, PROFILE, Sessions
-from world import encoded
+from world import BOUNDS, encoded
 
 from manthan.manager.sessions.session import CodeState, Stranger
 
@@ -21,7 +21,9 @@ class SharedSessions(Sessions):
         request = waiting[which % len(waiting)]
         prompt = request.keys[: request.prompt]
         first = self.manager.elsewhere.known(prompt)
-        keys = prompt[first : first + min(more, self.manager.budget.free // self.world.shape.cold_nbytes)]
+        left = min(store.max_bytes - store.used for store in self.world.stores) // BOUNDS[0]
+        most = min(more, left, self.manager.budget.free // self.world.shape.cold_nbytes)
+        keys = prompt[first : first + most]
         if any(b is not None and b.in_flight for b in map(self.manager.blocks.get, keys)):
             return  # these are being stored already
         sizes = dict.fromkeys(keys, 0)

@@ -8,7 +8,7 @@ from engine import Engine, chain
 from hypothesis import given, settings
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.sessions.session import Drop, DropCause, Prefetch
 
 NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
 LEAD_S = 2.0
@@ -43,7 +43,7 @@ def test_a_name_that_looks_like_another_tenant_s_is_not_its() -> None:
     engine.talk("x y", prefetch=["a/chat", "chat"])
     assert engine.manager.take_prefetches(99, engine.now) == []
     engine.talk("x y z", tenant="a", prefetch=["chat"])
-    assert engine.manager.take_prefetches(99, engine.now) == [("a/chat", chain("a b c"))]
+    assert engine.manager.take_prefetches(99, engine.now) == [Prefetch("a/chat", chain("a b c"))]
 
 
 def test_a_remembered_session_is_its_tenant_s() -> None:

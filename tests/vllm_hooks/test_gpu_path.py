@@ -54,7 +54,7 @@ class World:
         self.memory = DeviceMemory(self.codec.layout)
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Tiers(*tiers)
-        self.path = GpuPath(self.codec, self.tiers, fails_whole, FORMS)
+        self.path = GpuPath({GROUP: self.codec}, self.tiers, fails_whole, FORMS)
 
     def nbytes(self, exact: int) -> int:
         return self.codec.form(exact).nbytes
@@ -120,7 +120,7 @@ def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..
     world = make()
     layout = world.codec.layout
     finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
-    world.path._make = {"k4v4c": finer}.__getitem__
+    world.path._make = lambda *name: {(GROUP, "k4v4c"): finer}[name]
     if is_prepared:
         world.path.prepare("k4v4c")
     orders = [order(n, exact)._replace(codec="k4v4c") for n, exact in enumerate(FORMS)]
@@ -136,7 +136,7 @@ def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..
 
 def test_blocks_in_a_codec_that_cannot_be_made_are_answered_for(make: Callable[..., World]) -> None:
     world = make()
-    world.path._make = {}.__getitem__
+    world.path._make = lambda *name: {}[name]
     assert [result.cause for result in world.spill(order(0)._replace(codec="k4v4c"))] == ["internal"]
     assert [result.cause for result in world.spill(order(0))] == [None]
 

@@ -1,5 +1,6 @@
 """The worker's way on the CPU: a step's metadata in, blocks in the store and in the cache, and an answer to each."""
 
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -202,3 +203,58 @@ def test_after_a_shutdown_nothing_raises(start: Callable[..., Worker]) -> None:
     step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0)], loads=[Load("request", (part,))])
     worker.path.submit_loads(step)
     worker.path.submit_spills(step)
+
+
+def test_nothing_touches_the_cache_once_it_was_waited_for(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As before vLLM takes the cache's memory away."""
+    worker = start()
+    encode_all, began, may_go_on = worker.blocks.encode_all, threading.Event(), threading.Event()
+
+    def slowly(spills: Any) -> Any:
+        began.set()
+        may_go_on.wait(20)
+        return encode_all(spills)
+
+    monkeypatch.setattr(worker.blocks, "encode_all", slowly)
+    worker.path.submit_spills(ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0, 0)]))
+    assert began.wait(20)
+    waits = threading.Thread(target=worker.path.wait)
+    waits.start()
+    assert waits.is_alive()
+    assert worker.path.take_report() is None
+    may_go_on.set()
+    waits.join(20)
+    report = worker.path.take_report()
+    assert report is not None
+    assert len(report.spills) == 1
+    worker.path.shutdown()
+    worker.path.wait()
+
+
+class Seen:
+    """In a calibration's place, which would start a process: the blocks that it is shown."""
+
+    def __init__(self) -> None:
+        self.groups: list[int] = []
+
+    def see(self, spills: list[SpillBlock]) -> None:
+        self.groups += [spill.group for spill in spills]
+
+    def stop(self) -> None:
+        """Nothing runs."""
+
+
+def test_a_profile_is_made_of_chains_only() -> None:
+    """Blocks of other groups mean something else, though they may have the same numbers."""
+    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
+    of = {group: cpu_blocks(caches, layers, spec, group=group) for group in (GROUP, 0)}
+    seen: Any = Seen()
+    worker = Worker()
+    worker.path = HostPath(of, worker.store, 1, CPU, calibration=seen)
+    spills = [SpillBlock(KEYS[0], group, 1, 0) for group in (0, GROUP)]
+    worker.path.submit_spills(ManthanMetadata(spills=spills))
+    assert all(result.cause is None for result in worker.wait(2).spills)
+    worker.path.shutdown()
+    assert seen.groups == [GROUP]

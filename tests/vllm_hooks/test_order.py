@@ -1,4 +1,5 @@
-"""A block may be named to be encoded in the very step that computes it: encodings begin behind the forward pass."""
+"""A block may be named to be encoded in the very step that computes it: encodings begin behind the forward pass, and
+behind the draft's, which computes some of the block's layers."""
 
 import json
 import os
@@ -8,22 +9,29 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from draft_model import make_draft
 
 SCRIPT = Path(__file__).parents[1] / "helpers" / "same_step.py"
 
 
-@pytest.fixture(
-    scope="module", params=[False, pytest.param(True, marks=pytest.mark.slow)], ids=["loads last", "loads first"]
-)
-def report(request: pytest.FixtureRequest) -> dict[str, Any]:
+LOADS_LAST, LOADS_FIRST, DRAFT = "loads last", "loads first", "draft"
+
+
+@pytest.fixture(scope="module", params=[LOADS_LAST, pytest.param(LOADS_FIRST, marks=pytest.mark.slow), DRAFT])
+def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """vLLM has loads begun after the forward pass, or before it where a connector's loads are synchronous."""
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    job = json.dumps({"loads_first": request.param})
+    more: dict[str, Any] = {}
+    if request.param == DRAFT:
+        draft = make_draft(tmp_path_factory.mktemp("draft"))
+        more = {"speculative_config": {"method": "eagle", "model": draft, "num_speculative_tokens": 2}}
+    job = json.dumps({"loads_first": request.param == LOADS_FIRST, "vllm": more})
     done = subprocess.run([sys.executable, SCRIPT], input=job, env=env, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr[-3000:]
     found: dict[str, Any] = json.loads(done.stdout)
     loads = [step.index("loads") < step.index("forward") for step in found["steps"] if "forward" in step]
-    assert set(loads) == {request.param}
+    assert set(loads) == {request.param == LOADS_FIRST}
+    assert any("draft" in step for step in found["steps"]) == (request.param == DRAFT)
     return found
 
 
@@ -31,7 +39,8 @@ def test_blocks_are_encoded_as_the_step_that_names_them_computes_them(report: di
     assert report["named"] == len(report["codes"]) > 16
     assert report["state"] == "cold"
     assert all(report["codes"])
-    assert report["restored"] == len(report["codes"])  # the block behind them has another question
+    again = any("draft" in step for step in report["steps"])  # the last one found is computed again
+    assert report["restored"] == len(report["codes"]) - again  # the block behind them has another question
     assert report["right"] == [True] * 3
     assert report["failures"] == []
 
@@ -39,4 +48,5 @@ def test_blocks_are_encoded_as_the_step_that_names_them_computes_them(report: di
 def test_no_encoding_begins_before_the_forward_pass_of_its_step(report: dict[str, Any]) -> None:
     both = [step for step in report["steps"] if "forward" in step and "spills" in step]
     assert both
-    assert all(step.index("forward") < step.index("spills") for step in both)
+    passes = [[at for at, what in enumerate(step) if what in ("forward", "draft")] for step in both]
+    assert all(max(before) < step.index("spills") for before, step in zip(passes, both, strict=True))

@@ -32,7 +32,7 @@ from manthan.vllm_hooks.compat import VllmPool
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 TOKENS = 16
-GROUP = 0
+GROUP, WINDOW = 0, 1
 BLOCKS = 20
 SPARE = 4
 IDLE_AFTER_S = 10.0
@@ -79,13 +79,15 @@ class Counted(Observer):
 class Engine:
     """A block pool of vLLM's with sessions in it, and the prefetcher; codes are stored and loaded at once."""
 
-    def __init__(self, ranks: int = 1) -> None:
-        self.pool = BlockPool(BLOCKS + 1, True, TOKENS, enable_kv_cache_events=True)
-        shape = MemoryShape(TOKENS, hot_nbytes=500, bounds={0: 100})
+    def __init__(self, ranks: int = 1, window: int = 0) -> None:
+        """window: so many last blocks of a session are needed of a second KV cache group; 0 for none."""
+        self.pool, self.window = BlockPool(BLOCKS + 1, True, TOKENS, enable_kv_cache_events=True), window
+        shape = MemoryShape(TOKENS, 500, {0: 100}, beside={WINDOW: {0: 100}} if window else {})
         self.manager = SessionMemoryManager(get_policy("lru"), shape, 10_000, IDLE_AFTER_S, prefetch_lead_s=1.0)
         self.counted = Counted()
         blocks = VllmPool(self.pool, GROUP, TOKENS)
         runway = Runway(blocks, self.manager, ahead=9)
+        self.blocks = blocks
         self.prefetcher = Prefetcher(self.manager, blocks, runway, ranks, BLOCKS, SPARE, self.counted)
         self.now = 0.0
 
@@ -100,14 +102,27 @@ class Engine:
         blocks = hot + self.pool.get_new_blocks(len(keys) - len(hot))
         self.pool.cache_full_blocks(asked, blocks, len(hot), len(keys), TOKENS, 0)
         self.pool.free_blocks(reversed(blocks))
-        self.manager.request_finished(name, keys, self.now)
+        self.manager.request_finished(name, keys, self.now, beside=self.compute_window(keys))
+
+    def compute_window(self, keys: list[Any]) -> list[tuple[int, bytes, int]]:
+        """Group, key and depth of the last blocks of the second group, which vLLM caches."""
+        parts = [(WINDOW, keys[at], at) for at in range(max(0, len(keys) - self.window), len(keys))]
+        blocks = self.pool.get_new_blocks(len(parts))
+        for block, (group, key, at) in zip(blocks, parts, strict=True):
+            self.blocks.cache(block, key, None, at, group)
+        self.pool.free_blocks(blocks)
+        return parts
+
+    def overwrite_all(self) -> None:
+        """Other requests take all blocks for a moment."""
+        self.pool.free_blocks(self.pool.get_new_blocks(self.pool.get_num_free_blocks()))
 
     def evict(self) -> None:
         """All that is idle goes cold."""
         self.now += IDLE_AFTER_S
         self.manager.sweep(self.now)
         for order in self.manager.take_spills(1000):
-            self.manager.spilled(order.key, 100, self.now)
+            self.manager.spilled(order.key, 100, self.now, order.group)
         for key in self.manager.take_releases():
             if found := self.pool.get_cached_block(key, [0]):
                 self.pool.touch(found)
@@ -140,6 +155,81 @@ class Engine:
     def admitted(self, asked: Request, hot: int) -> None:
         usable = (asked.num_tokens - 1) // TOKENS
         self.prefetcher.admitted(asked.request_id, asked.block_hashes, hot, usable)
+
+
+def in_window(engine: Engine, asked: Request) -> list[bool]:
+    return [engine.pool.get_cached_block(key, [WINDOW]) is not None for key in asked.block_hashes]
+
+
+def cold_with_window() -> tuple[Engine, Request]:
+    engine, a = Engine(window=2), request("a", 5)
+    engine.compute(a)
+    engine.evict()
+    engine.overwrite_all()
+    return engine, a
+
+
+def test_a_window_is_prefetched_with_its_chain() -> None:
+    engine, a = cold_with_window()
+    engine.pool.take_events()
+    [load] = engine.prefetch("a")
+    chain, window = load.parts
+    assert (chain.group, chain.keys) == (GROUP, a.block_hashes)
+    assert (window.group, window.keys) == (WINDOW, a.block_hashes[3:])
+    assert engine.prefetcher.is_loading(a.block_hashes[0])
+    engine.prefetcher.answered(LoadResult(load.request_id, [], 0, 0.0, is_prefetch=True), engine.now)
+    assert engine.cached(a) == [True] * 5
+    assert in_window(engine, a) == [False] * 3 + [True] * 2
+    [last] = engine.pool.get_cached_block(a.block_hashes[4], [WINDOW]) or []
+    assert (last.block_id, last.block_hash_num_tokens) == (window.block_ids[1], 5 * TOKENS)
+    told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)]
+    assert [event.group_idx for event in told[-7:]] == [GROUP] * 5 + [WINDOW] * 2
+    assert told[-1].parent_block_hash == maybe_convert_block_hash(a.block_hashes[3])
+    assert engine.pool.get_num_free_blocks() == BLOCKS
+    engine.admitted(request("a", 6), hot=5)
+    assert engine.counted.hits == 1
+
+
+def test_a_window_that_vllm_has_overwritten_is_loaded_for_a_chain_that_is_hot() -> None:
+    engine, a = cold_with_window()
+    for at, block in enumerate(engine.pool.get_new_blocks(5)):
+        engine.blocks.cache(block, a.block_hashes[at], None, at)
+        engine.pool.free_blocks([block])
+    [load] = engine.prefetch("a")
+    [window] = load.parts
+    assert (window.group, window.keys) == (WINDOW, a.block_hashes[3:])
+    assert engine.prefetcher.is_loading(a.block_hashes[0])  # which a request finds cold without its window
+    engine.prefetcher.answered(LoadResult(load.request_id, [], 0, 0.0, is_prefetch=True), engine.now)
+    assert in_window(engine, a) == [False] * 3 + [True] * 2
+    engine.admitted(request("a", 6), hot=5)
+    assert engine.counted.hits == 1
+
+
+def test_what_follows_a_failure_is_not_entered() -> None:
+    """Workers leave a load at the first block that they cannot read, and name no other."""
+    for group, at in ((WINDOW, 3), (GROUP, 2)):
+        engine, a = cold_with_window()
+        [load] = engine.prefetch("a")
+        bad = [FailedBlock(group, a.block_hashes[at], "checksum")]
+        engine.prefetcher.answered(LoadResult(load.request_id, bad, 0, 0.0, is_prefetch=True), engine.now)
+        assert in_window(engine, a) == [False] * 5
+        assert engine.cached(a) == [True] * (5 if group == WINDOW else 2) + [False] * (0 if group == WINDOW else 3)
+        assert engine.manager.match(a.block_hashes) == 0
+        assert engine.pool.get_num_free_blocks() == BLOCKS
+
+
+def test_room_ends_before_the_window_of_a_session_that_is_hot() -> None:
+    engine, _ = cold_with_window()
+    for n, keep in enumerate((False, True)):
+        b = request(f"b{n}", 4)
+        engine.compute(b)
+        if not keep:
+            engine.evict()
+    queue = list(engine.blocks.names())
+    missed = [name for name in queue if name is not None and engine.manager.is_missed(*name)]
+    assert [group for _, group in missed] == [None] * 4 + [WINDOW] * 2  # of b1; those of b0's window may go
+    assert sum(name is not None for name in queue) == 4 + 2 + 2
+    assert engine.prefetcher._room(BLOCKS) == queue.index(missed[0]) - SPARE
 
 
 @pytest.fixture

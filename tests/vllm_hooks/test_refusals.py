@@ -1,8 +1,10 @@
 """What Manthan does not serve stops the server at start with one sentence, tried on real model configurations."""
 
 import json
+from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,15 +13,28 @@ import vllm
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
-from vllm.config import KVTransferConfig
+from vllm.config import CacheConfig, KVTransferConfig, VllmConfig
 from vllm.platforms import current_platform
-from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec, SlidingWindowSpec
+from vllm.v1.kv_cache_interface import (
+    ChunkedLocalAttentionSpec,
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    KVCacheSpec,
+    MambaSpec,
+    MLAAttentionSpec,
+    SlidingWindowSpec,
+    UniformTypeKVCacheSpecs,
+)
 
+from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.memory import memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, check_supported, only_group
+from manthan.vllm_hooks.memory import codec_beside, memory_shape
+from manthan.vllm_hooks.settled import settle_codec
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
+from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 SIZES = {
@@ -70,25 +85,80 @@ def refusal(model: str, **options: Any) -> str:
     return message
 
 
+def test_a_model_of_states_only(tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
+    assert refusal(str(tmp_path)).endswith(
+        f"{tmp_path} has no attention layers, but states only; serve it without Manthan."
+    )
+
+
+def test_windows_and_states_are_told_apart_by_the_cache_alone(tmp_path: Path) -> None:
+    """They are served beside full attention: see `groups_of`."""
+    for config in (GDN, SLIDING):
+        (tmp_path / "config.json").write_text(json.dumps(config))
+        kv = kv_transfer_config()
+        EngineArgs(
+            str(tmp_path), skip_tokenizer_init=True, kv_transfer_config=kv, max_model_len=1024
+        ).create_engine_config()
+
+
 @pytest.mark.parametrize(
-    ("config", "why"),
+    ("more", "manthan", "why"),
     [
-        (MLA, "uses multi-head latent attention (MLA), whose cache is no keys and values"),
-        (MAMBA, "has Mamba or linear attention layers"),
-        (GDN, "has Mamba or linear attention layers"),
-        (SLIDING, "uses sliding window attention (window 1024)"),
+        (
+            {},
+            {},
+            "vLLM's CPU build switches prefix caching off for models with multi-head latent attention (MLA), such as "
+            "{model}; serve it on a GPU, or without Manthan",
+        ),
+        ({"index_topk": 64}, {}, "{model} uses sparse attention, whose index is a cache of its own; serve it without"),
     ],
-    ids=["mla", "mamba", "gdn", "sliding-window"],
+    ids=["on the CPU", "sparse"],
 )
-def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(config))
-    assert refusal(str(tmp_path)).endswith(f"{tmp_path} {why}; serve it without Manthan.")
+def test_latents(more: dict[str, Any], manthan: dict[str, Any], why: str, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA | more))
+    assert f": {why.format(model=tmp_path)}" in refusal(str(tmp_path), kv_transfer_config=kv_transfer_config(**manthan))
+
+
+@pytest.fixture
+def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """There is none here."""
+    monkeypatch.setattr(type(current_platform), "device_type", "cuda")
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+
+
+def settled(config: VllmConfig, manthan: dict[str, Any]) -> CodecConfig:
+    """The codec that an engine would run with."""
+    config.kv_transfer_config = kv_transfer_config(**manthan)
+    check_supported(config)
+    settle_codec(config)
+    return from_vllm_config(config).codec
+
+
+GPU_SETTINGS: list[dict[str, Any]] = [{}, {"cold_store": "device"}, {"backend": "cuda"}, {"backend": "numpy"}]
+
+
+@pytest.mark.parametrize("dtype", ["auto", "fp8"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
+    """As the bytes that they are, but where the CPU encodes them, which knows none of fp8."""
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
+    request.getfixturevalue("on_gpu")
+    coded = manthan == {"backend": "numpy"}
+    if coded and dtype == "fp8":
+        with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but the CPU encodes latents .*: use auto\."):
+            settled(config, manthan)
+        return
+    codec = settled(config, manthan)
+    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
+    assert keeps_bytes(config) != coded
 
 
 @pytest.mark.parametrize(
     ("options", "why"),
     [
-        ({"kv_cache_dtype": "fp8"}, "--kv-cache-dtype fp8 is quantized already; use auto, bfloat16 or float16"),
         ({"enable_prefix_caching": False}, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             {"tensor_parallel_size": 4, "decode_context_parallel_size": 2},
@@ -96,7 +166,7 @@ def test_models(config: dict[str, Any], why: str, tmp_path: Path) -> None:
         ),
         ({"pipeline_parallel_size": 2}, "--pipeline-parallel-size is 2; use tensor parallelism instead"),
     ],
-    ids=["fp8", "prefix-caching", "context-parallel", "pipeline"],
+    ids=["prefix-caching", "context-parallel", "pipeline"],
 )
 def test_settings(options: dict[str, Any], why: str) -> None:
     assert refusal(MODEL, **options).endswith(f": {why}.")
@@ -133,6 +203,17 @@ def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPat
         check_supported(config)
 
 
+@pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
+@pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
+def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, request: pytest.FixtureRequest) -> None:
+    """As the bytes that it is, but where the CPU encodes it."""
+    config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype=dtype).create_engine_config()
+    request.getfixturevalue("on_gpu")
+    codec, coded = settled(config, manthan), manthan == {"backend": "numpy"}
+    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
+    assert keeps_bytes(config) != coded
+
+
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -147,16 +228,16 @@ def test_transfer_roles(change: dict[str, str], why: str) -> None:
     assert why in refusal(MODEL, kv_transfer_config=transfer)
 
 
-@pytest.mark.parametrize("version", ["0.31.2", "0.33.0", "0.33.0rc1", "0.33.1.dev7+g0123abc", "1.0"])
+@pytest.mark.parametrize("version", ["0.31.2", "0.34.0", "0.34.0rc1", "0.34.1.dev7+g0123abc", "1.0"])
 def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     assert refusal(MODEL) == (
-        f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and no other: "
-        "install vllm>=0.32,<0.33."
+        f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and 0.33 and "
+        "no other: install vllm>=0.32,<0.34."
     )
 
 
-@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.32.1.post1", "dev"])
+@pytest.mark.parametrize("version", ["0.32.0", "0.32.3", "0.32.0+cpu", "0.33.0", "0.33.1.post1", "dev"])
 def test_patch_releases_of_vllm_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vllm, "__version__", version)
     kv = kv_transfer_config()
@@ -168,13 +249,114 @@ def test_what_is_installed_with_the_extra_is_served() -> None:
     assert wanted.specifier == SpecifierSet(VLLM)
 
 
-def test_several_kinds_of_kv_cache() -> None:
-    full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16)
-    window = SlidingWindowSpec(block_size=32, num_kv_heads=2, head_size=64, dtype=torch.bfloat16, sliding_window=128)
-    groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], window)]
-    assert only_group(KVCacheConfig(8, [], groups[:1])) == Group(0, full, 1)
-    with pytest.raises(ConfigError, match=r"KV cache groups are FullAttentionSpec, SlidingWindowSpec; only one group"):
-        only_group(KVCacheConfig(8, [], groups))
+HEADS: dict[str, Any] = {"num_kv_heads": 2, "head_size": 64, "dtype": torch.bfloat16}
+FULL = FullAttentionSpec(block_size=32, **HEADS)
+WINDOW = SlidingWindowSpec(block_size=32, sliding_window=128, **HEADS)
+STATE = MambaSpec(block_size=32, shapes=((4, 64),), dtypes=(torch.float32,))
+
+
+def told(*specs: KVCacheSpec, **more: Any) -> Groups:
+    """What is served of groups with a layer each."""
+    groups = [KVCacheGroupSpec([str(n)], spec) for n, spec in enumerate(specs)]
+    return groups_of(KVCacheConfig(8, [], groups), **more)
+
+
+def test_windows_and_states_beside_full_attention_are_served() -> None:
+    full = Group(0, FULL, 1, ("0",))
+    assert told(FULL) == Groups(full, [])
+    assert told(FULL, WINDOW) == Groups(full, [Window(Group(1, WINDOW, 1, ("1",)), 128)])
+    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
+    assert told(FULL, STATE) == Groups(full, [Window(state, None)])
+    assert told(WINDOW, STATE, FULL).chain == Group(2, FULL, 1, ("2",))
+    whole = replace(FULL, sliding_window=64)  # the hybrid manager is off: vLLM keeps the blocks of all tokens
+    assert told(whole) == Groups(Group(0, whole, 1, ("0",)), [])
+
+
+def test_windows_alone_are_served() -> None:
+    found = told(WINDOW)
+    window = Group(0, WINDOW, 1, ("0",))
+    assert found == Groups(window, [Window(window, 128)])
+    assert not found.is_whole
+    assert found.others == []
+    assert told(FULL, WINDOW).is_whole
+
+
+def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
+    found = told(replace(WINDOW, block_size=64), FULL)
+    assert found.hash_tokens == 32
+    assert [found.aligned(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
+    assert list(found.beside(10)) == [Part(0, 3, 192, 256), Part(0, 4, 256, 320)]
+    assert list(found.beside(2)) == [Part(0, 0, 0, 64)]
+    assert list(found.beside(0)) == []
+
+
+def test_blocks_of_all_groups_share_keys_where_they_have_as_many_tokens() -> None:
+    assert told(FULL, WINDOW, STATE).is_even
+    assert not told(FULL, replace(WINDOW, block_size=16)).is_even
+    assert not told(WINDOW).is_even
+
+
+def test_windows_in_smaller_blocks() -> None:
+    found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
+    assert found.hash_tokens == 16
+    assert [found.aligned(depth) for depth in range(5)] == [0, 1, 2, 3, 4]
+    assert list(found.beside(3)) == [Part(1, 3, 48, 64), Part(1, 4, 64, 80), Part(1, 5, 80, 96)]
+
+
+def test_hashes_of_less_than_a_block() -> None:
+    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], FULL), KVCacheGroupSpec(["1"], STATE)])
+    cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], prefix_match_unit=16)
+    with pytest.raises(ConfigError, match=r"--prefix-match-unit is 16, and the KV cache has blocks of 32 tokens"):
+        groups_of(config, cache)
+
+
+def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
+    fp8 = CacheConfig(cache_dtype="fp8")
+    groups = told(WINDOW, STATE, FULL, cache=fp8, as_bytes=True)
+    assert groups.chain == Group(2, FULL, 1, ("2",), "fp8", (FULL.page_size_bytes,))
+    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
+    window = Group(0, WINDOW, 1, ("0",), "fp8", (WINDOW.page_size_bytes,))
+    assert groups.windows == [Window(window, 128), Window(state, None)]
+    assert [codec_beside("wht-5x", beside, "int8") for beside in (window, state)] == ["exact", "state-int8"]
+    latents = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.uint8, page_size_padded=2**15)
+    assert told(STATE, latents, cache=fp8, latent=512, as_bytes=True).chain == Group(
+        1, latents, 1, ("1",), "fp8", (2**15,)
+    )
+    packed = CacheConfig(cache_dtype="turboquant_3bit_nc")
+    with pytest.raises(ConfigError, match="the model's KV cache groups are SlidingWindowSpec"):
+        told(WINDOW, FULL, cache=packed, as_bytes=True)
+
+
+@pytest.mark.parametrize(
+    ("specs", "kinds"),
+    [
+        ((), "none"),
+        (
+            (WINDOW, WINDOW),
+            "SlidingWindowSpec with sliding_window 128 in blocks of 32, SlidingWindowSpec with sliding_window 128 in "
+            "blocks of 32",
+        ),
+        ((STATE,), "MambaSpec in blocks of 32"),
+        ((FULL, FULL), "FullAttentionSpec in blocks of 32, FullAttentionSpec in blocks of 32"),
+        (
+            (ChunkedLocalAttentionSpec(block_size=32, attention_chunk_size=512, **HEADS),),
+            "ChunkedLocalAttentionSpec with attention_chunk_size 512 in blocks of 32",
+        ),
+        (
+            (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": replace(FULL, num_kv_heads=4)}),),
+            "layers of several shapes (2 KV heads of 64, 4 KV heads of 64) in blocks of 32",
+        ),
+    ],
+    ids=["none", "windows", "states", "two chains", "chunks", "a draft of another shape"],
+)
+def test_other_groups(specs: tuple[KVCacheSpec, ...], kinds: str) -> None:
+    with pytest.raises(ConfigError) as refused:
+        told(*specs)
+    assert str(refused.value) == (
+        f"Manthan cannot be used here: the model's KV cache groups are {kinds}; one group of full attention is "
+        "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, and "
+        "sliding windows and states beside it; or one group of sliding windows."
+    )
 
 
 @pytest.mark.parametrize(
@@ -196,10 +378,12 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) 
         ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"
     ):
         check_capacity(config, shape, capacity=nbytes - 1)
+    with pytest.raises(ConfigError, match=rf"takes {3 * nbytes} bytes"):  # a state may be larger than any block
+        check_capacity(config, replace(shape, beside={1: {0: 3 * nbytes}}), capacity=2 * nbytes)
 
 
 def test_plain_vllm_takes_all_of_them(tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_text(json.dumps(SLIDING))
+    (tmp_path / "config.json").write_text(json.dumps(MAMBA))
     EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     EngineArgs(MODEL, enable_prefix_caching=False).create_engine_config()
 

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import torch
 from logged import warnings
-from transformers import LlamaConfig
+from transformers import Gemma3TextConfig, LlamaConfig
 from vllm.model_executor.layers import rotary_embedding
 
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -89,3 +89,38 @@ def test_what_is_not_understood_is_logged_once(made: list[dict[str, Any]], why: 
     assert len(lines) == 1
     assert "Manthan: keys are coded as they are after RoPE" in lines[0]
     assert why in lines[0]
+
+
+LOCAL, GLOBAL = {"rope_type": "default", "rope_theta": 1e4}, {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0}
+
+
+def by_layer() -> Any:
+    """Layers with windows of their own RoPE, all but the sixth and the twelfth."""
+    config = Gemma3TextConfig(
+        num_hidden_layers=12,
+        head_dim=64,
+        max_position_embeddings=16384,
+        rope_parameters={"sliding_attention": LOCAL, "full_attention": GLOBAL},
+    )
+    return SimpleNamespace(model_config=SimpleNamespace(hf_text_config=config))
+
+
+def names(*numbers: int) -> list[str]:
+    return [f"language_model.model.layers.{number}.self_attn.attn" for number in numbers]
+
+
+def test_each_kind_of_layer_has_its_own_rope() -> None:
+    made = {"local": make(LOCAL), "global": make(GLOBAL)}
+    for which, layers in {"local": names(0, 1, 6), "global": names(5, 11)}.items():
+        rope = running_rope(by_layer(), 64, layers=layers)
+        assert rope is not None
+        assert np.concatenate(rope.tables(PLACES), axis=1) == pytest.approx(made[which][PLACES].float(), abs=0.01)
+    with warnings() as lines:
+        assert running_rope(by_layer(), 64, layers=names(4, 5)) is None
+    assert "2 kinds" in lines[0] or "in another way" in lines[0]
+
+
+def test_of_a_kind_of_layer_that_vllm_made_otherwise_nothing_is_known() -> None:
+    make(GLOBAL)
+    with warnings():
+        assert running_rope(by_layer(), 64, layers=names(0, 1)) is None

@@ -3,23 +3,31 @@
 import os
 import shutil
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from redis_server import RedisServer, running
 from vllm import EngineArgs
-from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm.v1.kv_cache_interface import (
+    FullAttentionSpec,
+    KVCacheConfig,
+    KVCacheGroupSpec,
+    MambaSpec,
+    SlidingWindowSpec,
+)
 
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.shared_store import engine_name, make_store, namespace_of
-from manthan.vllm_hooks.support import Group
+from manthan.vllm_hooks.support import Group, Groups, Window, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -55,13 +63,6 @@ def test_hashes_of_this_process_alone_are_refused(
     assert configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
 
 
-def test_adapters_are_refused(redis_server: RedisServer) -> None:
-    with pytest.raises(
-        ConfigError, match=r"cold_store.kind is redis, whose codes outlive the engine, but --enable-lora"
-    ):
-        configured(redis_server, enable_lora=True)
-
-
 def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redis_server: RedisServer) -> None:
     def with_dead_server(required: bool) -> Any:
         redis = {"url": "redis://127.0.0.1:1", "required": required}
@@ -73,11 +74,13 @@ def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redi
     assert with_dead_server(required=False)
 
 
-def namespace(vllm_config: Any, codec: str = "lloyd3", tokens: int = 32) -> str:
-    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec)})
+def namespace(
+    vllm_config: Any, codec: str = "lloyd3", tokens: int = 32, windows: Sequence[Window] = (), **options: Any
+) -> str:
+    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec, **options)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
-    return namespace_of(vllm_config, config, Group(0, spec, 4)).name
+    return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows)).name
 
 
 def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_path: Path) -> None:
@@ -96,6 +99,31 @@ def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_p
     others.append(namespace(configured(redis_server, model, load_format="dummy")))
     others.append(namespace(configured(redis_server, model, hf_overrides={"rope_theta": 77.0})))
     assert len({plain, *others}) == 6
+
+
+def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
+    """Also states that differ behind the same padding."""
+    vllm_config = configured(redis_server)
+
+    def window(tokens: int, heads: int = 2) -> Window:
+        sizes = {"block_size": 32, "num_kv_heads": heads, "head_size": 128, "dtype": torch.bfloat16}
+        spec = SlidingWindowSpec(sliding_window=tokens, **sizes)
+        return Window(Group(1, spec, 4), tokens)
+
+    def state(*shape: int, dtype: torch.dtype = torch.float32) -> Window:
+        spec = MambaSpec(block_size=32, shapes=(shape,), dtypes=(dtype,), page_size_padded=65536)
+        full = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+        groups = [KVCacheGroupSpec(["a"], full), KVCacheGroupSpec(["b"], spec)]
+        [found] = groups_of(KVCacheConfig(8, [], groups)).windows
+        return found
+
+    kinds = [window(128), window(64), window(128, heads=4), state(4, 64), state(8, 32), state(4, 64, dtype=torch.int32)]
+    names = [namespace(vllm_config, windows=[kind]) for kind in kinds]
+    both = namespace(vllm_config, windows=[window(128), state(4, 64)])
+    coded = namespace(vllm_config, windows=[window(128), state(4, 64)], state="bf16")
+    assert len({namespace(vllm_config), both, coded, *names}) == len(kinds) + 3
+    assert namespace(vllm_config, windows=[window(64)], state="bf16") in names, "it has no states"
+    assert len({fingerprint(vllm_config, kind.group, "exact", "name") for kind in kinds[3:]}) == 3
 
 
 @pytest.mark.parametrize("at", [100, 2 * MIB, -100])

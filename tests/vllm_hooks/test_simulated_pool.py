@@ -99,8 +99,22 @@ class TwoPools(RuleBasedStateMachine):
         assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
         assert list(self.ours._free) == [block.block_id - 1 for block in queue]
         hashes = [block.block_hash for block in queue]
-        assert list(self.ours.keys()) == [None if one is None else get_block_hash(one) for one in hashes]
+        assert list(self.ours.names()) == [None if one is None else (get_block_hash(one), None) for one in hashes]
 
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
 TestTwoPools = TwoPools.TestCase
+
+
+def test_of_other_groups_blocks_the_pool_tells_their_groups() -> None:
+    """They have the same keys as those of the chain, and whether somebody would miss them is another question."""
+    pool, keys = BlockPool(7, enable_caching=True, hash_block_size=16), keys_of("ab")
+    for group in (1, 0):
+        blocks = pool.get_new_blocks(2)
+        pool.cache_full_blocks(SimpleNamespace(block_hashes=keys), blocks, 0, 2, 16, group)
+        pool.free_blocks(blocks)
+    chains = VllmPool(pool, 1, 16)
+    told = list(chains.names())
+    named = [(key, group) for group in (None, 0) for key in keys]
+    assert (len(told), sorted(filter(None, told), key=named.index)) == (6, named)
+    assert chains.hold_beside(0, keys[0]).block_id == blocks[0].block_id

@@ -36,10 +36,11 @@ def human_bytes(nbytes: int) -> str:
 
 def check_capacity(config: ManthanConfig, shape: "MemoryShape", capacity: int) -> None:
     """Raise ConfigError if the cold store's usable bytes cannot hold a single block of each kind."""
-    if capacity < max(shape.bounds.values()):
+    largest = max(shape.sizes)
+    if capacity < largest:
         raise ConfigError(
             f"cold_store.max_bytes is {config.cold_store.max_bytes}, but one encoded block of this model "
-            f"({shape.block_tokens} tokens) takes {max(shape.bounds.values())} bytes: give it room for many."
+            f"({shape.block_tokens} tokens) takes {largest} bytes: give it room for many."
         )
 
 
@@ -58,9 +59,9 @@ def announce(
         config.policy.name,
         codec.name,
         f" with the profile {codec.profile}" if codec.profile else "",
-        shape.hot_nbytes / shape.cold_nbytes,
+        shape.ratio,
         vllm_config.model_config.model,
-        shape.cold_nbytes // shape.block_tokens,
+        shape.coded_nbytes // shape.block_tokens,
         f" with the first {codec.sink_tokens} and last {codec.window_tokens} tokens of each session kept exact"
         if codec.keeps_exact
         else "",
@@ -68,25 +69,30 @@ def announce(
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
         f" at {config.redis.url} as {place}" if place else "",
-        capacity // shape.cold_nbytes * shape.block_tokens,
+        capacity // shape.coded_nbytes * shape.block_tokens,
         config.idle_after_s,
     )
     if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
-def tell_eviction(eviction: "Eviction", shape: "MemoryShape") -> None:
-    hot = eviction.blocks * shape.hot_nbytes
+def _beside(blocks: int) -> str:
+    """Blocks of other KV cache groups than that of full attention."""
+    return f" and {blocks} of windows or states" if blocks else ""
+
+
+def tell_eviction(eviction: "Eviction") -> None:
     logger.info(
-        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens), %s to %s (%.2fx), "
+        "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
         eviction.session_id,
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
-        human_bytes(hot),
+        _beside(eviction.beside),
+        human_bytes(eviction.hot_nbytes),
         human_bytes(eviction.cold_nbytes),
-        hot / eviction.cold_nbytes,
+        eviction.hot_nbytes / max(1, eviction.cold_nbytes),
         eviction.encoded,
         eviction.took_s * 1e3,
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
@@ -97,12 +103,13 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     """What came back of a session; vLLM recomputes the rest."""
     causes = ", ".join(sorted(set(restored.causes)))
     logger.info(
-        "Manthan: session %s %s %d of %d blocks (%d tokens) in %.0f ms%s",
+        "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
         restored.session_id,
         "prefetched" if restored.is_prefetch else "restored",
         restored.good,
         restored.blocks,
         restored.good * shape.block_tokens,
+        _beside(restored.beside),
         max((answer.seconds for answer in restored.answers), default=0.0) * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
     )

@@ -43,8 +43,12 @@ class _Metric(NamedTuple):
 
 METRICS: dict[str, _Metric] = {
     "sessions": _Metric(prometheus_client.Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
-    "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle."),
-    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store."),
+    "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle, in full attention."),
+    "anchors": _Metric(
+        prometheus_client.Gauge,
+        "Places from which sessions can be gone on, in models with sliding windows or states: with all they need cold.",
+    ),
+    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store, of all KV cache groups."),
     "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
@@ -62,8 +66,10 @@ METRICS: dict[str, _Metric] = {
     "prefetches": _Metric(prometheus_client.Counter, "Sessions restored before their request came."),
     "prefetched_blocks": _Metric(prometheus_client.Counter, "Blocks restored before their request came."),
     "prefetch_hits": _Metric(prometheus_client.Counter, "Prefetched sessions whose request found them hot."),
-    "encoded_blocks": _Metric(prometheus_client.Counter, "Blocks encoded into the cold store."),
-    "restored_blocks": _Metric(prometheus_client.Counter, "Blocks restored from the cold store."),
+    "encoded_blocks": _Metric(prometheus_client.Counter, "Blocks encoded into the cold store, of all KV cache groups."),
+    "restored_blocks": _Metric(
+        prometheus_client.Counter, "Blocks restored from the cold store, of all KV cache groups."
+    ),
     "dropped_blocks": _Metric(prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause"),
     "failures": _Metric(prometheus_client.Counter, "Blocks that could not be stored or restored, by cause.", "cause"),
     "lookups": _Metric(
@@ -153,10 +159,10 @@ class StatsRecorder:
 
     def _gauges(self) -> dict[str, dict[str, float]]:
         usage, shape = self._manager.usage, self._manager.shape
-        hot_nbytes = usage.cold_blocks * shape.hot_nbytes
-        ratio = hot_nbytes / usage.cold_nbytes if usage.cold_nbytes else shape.hot_nbytes / shape.cold_nbytes
+        ratio = usage.pool_nbytes / usage.cold_nbytes if usage.cold_nbytes else shape.ratio
         return {
             "sessions": {str(state): count for state, count in usage.sessions.items()},
+            "anchors": {"": usage.anchors},
             "hot_bytes": {"": usage.hot_blocks * shape.hot_nbytes},
             "cold_bytes": {"": usage.cold_nbytes},
             "exact_blocks": {"": usage.exact_blocks},

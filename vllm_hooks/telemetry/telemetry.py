@@ -48,7 +48,7 @@ class Telemetry(Observer):
     def evicted(self, eviction: Eviction) -> None:
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
-        tell_eviction(eviction, self._manager.shape)
+        tell_eviction(eviction)
 
     def dropped(self, drop: Drop) -> None:
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
@@ -56,10 +56,10 @@ class Telemetry(Observer):
     def restored(self, restored: Restored) -> None:
         if restored.is_prefetch:
             self._stats.count("prefetches")
-            self._stats.count("prefetched_blocks", restored.good)
+            self._stats.count("prefetched_blocks", restored.good + restored.beside)
         else:
             self._stats.count("restores")
-            self._stats.count("restored_blocks", restored.good)
+            self._stats.count("restored_blocks", restored.good + restored.beside)
             self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
             self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
         self._stats.count_all("failures", restored.causes)

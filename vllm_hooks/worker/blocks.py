@@ -1,6 +1,5 @@
 """Blocks of the paged cache to encoded blocks and back: what the ways of doing it have in common, and the CPU's."""
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -11,7 +10,7 @@ from numpy.typing import NDArray
 from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import PagedLayout
@@ -57,7 +56,8 @@ class Blocks(ABC):
 class PagedMemory(ABC):
     """A paged cache whose blocks are read and written by the CPU.
 
-    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 as its bits.
+    Keys and values are [layers, heads, tokens, head_dim] in the cache's numbers, bf16 and fp8 as their bits; other
+    blocks have what `BlockShape` says in their places.
     """
 
     @abstractmethod
@@ -77,23 +77,47 @@ class PagedMemory(ABC):
 class HostMemory(PagedMemory):
     """The paged cache is in this machine's memory, in whatever order the CPU's attention kernels like."""
 
-    def __init__(self, layers: Sequence[Layer], shape: tuple[int, int, int]) -> None:
-        """shape: heads, tokens, head_dim of a block."""
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
         self._layers = [(_as_numpy(layer.rows), layer.keys, layer.values) for layer in layers]
-        self._shape = (len(layers), *shape)
+        self._shapes = (shape.numbers, shape.value_numbers)
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        both: Numbers = np.empty((2, len(self._layers), math.prod(self._shape[1:])), self._layers[0][0].dtype)
-        for n, (rows, keys, values) in enumerate(self._layers):
+        keys, values = (np.empty(shape, self._layers[0][0].dtype) for shape in self._shapes)
+        for n, (rows, key_at, value_at) in enumerate(self._layers):
             # mode="clip" spares numpy a buffer; all positions are in range.
-            np.take(rows[block_id], keys, out=both[0, n], mode="clip")
-            np.take(rows[block_id], values, out=both[1, n], mode="clip")
-        return both[0].reshape(self._shape), both[1].reshape(self._shape)
+            np.take(rows[block_id], key_at, out=keys[n].reshape(-1), mode="clip")
+            np.take(rows[block_id], value_at, out=values[n].reshape(-1), mode="clip")
+        return keys, values
 
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
         for n, (rows, key_at, value_at) in enumerate(self._layers):
             rows[block_id, key_at] = keys[n].reshape(-1)
             rows[block_id, value_at] = values[n].reshape(-1)
+
+
+class LatentMemory(PagedMemory):
+    """The paged cache is a GPU's and holds latents (MLA): a block's numbers of all layers are copied as they lie, and
+    sorted by the CPU."""
+
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+        self._layers, self._shape = list(layers), shape
+
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        rows = _as_numpy(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
+        keys = np.stack([row[layer.keys] for row, layer in zip(rows, self._layers, strict=True)])
+        latents = np.stack([row[layer.values] for row, layer in zip(rows, self._layers, strict=True)])
+        return keys.reshape(self._shape.numbers), latents.reshape(self._shape.value_numbers)
+
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        targets = [layer.rows[block_id] for layer in self._layers]
+        rows: Numbers = np.empty((len(targets), targets[0].numel()), keys.dtype)
+        for n, layer in enumerate(self._layers):
+            rows[n, layer.keys] = keys[n].reshape(-1)
+            rows[n, layer.values] = values[n].reshape(-1)
+        device = targets[0].device
+        torch._foreach_copy_(targets, list(torch.from_numpy(rows).view(targets[0].dtype).to(device)))
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
 
 
 class DeviceMemory(PagedMemory):
@@ -140,6 +164,26 @@ class DeviceMemory(PagedMemory):
         return [cache.as_strided(shape, strides, cache.storage_offset() + start) for cache in layout.caches]
 
 
+class PackedMemory(PagedMemory):
+    """The blocks are bytes that nobody looks into, in the CPU's memory or a GPU's: they are copied layer by layer."""
+
+    def __init__(self, layers: Sequence[Layer], shape: BlockShape) -> None:
+        self._rows, self._shape = [layer.rows for layer in layers], shape
+
+    def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
+        together = torch.cat([rows[block_id] for rows in self._rows]).cpu()
+        return together.numpy().reshape(self._shape.numbers), np.empty(self._shape.value_numbers, np.uint8)
+
+    def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
+        device = self._rows[0].device
+        host = torch.from_numpy(keys.reshape(-1).copy())  # torch wants memory that it may write to
+        parts = host.to(device).split([rows.shape[1] for rows in self._rows])
+        for rows, part in zip(self._rows, parts, strict=True):
+            rows[block_id].copy_(part)
+        if device.type == "cuda":
+            torch.cuda.current_stream(device).synchronize()
+
+
 class CpuBlocks(Blocks):
     """On the CPU's cores, one block after the other; the caller's threads go side by side."""
 
@@ -174,7 +218,7 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock) -> Buffer | str:
         keys, values = self._memory.gather(spill.block_id)
         try:
-            format = self.formats.named(spill.codec)
+            format = self.formats.named("" if self.formats.shape.is_raw else spill.codec)
             made = _encoded(format, keys, values, spill)
             if format is self.formats.current and made.nbytes > self._first.max_nbytes(spill.exact):
                 return _encoded(self._first, keys, values, spill)

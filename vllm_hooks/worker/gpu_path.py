@@ -8,7 +8,7 @@ the order in which the streams use it; where it changes hands between streams, o
 
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import groupby
@@ -67,11 +67,22 @@ class Encoding(NamedTuple):
     """Blocks that are encoded together, and the room in a tier for the codes of each: nbytes, the most that they take.
     in_place: they are made there."""
 
+    codec: PagedCodec
     spills: Sequence[SpillBlock]
     tier: Tier
     places: Places
     in_place: bool
     nbytes: int
+
+
+class Decoding(NamedTuple):
+    """A chunk of a load whose codes are checked, and are to be decoded."""
+
+    codec: PagedCodec
+    stream: torch.cuda.Stream
+    chunk: Chunk
+    batch: Batch
+    codes: torch.Tensor
 
 
 class Spill(NamedTuple):
@@ -96,25 +107,27 @@ class Restore:
 
 
 class GpuPath(WorkerPath):
-    """One rank's blocks to codes and back by a paged codec on its GPU.
+    """One rank's blocks to codes and back by paged codecs on its GPU.
 
-    forms: how many first tokens of a block may have to be kept exact; it can do others, but has not prepared for them.
-    make: a codec by its name, should blocks be ordered in another one. calibration: what is made of the blocks besides.
+    codecs: by KV cache group, that of the chains' blocks first; all on one device. forms: how many first tokens of a
+    block may have to be kept exact; it can do others, but has not prepared for them. make: a group's codec by its name,
+    should blocks be ordered in another one. calibration: what is made of the chains' blocks besides.
     """
 
     def __init__(
         self,
-        codec: PagedCodec,
+        codecs: Mapping[int, PagedCodec],
         tiers: Tiers,
         fails_whole: bool = False,
         forms: Sequence[int] = (0,),
-        make: Callable[[str], PagedCodec] | None = None,
+        make: Callable[[int, str], PagedCodec] | None = None,
         calibration: Calibration | None = None,
     ) -> None:
         super().__init__(fails_whole)
-        self.codec, self.tiers, self._make, self._calibration = codec, tiers, make, calibration
-        self._device = codec.device
-        least = codec.form(codec.layout.tokens).nbytes
+        self.codecs, self.tiers, self._make, self._calibration = dict(codecs), tiers, make, calibration
+        self._chain = next(iter(self.codecs))
+        self._device = self.codecs[self._chain].device
+        least = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
         self._spill_lane, self._prefetch_lane = (Lane(max(STAGING_BYTES, least), self._device) for _ in range(2))
         nbytes = max(RESTORE_STAGING_BYTES, least)
         self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
@@ -124,13 +137,14 @@ class GpuPath(WorkerPath):
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
-        self._prepared: dict[str, PagedCodec] = {}
+        self._prepared: dict[tuple[int, str], PagedCodec] = {}
         self._warm_up(forms)
 
     def prepare(self, name: str) -> None:
         """Blocks may soon be ordered in this codec instead. For any thread."""
-        assert self._make is not None
-        self._prepared[name] = self._make(name)
+        for group in list(self.codecs):
+            if self._is_other(group, name):
+                self._prepare(group, name)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self._may_pause = metadata.model_rests
@@ -151,16 +165,17 @@ class GpuPath(WorkerPath):
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
         try:
-            self._use({spill.codec for spill in metadata.spills})
+            self._use({(spill.group, spill.codec) for spill in metadata.spills})
         except Exception as error:
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in metadata.spills])
             return
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
-        for exact, spills in _by_form(metadata.spills).items():
-            taken, moved = self.tiers.take(self.codec.form(exact).nbytes, len(spills))
-            encodings += self._encodings(exact, spills, taken)
+        for (group, exact), spills in _by_form(metadata.spills).items():
+            codec = self.codecs[group]
+            taken, moved = self.tiers.take(codec.form(exact).nbytes, len(spills))
+            encodings += self._encodings(codec, exact, spills, taken)
             demotions += moved
             refused = spills[len(taken) :]
             self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
@@ -193,21 +208,35 @@ class GpuPath(WorkerPath):
             self._end_restore(self._prefetches.popleft())
         return super().take_finished_loads()
 
-    def shutdown(self) -> None:
+    def wait(self) -> None:
         for lane in self._lanes:
             lane.stream.synchronize()
+
+    def shutdown(self) -> None:
+        self.wait()
         if self._calibration is not None:
             self._calibration.stop()
         self.tiers.release()
 
     # -- evict ----------------------------------------------------------------------------------------
 
-    def _use(self, names: set[str]) -> None:
-        """Encode in this codec from now on, before there is any block in the tiers: the guard has chosen it."""
-        for name in names - {"", self.codec.format.codec}:
-            if name not in self._prepared:  # another rank has asked for it
-                self.prepare(name)
-            self.codec = self._prepared.pop(name)
+    def _use(self, names: set[tuple[int, str]]) -> None:
+        """Encode a group's blocks in this codec from now on, before there is any block in the tiers: the guard has
+        chosen it."""
+        for group, name in names:
+            if self._is_other(group, name):
+                if (group, name) not in self._prepared:  # another rank has asked for it
+                    self._prepare(group, name)
+                self.codecs[group] = self._prepared.pop((group, name))
+
+    def _is_other(self, group: int, name: str) -> bool:
+        """Whether the group's blocks would be encoded otherwise in this codec; bytes as they are never are."""
+        found = self.codecs[group].format
+        return name not in ("", found.codec) and not found.shape.is_raw
+
+    def _prepare(self, group: int, name: str) -> None:
+        assert self._make is not None
+        self._prepared[group, name] = self._make(group, name)
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
@@ -224,31 +253,34 @@ class GpuPath(WorkerPath):
             _copy(device.codes, sources, host.codes, targets, nbytes)
             self._demoted = stream.record_event()
 
-    def _encodings(self, exact: int, spills: Sequence[SpillBlock], taken: Sequence[Taken]) -> Iterator[Encoding]:
+    def _encodings(
+        self, codec: PagedCodec, exact: int, spills: Sequence[SpillBlock], taken: Sequence[Taken]
+    ) -> Iterator[Encoding]:
         """Blocks that go the same way, as many as fit into the staging buffer if they go through it."""
-        nbytes, start = self.codec.form(exact).nbytes, 0
+        nbytes, start = codec.form(exact).nbytes, 0
         for (tier, in_place), some in groupby(taken, attrgetter("tier", "in_place")):
             places = [one.extents for one in some]
             step = len(places) if in_place else len(self._spill_lane.staging.places(nbytes))
             for first in range(0, len(places), step):
                 part = places[first : first + step]
-                yield Encoding(spills[start : start + len(part)], tier, part, in_place, nbytes)
+                yield Encoding(codec, spills[start : start + len(part)], tier, part, in_place, nbytes)
                 start += len(part)
 
     def _encode(self, encoding: Encoding) -> None:
-        spills, tier, places, in_place, nbytes = encoding
+        codec, spills, tier, places, in_place, nbytes = encoding
         began, lane = time.monotonic(), self._spill_lane
         codes, ours = (
             (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
         )
-        keys, _, block_ids, first_tokens, (exact, *_), _ = zip(*spills, strict=True)
+        keys, (group, *_), block_ids, first_tokens, (exact, *_), _ = zip(*spills, strict=True)
         with torch.cuda.stream(lane.stream):
-            batch = self.codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
-            self.codec.encode(batch, codes)
+            batch = codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
+            codec.encode(batch, codes)
             if not in_place:  # how much of its room a block takes is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-            samples = self._calibration.begin(spills) if self._calibration is not None else ()
-            self._spills.append(Spill(encoding, self._chunk(batch, lane.stream), began, samples))
+            calibration = self._calibration if group == self._chain else None
+            samples = calibration.begin(spills) if calibration is not None else ()
+            self._spills.append(Spill(encoding, self._chunk(codec, batch, lane.stream), began, samples))
 
     def _end_spills(self) -> None:
         """Report those whose codes are there."""
@@ -301,14 +333,22 @@ class GpuPath(WorkerPath):
 
         Codes on the device are all checked before any is decoded: vLLM can be told sooner.
         """
-        [part] = restore.load.parts
+        model, later = self._model(), list[Decoding]()
+        for part in restore.load.parts:
+            if not self._begin_part(restore, part, model, later):
+                break  # what follows is of no use
+        for one in later:
+            self._decode(one, model)
+
+    def _begin_part(self, restore: Restore, part: GroupBlocks, model: torch.cuda.Event, later: list[Decoding]) -> bool:
+        """The same of a group's blocks; whether all of them are there. later: gets what is not to be decoded yet."""
         lanes = [self._prefetch_lane] if restore.load.is_prefetch else self._load_lanes
-        model, later, done = self._model(), [], 0
-        for run in self._runs(part, lanes[0]):
+        codec, done = self.codecs[part.group], 0
+        for run in self._runs(codec, part, lanes[0]):
             lane, (tier, in_place, blocks) = lanes[len(restore.chunks) % len(lanes)], run
             some = slice(done, done := done + len(blocks))
             exact, extents, sizes = blocks[0].exact, [stored.extents for stored in blocks], [b.nbytes for b in blocks]
-            places = extents if in_place else self._places(lane, exact)[: len(blocks)]
+            places = extents if in_place else _places(codec, lane, exact)[: len(blocks)]
             codes = tier.codes if in_place else lane.staging.codes
             with torch.cuda.stream(lane.stream):
                 if self._demoted is not None:
@@ -316,33 +356,34 @@ class GpuPath(WorkerPath):
                 if not in_place:
                     _copy(tier.codes, extents, codes, places, sizes)
                 first_tokens, offsets = [stored.first_token for stored in blocks], [place[0].start for place in places]
-                batch = self.codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets, sizes)
-                self.codec.verify(batch, codes)
-                restore.chunks.append(self._chunk(batch, lane.stream, torch.tensor(sizes)))
-            later.append((lane.stream, restore.chunks[-1], batch, codes))
-            if not in_place:  # the staging buffer is needed for the next but one
-                self._decode(*later.pop(), model)
-        for one in later:
-            self._decode(*one, model)
+                batch = codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets, sizes)
+                codec.verify(batch, codes)
+                chunk = self._chunk(codec, batch, lane.stream, torch.tensor(sizes))
+            restore.chunks.append(chunk)
+            decoding = Decoding(codec, lane.stream, chunk, batch, codes)
+            if in_place:
+                later.append(decoding)
+            else:  # the staging buffer is needed for the next but one
+                self._decode(decoding, model)
+        return done == len(part.keys)
 
-    def _runs(self, part: GroupBlocks, lane: Lane) -> Iterator[Run]:
-        """The blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
+    def _runs(self, codec: PagedCodec, part: GroupBlocks, lane: Lane) -> Iterator[Run]:
+        """A group's blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
         group, keys, _ = part
         done = 0
         while done < len(keys) and (run := self.tiers.find(group, keys[done : done + LOAD_CHUNK])):
             blocks = run.blocks
-            step = len(blocks) if run.in_place else len(self._places(lane, blocks[0].exact))
+            step = len(blocks) if run.in_place else len(_places(codec, lane, blocks[0].exact))
             for start in range(0, len(blocks), step):
                 yield run._replace(blocks=blocks[start : start + step])
             done += len(blocks)
 
-    def _decode(
-        self, stream: torch.cuda.Stream, chunk: Chunk, batch: Batch, codes: torch.Tensor, model: torch.cuda.Event
-    ) -> None:
+    def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
         """Decode what is good of a chunk, once the model is done with the blocks."""
+        codec, stream, chunk, batch, codes = decoding
         stream.wait_event(model)
         with torch.cuda.stream(stream):
-            self.codec.decode(batch, codes)
+            codec.decode(batch, codes)
             chunk.done = stream.record_event()
 
     def _pause(self) -> None:
@@ -421,13 +462,11 @@ class GpuPath(WorkerPath):
         event: torch.cuda.Event = torch.cuda.current_stream(self._device).record_event()
         return event
 
-    def _places(self, lane: Lane, exact: int) -> Places:
-        """For as many blocks with so many exact tokens as fit into the staging buffer."""
-        return lane.staging.places(self.codec.form(exact).nbytes)
-
-    def _chunk(self, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None) -> Chunk:
+    def _chunk(
+        self, codec: PagedCodec, batch: Batch, stream: torch.cuda.Stream, nbytes: torch.Tensor | None = None
+    ) -> Chunk:
         """nbytes: where it is known."""
-        form, status = self.codec.form(batch.exact), self._soon(batch.status)
+        form, status = codec.form(batch.exact), self._soon(batch.status)
         if nbytes is None:
             nbytes = self._soon(batch.nbytes) if form.varies else torch.tensor([form.nbytes] * len(status))
         reached = stream.record_event()
@@ -442,19 +481,27 @@ class GpuPath(WorkerPath):
         """Do now what the first job would otherwise pay for: compile and load the kernels, allocate pinned memory."""
         for lane in self._lanes:
             with torch.cuda.stream(lane.stream):
-                for exact in forms:
-                    places = self._places(lane, exact)
-                    none = [0] * len(places)
-                    batch = self.codec.batch(exact, [b""] * len(none), none, none, [place[0].start for place in places])
-                    self.codec.encode(batch, lane.staging.codes)
-                    self._chunk(batch, lane.stream).done.synchronize()
+                for codec in self.codecs.values():
+                    for exact in (
+                        (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+                    ):
+                        places = _places(codec, lane, exact)
+                        none, offsets = [0] * len(places), [place[0].start for place in places]
+                        batch = codec.batch(exact, [b""] * len(none), none, none, offsets)
+                        codec.encode(batch, lane.staging.codes)
+                        self._chunk(codec, batch, lane.stream).done.synchronize()
 
 
-def _by_form(spills: Sequence[SpillBlock]) -> dict[int, list[SpillBlock]]:
-    """By how many first tokens are kept exact."""
-    found: dict[int, list[SpillBlock]] = {}
+def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
+    """For as many blocks with so many exact tokens as fit into the staging buffer."""
+    return lane.staging.places(codec.form(exact).nbytes)
+
+
+def _by_form(spills: Sequence[SpillBlock]) -> dict[tuple[int, int], list[SpillBlock]]:
+    """By KV cache group, and how many first tokens are kept exact."""
+    found: dict[tuple[int, int], list[SpillBlock]] = {}
     for spill in spills:
-        found.setdefault(spill.exact, []).append(spill)
+        found.setdefault((spill.group, spill.exact), []).append(spill)
     return found
 
 

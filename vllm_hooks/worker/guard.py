@@ -52,6 +52,11 @@ class Guard:
             taken, self._verdicts = self._verdicts, []
             return taken
 
+    def wait(self) -> None:
+        """Until nothing reads the paged cache."""
+        if self._threads is not None:
+            self._threads.wait()
+
     def shutdown(self) -> None:
         """Wait for what is under way."""
         if self._threads is not None:

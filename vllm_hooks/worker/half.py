@@ -1,36 +1,53 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 from vllm.logger import init_logger
 
-from manthan.codec.block import BlockFormat
+from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.paged import PagedCodec, PagedLayout
+from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
+from manthan.codec.state import STATE_CODECS
 from manthan.codec.wht import NAME as WHT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, exact_counts, rank_facts
+from manthan.vllm_hooks.kv_dtype import is_packed
+from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import make_store, namespace_of
-from manthan.vllm_hooks.support import Group, UnsupportedError, only_group
-from manthan.vllm_hooks.transfer_config import from_vllm_config
-from manthan.vllm_hooks.worker.blocks import Blocks, CpuBlocks, DeviceMemory, HostMemory, PagedMemory
+from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
+from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
+from manthan.vllm_hooks.worker.blocks import (
+    Blocks,
+    CpuBlocks,
+    DeviceMemory,
+    HostMemory,
+    LatentMemory,
+    PackedMemory,
+    PagedMemory,
+)
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
-from manthan.vllm_hooks.worker.layout import Layer, paged_layout, probe_layers
+from manthan.vllm_hooks.worker.layout import (
+    Layer,
+    packed_layers,
+    paged_layout,
+    placed_layers,
+    probe_layers,
+    raw_layout,
+)
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
@@ -42,15 +59,50 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan.worker")
 
 
+@dataclass(frozen=True)
+class GroupCache:
+    """A KV cache group's blocks: where they lie, and the formats of their codes, the configured one first. exacts: how
+    many first tokens may have to be kept exact."""
+
+    layers: list[Layer]
+    forms: Sequence[BlockFormat]
+    exacts: Sequence[int]
+
+    @property
+    def shape(self) -> BlockShape:
+        return self.forms[0].shape
+
+    @property
+    def memory(self) -> PagedMemory:
+        """The paged cache as the CPU reads and writes it."""
+        if self.shape.is_raw:
+            return PackedMemory(self.layers, self.shape)
+        if self.layers[0].rows.is_cpu:
+            return HostMemory(self.layers, self.shape)
+        return LatentMemory(self.layers, self.shape) if self.shape.latent else DeviceMemory(self._paged())
+
+    @property
+    def layout(self) -> PagedLayout | RawLayout:
+        """The paged cache as a GPU reads and writes it. Raises UnsupportedError."""
+        return raw_layout(self.layers, self.shape) if self.shape.is_raw else self._paged()
+
+    def _paged(self) -> PagedLayout:
+        return paged_layout(self.layers, self.shape)
+
+
 class WorkerHalf:
     """Chooses the path that fits the device. Until then, as in a profiling run, there is nothing to do."""
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
         self._config = from_vllm_config(vllm_config)
-        self._group = only_group(kv_cache_config)
+        self._groups = groups_of(
+            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
+        )
+        self._group = self._groups.chain
+        self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
-        self._fails_whole = len(kv_cache_config.kv_cache_groups) > 1
+        self._fails_whole = bool(self._groups.windows)
         self.path: WorkerPath = Resting()
         self._guard: Guard | None = None
 
@@ -69,28 +121,70 @@ class WorkerHalf:
         report.verdicts += verdicts
         return report
 
+    def wait(self) -> None:
+        """Until nothing that was begun reads or writes the paged cache, whose memory may go then."""
+        self.path.wait()
+        if self._guard is not None:
+            self._guard.wait()
+
     def shutdown(self) -> None:
         if self._guard is not None:
             self._guard.shutdown()
         self.path.shutdown()
 
     def register_kv_caches(self, kv_caches: Mapping[str, torch.Tensor]) -> None:
-        modules: dict[str, Any] = attention_modules(self._vllm_config)
-        spec, config, parallel = self._group.spec, self._config, self._vllm_config.parallel_config
-        shape = (spec.num_kv_heads, spec.block_size, spec.head_size)
-        layers = probe_layers(kv_caches, modules, self._num_blocks, shape)
-        group = replace(self._group, layers=len(layers))  # those that share a cache are one
+        config, parallel = self._config, self._vllm_config.parallel_config
+        layers = self._layers(self._group, kv_caches)
+        group = self._group
+        if not group.is_packed:
+            group = replace(group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_shared:
-            namespace = namespace_of(self._vllm_config, config, group)
+            namespace = namespace_of(self._vllm_config, config, self._groups)
             name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
-        rope = running_rope(self._vllm_config, spec.head_size, tell=takes_facts(config.codec.name))
+        rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
-        self.path = self._path(layers, forms, group, tier_bytes, store)
+        chain = GroupCache(layers, forms, self._exacts(group))
+        beside = {each.group.index: self._beside(each.group, kv_caches, name) for each in self._groups.others}
+        self.path = self._path(chain, group, tier_bytes, store, beside)
         if config.codec.guard:
-            self._guard = self._make_guard(layers, forms, rope)
+            self._guard = self._make_guard(chain, rope)
+
+    def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
+        """Where the group's blocks lie. Raises UnsupportedError."""
+        config = self._kv_cache_config
+        if group.is_packed and self._groups.windows:
+            return placed_layers(kv_caches, config, dict(zip(group.names, group.layer_nbytes, strict=True)))
+        if keeps_bytes(self._vllm_config) and not is_packed(self._vllm_config.cache_config):
+            return placed_layers(kv_caches, config, page_nbytes(config))
+        caches = {name: cache for name, cache in kv_caches.items() if name in group.names}
+        if group.is_packed:
+            return packed_layers(caches, self._num_blocks, group.layer_nbytes)
+        modules: dict[str, Any] = attention_modules(self._vllm_config)
+        return probe_layers(caches, modules, self._num_blocks, block_shape(group))
+
+    def _beside(self, group: Group, kv_caches: Mapping[str, torch.Tensor], namespace: str) -> GroupCache:
+        """The blocks of another group than that of the chains. namespace: see `fingerprint`."""
+        layers, config = self._layers(group, kv_caches), self._config.codec
+        codec = codec_beside(config.name, group, config.state)
+        if not group.is_packed:
+            group = replace(group, layers=len(layers))
+        rope, names = self._rope(group), (codec, *([] if group.is_packed else finer_codecs(codec)))
+        forms = [self._format(name, group, self._facts(name, group, rope), namespace) for name in names]
+        return GroupCache(layers, forms, self._exacts(group))
+
+    def _exacts(self, group: Group) -> Sequence[int]:
+        """How many first tokens of its blocks may have to be kept exact."""
+        return [0] if group.is_packed else sorted(exact_counts(self._config.codec, group.spec.block_size))
+
+    def _rope(self, group: Group) -> Rope | None:
+        """How keys of the group's layers are turned, if that is known; latents are not, and bytes are no keys."""
+        if group.latent or group.is_packed:
+            return None
+        tell = takes_facts(self._config.codec.name)
+        return running_rope(self._vllm_config, group.spec.head_size, tell, group.names)
 
     def _facts(self, codec: str, group: Group, rope: Rope | None) -> ModelFacts:
         """What the codec may know. Raises ConfigError for a profile that does not fit."""
@@ -103,69 +197,63 @@ class WorkerHalf:
 
     def _format(self, codec: str, group: Group, facts: ModelFacts, namespace: str) -> BlockFormat:
         """namespace: see `fingerprint`. Raises ConfigError."""
+        facts = with_states(codec, group, facts)
         try:
             return block_format(codec, group, fingerprint(self._vllm_config, group, codec, namespace, facts), facts)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
 
-    def _make_guard(self, layers: list[Layer], forms: Sequence[BlockFormat], rope: Rope | None) -> Guard:
-        shape, device, path = forms[0].shape.numbers[1:], layers[0].rows.device, self.path
-        if device.type == "cpu":
-            return Guard(HostMemory(layers, shape), forms, rope, device, BlockFormat.warm_up)
+    def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
+        device, path, memory = chain.layers[0].rows.device, self.path, chain.memory
+        if not isinstance(memory, DeviceMemory):
+            return Guard(memory, chain.forms, rope, device, BlockFormat.warm_up)
         from manthan.vllm_hooks.worker.gpu_path import GpuPath
-
-        layout = paged_layout(layers, shape)
 
         def prepare(form: BlockFormat) -> None:
             if isinstance(path, GpuPath):
                 path.prepare(form.codec)
 
-        return Guard(DeviceMemory(layout), forms, rope, device, prepare)
+        return Guard(memory, chain.forms, rope, device, prepare)
 
     def _path(
         self,
-        layers: list[Layer],
-        forms: Sequence[BlockFormat],
+        chain: GroupCache,
         group: Group,
         tier_bytes: TierBytes,
         store: ColdStore | None,
+        beside: Mapping[int, GroupCache],
     ) -> WorkerPath:
         """Where the codec runs, and on what: the only place where that is chosen.
 
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
-        cache in its memory or a GPU's. forms: the configured one first. store: None for one of this engine alone.
+        cache in its memory or a GPU's. store: None for one of this engine alone.
         """
-        form = forms[0]
-        shape = form.shape.numbers[1:]
-        device, threads = layers[0].rows.device, self._config.encode_threads
-        on_gpu = codec_backend(self._config.backend, device) == "cuda"
+        device, threads = chain.layers[0].rows.device, self._config.encode_threads
+        by_kernels = not (chain.shape.latent or chain.shape.dtype.is_fp8)
+        on_gpu = by_kernels and codec_backend(self._config.backend, device) == "cuda"
+        groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
-            exacts, layout = sorted(exact_counts(self._config.codec, form.shape.tokens)), paged_layout(layers, shape)
-            calibration = self._calibration(DeviceMemory(layout), form, None, group)
-            return _gpu_path(layout, forms, tier_bytes, self._fails_whole, exacts, calibration)
+            calibration = self._calibration(chain, None, group)
+            return _gpu_path(groups, tier_bytes, self._fails_whole, calibration)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        memory = HostMemory(layers, shape) if device.type == "cpu" else DeviceMemory(paged_layout(layers, shape))
-        blocks: Blocks
+        blocks: dict[int, Blocks]
         if on_gpu:
-            layout = paged_layout(layers, shape)
-            blocks = PagedBlocks(*(paged_codec(layout, each) for each in forms))
+            blocks = {index: _paged_blocks(each) for index, each in groups.items()}
             threads = min(threads, ENCODE_THREADS)
         else:
-            blocks = CpuBlocks(memory, *forms)
-        calibration = self._calibration(memory, form, blocks, group)
+            blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
+        calibration = self._calibration(chain, blocks[chain.forms[0].group], group)
         if store is None:
             store = HostStore(tier_bytes.host)
-        return HostPath({form.group: blocks}, store, threads, device, self._fails_whole, calibration)
+        return HostPath(blocks, store, threads, device, self._fails_whole, calibration)
 
-    def _calibration(
-        self, memory: PagedMemory, form: BlockFormat, blocks: Blocks | None, group: Group
-    ) -> Calibration | None:
+    def _calibration(self, chain: GroupCache, blocks: Blocks | None, group: Group) -> Calibration | None:
         """Where the codec wants a profile that there is not yet. blocks: that may take it up at once."""
-        job = calibration_job(self._vllm_config, form)
+        job = calibration_job(self._vllm_config, chain.forms[0])
         if job is None:
             return None
 
@@ -176,7 +264,7 @@ class WorkerHalf:
             blocks.change_to(self._format(job.preset, group, facts, ""))
             return "blocks are encoded with it from now on"
 
-        return Calibration(memory, job, made)
+        return Calibration(chain.memory, job, made)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -195,7 +283,7 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
 
 
-def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
+def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
     """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
@@ -203,6 +291,8 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
     from manthan.codec.gpu.torch_codec import TorchPagedCodec
     from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
+    if isinstance(layout, RawLayout):
+        return _raw_codec(layout, form)
     if needs_profile(form.codec) or form.codec == WHT:
         try:
             return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
@@ -223,27 +313,43 @@ def paged_codec(layout: PagedLayout, form: BlockFormat) -> PagedCodec:
         return TorchPagedCodec(layout, form)
 
 
+def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
+    """That of bytes which nobody looks into."""
+    from manthan.codec.gpu.nvrtc import CompileError
+    from manthan.codec.gpu.raw import RawPagedCodec, seals
+
+    if form.codec in STATE_CODECS.values():
+        raise UnsupportedError(
+            "codec.state is not exact, but a GPU keeps states as they are: use exact, or backend numpy."
+        )
+    try:
+        return RawPagedCodec(layout, form, seals(layout.caches[0].device))
+    except CompileError as error:
+        logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
+        return RawPagedCodec(layout, form)
+
+
+def _paged_blocks(cache: GroupCache) -> PagedBlocks:
+    layout = cache.layout
+    return PagedBlocks(*(paged_codec(layout, form) for form in cache.forms))
+
+
 def _gpu_path(
-    layout: PagedLayout,
-    forms: Sequence[BlockFormat],
-    tier_bytes: TierBytes,
-    fails_whole: bool,
-    exacts: Sequence[int],
-    calibration: Calibration | None,
+    groups: Mapping[int, GroupCache], tier_bytes: TierBytes, fails_whole: bool, calibration: Calibration | None
 ) -> WorkerPath:
-    """forms: the configured one first."""
+    """groups: that of the chains first."""
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
-    device, by_name = layout.caches[0].device, {form.codec: form for form in forms}
+    layouts = {index: each.layout for index, each in groups.items()}
+    codecs = {index: paged_codec(layouts[index], each.forms[0]) for index, each in groups.items()}
+    chain = next(iter(groups.values()))
+    device = chain.layers[0].rows.device
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
     on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
-    tiers = Tiers(on_device, on_host)
-    return GpuPath(
-        paged_codec(layout, forms[0]),
-        tiers,
-        fails_whole,
-        exacts,
-        lambda name: paged_codec(layout, by_name[name]),
-        calibration,
-    )
+
+    def make(index: int, name: str) -> PagedCodec:
+        [form] = [form for form in groups[index].forms if form.codec == name]
+        return paged_codec(layouts[index], form)
+
+    return GpuPath(codecs, Tiers(on_device, on_host), fails_whole, chain.exacts, make, calibration)

@@ -31,8 +31,9 @@ MISSING = "missing"
 class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
-    blocks: by KV cache group. device: where the paged cache is. On a GPU, a job works on a stream of its own, behind
-    what the model's stream was given before. calibration: what is made of the blocks besides.
+    blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
+    stream of its own, behind what the model's stream was given before. calibration: what is made of the chains' blocks
+    besides.
     """
 
     def __init__(
@@ -46,6 +47,7 @@ class HostPath(WorkerPath):
     ) -> None:
         super().__init__(fails_whole)
         self.blocks, self.store = blocks, store
+        self._chain = next(iter(blocks))
         self._calibration = calibration
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
@@ -73,6 +75,10 @@ class HostPath(WorkerPath):
             for start in range(0, len(spills), blocks.batch):
                 self._encoders.submit(self._spill, spills[start : start + blocks.batch], blocks, self.store, model)
 
+    def wait(self) -> None:
+        for threads in (self._encoders, self._loaders, self._prefetchers):
+            threads.wait()
+
     def shutdown(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
@@ -89,7 +95,7 @@ class HostPath(WorkerPath):
         began = time.monotonic()
         try:
             with behind(model, self._device):
-                if self._calibration is not None:
+                if self._calibration is not None and spills[0].group == self._chain:
                     self._calibration.see(spills)
                 encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
             bufs = {spill.key: buf for spill, buf in encoded.items() if not isinstance(buf, str)}

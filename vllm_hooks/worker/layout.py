@@ -1,30 +1,40 @@
-"""How an attention backend lays keys and values out inside a block, found by asking the backend itself.
+"""How an attention backend lays keys and values, or latents (MLA), out inside a block, found by asking the backend.
 
 Nothing here assumes a layout. At start, known numbers are written through the backend's own cache-write operation into
 a scratch block, once a base-256 digit of each element's ordinal, since every cache dtype holds 0 to 255 exactly. Where
-the digits turn up is where the element lies.
+the digits turn up is where the element lies. fp8 does not hold them, and has a scale: there it is a bit at a time, and
+what is not zero is a one.
 """
 
-from collections.abc import Mapping
-from typing import Any, NamedTuple
+import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from manthan.codec.gpu.paged import PagedLayout
-from manthan.vllm_hooks.compat import write_kv
+from manthan.codec.block import BlockShape
+from manthan.codec.gpu.paged import PagedLayout, RawLayout
+from manthan.vllm_hooks.compat import write_kv, write_latents
 from manthan.vllm_hooks.support import UnsupportedError
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_cache_interface import KVCacheConfig
 
 Index = NDArray[np.int64]
 
 SCRATCH_BLOCK = 1  # block 0 is vLLM's null block; no request owns any block yet
+ONE = 16.0
+"""What is written for a bit of fp8: no scale that anybody has makes it zero."""
+NOWHERE: Index = np.empty(0, np.int64)
 
 
 class Layer(NamedTuple):
     """A layer's cache as [blocks, elements] in the order of memory, and where a block's keys and values are in a row.
 
-    keys, values: [heads * tokens * head_dim] positions in the order head, token, element.
+    rows: fp8 as uint8. keys, values: the positions of a block's, in the order head, token, element; of RoPE's part and
+    of latents in pieces where there are latents, and none of either where blocks are bytes that nobody looks into.
     """
 
     name: str
@@ -37,27 +47,65 @@ def probe_layers(
     caches: Mapping[str, torch.Tensor],
     modules: Mapping[str, Any],
     num_blocks: int,
-    shape: tuple[int, int, int],
+    shape: BlockShape,
 ) -> list[Layer]:
     """The layers that have a cache of their own; some models share one between layers.
 
     caches: each layer's paged cache by layer name, blocks first. modules: the attention modules by the same names, with
-    `impl`. shape: heads, tokens, head_dim of a block. Raises UnsupportedError.
+    `impl`. shape: of a block; its number of layers does not matter. Raises UnsupportedError.
     """
     distinct = {cache.data_ptr(): name for name, cache in reversed(list(caches.items()))}
     names = [name for name in caches if name in distinct.values()]
     layers = []
     for name in names:
         rows = _block_rows(caches[name], num_blocks, name)
+        rows = rows.view(torch.uint8) if rows.element_size() == 1 else rows
         layers.append(Layer(name, rows, *_probe(rows, caches[name], modules[name], shape)))
     return layers
 
 
-def paged_layout(layers: list[Layer], shape: tuple[int, int, int]) -> PagedLayout:
+def packed_layers(caches: Mapping[str, torch.Tensor], num_blocks: int, nbytes: Sequence[int]) -> list[Layer]:
+    """The layers of a cache whose blocks are bytes that nobody looks into. nbytes: a block's in each layer.
+
+    Raises UnsupportedError.
+    """
+    rows = {name: _block_rows(cache, num_blocks, name).view(torch.uint8) for name, cache in caches.items()}
+    found = [each.shape[1] for each in rows.values()]
+    if sorted(found) != sorted(nbytes) or len({each.data_ptr() for each in rows.values()}) < len(rows):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: blocks of the KV cache take {found} bytes in the layers; {list(nbytes)} are "
+            "expected."
+        )
+    return [Layer(name, each, NOWHERE, NOWHERE) for name, each in rows.items()]
+
+
+def placed_layers(caches: Mapping[str, Any], config: "KVCacheConfig", nbytes: Mapping[str, int]) -> list[Layer]:
+    """The same, where vLLM has put the layers in its one allocation, whatever views it makes of it.
+
+    nbytes: a block's in each layer of the group.
+    """
+    places = {name: (each, at) for each in config.kv_cache_tensors for at, name in enumerate(each.layers)}
+    layers = []
+    for name, size in nbytes.items():
+        cache, (tensor, at) = caches[name], places[name]
+        storage = (cache if isinstance(cache, torch.Tensor) else cache[0]).untyped_storage()
+        whole = torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
+        start = tensor.offset + at * tensor.layer_stride
+        rows = whole.as_strided((config.num_blocks, size), (tensor.block_stride, 1), start)
+        layers.append(Layer(name, rows, NOWHERE, NOWHERE))
+    return layers
+
+
+def raw_layout(layers: Sequence[Layer], shape: BlockShape) -> RawLayout:
+    """The layers of a cache whose blocks are bytes that nobody looks into, as a GPU moves them."""
+    return RawLayout(tuple(layer.rows for layer in layers), shape)
+
+
+def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
     """The layers as strides, which GPU kernels want; raises UnsupportedError if they are not that regular."""
-    heads, tokens, head_dim = shape
+    _, heads, tokens, head_dim = shape.numbers
     first = layers[0]
-    keys, values = (positions.reshape(shape) for positions in (first.keys, first.values))
+    keys, values = (positions.reshape(heads, tokens, head_dim) for positions in (first.keys, first.values))
     head_stride = int(keys[-1, 0, 0] - keys[0, 0, 0]) // max(1, heads - 1)
     token_stride = int(keys[0, -1, 0] - keys[0, 0, 0]) // max(1, tokens - 1)
     head, token, element = np.ogrid[:heads, :tokens, :head_dim]
@@ -101,23 +149,30 @@ def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor
     return torch.as_strided(cache, (num_blocks, numel), (cache.stride(0), 1))
 
 
-def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: tuple[int, int, int]) -> tuple[Index, Index]:
-    heads, tokens, head_dim = shape
-    size = heads * tokens * head_dim
-    ordinals = torch.arange(2 * size).view(2, heads, tokens, head_dim)
-    slots = SCRATCH_BLOCK * tokens + torch.arange(tokens)
+def _probe(rows: torch.Tensor, cache: torch.Tensor, module: Any, shape: BlockShape) -> tuple[Index, Index]:
+    shapes = (shape.numbers[1:], shape.value_numbers[1:])
+    sizes = [math.prod(each) for each in shapes]
+    size = sum(sizes)
+    slots = (SCRATCH_BLOCK * shape.tokens + torch.arange(shape.tokens)).to(cache.device)
     found = torch.zeros(rows.shape[1], dtype=torch.int64)
-    for shift in range(0, int(2 * size - 1).bit_length(), 8):
-        digits = ((ordinals >> shift) & 255).to(cache.dtype)
-        key, value = (part.transpose(0, 1).contiguous().to(cache.device) for part in digits)
-        write_kv(module, key, value, cache, slots.to(cache.device))
-        found += rows[SCRATCH_BLOCK].cpu().to(torch.int64) << shift
+    is_fp8 = rows.dtype is torch.uint8
+    bits, dtype, one = (1, torch.bfloat16, ONE) if is_fp8 else (8, cache.dtype, 1.0)
+    for shift in range(0, int(size - 1).bit_length(), bits):
+        digits = (((torch.arange(size) >> shift) & (1 << bits) - 1) * one).to(dtype).split(sizes)
+        parts = (part.view(of).transpose(0, 1) for part, of in zip(digits, shapes, strict=True))
+        key, value = (part.contiguous().to(cache.device) for part in parts)
+        if shape.latent:
+            write_latents(module, value.flatten(1), key, cache, slots)
+        else:
+            write_kv(module, key, value, cache, slots)
+        read = rows[SCRATCH_BLOCK].cpu()
+        found += (read.bool() if is_fp8 else read).to(torch.int64) << shift
     rows[SCRATCH_BLOCK].zero_()
     order = torch.argsort(found, stable=True)
-    if found.numel() != 2 * size or not torch.equal(found[order], torch.arange(2 * size)):
+    if found.numel() != size or not torch.equal(found[order], torch.arange(size)):
         raise UnsupportedError(
             f"Manthan cannot be used here: {type(module.impl).__name__} lays KV blocks out in a way that cannot be "
-            f"read back ({found.numel()} elements a block, {2 * size} expected)."
+            f"read back ({found.numel()} elements a block, {size} expected)."
         )
     positions = order.numpy()
-    return positions[:size], positions[size:]
+    return positions[: sizes[0]], positions[sizes[0] :]

@@ -33,6 +33,10 @@ class WorkerPath(ABC):
         """Begin the spills, once what the model computes in this step was begun: they come after it."""
 
     @abstractmethod
+    def wait(self) -> None:
+        """Until nothing that was begun reads or writes the paged cache."""
+
+    @abstractmethod
     def shutdown(self) -> None:
         """Wait for what is under way and let go of threads and memory."""
 
@@ -86,6 +90,9 @@ class Resting(WorkerPath):
         pass
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
+        pass
+
+    def wait(self) -> None:
         pass
 
     def shutdown(self) -> None:

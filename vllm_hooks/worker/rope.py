@@ -1,7 +1,9 @@
 """How the running model turns its keys: what its configuration says, held against what vLLM made of it."""
 
+import re
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 from vllm.logger import init_logger
@@ -20,10 +22,16 @@ TOLERANCE = 2.0**-6
 """vLLM keeps them in the model's dtype: bf16 is off by 2**-9, and float32 angles by some 1e-3 at the last place."""
 
 
-def running_rope(vllm_config: "VllmConfig", head_dim: int, tell: bool = True) -> Rope | None:
-    """None where the keys are turned in a way that is not understood, or in several; tell: with a line in the log."""
+def running_rope(
+    vllm_config: "VllmConfig", head_dim: int, tell: bool = True, layers: Sequence[str] = ()
+) -> Rope | None:
+    """How these layers turn their keys, or all of the model's; head_dim: of their heads. None where keys are turned in
+    a way that is not understood, or in several; tell: with a line in the log."""
+    kind = layer_type(vllm_config.model_config.hf_text_config, layers)
     modules = [module for module in rotary_modules() if module.head_dim == head_dim]
-    found = {_rope_of(vllm_config, module) for module in modules}
+    found = {_rope_of(vllm_config, module, kind) for module in modules}
+    if kind:
+        found.discard(None)  # those of layers of other kinds
     rope = found.pop() if len(found) == 1 else None
     if rope is None and tell:
         why = "vLLM turns them in another way than the configuration says" if modules else "vLLM has made no RoPE"
@@ -32,10 +40,20 @@ def running_rope(vllm_config: "VllmConfig", head_dim: int, tell: bool = True) ->
     return rope
 
 
-def _rope_of(vllm_config: "VllmConfig", module: RotaryModule) -> Rope | None:
-    """What the module does, if it is understood."""
+def layer_type(config: Any, layers: Sequence[str]) -> str:
+    """What a Transformers configuration calls all of these layers, such as sliding_attention, where it has RoPE by kind
+    of layer; else empty. layers: names as vLLM gives them, model.layers.3.self_attn.attn."""
+    kinds, parameters = getattr(config, "layer_types", None) or (), getattr(config, "rope_parameters", None) or {}
+    numbers = [int(found[1]) for name in layers if (found := re.search(r"\blayers\.(\d+)\.", name))]
+    named = {kinds[number] for number in numbers if number < len(kinds)}
+    one = named.pop() if len(named) == 1 else ""
+    return one if isinstance(parameters.get(one), Mapping) else ""
+
+
+def _rope_of(vllm_config: "VllmConfig", module: RotaryModule, kind: str) -> Rope | None:
+    """What the module does, if it is understood, and that of layers of this kind where there are several."""
     if module.base is None:
-        configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_dim)
+        configured = Rope.of_config(vllm_config.model_config.hf_text_config, module.head_dim, kind)
     else:
         configured = Rope(tuple(module.base ** (-np.arange(0, module.turned, 2, dtype=np.float64) / module.turned)))
     if configured is None:

@@ -20,15 +20,24 @@ class Threads:
     """
 
     def __init__(self, count: int, name: str, cpus: Collection[int] = ()) -> None:
-        self._jobs: SimpleQueue[Callable[[], None] | None] = SimpleQueue()
+        self._jobs: SimpleQueue[Callable[[], object] | None] = SimpleQueue()
         self._threads = [
             threading.Thread(target=self._run, args=(cpus,), name=f"{name}-{n}", daemon=True) for n in range(count)
         ]
         for thread in self._threads:
             thread.start()
 
-    def submit(self, job: Callable[..., None], *args: object) -> None:
+    def submit(self, job: Callable[..., object], *args: object) -> None:
         self._jobs.put(partial(job, *args))
+
+    def wait(self) -> None:
+        """Until all jobs that were given are done; after a shutdown there are none."""
+        if not any(thread.is_alive() for thread in self._threads):
+            return
+        all_idle = threading.Barrier(len(self._threads) + 1)
+        for _ in self._threads:
+            self.submit(all_idle.wait)
+        all_idle.wait()
 
     def shutdown(self) -> None:
         """Forget what was not begun, and wait for what was."""

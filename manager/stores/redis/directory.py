@@ -13,7 +13,7 @@ from typing import NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Drop, DropCause, Stranger
 from manthan.manager.stores.cold_store import STORE_FULL, ColdStoreError
-from manthan.manager.stores.directory import Answers, Directory, Room
+from manthan.manager.stores.directory import Anchored, Answers, Directory, Needed, Room
 from manthan.manager.stores.redis.client import Circuit
 from manthan.manager.stores.redis.index import BATCH, Grant, RedisIndex, batches
 from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord
@@ -36,6 +36,7 @@ class _Lookup(NamedTuple):
     request_id: str
     group: int
     keys: Sequence[bytes]
+    needed: Needed | None
 
 
 class RedisDirectory(Directory):
@@ -83,11 +84,11 @@ class RedisDirectory(Directory):
             self._rooms += rooms
             self._wake.notify()
 
-    def look_up(self, request_id: str, group: int, keys: Sequence[bytes]) -> bool:
+    def look_up(self, request_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None) -> bool:
         if not self._circuit.is_up:
             return False
         with self._wake:
-            self._lookups.append(_Lookup(request_id, group, tuple(keys)))
+            self._lookups.append(_Lookup(request_id, group, tuple(keys), needed))
             self._wake.notify()
         return True
 
@@ -190,8 +191,11 @@ class RedisDirectory(Directory):
     def _look_up(self, index: RedisIndex, lookups: Sequence[_Lookup]) -> None:
         for lookup in lookups:
             found: list[int] = []
+            anchored: Anchored | None = None
             try:
                 found = index.look_up(lookup.group, lookup.keys)
+                if lookup.needed is not None:
+                    anchored = index.anchored(len(found), lookup.needed)
             except ColdStoreError:
                 pass
             except Exception:  # the request must get an answer, and this thread must live
@@ -199,6 +203,8 @@ class RedisDirectory(Directory):
             with self._wake:
                 if index is self._index:
                     self._answers.found[lookup.request_id] = found
+                    if anchored is not None:
+                        self._answers.anchored[lookup.request_id] = anchored
 
     def _reserve_all(self, index: RedisIndex, rooms: Sequence[Room]) -> None:
         for some in batches(rooms, BATCH):

@@ -8,17 +8,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from importlib.resources import files
+from itertools import chain, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Stranger
-from manthan.manager.stores.directory import Room
+from manthan.manager.stores.directory import Anchored, Needed, Room
 from manthan.manager.stores.redis.client import Circuit, Client, pipelined
 from manthan.manager.stores.redis.schema import (
     BOOKKEEPING,
     BlockId,
     Namespace,
     SessionRecord,
-    StoredBlock,
     iso,
     member,
     of_member,
@@ -28,6 +28,8 @@ T = TypeVar("T")
 
 BATCH = 512
 """Commands in one pipeline, and blocks in one script, at most."""
+PLACES = 64
+"""Of a chain, about which one question is asked at most."""
 PENDING_S = 300
 """How long a reservation lasts. A block that is not part of a saved session then is an orphan."""
 
@@ -151,14 +153,14 @@ class RedisIndex:
         A record that another engine has taken further is `stale`; one that has the name of another engine's different
         conversation is a `conflict`. Neither is written. What was reserved for a block and not needed is free again.
         """
-        chain, session_id = record.chain, record.session_id
+        session_id, held = record.session_id, (*record.beside, *record.chain)  # the last one is the chain's
         fields = _fields(record, self.owner, facts)
-        known, signature, blocks = self._saved.get(session_id), _signature(chain), [block.id for block in chain]
+        known, signature, blocks = self._saved.get(session_id), _signature(record), [block.id for block in held]
         late = known is None or time.monotonic() - known.renewed > self._ttl / 4
         is_same = known is not None and known.signature == signature and self._granted.isdisjoint(blocks)
         if is_same and not late:
             times = (self._ttl, self._slack)
-            if self._run("touch", self.owner, *times, len(chain), *fields, session=session_id):
+            if self._run("touch", self.owner, *times, len(held), *fields, session=session_id):
                 return Saved("saved", [], [])
         answer = self._run(
             "save",
@@ -167,16 +169,17 @@ class RedisIndex:
             self._slack,
             len(fields) // 2,
             *fields,
-            *(word for block in chain for word in (member(block.id), block.nbytes if block.stored else 0)),
+            *(word for block in held for word in (member(block.id), block.nbytes if block.stored else 0)),
             session=session_id,
         )
         verdict, expires, freed, lost, absorbed = answer
         self._delete(_blocks(freed))
         if verdict == b"saved":
             first = 0 if known is None or late else known.blocks
-            self._renew([block.id for block in chain[first:] if block.stored], expires)
+            renewed_blocks = [*record.beside, *record.chain[first:]]
+            self._renew([block.id for block in renewed_blocks if block.stored], expires)
             renewed = time.monotonic() if known is None or late else known.renewed
-            self._saved[session_id] = _Known(b"" if lost else signature, len(chain), renewed)
+            self._saved[session_id] = _Known(b"" if lost else signature, len(record.chain), renewed)
             self._granted.difference_update(blocks)
         return Saved(verdict.decode(), _blocks(lost), [name.decode() for name in absorbed if name])
 
@@ -206,10 +209,32 @@ class RedisIndex:
         asked, size = 0, 32
         while asked < len(keys) and len(sizes) == asked:
             some = keys[asked : asked + size]
-            sizes += self._run("lookup", *(member((group, key)) for key in some))
+            sizes += takewhile(bool, self._sizes([(group, key) for key in some]))
             asked += len(some)
             size = min(2 * size, BATCH)
         return sizes
+
+    def anchored(self, count: int, needed: Needed) -> Anchored | None:
+        """The most blocks of a chain, up to so many, behind which all is stored that is needed there. Where a session
+        ended is where it was stored: one short question, mostly; where it is not, the next ones are about more places
+        each."""
+        sizes: dict[BlockId, int] = {}
+        places = 1
+        while count > 0:
+            some = {at: needed(at) for at in range(count, max(0, count - places), -1)}
+            unknown = [block for block in dict.fromkeys(chain.from_iterable(some.values())) if block not in sizes]
+            for asked in batches(unknown, BATCH):
+                sizes |= zip(asked, self._sizes(asked), strict=True)
+            for at, blocks in some.items():
+                if all(sizes[block] for block in blocks):
+                    return Anchored(at, [sizes[block] for block in blocks])
+            count, places = count - places, min(4 * places, PLACES)
+        return None
+
+    def _sizes(self, blocks: Sequence[BlockId]) -> list[int]:
+        """The bytes of each, 0 for one that is not stored."""
+        found: list[int] = self._run("lookup", *map(member, blocks))
+        return found
 
     def collect(self) -> Collected:
         """Remove sessions that have expired, blocks that have, and what engines that died have left half written."""
@@ -281,9 +306,11 @@ def script_text(name: str) -> str:
     return f"{flags}\n{books}{rest}"
 
 
-def _signature(chain: Sequence[StoredBlock]) -> bytes:
-    """The same only for the same chain, in which the same blocks are stored: the last key covers all before it."""
-    return chain[-1].key + bytes(block.stored for block in chain)
+def _signature(record: SessionRecord) -> bytes:
+    """The same only for the same chain, in which the same blocks are stored, and the same beside it: the last key
+    covers all before it."""
+    chain, beside = record.chain, "".join(member(block.id) for block in record.beside)
+    return chain[-1].key + bytes(block.stored for block in chain) + beside.encode()
 
 
 def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> list[str]:
@@ -295,7 +322,7 @@ def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> l
         "state": info.state,
         "tokens": len(stored) * int(str(facts["block_tokens"])),
         "blocks": len(stored),
-        "bytes": sum(block.nbytes for block in stored),
+        "bytes": sum(block.nbytes for block in (*record.beside, *stored)),
         "codec": facts["codec"],
         "requests": info.requests,
         "created": iso(info.created),

@@ -3,7 +3,7 @@
     PREFIX namespaces                      set: the namespaces
     PREFIX {NAME}:info                     hash: what the namespace's codes are of, and the bytes in use
     PREFIX {NAME}:session:ID               hash: a session, for people
-    PREFIX {NAME}:chain:ID                 list: its blocks in order
+    PREFIX {NAME}:chain:ID                 list: what other KV cache groups have for it, then its blocks in order
     PREFIX {NAME}:sessions                 sorted set: session ids by the time at which they expire, Unix seconds
     PREFIX {NAME}:blocks                   sorted set: blocks stored by all ranks, by the time at which they expire
     PREFIX {NAME}:pending                  sorted set: blocks being written, by the time their reservation ends
@@ -113,9 +113,11 @@ class StoredBlock(NamedTuple):
 
 
 class SessionRecord(NamedTuple):
-    """What the store is to know of a session: `info`, in which times are Unix seconds, and its chain up to the last
-    block that is stored. Of one that is gone neither."""
+    """What the store is to know of a session: `info`, in which times are Unix seconds, its chain up to the last block
+    that is stored or gone on behind, and the stored blocks of other groups with which that is done. Of one that is gone
+    nothing."""
 
     session_id: str
     info: SessionInfo | None = None
     chain: tuple[StoredBlock, ...] = ()
+    beside: tuple[StoredBlock, ...] = ()

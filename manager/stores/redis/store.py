@@ -36,12 +36,12 @@ class RedisStore(ColdStore):
         self.namespace, self._rank = namespace, rank
         self._ttl_ms = round(1250 * ttl_s)
         self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
-        self._nbytes = FIRST_NBYTES  # of a block, as the last ones were: those of one read are much alike
+        self._nbytes: dict[int, int] = {}  # of a group's block, as the last ones were: those of one read are much alike
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
         refused: dict[bytes, str] = {}
-        self._learn([buf.nbytes for buf in blocks.values()])
-        for some in batches(list(blocks.items()), self._batch):
+        self._learn(group, [buf.nbytes for buf in blocks.values()])
+        for some in batches(list(blocks.items()), self._batch(group)):
             try:
                 with self._circuit.guard():
                     answers = self._pipelined(
@@ -59,10 +59,10 @@ class RedisStore(ColdStore):
 
         If that did not take long enough for another thread to begin, this one fetches: it would only wait.
         """
-        following, left = self._next(keys)
+        following, left = self._next(group, keys)
         values = self._fetch(group, following)
         while values:
-            following, left = self._next(left)
+            following, left = self._next(group, left)
             ahead = self._ahead.submit(self._fetch, group, following) if following else None
             values.reverse()
             while values:  # let go of each when it has been used: the next batch gets its memory
@@ -95,26 +95,25 @@ class RedisStore(ColdStore):
     def room(self, nbytes: int) -> int:
         return nbytes
 
-    @property
-    def _batch(self) -> int:
+    def _batch(self, group: int) -> int:
         """Blocks in one pipeline."""
-        return max(1, BATCH_BYTES // self._nbytes)
+        return max(1, BATCH_BYTES // self._nbytes.get(group, FIRST_NBYTES))
 
-    def _next(self, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
+    def _next(self, group: int, keys: Sequence[bytes]) -> tuple[Sequence[bytes], Sequence[bytes]]:
         """The blocks of the next pipeline, and the rest."""
-        count = self._batch
+        count = self._batch(group)
         return keys[:count], keys[count:]
 
-    def _learn(self, sizes: Sequence[int]) -> None:
+    def _learn(self, group: int, sizes: Sequence[int]) -> None:
         if sizes:
-            self._nbytes = max(1, sum(sizes) // len(sizes))
+            self._nbytes[group] = max(1, sum(sizes) // len(sizes))
 
     def _fetch(self, group: int, keys: Sequence[bytes]) -> list[bytes | None]:
         if not keys:
             return []
         with self._circuit.guard():
             values: list[bytes | None] = self._pipelined([("GET", self._name(group, key)) for key in keys])
-        self._learn([len(value) for value in values if value is not None])
+        self._learn(group, [len(value) for value in values if value is not None])
         return values
 
     def _pipelined(self, commands: Sequence[tuple[object, ...]]) -> list[Any]:

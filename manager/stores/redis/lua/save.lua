@@ -1,7 +1,8 @@
 #!lua flags=allow-oom
 -- Write a session as one: its record, its chain, and what it means for its blocks.
 -- ARGV: id, owner, seconds to live, seconds that bookkeeping outlives it, number of fields, field and value by turns,
---       then the chain: block and its bytes by turns, 0 if its codes are not stored.
+--       then what other groups have for it, and the chain behind that: block and its bytes by turns, 0 if its codes are
+--       not stored.
 -- Returns a verdict, the time at which the session expires, blocks to delete, blocks that are not stored after all, and
 -- sessions without a name that this one goes on from.
 -- What was reserved for a block and not needed is free from now on. One that has more bytes than are booked for it would
@@ -18,10 +19,14 @@ for i = first, #ARGV, 2 do
     chain[#chain + 1], sizes[#sizes + 1] = ARGV[i], tonumber(ARGV[i + 1])
 end
 
+local was, is = {}, {}
+for _, block in ipairs(old) do was[block] = true end
+for _, block in ipairs(chain) do is[block] = true end
+
 local had = redis.call('HMGET', SESSION, 'owner', 'created')
-if had[1] and had[1] ~= owner and #old > 0 and chain[#old] ~= old[#old] then
+if had[1] and had[1] ~= owner and #old > 0 and not is[old[#old]] then
     -- Another engine has it. If it has only gone on from here, ours is out of date, but in use.
-    if #chain > 0 and old[#chain] ~= chain[#chain] then
+    if #chain > 0 and not was[chain[#chain]] then
         return {'conflict', 0, {}, {}, {}}
     end
     redis.call('ZADD', SESSIONS, 'XX', 'GT', expires, id)
@@ -40,11 +45,8 @@ local function commit(block, nbytes)
     return true
 end
 
-local was, is = {}, {}
-for _, block in ipairs(old) do was[block] = true end
 local lost, absorbed, freed = {}, {}, {}
 for i, block in ipairs(chain) do
-    is[block] = true
     if not was[block] then redis.call('HINCRBY', USERS, block, 1) end
     if sizes[i] > 0 and not commit(block, sizes[i]) then
         remove(block)

@@ -1,0 +1,142 @@
+"""fp8 and bytes: what they stand for, and blocks of them."""
+
+import numpy as np
+import pytest
+import torch
+
+from manthan.codec import wire
+from manthan.codec.base import Dtype, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.calibration import ProfileBuilder
+from manthan.codec.cpu.fp8 import FORMS, narrowed, widened
+from manthan.codec.fidelity import Sample, measure
+from manthan.codec.profile import ProfileInfo
+
+KINDS = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}
+CODES = np.arange(256, dtype=np.uint8)
+KEY, PRINT = b"k" * 32, b"f" * 16
+
+kinds = pytest.mark.parametrize("dtype", KINDS)
+
+
+def as_torch(codes: np.ndarray, dtype: Dtype) -> np.ndarray:
+    return torch.from_numpy(codes.copy()).view(KINDS[dtype]).float().numpy()
+
+
+def block(shape: BlockShape, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
+    """Keys and values with all exponents that normal numbers have."""
+    x = np.random.default_rng(seed).standard_normal((2, *shape.numbers)).astype(np.float32)
+    return tuple(narrowed(x, shape.dtype))
+
+
+def there_and_back(codec: str, shape: BlockShape, keys: np.ndarray, values: np.ndarray, exact: int = 4) -> tuple:
+    """The encoded block, and what it decodes to."""
+    format = BlockFormat(codec, shape, PRINT)
+    codes = format.encode(keys, values, key=KEY, first_token=64, exact=exact)
+    assert len(codes) <= format.max_nbytes(exact)
+    return codes, *format.decode(codes, key=KEY)
+
+
+def codecs(codes: np.ndarray) -> set[str]:
+    return {section.codec for section in wire.parse(codes).header.sections}
+
+
+@kinds
+def test_every_byte_is_the_number_that_pytorch_reads(dtype: Dtype) -> None:
+    right = as_torch(CODES, dtype)
+    assert np.array_equal(widened(CODES, dtype), right, equal_nan=True)
+    finite = np.isfinite(right)
+    assert np.array_equal(narrowed(right[finite], dtype), CODES[finite])
+
+
+@kinds
+def test_numbers_are_rounded_as_pytorch_rounds_and_kept_within_range(dtype: Dtype) -> None:
+    rng, largest = np.random.default_rng(1), np.float32(FORMS[dtype].largest)
+    numbers = as_torch(CODES, dtype)
+    numbers = np.sort(numbers[np.isfinite(numbers)])
+    ties = (numbers[1:] + numbers[:-1]) / 2
+    near = [np.nextafter(ties, np.float32(way)) for way in (-np.inf, np.inf)]
+    normal = [rng.standard_normal(10_000).astype(np.float32) * np.float32(scale) for scale in (1, 1e-3, 1e-5, 300)]
+    x = np.concatenate([ties, *near, *normal, np.array([0, -0.0, 1e30, -1e30, 1e-45], np.float32)])
+    right = torch.from_numpy(np.clip(x, -largest, largest)).to(KINDS[dtype]).view(torch.uint8).numpy()
+    assert np.array_equal(narrowed(x, dtype), right)
+
+
+@kinds
+@pytest.mark.parametrize(("codec", "most"), [("k3v3", 0.05), ("k4v2-tiles", 0.12), ("k4v4c", 0.02), ("wht-5x", 0.06)])
+def test_a_block_comes_back_as_fp8(codec: str, most: float, dtype: Dtype) -> None:
+    shape = BlockShape(2, 2, 32, 64, dtype)
+    keys, values = block(shape)
+    codes, *back = there_and_back(codec, shape, keys, values)
+    assert codecs(codes) == {"exact", codec}
+    assert len(codes) < 0.65 * 2 * keys.size
+    for x, y in zip((keys, values), back, strict=True):
+        assert y.dtype == np.uint8
+        assert np.array_equal(x[:, :, :4], y[:, :, :4])
+        wrong = widened(y, dtype) - widened(x, dtype)
+        assert 0 < np.square(wrong[:, :, 4:]).mean() < most * np.square(widened(x, dtype)).mean()
+
+
+@kinds
+def test_codes_are_those_of_the_same_numbers_in_float32(dtype: Dtype) -> None:
+    shape = BlockShape(2, 2, 32, 64, dtype)
+    keys, values = block(shape)
+    wide = BlockFormat("wht-5x", BlockShape(2, 2, 32, 64, Dtype.FLOAT32), PRINT)
+    codes = wide.encode(widened(keys, dtype), widened(values, dtype), key=KEY, first_token=64, exact=0)
+    ours, *back = there_and_back("wht-5x", shape, keys, values, exact=0)
+    for x, y in zip(wire.parse(codes).payloads, wire.parse(ours).payloads, strict=True):
+        assert np.array_equal(x, y)
+    for x, y in zip(wide.decode(codes, key=KEY), back, strict=True):
+        assert np.array_equal(narrowed(x, dtype), y)
+
+
+@kinds
+def test_a_block_that_the_codec_does_not_take_is_kept_as_it_is(dtype: Dtype) -> None:
+    shape = BlockShape(2, 2, 32, 64, dtype)
+    keys, values = block(shape)
+    values[1, 1, 20, 3] = 0x7F  # not a number
+    codes, *back = there_and_back("wht-5x", shape, keys, values)
+    assert codecs(codes) == {"exact"}
+    assert np.array_equal(np.stack(back), np.stack([keys, values]))
+
+
+@kinds
+def test_a_block_whose_codes_are_larger_is_kept_as_it_is(dtype: Dtype) -> None:
+    shape = BlockShape(2, 2, 1, 32, dtype)  # a mean a token
+    keys, values = block(shape)
+    codes, *back = there_and_back("k4v4c", shape, keys, values, exact=0)
+    assert codecs(codes) == {"exact"}
+    assert len(codes) == BlockFormat("k4v4c", shape, PRINT).expected_nbytes(0)
+    assert np.array_equal(np.stack(back), np.stack([keys, values]))
+
+
+def test_bf16_that_a_codec_does_not_take_is_still_refused() -> None:
+    shape = BlockShape(2, 2, 32, 64)
+    numbers = np.full(shape.numbers, 0x7FC0, np.uint16)
+    with pytest.raises(ValueError, match="NaN"):
+        BlockFormat("wht-5x", shape, PRINT).encode(numbers, numbers, key=KEY, first_token=0, exact=0)
+
+
+def test_bytes_are_one_section_and_come_back() -> None:
+    shape = BlockShape(1, 7, 32, 16, Dtype.UINT8)
+    keys = np.random.default_rng(2).integers(0, 256, shape.numbers, dtype=np.uint8)
+    codes, back, nothing = there_and_back("exact", shape, keys, np.empty(shape.value_numbers, np.uint8))
+    [section] = wire.parse(codes).header.sections
+    assert (section.kind, section.codec) == (SectionKind.RAW, "exact")
+    assert np.array_equal(keys, back)
+    assert nothing.size == 0
+    assert len(codes) == keys.size + wire.HEADER.size + wire.ENTRY.size
+
+
+def test_the_guard_and_calibration_see_numbers_and_not_bytes() -> None:
+    dtype = Dtype.FLOAT8_E4M3
+    shape = BlockShape(2, 2, 32, 64, dtype)
+    keys, values = block(shape)
+    found = measure(BlockFormat("wht-5x", shape, PRINT), [Sample(keys, values, 64)], None)
+    assert found.is_faithful
+    assert found.key_cosine.min() > 0.99
+    builders = [ProfileBuilder(ProfileInfo("m", 1, 2, 64, None, "none")) for _ in range(2)]
+    positions = np.arange(64, 96)
+    builders[0].add(0, keys[0], values[0], positions, dtype)
+    builders[1].add(0, widened(keys[0], dtype), widened(values[0], dtype), positions)
+    assert np.array_equal(builders[0]._layers[0][0].products, builders[1]._layers[0][0].products)

@@ -1,0 +1,126 @@
+"""Blocks of bytes on a GPU, by torch's operations on the CPU: the same encoded blocks as numpy's, and the same bytes
+back."""
+
+import numpy as np
+import pytest
+import torch
+
+from manthan.codec import wire
+from manthan.codec.base import Dtype
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.errors import ShapeError
+from manthan.codec.gpu import raw
+from manthan.codec.gpu.paged import BAD_HEADER, GOOD, Batch, RawLayout, status_cause
+from manthan.codec.gpu.raw import RawPagedCodec
+
+TOKENS, BLOCKS = 8, 12
+EXACT = "exact"
+
+
+def codec(sizes: tuple[int, ...], stride: int, first: int = 0, group: int = 3) -> RawPagedCodec:
+    """Layers of so many bytes a block, one behind the other in blocks of `stride` bytes of one allocation."""
+    torch.manual_seed(0)
+    memory = torch.randint(0, 256, (first + BLOCKS * stride,), dtype=torch.uint8)
+    starts = np.cumsum([first, *sizes[:-1]]).tolist()
+    caches = [memory.as_strided((BLOCKS, size), (stride, 1), at) for size, at in zip(sizes, starts, strict=True)]
+    run = int(np.gcd.reduce(sizes)) // TOKENS
+    shape = BlockShape(1, sum(sizes) // TOKENS // run, TOKENS, run, Dtype.UINT8)
+    return RawPagedCodec(RawLayout(tuple(caches), shape), BlockFormat(EXACT, shape, b"f" * 16, group))
+
+
+def numbers(of: RawPagedCodec, block_id: int) -> np.ndarray:
+    together = torch.cat([cache[block_id] for cache in of.layout.caches])
+    return together.numpy().reshape(of.format.shape.numbers)
+
+
+def batch_of(of: RawPagedCodec, block_ids: list[int], offsets: list[int]) -> Batch:
+    keys = [bytes([n]) * 32 for n in range(len(block_ids))]
+    return of.batch(0, keys, block_ids, [TOKENS * n for n in range(len(block_ids))], offsets)
+
+
+LAYOUTS = [
+    ((64, 128, 64), 256, 0, torch.int64),
+    ((64, 128, 64), 512, 64, torch.int64),
+    ((72, 24), 100, 4, torch.int32),
+    ((88, 8), 98, 2, torch.int16),
+    ((104, 24), 131, 1, torch.uint8),
+    ((800,), 800, 0, torch.int64),
+]
+
+
+@pytest.mark.parametrize("at_once", [1, 2**20])
+@pytest.mark.parametrize(("sizes", "stride", "first", "unit"), LAYOUTS)
+def test_encoded_blocks_are_numpys_and_come_back(
+    sizes: tuple[int, ...],
+    stride: int,
+    first: int,
+    unit: torch.dtype,
+    at_once: int,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(raw, "BYTES_AT_ONCE", at_once)
+    of = codec(sizes, stride, first)
+    assert of.layout.unit is unit
+    room = of.form(0).nbytes
+    offsets = [2 * room + 16, 0, room]
+    codes = torch.full((3 * room + 23,), 7, dtype=torch.uint8)  # a tail that is no whole run
+    batch = batch_of(of, [5, 2, 9], offsets)
+    of.encode(batch, codes)
+    assert batch.status.tolist() == [GOOD] * 3
+    for n, (block_id, at) in enumerate(zip([5, 2, 9], offsets, strict=True)):
+        none = np.empty(of.format.shape.value_numbers, np.uint8)
+        told = {"key": bytes([n]) * 32, "first_token": TOKENS * n, "exact": 0}
+        assert np.array_equal(codes[at : at + room].numpy(), of.format.encode(numbers(of, block_id), none, **told))
+    assert (codes[2 * room : 2 * room + 16] == 7).all(), "what lies between blocks is left alone"
+    before = [cache.clone() for cache in of.layout.caches]
+    back = batch_of(of, [0, 7, 3], offsets)
+    of.verify(back, codes)
+    assert back.status.tolist() == [GOOD] * 3
+    of.decode(back, codes)
+    for then, now in zip(before, of.layout.caches, strict=True):
+        right = then.clone()
+        right[[0, 7, 3]] = then[[5, 2, 9]]
+        assert torch.equal(now, right)
+
+
+@pytest.mark.parametrize(
+    ("at", "cause"), [(0, "checksum"), (wire.KEY_AT, "checksum"), (230, "checksum"), (-1, "checksum")]
+)
+def test_a_damaged_block_is_found_and_left_alone(at: int, cause: str) -> None:
+    of = codec((64, 128, 64), 256)
+    room = of.form(0).nbytes
+    codes = torch.zeros(2 * room, dtype=torch.uint8)
+    batch = batch_of(of, [5, 2], [0, room])
+    of.encode(batch, codes)
+    codes[room + at % room] ^= 1
+    before = [cache.clone() for cache in of.layout.caches]
+    back = batch_of(of, [0, 7], [0, room])
+    of.verify(back, codes)
+    assert [status_cause(status) for status in back.status.tolist()] == [None, cause]
+    of.decode(back, codes)
+    for then, now in zip(before, of.layout.caches, strict=True):
+        assert torch.equal(now[0], then[5])
+        assert torch.equal(now[1:], then[1:])
+
+
+def test_another_block_than_was_asked_for_is_refused() -> None:
+    of, other = codec((64, 128, 64), 256), codec((64, 128, 64), 256, group=4)
+    codes = torch.zeros(of.form(0).nbytes, dtype=torch.uint8)
+    of.encode(batch_of(of, [5], [0]), codes)
+    for wanted, cause in (
+        (of.batch(0, [b"x" * 32], [1], [0], [0]), "key"),
+        (of.batch(0, [bytes(32)], [1], [TOKENS], [0]), "key"),
+        (batch_of(other, [1], [0]), "key"),
+    ):
+        of.verify(wanted, codes)
+        [status] = wanted.status.tolist()
+        assert status <= BAD_HEADER
+        assert status_cause(status) == cause
+
+
+def test_layers_of_another_size_are_refused() -> None:
+    of = codec((64, 128, 64), 256)
+    with pytest.raises(ShapeError, match=r"has 256 bytes: the layers have 128\."):
+        RawPagedCodec(RawLayout(of.layout.caches[1:2], of.layout.shape), of.format)
+    with pytest.raises(ShapeError, match="the paged cache has"):
+        RawPagedCodec(RawLayout(of.layout.caches, BlockShape(1, 1, 1, 256, Dtype.UINT8)), of.format)

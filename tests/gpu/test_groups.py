@@ -1,0 +1,101 @@
+"""Models with several KV cache groups, with latents, and caches of fp8 on a GPU: sessions go cold into its memory or
+pinned RAM, and return."""
+
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import group_models
+import pytest
+from latent_model import make_latent_model
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "path_sessions.py"
+EXACT = {"name": "k3v3", "sink_tokens": 100_000, "guard": False}
+"""All tokens of any session are kept as they are."""
+DEFAULT = {"guard": False}
+"""Not measured first: weights are random, and nothing of a session that ends before is kept to go on from."""
+STORES: dict[str, dict[str, Any]] = {
+    "host": {"kind": "host", "max_bytes": "128MiB"},
+    "device": {"kind": "device", "max_bytes": "128MiB"},
+}
+GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2}
+DIVERGENCE = 0.25
+"""KL, in nats, of the first token of the answer after the default codec from that with the hot cache."""
+KINDS = [*GROUPS, "gemma3 fp8", "latents"]
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """Where the model of a kind is, made when it is asked for first."""
+    made: dict[str, str] = {}
+
+    def model(kind: str) -> str:
+        family = kind.split()[0]
+        if family not in made:
+            folder = tmp_path_factory.mktemp(family)
+            made[family] = make_latent_model(folder) if family == "latents" else group_models.made(family, folder)
+        return made[family]
+
+    return model
+
+
+def run(kind: str, model: str, what: str, **manthan: Any) -> dict[str, Any]:
+    """What becomes of a session."""
+    vllm = {"kv_cache_dtype": "fp8"} if kind.endswith("fp8") else {"block_size": 64} if kind == "latents" else {}
+    job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm}
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-4000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    assert report["path"] == "GpuPath"
+    return report
+
+
+def divergence(hot: dict[str, float], cold: dict[str, float]) -> float:
+    """KL of the first token, over those that are likely: what cold does not name is at most as likely as its last."""
+    least = min(cold.values())
+    return sum(math.exp(p) * (p - cold.get(token, least)) for token, p in hot.items())
+
+
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("kind", KINDS)
+def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, models: Any) -> None:
+    """fp8 and latents are exact whatever codec is asked for."""
+    codec = EXACT if kind in GROUPS else {"name": "auto"}
+    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=codec)
+    full = said["prompt"] // said["block"] * said["block"]
+    assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == full
+    assert said["cold"] == said["again"] == said["hot"]
+    assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
+    assert said["causes"] == []
+    device = {"host": "cpu", "device": "cuda"}[store]
+    assert len(said["stored"]) == GROUPS.get(kind.split()[0], 1)
+    assert all(blocks > 0 and where == [device] for _, blocks, where in said["stored"].values())
+    if kind not in GROUPS:
+        assert {name for name, *_ in said["stored"].values()} == {"exact"}
+
+
+@pytest.mark.parametrize("kind", GROUPS)
+def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
+    """And that once: what returned is not encoded again."""
+    said = run(kind, models(kind), "come_back", cold_store=STORES["device"], codec=DEFAULT)
+    assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] > 500
+    assert said["causes"] == []
+    for turn in ("cold", "again"):
+        assert all(map(math.isfinite, [*said[turn]["first"].values(), *said[turn]["logprobs"]]))
+    assert said["cold"] == said["again"]
+    assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
+    codecs = {name for name, *_ in said["stored"].values()}
+    assert codecs == ({"wht-5x", "exact"} if kind in ("qwen3-next", "falcon-h1") else {"wht-5x"})
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-next", "gemma3 fp8"])
+def test_what_is_damaged_in_any_group_is_computed_anew(kind: str, models: Any) -> None:
+    said = run(kind, models(kind), "be_damaged", cold_store=STORES["host"], codec=DEFAULT)
+    assert said["causes"] == ["checksum"] * len(said["damaged"])
+    assert all(answer == said["computed"] for answer in said["damaged"].values())
+    assert said["computed"]["cached"] == 0

@@ -1,0 +1,30 @@
+"""An engine on the CPU whose worker does as on a GPU: tiers, streams and codecs of the path beside one. torch plays
+CUDA's part."""
+
+from typing import Any
+
+import fake_cuda
+import pytest
+import torch
+
+from manthan.codec.gpu.raw import RawPagedCodec
+from manthan.vllm_hooks import scheduler_half, settled
+from manthan.vllm_hooks.worker import half
+from manthan.vllm_hooks.worker.tiers import Tier
+
+
+def play() -> None:
+    """For this process, which makes an engine and then ends. Blocks are kept as the bytes that they are."""
+    patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
+
+    def played(*args: Any) -> Any:
+        fake_cuda.install(patch)  # no sooner: models have CUDA's types in annotations
+        return gpu_path(*args)
+
+    patch.setattr(half, "_gpu_path", played)
+    patch.setattr(half, "codec_backend", lambda *_: "cuda")
+    patch.setattr(half, "paged_codec", RawPagedCodec)
+    patch.setattr(scheduler_half, "is_on_gpu", lambda _: True)
+    patch.setattr(Tier, "pinned", classmethod(lambda cls, nbytes: cls(torch.zeros(nbytes, dtype=torch.uint8))))
+    for module in (half, scheduler_half, settled):
+        patch.setattr(module, "keeps_bytes", lambda _: True)

@@ -1,0 +1,160 @@
+"""A session on an engine whose worker has the GPU's path, and what becomes of it, told on standard output as JSON.
+
+Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
+what, which of the jobs below; gpu, where one is to be played (`fake_gpu`); latents, where vLLM's CPU build is to cache
+them.
+
+An answer ends within the block that the prompt ends in: what the prompt can go on from is at one place, whether it is
+hot or was cold, and is computed from there in the same steps.
+"""
+
+import json
+import os
+import random
+import sys
+import time
+from typing import Any
+
+import torch
+import vllm_engine  # sets the environment
+from vllm import EngineArgs, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.v1.engine.llm_engine import LLMEngine
+
+from manthan.manager.sessions.session import SessionState
+from manthan.vllm_hooks import kv_transfer_config
+
+TOKENS, REST, ANSWER, TOP = 600, 9, 6, 20
+VOCABULARY = 1000
+WAIT_S = 120.0
+
+
+class PathSession:
+    def __init__(self, model: str, vllm: dict[str, Any], manthan: dict[str, Any]) -> None:
+        arguments: dict[str, Any] = {
+            "skip_tokenizer_init": True,
+            "enforce_eager": True,
+            "max_model_len": 4096,
+            "max_num_batched_tokens": 4096,
+            "max_num_seqs": 2,
+            "block_size": 32,
+            "gpu_memory_utilization": 0.5,
+            "kv_cache_memory_bytes": vllm_engine.GPU_BYTES,
+            "enable_prefix_caching": True,
+        }
+        transfer = kv_transfer_config(**{"min_tokens": 64, "idle_after_s": 3600} | manthan)
+        args = EngineArgs(model, kv_transfer_config=transfer, **arguments | vllm)
+        self.engine = LLMEngine.from_engine_args(args)
+        self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
+        self.path = get_kv_transfer_group().worker.path
+        self.block = self.half.groups.chain.spec.block_size
+        self.causes: list[str] = []
+        self.requests = 0
+        told = self.half.telemetry.restored
+
+        def noting(restored: Any) -> None:
+            self.causes += restored.causes
+            told(restored)
+
+        self.half.telemetry.restored = noting
+        blocks = max(2, -(-TOKENS // self.block))
+        rng = random.Random(0)
+        self.prompt = [rng.randrange(10, VOCABULARY) for _ in range(blocks * self.block + REST)]
+
+    def ask(self) -> dict[str, Any]:
+        """The answer, log-probabilities of the first token by id and of the others, and what was not computed."""
+        params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=TOP)
+        self.requests += 1
+        prompt = {"prompt_token_ids": self.prompt}
+        self.engine.add_request(f"request-{self.requests}", prompt, params, session_id="user")
+        last: Any = None
+        while self.engine.has_unfinished_requests() or self.half.has_work:
+            for output in self.engine.step():
+                last = output
+        told = last.outputs[0]
+        first = {str(token): found.logprob for token, found in told.logprobs[0].items()}
+        chosen = [each[token].logprob for token, each in zip(told.token_ids, told.logprobs, strict=True)]
+        return {"tokens": list(told.token_ids), "logprobs": chosen, "first": first, "cached": last.num_cached_tokens}
+
+    def go_cold(self) -> None:
+        """The session is evicted, and nothing of it is left in the pool."""
+        manager, until = self.half.manager, time.monotonic() + WAIT_S
+        while {s.state for s in manager.table.by_id.values()} != {SessionState.COLD} or self.half.has_work:
+            assert time.monotonic() < until, f"the session does not go cold: {manager.table.by_id}"
+            manager.sweep(time.monotonic() + manager.idle_after_s)
+            self.half._rung = True
+            self.engine.step()
+            time.sleep(0.002)
+        with torch.inference_mode():
+            for codec in self.path.codecs.values():
+                for cache in codec.layout.caches:
+                    cache.zero_()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+
+    def stored(self) -> dict[str, list[Any]]:
+        """By KV cache group: the codec of its blocks, how many of them are in the tiers, and in which."""
+        names = [(group, tier) for tier in self.path.tiers.all for group, _ in tier._blocks]
+        return {
+            str(group): [
+                codec.format.codec,
+                sum(group == of for of, _ in names),
+                sorted({tier.codes.device.type for of, tier in names if of == group}),
+            ]
+            for group, codec in self.path.codecs.items()
+        }
+
+    def damage(self, group: int) -> None:
+        """One bit changes of one block of the group."""
+        found = [(tier, kept) for tier in self.path.tiers.all for (of, _), kept in tier._blocks.items() if of == group]
+        tier, kept = found[len(found) // 2]
+        tier.codes[kept.extents[0].start + 300] ^= 1
+
+    # -- jobs -----------------------------------------------------------------------------------------
+
+    def come_back(self) -> dict[str, Any]:
+        """Computed; hot; restored twice; and hot, but with zeros in the cache: that is what the answer is made of."""
+        report: dict[str, Any] = {"computed": self.ask(), "hot": self.ask()}
+        self.go_cold()
+        report["stored"] = self.stored()
+        report["cold"] = self.ask()
+        self.go_cold()
+        report["again"] = self.ask()
+        with torch.inference_mode():
+            for cache in next(iter(self.path.codecs.values())).layout.caches:
+                cache.zero_()
+        report["zeros"] = self.ask()
+        return report
+
+    def be_damaged(self) -> dict[str, Any]:
+        """In each group in turn, and asked after that."""
+        report: dict[str, Any] = {"computed": self.ask(), "damaged": {}}
+        for group in self.path.codecs:
+            self.go_cold()
+            self.damage(group)
+            report["damaged"][str(group)] = self.ask()
+        return report
+
+
+def main() -> None:
+    job = json.load(sys.stdin)
+    report = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # vLLM prints
+    if job.get("latents"):
+        from latent_model import allow_prefix_caching
+
+        allow_prefix_caching()
+    if job.get("gpu"):
+        import fake_gpu
+
+        fake_gpu.play()
+    session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
+    said = getattr(session, job["what"])()
+    said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}
+    said["path"] = type(session.path).__name__
+    with report:
+        json.dump(said, report)
+
+
+if __name__ == "__main__":
+    main()

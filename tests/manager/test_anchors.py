@@ -1,0 +1,366 @@
+"""Models with several KV cache groups: chains are gone on from where what the other groups need is cold as well."""
+
+from dataclasses import replace
+
+import pytest
+
+from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
+from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import MemoryShape, Outcome, SessionState
+from manthan.policies import get_policy
+
+WINDOW = 0
+SHAPE = MemoryShape(16, 1000, {0: 100}, group=1, beside={WINDOW: {0: 50}}, hot_beside={WINDOW: 200})
+KEYS = [bytes([n]) * 32 for n in range(20)]
+
+
+class World:
+    """A manager whose orders are carried out at once, unless they are lost. stored: names of what is in the store."""
+
+    def __init__(self, capacity: int = 10_000, shape: MemoryShape = SHAPE, sink: int = 0) -> None:
+        self.manager = SessionMemoryManager(
+            get_policy("lru"), shape, capacity, idle_after_s=10, min_tokens=16, sink_tokens=sink
+        )
+        self.stored: set[tuple[int, bytes]] = set()
+        self.gone: set[tuple[int, bytes]] = set()
+
+    def turn(
+        self,
+        name: str,
+        blocks: int,
+        now: float,
+        keys: list[bytes] = KEYS,
+        window: int = 2,
+        hints: Hints = NO_HINTS,
+    ) -> Outcome | None:
+        """A request that ends with so many blocks; an anchor takes the last two of the window's."""
+        manager = self.manager
+        manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8, hints=hints)
+        beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
+        outcome = manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
+        self.carry_out(now)
+        return outcome
+
+    def carry_out(self, now: float) -> None:
+        manager = self.manager
+        for _ in range(20):
+            for drop in manager.take_drops():
+                self.stored -= {(drop.group, key) for key in drop.keys}
+            orders = manager.take_spills(100)
+            if not orders:
+                break
+            for order in orders:
+                name = (SHAPE.group if order.group is None else order.group), order.key
+                if name in self.gone:
+                    manager.lost(order.key, now, order.group)
+                else:
+                    self.stored.add(name)
+                    manager.spilled(order.key, order.nbytes, now, order.group)
+                check_integrity(manager)
+        manager.take_releases()
+        check_integrity(manager)
+
+    def idle(self, now: float) -> None:
+        self.manager.sweep(now)
+        self.carry_out(now)
+
+    def names(self, group: int) -> list[int]:
+        return sorted(KEYS.index(key) for of, key in self.stored if of == group)
+
+    def state(self, name: str) -> SessionState | None:
+        session = self.manager.table.by_id.get(name)
+        return None if session is None else session.state
+
+
+@pytest.fixture
+def world() -> World:
+    return World()
+
+
+def test_an_anchor_is_cold_at_once_and_the_chain_when_it_is_idle(world: World) -> None:
+    world.turn("s", 5, 0)
+    assert world.names(WINDOW) == [3, 4]
+    assert world.names(SHAPE.group) == []
+    world.idle(100)
+    assert world.names(SHAPE.group) == [0, 1, 2, 3, 4]
+    assert world.state("s") is SessionState.COLD
+    assert world.manager.match(KEYS) == 5
+    assert world.manager.match(KEYS[:4]) == 0
+    assert world.manager.blocks.cold_nbytes == 5 * 100 + 2 * 50
+
+
+def test_sessions_keep_their_deepest_anchor(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.turn("s", 6, 1)
+    assert world.names(WINDOW) == [4, 5]
+    world.turn("s", 9, 2)
+    assert world.names(WINDOW) == [7, 8]
+    world.idle(100)
+    assert world.manager.match(KEYS) == 9
+
+
+def test_until_a_deeper_one_stands_the_one_before_is_kept(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.gone = {(WINDOW, KEYS[7])}
+    world.turn("s", 8, 1)
+    assert world.names(WINDOW) == [3, 4]
+    world.idle(100)
+    assert world.manager.match(KEYS) == 5
+    assert world.names(SHAPE.group) == [0, 1, 2, 3, 4]
+
+
+def test_a_session_without_an_anchor_is_not_kept(world: World) -> None:
+    world.gone = {(WINDOW, KEYS[4])}
+    world.turn("s", 5, 0)
+    world.idle(100)
+    assert world.state("s") is None
+    assert not world.stored
+
+
+def test_a_restore_reads_the_anchor_too_and_its_loss_ends_the_session(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.request_started("again", KEYS[:6], "s", 101, tokens=100)
+    world.manager.restore_started("again", KEYS[:5])
+    assert world.manager.blocks.get(KEYS[4], WINDOW).pins == 1
+    check_integrity(world.manager)
+    world.manager.restore_finished("again", [], [(WINDOW, KEYS[4])])
+    world.carry_out(102)
+    assert world.manager.match(KEYS) == 0
+    assert (WINDOW, KEYS[4]) not in world.stored
+    world.manager.request_finished("again", KEYS[:5], 103, tokens=90)
+    world.carry_out(103)
+    world.idle(200)
+    assert world.state("s") is None
+
+
+def test_room_is_made_by_whole_sessions(world: World) -> None:
+    world = World(capacity=1250)
+    world.turn("a", 5, 0)
+    world.idle(20)
+    others = [bytes([100 + n]) * 32 for n in range(20)]
+    world.manager.request_started("b", others[:4], "b", 30, tokens=70)
+    beside = [(WINDOW, others[at], at) for at in (3, 4)]
+    world.manager.request_finished("b", others[:5], 30, tokens=85, beside=beside)
+    for drop in world.manager.take_drops():
+        world.stored -= {(drop.group, key) for key in drop.keys}
+    for order in world.manager.take_spills(100):
+        world.manager.spilled(order.key, order.nbytes, 30, order.group)
+    check_integrity(world.manager)
+    world.manager.sweep(50)
+    world.manager.take_drops()
+    for order in world.manager.take_spills(100):
+        world.manager.spilled(order.key, order.nbytes, 50, order.group)
+    check_integrity(world.manager)
+    assert world.manager.match(others) == 5
+    assert world.manager.match(KEYS) in (0, 5)
+    assert world.manager.blocks.reserved <= 1250
+
+
+def test_two_sessions_share_an_anchor(world: World) -> None:
+    world.turn("a", 5, 0)
+    world.turn("b", 5, 1)
+    world.idle(100)
+    assert len(world.manager._anchors) == 1
+    world.turn("a", 8, 101)
+    assert world.names(WINDOW) == [3, 4, 6, 7]
+    world.turn("b", 8, 102)
+    assert world.names(WINDOW) == [3, 4, 6, 7]
+    world.idle(200)
+    assert world.names(WINDOW) == [6, 7]
+
+
+def test_a_reset_forgets_all(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.reset()
+    world.carry_out(101)
+    assert len(world.manager._anchors) == 0
+    assert len(world.manager.blocks) == 0
+    assert not world.stored
+
+
+ALONE = MemoryShape(16, 0, {0: 0}, group=None, beside={WINDOW: {0: 50}}, hot_beside={WINDOW: 500})
+"""No layer has full attention: chains are keys only."""
+
+
+def test_of_windows_alone_only_anchors_are_kept() -> None:
+    world = World(shape=ALONE)
+    world.turn("s", 5, 0)
+    assert world.manager.match(KEYS) == 5  # the pool may have lost them already
+    world.idle(100)
+    assert world.stored == {(WINDOW, KEYS[3]), (WINDOW, KEYS[4])}
+    assert world.state("s") is SessionState.COLD
+    assert world.manager.blocks.cold_nbytes == 100
+    assert world.manager.session("s").cold_nbytes == 100
+    [eviction] = world.manager.take_evictions()
+    assert (eviction.hot_nbytes, eviction.cold_nbytes) == (1000, 100)
+    assert (world.manager.match(KEYS), world.manager.match(KEYS[:4])) == (5, 0)
+
+
+def test_a_window_that_cannot_be_read_ends_a_session_of_windows_alone() -> None:
+    world = World(shape=ALONE)
+    world.turn("s", 5, 0)
+    world.idle(100)
+    world.manager.request_started("again", KEYS[:6], "s", 101, tokens=100)
+    world.manager.restore_started("again", KEYS[:5])
+    check_integrity(world.manager)
+    world.manager.restore_finished("again", [], [(WINDOW, KEYS[3])])
+    world.carry_out(102)
+    assert world.manager.match(KEYS) == 0
+    assert not world.stored
+
+
+def test_windows_alone_keep_to_the_budget_and_whole_sessions_go() -> None:
+    world = World(capacity=250, shape=ALONE)
+    chains = {name: [bytes([50 + 20 * at + n]) * 32 for n in range(9)] for at, name in enumerate("abc")}
+    for at, (name, keys) in enumerate(chains.items()):
+        world.turn(name, 5, at, keys)
+        world.idle(100 * at + 50)
+    assert world.manager.blocks.reserved == 200
+    assert [world.manager.match(keys) for keys in chains.values()] == [0, 5, 5]
+    assert world.state("a") is None
+
+
+def test_idle_sessions_give_anchors_up_for_others() -> None:
+    """Whoever is idle has its KV in the pool: who comes later is not refused for that."""
+    world = World(capacity=150, shape=ALONE)
+    others = [bytes([100 + n]) * 32 for n in range(9)]
+    world.turn("a", 5, 0)
+    world.turn("b", 5, 1, others)
+    assert world.stored == {(WINDOW, others[3]), (WINDOW, others[4])}
+    assert world.state("a") is SessionState.IDLE
+
+
+def test_a_window_that_is_stored_late_leaves_the_pool_then() -> None:
+    world = World(shape=ALONE)
+    manager = world.manager
+    manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    [order] = manager.take_spills(10)
+    manager.sweep(50)
+    assert manager.take_releases() == KEYS[:5]  # the last is held still
+    manager.spilled(order.key, 50, 51, order.group)
+    assert manager.take_releases() == [KEYS[4]]
+    check_integrity(manager)
+
+
+def test_exact_tokens_of_a_larger_block() -> None:
+    """It has the tokens of two blocks of the chain."""
+    beside = {WINDOW: {0: 50, 8: 60, 32: 90}}
+    shape = replace(SHAPE, bounds={0: 100, 8: 120, 16: 150}, beside=beside, tokens_beside={WINDOW: 32})
+    world = World(shape=shape, sink=40)
+    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])
+    assert {order.first_token: order.exact for order in world.manager.take_spills(10)} == {0: 32, 32: 8}
+
+
+def test_states_stay_in_their_codec_when_the_others_change() -> None:
+    world = World(shape=replace(SHAPE, settled={WINDOW}))
+    world.manager.recode(replace(SHAPE, settled={WINDOW}, codec="k4v4c"), 10_000)
+    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
+    world.manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    world.manager.sweep(50)
+    codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
+    assert codecs == {WINDOW: "", None: "k4v4c"}
+
+
+def test_pins_count_windows() -> None:
+    world = World(capacity=1000, shape=ALONE)
+    chains = [[bytes([50 + 20 * at + n]) * 32 for n in range(9)] for at in range(3)]
+    pinned = [world.turn(str(at), 5, at, keys, hints=Hints(pin=True)) for at, keys in enumerate(chains)]
+    assert [outcome.pinned for outcome in pinned if outcome] == [True, True, False]  # 100 bytes each, of 250
+
+
+def test_what_is_told_of_a_session_counts_its_anchor(world: World) -> None:
+    world.turn("s", 5, 0)
+    assert world.manager.usage.anchors == 1
+    assert world.manager.session("s").cold_nbytes == 2 * 50
+    world.idle(100)
+    [eviction] = world.manager.take_evictions()
+    assert (eviction.blocks, eviction.beside, eviction.tokens) == (5, 2, 80)
+    assert (eviction.hot_nbytes, eviction.cold_nbytes) == (5 * 1000 + 2 * 200, 5 * 100 + 2 * 50)
+    assert (eviction.encoded, eviction.encoded_nbytes) == (5, 500)
+    info, usage = world.manager.session("s"), world.manager.usage
+    assert (info.blocks, info.cold_blocks, info.cold_nbytes) == (5, 5, 600)
+    assert (usage.cold_blocks, usage.cold_nbytes, usage.pool_nbytes) == (7, 600, 5400)
+    world.manager.reset()
+    world.carry_out(101)
+    assert world.manager.usage.anchors == world.manager.usage.pool_nbytes == 0
+
+
+def test_what_was_cold_can_be_restored_until_what_has_grown_is_cold_as_well(world: World) -> None:
+    """The chain is hot, and the pool has lost what stands beside it: then only what is cold helps."""
+    world.turn("s", 5, 0)
+    world.idle(100)
+    for blocks, now in ((8, 101), (9, 102)):
+        world.turn("s", blocks, now)
+        assert world.names(WINDOW) == sorted({3, 4, blocks - 2, blocks - 1})
+        assert world.manager.match(KEYS) == 5
+    world.idle(200)
+    assert world.names(WINDOW) == [7, 8]
+    assert world.manager.match(KEYS) == 9
+
+
+def test_nobody_is_dropped_for_a_session_that_could_never_fit() -> None:
+    world = World(capacity=1050)
+    others = [bytes([100 + n]) * 32 for n in range(20)]
+    world.turn("a", 4, 0)
+    world.idle(20)
+    world.turn("b", 12, 30, others)
+    world.idle(50)
+    assert world.state("b") is None
+    assert world.manager.match(KEYS) == 4
+
+
+def test_anchors_of_idle_sessions_make_room(world: World) -> None:
+    world = World(capacity=250)
+    others = [bytes([100 + n]) * 32 for n in range(20)]
+    world.turn("a", 4, 0)
+    world.turn("b", 4, 1, others)
+    assert len(world.stored) == 4
+    world.turn("c", 4, 2, [bytes([200 + n]) * 32 for n in range(20)])
+    assert world.manager.usage.anchors == 2
+    assert (WINDOW, KEYS[3]) not in world.stored, "the session that was used first"
+
+
+def test_a_pinned_session_takes_its_anchor_s_bytes(world: World) -> None:
+    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"pin": True}))
+    world.manager.request_finished("r", KEYS[:4], 0, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (2, 3)])
+    assert world.manager._pruning.pinned == {"s": 4 * 100 + 2 * 50}
+
+
+def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
+    manager = world.manager
+    world.turn("a", 4, 0)
+    manager.sweep(50)
+    manager.request_started("r", KEYS[10:14], "b", 50, tokens=70)
+    manager.request_finished("r", KEYS[10:14], 50, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (12, 13)])
+    assert [order.group for order in manager.take_spills(3)] == [WINDOW, WINDOW, None]
+
+
+def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
+    world.turn("s", 5, 0)
+    world.idle(100)
+    manager = world.manager
+    manager.request_started("r", KEYS[:7], "s", 101, tokens=120)
+    manager.request_finished("r", KEYS[:8], 101, tokens=130, beside=[(WINDOW, KEYS[at], at) for at in (6, 7)])
+    slow = manager.take_spills(2)
+    assert {order.group for order in slow} == {WINDOW}
+    world.idle(200)
+    assert world.state("s") is SessionState.COLD
+    assert manager.match(KEYS) == 5
+    for order in slow:
+        manager.spilled(order.key, order.nbytes, 201, WINDOW)
+    check_integrity(manager)
+    assert manager.match(KEYS) == 8
+
+
+def test_an_anchor_that_nobody_needs_any_more_is_not_encoded(world: World) -> None:
+    manager = world.manager
+    manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"release": True}))
+    manager.request_finished("r", KEYS[:4], 0, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (2, 3)])
+    assert manager.take_spills(100) == []
+    assert manager.blocks.reserved == len(manager.blocks) == 0
+    check_integrity(manager)

@@ -1,0 +1,77 @@
+"""The serving loop by example: what of a session that went cold is restored."""
+
+import pytest
+from engine import IDLE_AFTER_S, SHAPE, chain
+
+from manthan.manager.driver import Driver
+from manthan.manager.observer import Observer
+from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.simulator.pool import SimulatedPool
+from manthan.manager.work import LoadResult, SpillResult
+from manthan.policies import get_policy
+
+KEYS = chain("a b c d e f")
+MORE = chain("a b c d e f g h")
+
+
+class Hits(Observer):
+    def __init__(self) -> None:
+        self.prefetched = 0
+
+    def prefetch_hit(self) -> None:
+        self.prefetched += 1
+
+
+class Served:
+    """An engine that computes so many blocks again of those that it finds. One session has been there."""
+
+    def __init__(self, again: int, hints: Hints) -> None:
+        manager = SessionMemoryManager(
+            get_policy("lru"), SHAPE, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S, prefetch_lead_s=1.0
+        )
+        self.pool, self.hits = SimulatedPool(50), Hits()
+        self.driver: Driver[int] = Driver(manager, self.pool, 50, low=0.05, high=0.1, observer=self.hits, again=again)
+        self.driver.started("first", KEYS, "A", 0.0, tokens=96, blocks=6, hints=hints)
+        blocks = self.pool.take(6)
+        for block, key in zip(blocks, KEYS, strict=True):
+            self.pool.cache(block, key)
+        self.driver.finished("first", KEYS, 1.0, 97)
+        self.pool.give_back(blocks)
+
+    def go_cold(self) -> None:
+        work = self.driver.step(0, 2.0 + IDLE_AFTER_S)
+        assert {spill.key for spill in work.spills} == set(KEYS)
+        self.driver.answered([SpillResult(spill.key, spill.group, None, 0.0, 100) for spill in work.spills], [], 12.0)
+        assert self.pool.hit(KEYS) == []
+
+    def come_back(self, now: float, hot: int) -> int | None:
+        """How many blocks behind those that the engine takes from its pool are restored."""
+        self.driver.started("second", MORE, "A", now, tokens=128, blocks=8)
+        wanted = self.driver.wanted("second", MORE[: self.driver.usable(128)], hot, 8, now)
+        self.driver.admitted("second", MORE, hot, self.driver.usable(128), 8 - hot)
+        return wanted
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_what_is_computed_again_is_not_restored(again: int) -> None:
+    served = Served(again, Hints())
+    served.go_cold()
+    assert served.come_back(20.0, hot=0) == 6 - again
+
+
+def test_nothing_is_restored_where_the_last_block_alone_would_be() -> None:
+    served = Served(1, Hints())
+    served.go_cold()
+    assert served.come_back(20.0, hot=5) == 0
+
+
+@pytest.mark.parametrize("again", [0, 1])
+def test_a_prefetched_session_is_found_although_some_is_computed_again(again: int) -> None:
+    served = Served(again, Hints(expect_return_s=19.0))
+    served.go_cold()
+    [load] = served.driver.step(0, 19.5).loads
+    served.driver.answered([], [LoadResult(load.request_id, [], 600, 0.0, True)], 19.6)
+    assert len(served.pool.hit(KEYS)) == 6
+    assert served.come_back(20.0, hot=6 - again) == 0
+    assert served.hits.prefetched == 1

@@ -1,0 +1,79 @@
+"""LoRA adapters are told apart by what they contain."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conversation import EXACT, run
+from draft_model import TINY
+from lora_adapter import make_adapter
+from redis_server import RedisServer, running
+from tokenizers import Tokenizer
+from vllm.lora.request import LoRARequest
+from vllm_engine import Table
+
+from manthan.vllm_hooks.adapters import Adapters
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+def asked(folder: str, in_place: bool = False) -> LoRARequest:
+    return LoRARequest("adapter", 1, folder, load_inplace=in_place)
+
+
+def test_other_weights_under_the_same_name_are_another_content(tmp_path: Path) -> None:
+    first = Adapters().content(asked(make_adapter(tmp_path / "one", seed=1)))
+    assert Adapters().content(asked(make_adapter(tmp_path / "one", seed=2))) != first
+    assert Adapters().content(asked(make_adapter(tmp_path / "elsewhere", seed=1))) == first
+
+
+def test_files_that_change_under_a_running_engine_are_nobody_elses(tmp_path: Path) -> None:
+    """vLLM may have loaded the old ones or the new ones."""
+    adapters, folder = Adapters(), make_adapter(tmp_path, seed=1)
+    first = adapters.content(asked(folder))
+    assert adapters.content(asked(folder)) == first
+    second = Adapters().content(asked(make_adapter(tmp_path, seed=2)))
+    unknown = adapters.content(asked(folder))
+    assert unknown not in (first, second)
+    assert adapters.content(asked(folder)) == unknown
+
+
+def test_files_that_change_while_vllm_loads_them_are_nobody_elses(tmp_path: Path) -> None:
+    adapters, folder = Adapters(), make_adapter(tmp_path, seed=1)
+    with adapters.loading(asked(folder)):
+        make_adapter(tmp_path, seed=2)
+    assert adapters.content(asked(folder)) != Adapters().content(asked(folder))
+    fresh = Adapters()
+    with fresh.loading(asked(folder)):
+        pass
+    assert fresh.content(asked(folder)) == Adapters().content(asked(folder))
+
+
+@pytest.mark.parametrize("in_place", [False, True])
+def test_what_cannot_be_known_is_nobody_elses(in_place: bool, tmp_path: Path) -> None:
+    folder = make_adapter(tmp_path / "there", seed=1) if in_place else str(tmp_path / "nowhere")
+    assert Adapters().content(asked(folder, in_place)) != Adapters().content(asked(folder, in_place))
+
+
+def test_an_adapter_of_the_same_name_and_path_never_gets_anothers_kv(redis_server: RedisServer, tmp_path: Path) -> None:
+    """Engines one after the other on a Redis; the adapter's files are replaced, and put back."""
+    text = Table(3).text
+    prompts = [Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text).ids]
+    redis = {"cold_store": {"kind": "redis", "max_bytes": "128MiB"}, "redis": {"url": redis_server.url}}
+
+    def turn(seed: int, manthan: dict[str, Any] | None) -> dict[str, Any]:
+        folder = make_adapter(tmp_path / "adapter", seed)
+        turns, _ = run(str(TINY), manthan, prompts=prompts, adapter=folder, enable_lora=True, max_lora_rank=8)
+        return turns[0]
+
+    first, second, again = (turn(seed, EXACT | redis) for seed in (1, 2, 1))
+    plain = turn(2, None)
+    assert [each["cached"] > 500 for each in (first, second, again)] == [False, False, True]
+    assert second["cached"] == 0
+    assert again["tokens"] == first["tokens"]
+    assert second["tokens"] == plain["tokens"] != first["tokens"]
+    assert second["logprobs"] == plain["logprobs"]

@@ -1,0 +1,118 @@
+"""Speculative decoding with a draft: the draft's KV goes cold and returns with the model's."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from conversation import EXACT, run
+from draft_model import TINY, make_draft, make_mtp_model
+from tokenizers import Tokenizer
+from vllm import EngineArgs
+from vllm.v1.kv_cache_interface import FullAttentionSpec
+from vllm_engine import Table
+
+from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.shared_store import namespace_of
+from manthan.vllm_hooks.support import Group, Groups, blocks_computed_again, check_supported, has_draft
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+TURNS = 4
+SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
+
+
+def prompts() -> list[list[int]]:
+    """A table, and more and more questions in it, with answers."""
+    tokenizer, table = Tokenizer.from_file(str(TINY / "tokenizer.json")), Table(7)
+    text, made = table.text, []
+    for name, value in list(table.values.items())[:TURNS]:
+        text += f"assert {name} == "
+        made.append(tokenizer.encode(text).ids)
+        text += f"{value}\n"
+    return made
+
+
+def proposing(**options: Any) -> dict[str, Any]:
+    return {"speculative_config": {"num_speculative_tokens": 3, **options}}
+
+
+@pytest.fixture(scope="module")
+def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    return proposing(method="eagle", model=make_draft(tmp_path_factory.mktemp("draft")))
+
+
+def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any]) -> None:
+    ours, log = run(str(TINY), EXACT, 2048, prompts(), **eagle)
+    hot, _ = run(str(TINY), None, 2048, prompts(), **eagle)
+    plain, _ = run(str(TINY), None, 2048, prompts())
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
+    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in plain]
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
+    assert [turn["accepted"] for turn in ours] == [turn["accepted"] for turn in hot]
+    assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
+
+
+@pytest.mark.slow
+def test_a_models_own_draft_goes_cold_with_it(tmp_path: Path) -> None:
+    """MTP with weights that are made up: nothing that is proposed is right."""
+    model, options = make_mtp_model(tmp_path), {"load_format": "dummy", **proposing(method="mtp")}
+    options["speculative_config"]["num_speculative_tokens"] = 1
+    ours, log = run(model, EXACT, **options)
+    hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **options)
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
+    assert all(turn["cached"] > 500 for turn in ours[1:])
+    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
+
+
+def configured(options: dict[str, Any], **manthan: Any) -> Any:
+    """vLLM's configuration, as far as it can be had without an engine."""
+    transfer = kv_transfer_config(**manthan)
+    return EngineArgs(str(TINY), max_model_len=1024, kv_transfer_config=transfer, **options).create_engine_config()
+
+
+def test_one_block_is_computed_again_unless_vllm_is_told_otherwise(eagle: dict[str, Any]) -> None:
+    """As vLLM does with its own prefix cache."""
+    always = proposing(**eagle["speculative_config"], disable_eagle_block_drop=True)
+    ngram = proposing(method="ngram", prompt_lookup_max=3)
+    plain = proposing(method="draft_model", model=str(TINY))
+    found = [configured(options) for options in (eagle, always, plain, ngram, {})]
+    assert [blocks_computed_again(each) for each in found] == [1, 0, 0, 0, 0]
+    assert [has_draft(each) for each in found] == [True, True, True, False, False]
+
+
+def test_drafts_that_were_never_tried_are_refused(eagle: dict[str, Any]) -> None:
+    config = configured(eagle)
+    config.speculative_config.method = "dflash"
+    with pytest.raises(ConfigError) as refused:
+        check_supported(config)
+    assert str(refused.value) == (
+        "Manthan cannot be used here: --speculative-config has method dflash, whose draft's KV was never tried; use "
+        "eagle, eagle3, mtp, draft_model, or ngram."
+    )
+
+
+def test_a_drafts_layers_take_no_profile(eagle: dict[str, Any], tiny_profile: Path) -> None:
+    assert from_vllm_config(configured(eagle)).codec.name == "wht-5x"
+    for codec in ({"name": "klt-6x"}, {"profile": str(tiny_profile)}):
+        with pytest.raises(ConfigError, match=r"but --speculative-config has a draft, .* use auto or wht-5x$"):
+            configured(eagle, codec=codec)
+
+
+def test_the_draft_decides_what_codes_mean(eagle: dict[str, Any], tmp_path: Path) -> None:
+    """Another draft's KV of the same shape would be of no use."""
+
+    def name(options: dict[str, Any]) -> str:
+        config = configured(options)
+        return namespace_of(config, from_vllm_config(config), Groups(Group(0, SPEC, 9))).name
+
+    other = Path(make_draft(tmp_path))
+    weights = bytearray((other / "model.safetensors").read_bytes())
+    weights[-1000:] = bytes(1000)
+    (other / "model.safetensors").write_bytes(bytes(weights))
+    same, names = make_draft(tmp_path / "same"), [name(eagle), name({})]
+    assert name(proposing(method="eagle", model=same)) == names[0]
+    assert name(proposing(method="eagle", model=str(other))) not in names
+    assert names[0] != names[1]

@@ -1,0 +1,95 @@
+"""Models with several KV cache groups: what happens to blocks beside the chains' costs a recompute, never an answer."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import group_models
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "group_faults.py"
+ALL = 100_000
+"""More first tokens than any session has: all are kept exact."""
+MANTHAN = {
+    "idle_after_s": 3600,
+    "min_tokens": 64,
+    "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
+    "cold_store": {"max_bytes": "256MiB"},
+}
+FAMILIES = {"gpt-oss": "float32", "qwen3-next": "bfloat16"}
+"""With their dtype: vLLM's CPU build computes states in bf16 only, where answers may depend on how the prompt came."""
+ONCE = ("unreadable", "missing", "corrupted")
+"""Faults that a load meets."""
+
+
+class Ran:
+    """What an engine with Manthan told of all faults, and one without it, asked the same prompts one by one."""
+
+    def __init__(self, family: str, folder: Path) -> None:
+        model = group_models.made(family, folder)
+        job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[family]}}
+        self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
+        self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
+        prompts = [[turn["prompt"], len(turn["tokens"])] for turn in self.turns]
+        self.plain: list[list[list[int]]] = run(job | {"manthan": None, "prompts": prompts})
+
+
+def run(job: dict[str, Any]) -> Any:
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+@pytest.fixture(scope="module", params=["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
+    return Ran(request.param, tmp_path_factory.mktemp("model"))
+
+
+def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
+    for turn, hot_and_anew in zip(ran.turns, ran.plain, strict=True):
+        assert turn["tokens"] in hot_and_anew
+    assert len({tuple(hot) for hot, _ in ran.plain}) > len(ran.plain) // 2
+
+
+@pytest.mark.parametrize(("fault", "cause"), zip(ONCE, ("internal", "missing", "checksum"), strict=True))
+def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault: str, cause: str) -> None:
+    found = ran.faults[fault]
+    assert set(found["causes"]) == {cause}
+    (good, _, beside), again = found["restored"]
+    assert (good, beside) == (0, 0), "nothing of it is used"
+    assert again[0] == again[1] > 0
+    assert again[2] > 0
+    assert found["turns"][2]["cached"] > 500
+
+
+def test_an_aborted_request_s_load_leaves_the_session_as_it_was(ran: Ran) -> None:
+    found = ran.faults["aborted"]
+    assert found["causes"] == []
+    assert [good for good, *_ in found["restored"]] == [blocks for _, blocks, _ in found["restored"]]
+    assert found["turns"][-1]["cached"] > 500
+
+
+def test_with_the_chain_hot_and_the_windows_lost_what_is_cold_is_restored(ran: Ran) -> None:
+    found = ran.faults["windows_lost"]
+    _, grown, again = (turn["cached"] for turn in found["turns"])
+    assert again == grown > 500, "up to where the session was cold, not to the end of what is hot"
+    assert found["restored"][0] == found["restored"][1]
+
+
+def test_who_is_preempted_and_finds_no_windows_is_restored_again(ran: Ran) -> None:
+    found = ran.faults["preempted"]
+    assert found["causes"] == []
+    assert len(found["restored"]) == 3
+    assert all(good == blocks > 0 for good, blocks, _ in found["restored"])
+
+
+def test_nothing_is_left_behind_and_what_is_told_is_what_is_there(ran: Ran) -> None:
+    for found in ran.faults.values():
+        assert found["free"], "blocks are held"
+        assert found["cold_bytes"] == found["stored"] > 0
+        assert found["anchors"] == found["sessions"] > 0
+        assert found["ratio"] == pytest.approx(1, abs=0.02)  # all is exact

@@ -1,0 +1,103 @@
+"""Models with several KV cache groups on the real engine: sessions go cold, and return as if they had stayed hot."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import group_models
+import pytest
+from conversation import ALL, run
+
+BATCHED = {"falcon-h1": 256}
+"""vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
+
+
+def families() -> list[Any]:
+    """`make test` tries one with windows and one with states."""
+    fast = ("gpt-oss", "qwen3-next")
+    return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
+
+
+WHT = {"name": "wht-5x", "calibrate": False}
+LOCAL = 1e4 ** (-1 / 32)
+GLOBAL = {"gemma3": 1e6 ** (-1 / 32), "gemma3n": 1e6 ** (-1 / 32), "gemma4": 1e6 ** (-1 / 64)}
+"""The second pair's frequencies in layers with windows, and in those with full attention."""
+
+
+def manthan(**codec: Any) -> dict[str, Any]:
+    return {"idle_after_s": 0.4, "min_tokens": 64, "codec": codec, "cold_store": {"max_bytes": "128MiB"}}
+
+
+@pytest.mark.parametrize("family", families())
+def test_a_session_returns_as_if_it_had_stayed_hot(family: str, tmp_path: Path) -> None:
+    ropes = returns_as_if_hot(group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048))
+    if family in GLOBAL:
+        seconds = {round(frequencies[1], 6) for frequencies in ropes.values()}
+        assert seconds == {round(LOCAL, 6), round(GLOBAL[family], 6)}
+
+
+@pytest.mark.slow
+def test_without_the_hybrid_cache_manager(tmp_path: Path) -> None:
+    """vLLM keeps the blocks of all tokens then, in one group: a chain like any other."""
+    model = group_models.made("gemma3", tmp_path / "model")
+    returns_as_if_hot(model, 2048, disable_hybrid_kv_cache_manager=True)
+
+
+def returns_as_if_hot(model: str, batched: int, **engine: Any) -> dict[str, list[float]]:
+    """With all tokens exact. Returns how keys are turned in each KV cache group, see the script."""
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), batched, **engine)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours], **engine)
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
+    assert all(turn["cached"] > 500 for turn in ours[1:])
+    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
+    assert [turn["logprobs"] for turn in ours] == [turn["logprobs"] for turn in hot]
+    assert len({tuple(turn["tokens"]) for turn in ours}) == len(ours)
+    ropes: dict[str, list[float]] = ours[0]["ropes"]
+    return ropes
+
+
+def change(ours: list[Any], hot: list[Any]) -> float:
+    """The most by which a log-probability is another in turns that were restored, up to the first other token."""
+    found = [0.0]
+    for a, b in zip(ours[2:], hot[2:], strict=True):
+        same = next(
+            (at for at, pair in enumerate(zip(a["tokens"], b["tokens"], strict=True)) if len(set(pair)) > 1), None
+        )
+        upto = None if same is None else same + 1
+        found += [abs(x - y) for x, y in zip(a["logprobs"][:upto], b["logprobs"][:upto], strict=True)]
+    return max(found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("family", group_models.FAMILIES)
+def test_with_the_default_codec_little_is_lost(family: str, tmp_path: Path) -> None:
+    """Random weights, whose answers hang on every token."""
+    model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
+    ours, log = run(model, manthan(**WHT), batched)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    print(f"{family}: a log-probability changed by {change(ours, hot):.4f} at most")
+    assert 0 < change(ours, hot) < 0.5
+
+
+@pytest.mark.slow
+def test_states_in_fewer_bits_lose_little(tmp_path: Path) -> None:
+    """Those of float32, as Qwen3.5's are; the KV is exact."""
+    model = group_models.made("qwen3-next", tmp_path / "model")
+    found, sizes, hot = {}, list[float](), None
+    for state in ("exact", "bf16", "int8"):
+        ours, log = run(
+            model, manthan(name="k3v3", sink_tokens=ALL, state=state), 2048, None, mamba_ssm_cache_dtype="float32"
+        )
+        hot = hot or run(model, None, 2048, [turn["prompt"] for turn in ours], mamba_ssm_cache_dtype="float32")[0]
+        assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+        found[state] = change(ours, hot)
+        *_, size = re.findall(r"went cold .* to ([\d.]+[KM]iB)", log)
+        sizes.append(float(size.removesuffix("MiB")))
+        print(f"{state}: a session takes {size}, a log-probability changed by {found[state]:.4f} at most")
+    assert found["exact"] == 0
+    assert found["bf16"] < 0.05  # perhaps nothing: the model's kernel may round the state so before it uses it
+    assert 0 < found["int8"] < 0.5
+    assert sizes == sorted(sizes, reverse=True)
+    assert len(set(sizes)) == len(sizes)

@@ -1,0 +1,198 @@
+"""Latents (MLA): read and written as the backend does, and sessions of a real engine that go cold and return."""
+
+import json
+import os
+import subprocess
+import sys
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from latent_model import LATENT, LAYERS, TURNED, make_latent_model
+from vllm.config import CacheConfig
+from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
+from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
+
+from manthan.manager.config.resolve import ConfigError
+from manthan.vllm_hooks.memory import block_format, block_shape
+from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.support import Group, Groups, groups_of
+from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
+from manthan.vllm_hooks.worker.layout import probe_layers
+
+SCRIPT = Path(__file__).parents[1] / "helpers" / "latent_sessions.py"
+BLOCK, BLOCKS, FILLED = 16, 8, 21
+SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.bfloat16)
+NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
+GROUP = Group(0, SPEC, LAYERS, NAMES, latent=LATENT)
+SHAPE = block_shape(GROUP)
+NOISE = 0.0125
+"""Of the latents that come back, in energy, beside what they differ in: the default's bound in this test."""
+
+# ---- blocks of a paged cache
+
+
+def paged() -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
+    caches = {name: torch.zeros(BLOCKS, 1, BLOCK, LATENT + TURNED, dtype=torch.bfloat16) for name in NAMES}
+    return caches, {name: SimpleNamespace(impl=CPUMLAImpl.__new__(CPUMLAImpl)) for name in caches}
+
+
+@pytest.mark.parametrize("memory", [HostMemory, LatentMemory])
+def test_a_block_is_read_and_written_as_the_backend_does(memory: type) -> None:
+    caches, modules = paged()
+    layers = probe_layers(caches, modules, BLOCKS, SHAPE)
+    assert not any(cache.any() for cache in caches.values()), "probing leaves nothing behind"
+    latents, turned = torch.randn(LAYERS, BLOCK, LATENT).bfloat16(), torch.randn(LAYERS, BLOCK, 1, TURNED).bfloat16()
+    slots = 3 * BLOCK + torch.arange(BLOCK)
+    for n, (name, module) in enumerate(modules.items()):
+        module.impl.do_kv_cache_update(latents[n], turned[n], caches[name], slots, "auto", None)
+    read = memory(layers, SHAPE)
+    keys, pieces = (torch.from_numpy(part).view(torch.bfloat16) for part in read.gather(3))
+    assert torch.equal(keys, turned.transpose(1, 2))
+    assert torch.equal(pieces.transpose(1, 2).reshape(LAYERS, BLOCK, LATENT), latents)
+    read.scatter(5, *read.gather(3))
+    assert all(torch.equal(cache[5], cache[3]) for cache in caches.values())
+    assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
+
+
+@pytest.mark.parametrize("exact", [0, 4, BLOCK])
+def test_a_block_goes_through_the_codec(exact: int) -> None:
+    caches, modules = paged()
+    for cache in caches.values():
+        cache[3] = torch.randn(cache[3].shape)
+    memory = HostMemory(probe_layers(caches, modules, BLOCKS, SHAPE), SHAPE)
+    assert all(cache[3].any() for cache in caches.values())
+    blocks = CpuBlocks(memory, block_format("wht-5x", GROUP))
+    [buf] = blocks.encode_all([SpillBlock(b"k" * 32, 0, 3, 0, exact)])
+    assert not isinstance(buf, str)
+    assert blocks.decode_all([b"k" * 32], [5], [buf]) == [None]
+    for cache in caches.values():
+        latents, turned = cache[:, 0, :, :LATENT].float(), cache[:, 0, :, LATENT:]
+        assert torch.equal(turned[5], turned[3])
+        assert torch.equal(latents[5, :exact], latents[3, :exact])
+        if exact < BLOCK:
+            wrong, was = (latents[5] - latents[3])[exact:], latents[3, exact:]
+            assert 0 < wrong.square().sum() / was.square().sum() < NOISE
+    bad = buf.copy()
+    bad[-20] ^= 1
+    before = {name: cache.clone() for name, cache in caches.items()}
+    assert blocks.decode_all([b"k" * 32], [6], [bad]) == ["checksum"]
+    assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
+
+
+def test_what_is_no_plain_latent_is_refused() -> None:
+    groups, fp8 = [KVCacheGroupSpec(list(NAMES), SPEC)], CacheConfig(cache_dtype="fp8")
+    assert groups_of(KVCacheConfig(8, [], groups), latent=LATENT) == Groups(GROUP, [])
+    padded = MLAAttentionSpec(
+        block_size=BLOCK, num_kv_heads=1, head_size=576, dtype=torch.bfloat16, page_size_padded=2**15
+    )
+    for found, cache, latent in (
+        (groups, None, 0),
+        ([KVCacheGroupSpec(["a"], padded)], None, LATENT),
+        (2 * groups, None, LATENT),
+        (groups, fp8, LATENT),
+    ):
+        with pytest.raises(ConfigError, match=r"groups are MLAAttentionSpec in blocks of 16.*; one group of full"):
+            groups_of(KVCacheConfig(8, [], found), cache, latent)
+
+
+# ---- a real engine
+
+
+def run(model: str, what: str, **manthan: Any) -> dict[str, Any]:
+    """What becomes of a session; `log` is what was said."""
+    job = {"model": model, "what": what, "manthan": {"min_tokens": 64, "idle_after_s": 3600} | manthan}
+    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report: dict[str, Any] = json.loads(done.stdout)
+    return report | {"log": done.stderr}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> str:
+    return make_latent_model(tmp_path_factory.mktemp("latents"))
+
+
+@pytest.fixture(scope="module")
+def coded(model: str) -> dict[str, Any]:
+    return run(model, "come_back")
+
+
+def test_exact_sections_give_the_tokens_of_the_hot_cache(model: str) -> None:
+    said = run(model, "come_back", codec={"window_tokens": 4096})
+    assert said["hot"]["found"] == [FILLED, 0]
+    assert said["cold"]["found"] == [0, FILLED]
+    assert said["same_tokens"] == list(range(FILLED * BLOCK))
+    assert said["cold"]["answer"] == said["hot"]["answer"]
+    assert said["zeros"]["found"] == [0, FILLED]
+    assert said["zeros"]["answer"] != said["hot"]["answer"], "the answer is made of the cache"
+
+
+def test_the_default_keeps_rope_s_part_and_the_first_tokens_and_bounds_the_noise(coded: dict[str, Any]) -> None:
+    assert coded["cold"]["found"] == [0, FILLED]
+    assert coded["causes"] == []
+    assert coded["turned_same"]
+    assert coded["same_tokens"] == [0, 1, 2, 3]
+    assert 0 < coded["noise"] < NOISE
+    assert coded["sections"] == [
+        [["KEYS", "exact", 0, 16], ["LATENT", "exact", 0, 4], ["LATENT", "wht-5x", 4, 12]],
+        [["KEYS", "exact", 0, 16], ["LATENT", "wht-5x", 0, 16]],
+    ]
+
+
+def test_the_log_says_what_a_token_takes_and_that_the_codec_was_measured(coded: dict[str, Any]) -> None:
+    form = block_format("wht-5x", GROUP)
+    token = -(-form.expected_nbytes(0) // 256) * 256 // BLOCK
+    ratio = LAYERS * 2 * (LATENT + TURNED) / token
+    assert f"codec wht-5x ({ratio:.2f}x for " in coded["log"]
+    assert f", {token} bytes a token)" in coded["log"]
+    assert "codec wht-5x is faithful on this model" in coded["log"]
+    assert "keys are coded as they are after RoPE" not in coded["log"]
+
+
+def test_a_damaged_section_is_computed_anew(model: str) -> None:
+    """Nothing of the session is restored, and the answer is the same whichever section was damaged."""
+    said = run(model, "damage")
+    assert [(each["kind"], each["codec"]) for each in said["rounds"]] == [
+        ("KEYS", "exact"),
+        ("LATENT", "exact"),
+        ("LATENT", "wht-5x"),
+    ]
+    assert said["causes"] == ["checksum"] * 3
+    assert all(each["found"] == [0, 0] for each in said["rounds"])
+    assert len({tuple(each["answer"]) for each in said["rounds"]}) == 1
+
+
+def test_calibrated_codecs_are_refused(model: str, tmp_path: Path) -> None:
+    from vllm import EngineArgs
+
+    from manthan.vllm_hooks import kv_transfer_config
+    from manthan.vllm_hooks.settled import settle_codec
+
+    config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
+    settle = partial(settle_codec, config)
+    config.kv_transfer_config = kv_transfer_config(codec={"name": "klt-6x"})
+    with pytest.raises(
+        ConfigError, match=r"^codec.name is klt-6x, but .* its latents take no profile: use auto, wht-5x"
+    ):
+        settle()
+    config.kv_transfer_config = kv_transfer_config(codec={"name": "auto", "profile": str(tmp_path / "p")})
+    with pytest.raises(ConfigError, match=r"^codec.profile is .* its latents take no profile"):
+        settle()
+    config.kv_transfer_config = kv_transfer_config()
+    settle()
+    extra = config.kv_transfer_config.kv_connector_extra_config
+    assert extra["manthan"]["codec"]["name"] == "wht-5x"
+    assert not extra["manthan_wants_profile"], "nobody makes a profile of latents"
+
+
+def test_numbers_of_a_page_are_as_the_format_has_them() -> None:
+    form = block_format("wht-5x", GROUP)
+    assert sum(np.prod(shape) for shape in (form.shape.numbers, form.shape.value_numbers)) * 2 == (
+        LAYERS * SPEC.page_size_bytes
+    )
