@@ -33,6 +33,7 @@ from manthan.manager.work import (
 
 if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
+    from manthan.manager.journal_link import JournalLink
 
 
 @dataclass
@@ -69,7 +70,8 @@ class Driver(Generic[B]):
     """One engine's loop.
 
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
-    directory: keeps the books of a cold store that others use as well; None for one of this engine alone.
+    directory: keeps the books of a cold store that others use as well; None for one of this engine alone. journal: of
+    such a one, if it outlives the engine, writes down what the next engine is to know.
     guard: sees to it that the codec is measured first; None to trust it.
     again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless.
     """
@@ -84,10 +86,11 @@ class Driver(Generic[B]):
         ranks: int = 1,
         observer: Observer | None = None,
         directory: "DirectoryLink | None" = None,
+        journal: "JournalLink | None" = None,
         guard: Guard[B] | None = None,
         again: int = 0,
     ) -> None:
-        self._again = again
+        self._again, self._journal = again, journal
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
         self._observer = observer or Observer()
@@ -207,6 +210,8 @@ class Driver(Generic[B]):
         self._release()
         if self._directory is not None:
             self._directory.tell(drops, now)  # before room is asked for, which it may make
+        if self._journal is not None:
+            self._journal.tell(now)
         lost = self._hold(now)
         self.hear(now)
         self._loads += self.prefetcher.step(now)
@@ -361,6 +366,8 @@ class Driver(Generic[B]):
         """The KV is void, hot and cold. Returns where codes are kept from now on, as stores understand it."""
         self.manager.reset()
         self.prefetcher.reset()
+        if self._journal is not None:
+            self._journal.reset()
         place = "" if self._directory is None else self._directory.reset()
         granted, self._granted = self._granted, []
         for name in granted:

@@ -1,7 +1,7 @@
 """What a block of this model weighs: in vLLM's pool, and as codes."""
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -23,6 +23,8 @@ from manthan.vllm_hooks.kv_dtype import FP8
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group, Groups
+
+Room = Callable[[int], int]
 
 
 def block_shape(group: "Group") -> BlockShape:
@@ -52,8 +54,11 @@ def block_format(
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
 
 
-def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None) -> MemoryShape:
-    """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
+def memory_shape(
+    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None, room: Room = room
+) -> MemoryShape:
+    """A block's worth, all ranks together. profile: that of the codec, if it takes one. room: what an encoded block of
+    so many bytes takes in the cold store, that of RAM and GPU memory unless it is said. Raises ConfigError."""
     tokens = group.spec.block_size
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, ranks)) for rank in range(ranks)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
@@ -62,7 +67,9 @@ def memory_shape(codec: CodecConfig, group: "Group", ranks: int, profile: Profil
     return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
 
 
-def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int) -> list[MemoryShape]:
+def with_windows(
+    shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int, room: Room = room
+) -> list[MemoryShape]:
     """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
     names = [codec.name, *finer_codecs(codec.name)]
     tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
@@ -70,7 +77,7 @@ def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Gro
     settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
     made = []
     for at, shape in enumerate(shapes):
-        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks) for w in groups.others}
+        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks, room) for w in groups.others}
         if not groups.is_whole:
             beside[groups.chain.index] = shape.bounds
             shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
@@ -78,12 +85,12 @@ def with_windows(shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Gro
     return made
 
 
-def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int) -> Mapping[int, int]:
+def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int, room: Room) -> Mapping[int, int]:
     """Of blocks of another group in this codec, or, without one, with all tokens exact."""
     if not names and not group.is_packed:
-        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks)[-1].bounds
+        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks, room=room)[-1].bounds
     name = codec_beside(names[0] if names else EXACT, group, codec.state)
-    found = memory_shape(codec.model_copy(update={"name": name}), group, ranks).bounds
+    found = memory_shape(codec.model_copy(update={"name": name}), group, ranks, room=room).bounds
     return {0: found[0]} if group.is_packed else found
 
 
@@ -125,16 +132,16 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
 
 
 def fallback_shapes(
-    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None
+    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None, room: Room = room
 ) -> list[MemoryShape]:
     """The same in the codecs that the guard may choose instead, and with all tokens exact."""
     finer = [
-        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks), codec=name)
+        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks, room=room), codec=name)
         for name in finer_codecs(codec.name)
     ]
     tokens = group.spec.block_size
     whole = ranks * room(block_format(EXACT, group).max_nbytes(tokens))
-    exact = memory_shape(codec, group, ranks, profile)
+    exact = memory_shape(codec, group, ranks, profile, room)
     return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.vllm_hooks.compat import extend_engine_args, register_connector
+from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
@@ -31,8 +32,9 @@ HELP = {
     "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
     "--manthan-codec": ("NAME", "How KV is encoded, such as wht-5x."),
     "--manthan-codec-profile": ("FILE", "The model's profile, for a codec that takes one, such as klt-8x."),
-    "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, redis or tiered."),
+    "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, disk, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
+    "--manthan-disk-path": ("FOLDER", "The folder of cold store disk, on a local file system; it is there already."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
 }
 
@@ -57,6 +59,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
+        check_disk(vllm_config)
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()

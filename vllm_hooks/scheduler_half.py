@@ -18,6 +18,7 @@ from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
+from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
@@ -34,7 +35,7 @@ from manthan.vllm_hooks.support import (
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
-from manthan.vllm_hooks.worker.capacity import TierBytes, fast_tier
+from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -60,8 +61,9 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
-        self._shape = memory_shape(config.codec, group, self._ranks, self._profile)
-        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks)
+        self._room = room_in(config.cold_store)
+        self._shape = memory_shape(config.codec, group, self._ranks, self._profile, self._room)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks, self._room)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
@@ -75,7 +77,7 @@ class SchedulerHalf:
                 "Manthan cannot be used here: the model has layers with sliding windows or states, and "
                 "--speculative-config a draft with a KV cache: remove it, or use ngram."
             )
-        namespace = namespace_of(vllm_config, config, self.groups) if shared else None
+        namespace = namespace_of(vllm_config, config, self.groups) if config.cold_store.is_lasting else None
         owner = engine_name()
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
@@ -97,7 +99,10 @@ class SchedulerHalf:
         )
         self.telemetry = Telemetry(self.manager)
         self._directory: DirectoryLink | None = None
-        if namespace is not None:
+        self._books: DiskBooks | None = None
+        if namespace is not None and config.cold_store.is_on_disk:
+            self._books = DiskBooks(vllm_config, config, namespace.name)
+        if namespace is not None and shared:
             directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
             beside = self._places if self.groups.windows else None
             self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
@@ -109,6 +114,7 @@ class SchedulerHalf:
         self._wake = engine_waker()
         self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
+        self._journal = self._books.link(self.manager) if self._books is not None and not shared else None
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
@@ -123,6 +129,7 @@ class SchedulerHalf:
             ranks=self._ranks,
             observer=self.telemetry,
             directory=self._directory,
+            journal=self._journal,
             guard=self._guard(),
             again=blocks_computed_again(self._vllm_config),
         )
@@ -135,8 +142,8 @@ class SchedulerHalf:
         if not self._config.codec.guard:
             return None
         codec = self._config.codec
-        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile)]
-        shapes = with_windows(shapes, codec, self.groups, self._ranks)
+        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile, self._room)]
+        shapes = with_windows(shapes, codec, self.groups, self._ranks, self._room)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
@@ -144,9 +151,8 @@ class SchedulerHalf:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
         sizes = {nbytes // self._ranks for nbytes in shape.sizes}
-        in_arenas = is_on_gpu(self._vllm_config) and not store.is_shared
-        tiers = TierBytes.of_a_rank(store, self._ranks)
-        return tiers.usable(sizes if in_arenas else {max(sizes)}) * self._ranks
+        in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
+        return usable_nbytes(store, self._ranks, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -265,6 +271,10 @@ class SchedulerHalf:
         self._sweeper.stop()
         if self._directory is not None:
             self._directory.close()
+        if self._journal is not None:
+            self._journal.close()
+        if self._books is not None:
+            self._books.close()
 
     # -- the rest -------------------------------------------------------------------------------------
 

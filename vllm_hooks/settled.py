@@ -60,6 +60,12 @@ def profile_digest(vllm_config: "VllmConfig") -> str:
     return str(_extra(vllm_config).get(DIGEST, ""))
 
 
+def is_codec_chosen(vllm_config: "VllmConfig") -> bool:
+    """Whether the codec was chosen here, so that it may be another one at the next start."""
+    asked = _extra(vllm_config).get(ASKED)
+    return asked is not None and CodecConfig.model_validate(asked).name == AUTO
+
+
 def wants_profile(vllm_config: "VllmConfig") -> bool:
     """Whether the engine would use a profile if the model had one."""
     return bool(_extra(vllm_config).get(WANTS_PROFILE, False))

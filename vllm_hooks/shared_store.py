@@ -9,16 +9,16 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from manthan.codec import wire
+from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.manager.stores.cold_store import ColdStore
 from manthan.manager.stores.directory import Directory
 from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
-from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore, TieredStore
+from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
 from manthan.vllm_hooks.fingerprint import model_identity
-from manthan.vllm_hooks.settled import profile_digest
+from manthan.vllm_hooks.settled import is_codec_chosen, profile_digest
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -34,19 +34,23 @@ LOAD_THREADS = 2
 
 
 def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups") -> Namespace:
-    """The same in every process of every engine whose codes mean the same, whatever else they are told to do."""
+    """The same in every process of every engine whose codes mean the same, whatever else they are told to do.
+
+    On a disk of one engine's own it is the same for all codecs that codec auto may mean: each block tells its own.
+    """
     group = groups.chain
     beside: list[object] = [[*_identity(window.group), window.tokens] for window in groups.windows]
     if any(window.tokens is None for window in groups.windows):
         beside.append(config.codec.state)
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    profile = profile_digest(vllm_config)
+    may_change = not config.cold_store.is_shared and is_codec_chosen(vllm_config)
+    profile = "" if may_change else profile_digest(vllm_config)
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
-            "codec": config.codec.name,
+            "codec": AUTO if may_change else config.codec.name,
             "model": model_identity(vllm_config),
             "dtype": group.dtype_name,
             "block_tokens": group.spec.block_size,
@@ -113,9 +117,7 @@ def check_redis(vllm_config: "VllmConfig") -> None:
         logger.warning("Manthan: %s Sessions are not kept cold until it answers.", error)
 
 
-def make_store(config: ManthanConfig, namespace: Namespace, rank: int, ranks: int) -> ColdStore:
+def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
     """One rank's blocks."""
     client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
-    behind = RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)
-    front = config.cold_store.front_bytes // ranks
-    return TieredStore(behind, front) if front else behind
+    return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)

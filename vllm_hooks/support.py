@@ -42,7 +42,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
-    shared, hash_algo = config.cold_store.is_shared, cache.prefix_caching_hash_algo
+    is_lasting, hash_algo = config.cold_store.is_lasting, cache.prefix_caching_hash_algo
     store = f"cold_store.kind is {config.cold_store.kind}"
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
@@ -73,7 +73,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
         (
-            shared and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
+            is_lasting and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
             f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
             "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
         ),

@@ -4,7 +4,7 @@ A field's description completes the sentence "KEY must be …".
 """
 
 import json
-from collections.abc import Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Annotated, Any, ClassVar, Literal, Self
 from urllib.parse import urlsplit
 
@@ -60,6 +60,23 @@ def _from_json(value: object) -> object:
     """A mapping that comes out of the environment is JSON."""
     return json.loads(value) if isinstance(value, str) else value
 
+
+TIERS = ("host", "disk", "redis")
+"""What a cold store of several tiers is made of, the fastest first."""
+
+
+def _tiers(value: object) -> object:
+    """In the environment, names with commas between them."""
+    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+
+
+def _in_order(tiers: tuple[str, ...]) -> tuple[str, ...]:
+    if len(tiers) < 2 or tiers != tuple(tier for tier in TIERS if tier in tiers):
+        raise ValueError("not in that order")
+    return tiers
+
+
+Tiers = Annotated[tuple[str, ...], BeforeValidator(_tiers), AfterValidator(_in_order)]
 
 Share = Annotated[Number, Field(ge=0, le=1)]
 Shares = Annotated[dict[str, Share], BeforeValidator(_from_json)]
@@ -128,14 +145,12 @@ class CodecConfig(_Group):
         return self.sink_tokens + self.window_tokens > 0
 
 
-SHARED_KINDS = ("redis", "tiered")
-
-
 class ColdStoreConfig(_Group):
     """Where the codes of cold sessions are kept, and how many bytes they may take.
 
-    kind host is RAM, pinned beside a GPU; device is GPU memory, which spills to host_bytes of RAM when it is full;
-    redis is a Redis server; tiered is Redis with host_bytes of RAM in front of it.
+    kind host is RAM, pinned beside a GPU; device is GPU memory, which spills to host_bytes of RAM when it is full; disk
+    is a folder of a local file system; redis is a Redis server; tiered is `tiers`, each with all that is in the one
+    before it: host_bytes of RAM, disk_bytes of disk, and max_bytes of the last one.
     """
 
     shorthand = "kind"
@@ -146,25 +161,71 @@ class ColdStoreConfig(_Group):
         description="a size above 0, such as 4GiB, 512MiB or a plain number of bytes",
     )
     host_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 64GiB; 0 for none")
+    disk_bytes: AnyBytes = Field(default=ByteSize(0), description="a size, such as 500GiB; 0 for none")
+    tiers: Tiers = Field(
+        default=("host", "redis"), description=f"a list of two or three of {', '.join(TIERS)}, in this order"
+    )
+
+    @property
+    def places(self) -> Sequence[str]:
+        """Where the codes are, the fastest first; the last one has all of them."""
+        return self.tiers if self.kind == "tiered" else (self.kind,)
 
     @property
     def is_shared(self) -> bool:
-        """Whether the codes outlive the engine, and other engines may read them."""
-        return self.kind in SHARED_KINDS
+        """Whether other engines may read the codes."""
+        return self.places[-1] == "redis"
+
+    @property
+    def is_lasting(self) -> bool:
+        """Whether the codes outlive the engine."""
+        return self.places[-1] in ("disk", "redis")
+
+    @property
+    def is_on_disk(self) -> bool:
+        """Whether a disk has some or all of them."""
+        return "disk" in self.places
 
     @property
     def front_bytes(self) -> int:
-        """RAM in front of Redis: a quarter of max_bytes where kind tiered says nothing else."""
-        return (self.host_bytes or self.max_bytes // 4) if self.kind == "tiered" else 0
+        """RAM in front of other tiers: a quarter of max_bytes where nothing else is said."""
+        return self._front("host", self.host_bytes)
+
+    @property
+    def front_disk_bytes(self) -> int:
+        """The same of disk."""
+        return self._front("disk", self.disk_bytes)
+
+    def _front(self, tier: str, nbytes: int) -> int:
+        return (nbytes or self.max_bytes // 4) if tier in self.places[:-1] else 0
 
     @model_validator(mode="after")
-    def _check_host_bytes(self) -> Self:
-        if self.host_bytes and self.kind not in ("device", "tiered"):
+    def _check_front_bytes(self) -> Self:
+        if self.host_bytes and not (self.kind == "device" or self.front_bytes):
             raise ValueError(
-                "cold_store.host_bytes is RAM behind cold_store.kind device or in front of kind tiered, but kind is "
-                f"{self.kind}: use max_bytes"
+                "cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other tiers of kind "
+                f"tiered, but {self._said}: use max_bytes"
+            )
+        if self.disk_bytes and not self.front_disk_bytes:
+            raise ValueError(
+                "cold_store.disk_bytes is disk in front of Redis, for cold_store.kind tiered with both as tiers, but "
+                f"{self._said}: use max_bytes"
             )
         return self
+
+    @property
+    def _said(self) -> str:
+        return f"tiers are {', '.join(self.tiers)}" if self.kind == "tiered" else f"kind is {self.kind}"
+
+
+class DiskConfig(_Group):
+    """The folder of `cold_store.kind` disk, and of tiered with a tier disk."""
+
+    shorthand = "path"
+
+    path: str = Field(default="", description="the path of a folder of a local file system")
+    sync_s: Number = Field(default=5.0, ge=0, description="a plain number of seconds, 0 or more, such as 5")
+    timeout_s: Number = Field(default=5.0, gt=0, description=_SECONDS.format(5))
 
 
 class HotPoolConfig(_Group):
@@ -249,10 +310,20 @@ class ManthanConfig(_Model):
     backend: Literal["auto", "numpy", "cuda"] = Field(default="auto", description="auto, numpy or cuda")
     encode_threads: Count = Field(default=1, ge=1, description="a whole number of threads, 1 or more")
     cold_store: ColdStoreConfig = ColdStoreConfig()
+    disk: DiskConfig = DiskConfig()
     redis: RedisConfig = RedisConfig()
     hot_pool: HotPoolConfig = HotPoolConfig()
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+
+    @model_validator(mode="after")
+    def _check_disk(self) -> Self:
+        if self.cold_store.is_on_disk and not self.disk.path:
+            raise ValueError(
+                f"cold_store.kind is {self.cold_store.kind}, but disk.path (--manthan-disk-path) is empty: name the "
+                "folder that the codes are to be kept in"
+            )
+        return self
 
 
 GROUPS: dict[str, type[_Group]] = {

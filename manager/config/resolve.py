@@ -45,6 +45,7 @@ FLAG_KEYS = {
     "--manthan-codec-profile": "codec.profile",
     "--manthan-cold-store": "cold_store.kind",
     "--manthan-cold-bytes": "cold_store.max_bytes",
+    "--manthan-disk-path": "disk.path",
     "--manthan-redis-url": "redis.url",
 }
 ENV_PREFIX = "MANTHAN_"

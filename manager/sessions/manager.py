@@ -7,8 +7,11 @@ driver`) calls the event methods from one thread and carries out, in this order,
 
 import sys
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import groupby
+from operator import itemgetter
 from typing import NamedTuple
 
+from manthan.manager.sessions.adoption import Adoption, LeftSession
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find
 from manthan.manager.sessions.budget import ColdBudget, Shares
@@ -140,6 +143,7 @@ class SessionMemoryManager:
             may_replace=not is_shared,
         )
         self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
+        self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
 
     @property
     def shape(self) -> MemoryShape:
@@ -155,6 +159,20 @@ class SessionMemoryManager:
         self.table.shape, self.budget.total = shape, capacity_nbytes
         if all_exact:
             self._exact.keep_all()
+
+    # -- what was there before ------------------------------------------------------------------------
+
+    def adopt(self, left: Iterable[LeftSession], now: float) -> dict[str, int]:
+        """Sessions that an earlier process left in the cold store are cold here, as far as there is room.
+
+        Returns how many blocks of its chain each that was taken in has, by id.
+        """
+        return self._adoption.adopt(left, now)
+
+    def disown(self, names: Iterable[tuple[int, bytes]]) -> None:
+        """These blocks, by group and key, are in the cold store, and no session needs them: they are to be dropped."""
+        by_group = groupby(sorted(names), key=itemgetter(0))
+        self._orders.drops += [Drop(group, [key for _, key in some], DropCause.ABANDONED) for group, some in by_group]
 
     # -- requests -------------------------------------------------------------------------------------
 

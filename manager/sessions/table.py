@@ -43,8 +43,12 @@ class SessionTable:
     def create(self, asked_id: str | None, tenant: str, now: float) -> Session:
         """A new session with an empty chain, HOT: a request of it runs or has just ended."""
         session_id = self.chains.new_id(asked_id, tenant, self.by_id)
-        session = Session(session_id, asked_id, created=now, last_used=now, tenant=tenant)
-        self.by_id[session.session_id] = session
+        return self.adopt(session_id, asked_id, tenant, now, now)
+
+    def adopt(self, session_id: str, asked_id: str | None, tenant: str, created: float, last_used: float) -> Session:
+        """The same of an id that nobody has yet."""
+        session = Session(session_id, asked_id, created=created, last_used=last_used, tenant=tenant)
+        self.by_id[session_id] = session
         self.states[session.state] += 1
         return session
 

@@ -67,6 +67,15 @@ class Wishes:
             self._ttls.set(session.session_id, now + session.ttl_s)
         return refused
 
+    def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
+        """The session comes from an earlier process; what was said of it there holds, if it still can."""
+        if was_pinned:
+            self._budget.pin(session)
+        if session.expected is not None and self._lead_s is not None:
+            self._expected.set(session.session_id, max(now, session.expected - self._lead_s))
+        if session.ttl_s is not None:
+            self._ttls.set(session.session_id, session.last_used + session.ttl_s)
+
     def expire(self, now: float) -> None:
         """Forget sessions whose time to live is over."""
         for session_id in list(self._ttls.pop_due(now)):

@@ -200,5 +200,5 @@ class HostStore(ColdStore):
             self._arena.free(kept.extents)
 
 
-COLD_STORES = ("host", "device", "redis", "tiered")
+COLD_STORES = ("host", "device", "disk", "redis", "tiered")
 """What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

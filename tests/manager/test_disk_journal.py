@@ -8,14 +8,14 @@ from pathlib import Path
 
 import pytest
 
-from manthan.manager.stores.disk.journal import Journal, JournalBlock, JournalSession
+from manthan.manager.stores.disk.journal import Journal, JournalAnchor, JournalBlock, JournalChain, JournalSession
 
 
 def session(name: str, blocks: int = 3, **facts: object) -> JournalSession:
-    chain = tuple(
-        JournalBlock(bytes([number]) * 32, number % 2, 4 * (number == 0), 1000 + number) for number in range(blocks)
-    )
-    return JournalSession(name, {"tenant": "", **facts}, chain)
+    chain = tuple(JournalBlock(bytes([at]) * 32, 1, at, 4 * (at == 0)) for at in range(blocks))
+    parts = tuple(JournalBlock(bytes([at]) * 32, group, at, 0) for group in (0, 2) for at in range(blocks))
+    anchors = (JournalAnchor(blocks, parts), JournalAnchor(1, ())) if blocks else ()
+    return JournalSession(name, {"tenant": "", **facts}, JournalChain(chain, anchors))
 
 
 def found(folder: Path) -> dict[str, JournalSession]:
@@ -31,6 +31,17 @@ def test_the_next_process_finds_what_was_told_last(tmp_path: Path) -> None:
     journal.tell([session("a", 5), session("b", 0)])
     journal.close()
     assert found(tmp_path) == {"a": session("a", 5), "ä b/c": session("ä b/c")}
+
+
+def test_facts_alone_change_while_the_chain_stays(tmp_path: Path) -> None:
+    journal = Journal(tmp_path)
+    journal.tell([session("a"), session("b")])
+    journal.tell([JournalSession("a", {"tenant": "x"}, None)])
+    journal.close()
+    journal = Journal(tmp_path)
+    journal.tell([JournalSession("b", {"tenant": "y"}, None), JournalSession("c", {}, None)])
+    journal.close()
+    assert found(tmp_path) == {"a": session("a", tenant="x"), "b": session("b", tenant="y")}
 
 
 def test_what_was_cleared_is_gone_and_what_was_told_afterwards_is_there(tmp_path: Path) -> None:

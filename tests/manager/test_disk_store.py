@@ -3,6 +3,7 @@
 import errno
 import os
 import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -124,21 +125,42 @@ def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> Non
 
 def test_what_is_read_stays_as_it_was(store: DiskStore) -> None:
     store.put_all(0, {KEYS[0]: numbers(0)})
-    reader = store.read(0, [KEYS[0], KEYS[0]])
-    found = next(reader)
+    found = get(store, KEYS[0])
     store.put_all(0, {KEYS[0]: numbers(1)})
     store.cleared("")
     assert np.array_equal(found, numbers(0))
-    assert next(reader) is None
+    assert get(store, KEYS[0]) is None
 
 
-def test_what_was_cleared_is_not_found_by_the_next_process(store: DiskStore) -> None:
+def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_since(store: DiskStore) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     assert store.cleared("elsewhere") is store
     assert (store.used, store.blocks()) == (0, {})
     store.put_all(0, {KEYS[3]: numbers(33)})
+    assert np.array_equal(get(store, KEYS[3]), numbers(33))
+    assert files(store.folder) == []
+    store.check()
     store = again(store)
-    assert store.blocks() == {(0, KEYS[3]): 5000}
+    assert store.blocks() == {}
+    assert [path.name for path in store.folder.iterdir()] == ["lock"]
+    store.put_all(0, {KEYS[3]: numbers(34)})
+    store = again(store)
+    assert np.array_equal(get(store, KEYS[3]), numbers(34))
+    store.close()
+
+
+def test_a_process_that_is_killed_behind_a_reset_leaves_nothing_of_what_came_since(folder: Path) -> None:
+    child = os.fork()
+    if not child:
+        store = DiskStore(folder, 4 * MIB)
+        store.put_all(0, {KEYS[0]: numbers(0)})
+        store.cleared("")
+        store.put_all(0, {KEYS[0]: numbers(1), KEYS[1]: numbers(1)})
+        os.kill(os.getpid(), signal.SIGKILL)
+    os.waitpid(child, 0)
+    store = DiskStore(folder, 4 * MIB)
+    assert set(store.blocks()) <= {(0, KEYS[0])}
+    assert (0, KEYS[0]) not in store.blocks() or np.array_equal(get(store, KEYS[0]), numbers(0))
     store.close()
 
 

@@ -1,7 +1,7 @@
 """How many bytes the cold store holds, and the GPU memory that is set aside for it."""
 
 import math
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from typing import TYPE_CHECKING, NamedTuple
 
 from vllm.logger import init_logger
@@ -11,6 +11,8 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.stores import arena
 from manthan.manager.stores.arena import GRANULE
+from manthan.manager.stores.disk import segment
+from manthan.manager.stores.disk import store as disk
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
@@ -54,6 +56,19 @@ class TierBytes(NamedTuple):
         if len(sizes) > 1:
             device, host = arena.usable(device), arena.usable(host)
         return max(0, device + host - max(sizes)) if device and host else device + host
+
+
+def usable_nbytes(store: ColdStoreConfig, ranks: int, sizes: Collection[int], in_arenas: bool) -> int:
+    """How many bytes may be promised to blocks of these sizes on each rank, on all ranks together. in_arenas: whether
+    blocks are in memory that is one range of addresses."""
+    if store.places[-1] == "disk":
+        return disk.usable(store.max_bytes // ranks) * ranks
+    return TierBytes.of_a_rank(store, ranks).usable(sizes if in_arenas else {max(sizes)}) * ranks
+
+
+def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
+    """What an encoded block of so many bytes takes of the budget, at most."""
+    return segment.room if store.places[-1] == "disk" else arena.room
 
 
 def fast_tier(store: ColdStoreConfig) -> Fast | None:

@@ -24,7 +24,7 @@ from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
-from manthan.vllm_hooks.shared_store import make_store, namespace_of
+from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import (
@@ -51,6 +51,7 @@ from manthan.vllm_hooks.worker.layout import (
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
+from manthan.vllm_hooks.worker.stores import make_store
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -140,9 +141,9 @@ class WorkerHalf:
             group = replace(group, layers=len(layers))  # those that share a cache are one
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
-        if config.cold_store.is_shared:
+        if config.cold_store.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups)
-            name, store = namespace.name, make_store(config, namespace, parallel.rank, parallel.world_size)
+            name, store = namespace.name, make_store(config, namespace, parallel)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
@@ -258,7 +259,7 @@ class WorkerHalf:
             return None
 
         def made(profile: Profile) -> str:
-            if job.ranks > 1 or self._config.cold_store.is_shared or not isinstance(blocks, CpuBlocks):
+            if job.ranks > 1 or self._config.cold_store.is_lasting or not isinstance(blocks, CpuBlocks):
                 return "it is used from the next start on"
             facts = ModelFacts(job.info.rope, profile)
             blocks.change_to(self._format(job.preset, group, facts, ""))

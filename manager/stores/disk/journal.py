@@ -10,40 +10,62 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("vllm.manthan.disk")
 
+JOURNAL = "sessions.sqlite"
 SCHEMA = 1
 """Its version. A journal of another one is begun anew."""
+REST_S = 1.0
+"""After how long it is tried again to write what could not be written."""
 TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts TEXT NOT NULL,  -- JSON
-    chain BLOB NOT NULL   -- what is stored of it; see _packed
+    chain BLOB NOT NULL   -- what is stored of it; see _pack
 ) WITHOUT ROWID"""
-_BLOCK = struct.Struct("<HHIQ")
+_COUNTS = struct.Struct("<II")
+_BLOCK = struct.Struct("<HHII")
 
 
 class JournalBlock(NamedTuple):
-    """One block of a chain, or of an anchor: its key, its KV cache group, how many tokens are exact, and its bytes of
-    all ranks together."""
+    """One block of a chain, or of an anchor: its key, its KV cache group, its place among the blocks of that, and how
+    many of its tokens are exact."""
 
     key: bytes
     group: int
+    at: int
     exact: int
-    nbytes: int
+
+
+class JournalAnchor(NamedTuple):
+    """What other KV cache groups have behind so many blocks of a chain."""
+
+    depth: int
+    parts: tuple[JournalBlock, ...]
+
+
+class JournalChain(NamedTuple):
+    """What is stored of a session."""
+
+    blocks: tuple[JournalBlock, ...]
+    anchors: tuple[JournalAnchor, ...] = ()
+
+
+GONE = JournalChain(())
 
 
 @dataclass(frozen=True)
 class JournalSession:
-    """A session as the next process finds it. facts: what JSON can hold. Of one that is gone the chain is empty."""
+    """A session as the next process finds it. facts: what JSON can hold. chain: None if it is as it was; without blocks
+    if the session is gone."""
 
     session_id: str
     facts: Mapping[str, Any] = field(default_factory=dict)
-    chain: tuple[JournalBlock, ...] = ()
+    chain: JournalChain | None = GONE
 
 
 class Journal:
@@ -51,9 +73,10 @@ class Journal:
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
-        self.path = folder / "sessions.sqlite"
+        self.path = folder / JOURNAL
         self._news: dict[str, JournalSession] = {}
         self._is_cleared = False
+        self._rest_s = 0.0
         self._wake = threading.Condition()
         self._closing = False
         self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
@@ -70,16 +93,24 @@ class Journal:
         """All that were written. What cannot be read is left out."""
         for session_id, facts, chain in self._db.execute("SELECT id, facts, chain FROM sessions"):
             try:
-                yield JournalSession(session_id, json.loads(facts), _unpacked(chain))
+                yield JournalSession(session_id, json.loads(facts), _unpack(chain))
             except (ValueError, struct.error):
                 logger.warning("Manthan: %s: session %s cannot be read.", self.path, session_id)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
         """These are not what they were."""
         with self._wake:
-            self._news.update((session.session_id, session) for session in sessions)
+            for session in sessions:
+                self._add(session)
             if self._news:
                 self._wake.notify()
+
+    def _add(self, session: JournalSession) -> None:
+        """Over what was told before and is not written yet."""
+        before = self._news.get(session.session_id)
+        if session.chain is None and before is not None:
+            session = replace(session, chain=before.chain)
+        self._news[session.session_id] = session
 
     def clear(self) -> None:
         """No session is known any more."""
@@ -89,7 +120,7 @@ class Journal:
             self._wake.notify()
 
     def close(self) -> None:
-        """All that was told is written."""
+        """All that was told is written, if that is possible."""
         with self._wake:
             self._closing = True
             self._wake.notify()
@@ -99,6 +130,7 @@ class Journal:
     def _run(self) -> None:
         while True:
             with self._wake:
+                self._wake.wait_for(lambda: self._closing, self._rest_s)
                 self._wake.wait_for(lambda: self._news or self._is_cleared or self._closing)
                 news, self._news = self._news, {}
                 is_cleared, self._is_cleared = self._is_cleared, False
@@ -106,19 +138,36 @@ class Journal:
                     return
             try:
                 self._write(news.values(), is_cleared)
+                self._rest_s = 0.0
             except sqlite3.Error as error:  # a full disk, most likely; the sessions live on in this process
-                logger.warning("Manthan: %s: sessions were not written: %s", self.path, error)
+                if not self._rest_s:
+                    logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
+                self._rest_s = REST_S
+                with self._wake:
+                    if self._closing:
+                        return
+                    self._take_back(news, is_cleared)
+
+    def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
+        """What could not be written is still to be, but for what was told since."""
+        since, self._news = self._news, {} if self._is_cleared else news
+        self._is_cleared |= was_cleared
+        for session in since.values():
+            self._add(session)
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """All or nothing. Raises sqlite3.Error."""
-        kept = [(s.session_id, json.dumps(s.facts), _packed(s.chain)) for s in news if s.chain]
-        gone = [(s.session_id,) for s in news if not s.chain]
+        told = [(s.session_id, json.dumps(s.facts), s.chain) for s in news]
+        kept = [(session_id, facts, _pack(chain)) for session_id, facts, chain in told if chain is not None]
+        same = [(facts, session_id) for session_id, facts, chain in told if chain is None]
+        gone = [(session_id,) for session_id, _, chain in told if chain is not None and not chain.blocks]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
-            self._db.executemany("DELETE FROM sessions WHERE id = ?", gone)
             self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", kept)
+            self._db.executemany("UPDATE sessions SET facts = ? WHERE id = ?", same)
+            self._db.executemany("DELETE FROM sessions WHERE id = ?", gone)
             self._db.execute("COMMIT")
         except BaseException:
             if self._db.in_transaction:
@@ -126,19 +175,46 @@ class Journal:
             raise
 
 
-def _packed(chain: Iterable[JournalBlock]) -> bytes:
-    return b"".join(_BLOCK.pack(len(b.key), b.group, b.exact, b.nbytes) + b.key for b in chain)
+def _pack(chain: JournalChain) -> bytes:
+    blocks, anchors = chain
+    parts = [_COUNTS.pack(len(blocks), len(anchors)), *map(_pack_block, blocks)]
+    for anchor in anchors:
+        parts += [_COUNTS.pack(anchor.depth, len(anchor.parts)), *map(_pack_block, anchor.parts)]
+    return b"".join(parts)
 
 
-def _unpacked(data: bytes) -> tuple[JournalBlock, ...]:
+def _pack_block(block: JournalBlock) -> bytes:
+    return _BLOCK.pack(len(block.key), block.group, block.at, block.exact) + block.key
+
+
+def _unpack(data: bytes) -> JournalChain:
     """Raises struct.error or ValueError."""
-    blocks, at = [], 0
-    while at < len(data):
-        length, group, exact, nbytes = _BLOCK.unpack_from(data, at)
-        at += _BLOCK.size
-        key = data[at : at + length]
+    reader = _Reader(data)
+    count, anchors = reader.counts()
+    blocks = reader.blocks(count)
+    found = [(depth, reader.blocks(size)) for depth, size in (reader.counts() for _ in range(anchors))]
+    return JournalChain(blocks, tuple(JournalAnchor(*each) for each in found))
+
+
+class _Reader:
+    """Of what `_pack` made."""
+
+    def __init__(self, data: bytes) -> None:
+        self._data, self._at = data, 0
+
+    def counts(self) -> tuple[int, int]:
+        first, second = _COUNTS.unpack_from(self._data, self._at)
+        self._at += _COUNTS.size
+        return first, second
+
+    def blocks(self, count: int) -> tuple[JournalBlock, ...]:
+        return tuple(self._block() for _ in range(count))
+
+    def _block(self) -> JournalBlock:
+        length, group, at, exact = _BLOCK.unpack_from(self._data, self._at)
+        end = self._at + _BLOCK.size + length
+        key = self._data[end - length : end]
         if len(key) < length:
             raise ValueError("the chain ends within a key.")
-        blocks.append(JournalBlock(key, group, exact, nbytes))
-        at += length
-    return tuple(blocks)
+        self._at = end
+        return JournalBlock(key, group, at, exact)

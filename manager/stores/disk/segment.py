@@ -30,7 +30,8 @@ MOST_KEY = 64
 _FIELDS = struct.Struct("<4sHHIIQQQQ64s8x")
 _DIGEST = struct.Struct("<Q")
 assert _FIELDS.size + _DIGEST.size == HEADER
-SUFFIX = ".seg"
+SUFFIX, APART = ".seg", ".apart"
+"""What files' names end with; those that no other process is to find are named otherwise."""
 SCAN = 1 << 20
 """Bytes that are read at once where a header is looked for."""
 
@@ -69,8 +70,8 @@ class Segment:
     Raises OSError, as all of its methods do.
     """
 
-    def __init__(self, folder: Path, number: int, *, new: bool = False) -> None:
-        self.number, self.path = number, folder / f"{number:08d}{SUFFIX}"
+    def __init__(self, folder: Path, number: int, *, new: bool = False, suffix: str = SUFFIX) -> None:
+        self.number, self.path = number, folder / f"{number:08d}{suffix}"
         flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if new else os.O_RDWR
         self._fd = -1  # opening may raise
         self._fd = os.open(self.path, flags | os.O_CLOEXEC, 0o600)
@@ -171,3 +172,14 @@ def segments(folder: Path) -> list[Segment]:
     """Those in a folder, by number."""
     numbers = sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
     return [Segment(folder, number) for number in numbers]
+
+
+def newest(folder: Path) -> dict[tuple[int, bytes], Record]:
+    """By KV cache group and key, the records in a folder that hold. Bodies are not looked at."""
+    found: dict[tuple[int, bytes], Record] = {}
+    for segment in segments(folder):
+        for record in segment.records():
+            known = found.get((record.group, record.key))
+            if known is None or known.sequence < record.sequence:
+                found[record.group, record.key] = record
+    return found

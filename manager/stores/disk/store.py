@@ -13,22 +13,40 @@ import errno
 import fcntl
 import logging
 import threading
+import time
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import islice
 from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 from manthan.manager.integrity import IntegrityError
 from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore, ColdStoreError
-from manthan.manager.stores.disk.segment import PAGE, Record, Segment, digest_of, room, segments, sync_folder
+from manthan.manager.stores.disk.segment import (
+    APART,
+    PAGE,
+    SUFFIX,
+    Record,
+    Segment,
+    digest_of,
+    room,
+    segments,
+    sync_folder,
+)
+from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
 
 SEGMENT_BYTES = 128 << 20
-SHARE = 32
-"""A budget has room for so many segments, if they are smaller than SEGMENT_BYTES."""
+SHARE, MOST_SEGMENTS = 32, 512
+"""A budget has room for so many segments, if they are smaller than SEGMENT_BYTES; never for more than these, each of
+which is an open file."""
 SPARE = 0.1
 """This share of the budget, and two segments, are for what is dropped and not compacted yet."""
+READERS, AHEAD = 4, 4
+"""Threads that read, and how many blocks of one reader they are ahead."""
 CHECKED = 2
 """So many of the last segments are read whole when a store is opened: only there may bodies be torn."""
 
@@ -36,10 +54,26 @@ Name = tuple[int, bytes]
 """Of a block: its KV cache group, and its key."""
 
 
+def segment_nbytes(max_bytes: int) -> int:
+    """Of the segments of a store with this budget."""
+    return max(min(SEGMENT_BYTES, max_bytes // SHARE), max_bytes // MOST_SEGMENTS, PAGE)
+
+
+def usable(max_bytes: int) -> int:
+    """Bytes that blocks may take of a budget; the rest is for what was dropped."""
+    return max(0, max_bytes - int(max_bytes * SPARE) - 2 * segment_nbytes(max_bytes))
+
+
 class DiskError(ColdStoreError):
     """The disk does not do what was asked."""
 
     cause: ClassVar[str] = "disk"
+
+
+class DiskSlowError(ColdStoreError):
+    """The disk did not give what was asked within the time that somebody waits for it."""
+
+    cause: ClassVar[str] = STORE_DOWN
 
 
 class FolderInUseError(ColdStoreError):
@@ -57,13 +91,13 @@ class DiskStore(ColdStore):
     """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
 
     sync_s: seconds after which what was written is on the disk at the latest; 0 for before it is confirmed. What was
-    dropped may be found again after a restart, until it is dropped again. Raises FolderInUseError, and OSError where
-    the folder cannot be used.
+    dropped may be found again after a restart, until it is dropped again. timeout_s: how long a reader waits for the
+    disk, all in all. Raises FolderInUseError, and OSError where the folder cannot be used.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, sync_s: float = 5.0) -> None:
-        self.folder, self.max_bytes, self._sync_s = folder, max_bytes, sync_s
-        self.segment_bytes = max(min(SEGMENT_BYTES, max_bytes // SHARE), PAGE)
+    def __init__(self, folder: Path, max_bytes: int, sync_s: float = 5.0, timeout_s: float = 10.0) -> None:
+        self.folder, self.max_bytes, self._sync_s, self._timeout_s = folder, max_bytes, sync_s, timeout_s
+        self.segment_bytes = segment_nbytes(max_bytes)
         self._appending = threading.Lock()
         """Of who takes room at the log's end, or makes some; taken before the other one."""
         self._lock = threading.Lock()
@@ -71,11 +105,18 @@ class DiskStore(ColdStore):
         self._written = threading.Condition(self._lock)
         self._index: dict[Name, _Kept] = {}
         self._logs: dict[int, _Log] = {}
+        self._void: list[Segment] = []
+        """To be removed."""
+        self._suffix = SUFFIX
         self._sequence = self._last_number = 0
         folder.mkdir(parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
         self._open()
-        self._closing = threading.Event()
+        self._readers = ThreadPoolExecutor(READERS, "manthan-disk")
+        self._stuck: Future[Buffer | None] | None = None
+        """What a reader has given up waiting for."""
+        self._closing = False
+        self._is_due = threading.Event()
         self._syncer = threading.Thread(target=self._sync_again_and_again, name="manthan-sync", daemon=True)
         self._syncer.start()
 
@@ -100,8 +141,26 @@ class DiskStore(ColdStore):
         return refused
 
     def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Raises DiskError."""
-        return (self._read((group, key)) for key in keys)
+        """Raises DiskError, and DiskSlowError, which says nothing about the blocks. Some are read ahead."""
+        if self._stuck is not None and not self._stuck.done():
+            raise DiskSlowError(f"{self.folder}: the disk does not answer.")
+        left, waited = iter(keys), 0.0
+        ahead = deque(self._readers.submit(self._read, (group, key)) for key in islice(left, AHEAD))
+        try:
+            while ahead:
+                began = time.monotonic()
+                try:
+                    buf = ahead[0].result(max(0.0, self._timeout_s - waited))
+                except TimeoutError:
+                    self._stuck = ahead[0]
+                    raise DiskSlowError(f"{self.folder}: the disk took {self._timeout_s:g} s.") from None
+                waited += time.monotonic() - began
+                ahead.popleft()
+                ahead.extend(self._readers.submit(self._read, (group, key)) for key in islice(left, 1))
+                yield buf
+        finally:
+            for future in ahead:
+                future.cancel()
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         with self._lock:
@@ -113,20 +172,23 @@ class DiskStore(ColdStore):
                 self._forget((group, key))
 
     def cleared(self, place: str) -> "DiskStore":
-        """This one. No process finds again what was there before; what is being put is not kept."""
-        with self._appending, self._lock:
+        """This one; what is being put is not kept. Files are removed in a moment, on another thread.
+
+        No process finds again what is put from now on: it may be of other weights than those that the next one has.
+        """
+        with self._lock:
             self._index.clear()
-            logs, self._logs = self._logs, {}
-            for log in logs.values():
-                log.segment.path.unlink(missing_ok=True)
-            sync_folder(self.folder)
-            self._last_number = max(logs, default=self._last_number)
+            self._void += [log.segment for log in self._logs.values()]
+            self._logs, self._suffix = {}, APART
+        self._is_due.set()
         return self
 
     def close(self) -> None:
-        self._closing.set()
+        self._closing = True
+        self._is_due.set()
+        self._readers.shutdown(wait=False, cancel_futures=True)
         self._syncer.join()
-        self.sync()
+        self._tidy()
         with self._appending, self._lock:
             self._index.clear()
             self._logs.clear()
@@ -137,8 +199,13 @@ class DiskStore(ColdStore):
 
     @property
     def usable(self) -> int:
-        """Bytes that blocks may take of the budget; the rest is for what was dropped."""
-        return max(0, self.max_bytes - int(self.max_bytes * SPARE) - 2 * self.segment_bytes)
+        """Bytes that blocks may take of the budget."""
+        return usable(self.max_bytes)
+
+    @property
+    def available(self) -> int:
+        """Bytes that blocks can still take."""
+        return self.usable - self.used
 
     @property
     def used(self) -> int:
@@ -180,6 +247,8 @@ class DiskStore(ColdStore):
 
     def _open(self) -> None:
         """Find what is there."""
+        for path in self.folder.glob(f"*{APART}"):
+            path.unlink()
         found = segments(self.folder)
         self._last_number = max((segment.number for segment in found), default=0)
         for segment in found:
@@ -236,6 +305,7 @@ class DiskStore(ColdStore):
 
     def _end(self, need: int) -> "_Log | None":
         """A segment with so much room behind its end; None if there is none to be made. Whoever asks is appending."""
+        self._remove_void()
         last = next(reversed(self._logs.values()), None)
         if last is not None and last.segment.end + need <= self.segment_bytes:
             return last
@@ -249,9 +319,12 @@ class DiskStore(ColdStore):
 
     def _begin(self) -> "_Log":
         self._last_number += 1
-        log = _Log(Segment(self.folder, self._last_number, new=True))
+        log = _Log(Segment(self.folder, self._last_number, new=True, suffix=self._suffix))
         with self._lock:
-            self._logs[self._last_number] = log
+            if log.segment.path.suffix == self._suffix:
+                self._logs[self._last_number] = log
+            else:  # all was cleared meanwhile
+                self._void.append(log.segment)
         return log
 
     def _place(self, log: "_Log", name: Name, buf: Buffer) -> _Kept:
@@ -279,12 +352,17 @@ class DiskStore(ColdStore):
             least = min(logs, key=lambda log: log.alive - log.segment.end, default=None)  # most is gained there
             if least is None or least.alive >= least.segment.end:
                 return False
-            names = [name for name, kept in self._index.items() if kept.segment is least.segment]
-        for name in names:
-            self._move(name, least)
+        for record in least.segment.records():
+            self._move((record.group, record.key), least)
         with self._lock:
-            least.segment.path.unlink(missing_ok=True)
-            del self._logs[least.segment.number]
+            if least.alive:  # headers that cannot be read any more
+                for name in [name for name, kept in self._index.items() if kept.segment is least.segment]:
+                    self._forget(name)
+        self.sync()  # what was written again is on the disk before it goes from here
+        with self._lock:
+            self._logs.pop(least.segment.number, None)
+            self._void.append(least.segment)
+        self._remove_void()
         return True
 
     def _move(self, name: Name, log: "_Log") -> None:
@@ -297,9 +375,9 @@ class DiskStore(ColdStore):
             with self._lock:
                 self._forget(name)
             return
-        last = next(reversed(self._logs.values()))
+        last = next(reversed(self._logs.values()), None)
         need = kept.record.room
-        if last is log or last.segment.end + need > self.segment_bytes:
+        if last is None or last is log or last.segment.end + need > self.segment_bytes:
             last = self._begin()
         moved = self._place(last, name, buf)
         try:
@@ -314,11 +392,29 @@ class DiskStore(ColdStore):
                 self._keep(name, moved)
 
     def _sync_again_and_again(self) -> None:
-        while not self._closing.wait(self._sync_s or None):
-            try:
-                self.sync()
-            except OSError as error:
-                logger.warning("Manthan: %s: what was written may not last: %s", self.folder, error.strerror)
+        while not self._closing:
+            self._is_due.wait(self._sync_s or None)
+            self._is_due.clear()
+            self._tidy()
+
+    def _tidy(self) -> None:
+        try:
+            self._remove_void()
+            self.sync()
+        except OSError as error:
+            logger.warning("Manthan: %s: what was written may not last: %s", self.folder, error.strerror)
+
+    def _remove_void(self) -> None:
+        """Raises OSError."""
+        with self._lock:
+            void = list(self._void)
+        if not void:
+            return
+        for segment in void:
+            segment.path.unlink(missing_ok=True)
+        sync_folder(self.folder)
+        with self._lock:
+            self._void = [segment for segment in self._void if segment not in void]
 
     # -- books; whoever calls has the lock ------------------------------------------------------------
 
@@ -326,7 +422,8 @@ class DiskStore(ColdStore):
         return sum(log.alive for log in self._logs.values())
 
     def _on_disk(self) -> int:
-        return sum(log.segment.end for log in self._logs.values())
+        segments = [*(log.segment for log in self._logs.values()), *self._void]
+        return sum(segment.end for segment in segments)
 
     def _keep(self, name: Name, kept: _Kept) -> None:
         self._index[name] = kept

@@ -1,0 +1,84 @@
+"""`vllm serve` with its sessions on disk: killed while it works, started again, and what else happens to its folder."""
+
+import os
+import sqlite3
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+
+from manthan.benchmarks.server import Reply, VllmServer
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+FLAGS = [
+    *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
+    *("--enforce-eager", "--enable-prompt-tokens-details"),
+]
+YAML = "idle_after_s: 0.3\nsweep_interval_s: 0.1\nmin_tokens: 64\n"
+ANSWER = {"temperature": 0, "max_tokens": 4}
+GUESTS = range(8)
+
+
+def serve(folder: Path, log: Path, flags: Sequence[str] = ()) -> VllmServer:
+    log.mkdir()
+    (log / "manthan.yaml").write_text(YAML)
+    manthan = ["--manthan-config", str(log / "manthan.yaml"), "--manthan-cold-store", "disk"]
+    manthan += ["--manthan-disk-path", str(folder), "--manthan-cold-bytes", "64MiB"]
+    return VllmServer(MODEL, [*FLAGS, *manthan, *flags], log / "log")
+
+
+def ask(server: VllmServer, prompt: str, session: str) -> Reply:
+    return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
+
+
+def wait_until_quiet(server: VllmServer) -> None:
+    def is_quiet() -> bool:
+        text = httpx.get(f"{server.url}/metrics").text
+        return all(f'state="{state}"}} 0.0' in text for state in ("hot", "idle", "evicting"))
+
+    server.wait_for(is_quiet, 60, "become quiet")
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("disk")
+
+
+@pytest.fixture(scope="module")
+def killed(folder: Path, table, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[str]]:
+    """The log of a server that eight guests talked to, and that was killed while others were being answered and went
+    cold."""
+    with serve(folder, tmp_path_factory.mktemp("first") / "run") as server:
+        server.wait_until_ready(600)
+        for seed in GUESTS:
+            prompt, right = table(seed).question(1)
+            assert ask(server, prompt, f"guest-{seed}").text == right
+        wait_until_quiet(server)
+        with ThreadPoolExecutor(4) as pool:
+            for seed in range(100, 116):
+                pool.submit(ask, server, table(seed).question(1)[0], f"noise-{seed}")
+            server.wait_for(lambda: "noise-100 went cold" in server.log.read_text(), 60, "have somebody go cold")
+            server.kill()
+        yield server.new_log_lines()
+
+
+def test_sessions_of_a_server_that_was_killed_return(
+    folder: Path, killed: list[str], table, tmp_path: Path
+) -> None:
+    with serve(folder, tmp_path / "run") as server:
+        server.wait_until_ready(600)
+        full = cached = 0
+        for seed in GUESTS:
+            prompt, right = table(seed).question(1)
+            reply = ask(server, prompt, f"guest-{seed}")
+            assert reply.text == right
+            full += (reply.prompt_tokens - 1) // 32
+            cached += reply.cached_tokens // 32
+        assert cached >= 0.95 * full
+        assert server.metrics()["vllm:manthan_restored_blocks_total"] == cached
+        assert server.metrics().get("vllm:manthan_failures_total", 0) == 0
+        said = [line for line in server.new_log_lines() if "sessions of an earlier server are cold again" in line]
+        assert len(said) == 1
+        print(said, cached, full)

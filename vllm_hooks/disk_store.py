@@ -1,0 +1,90 @@
+"""A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
+
+import time
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from vllm.logger import init_logger
+
+from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.journal_link import JournalLink
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.stores.disk.journal import Journal
+from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
+from manthan.manager.stores.disk.segment import newest
+from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
+from manthan.vllm_hooks.telemetry.log import human_bytes
+from manthan.vllm_hooks.transfer_config import from_vllm_config
+
+if TYPE_CHECKING:
+    from vllm.config import ParallelConfig, VllmConfig
+
+logger = init_logger("vllm.manthan")
+
+
+def check_disk(vllm_config: "VllmConfig") -> None:
+    """Raise ConfigError for a folder that cannot be used."""
+    config = from_vllm_config(vllm_config)
+    if config.cold_store.is_on_disk:
+        check_folder(config.disk.path)
+
+
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> DiskStore:
+    """This rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError."""
+    folder = _root(config, parallel) / name / f"rank-{parallel.rank}"
+    try:
+        return DiskStore(folder, nbytes, config.disk.sync_s, config.disk.timeout_s)
+    except FolderInUseError:
+        raise ConfigError(
+            f"disk.path is {config.disk.path!r}, which another server uses: give each a folder of its own."
+        ) from None
+    except OSError as error:
+        raise ConfigError(f"disk.path is {config.disk.path!r}, which cannot be used: {error.strerror}.") from None
+
+
+class DiskBooks:
+    """The scheduler half's part: the folder's lock, and the journal. Ranks have opened theirs before.
+
+    Raises ConfigError for a folder that another server has.
+    """
+
+    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str) -> None:
+        self._parallel = vllm_config.parallel_config
+        root = _root(config, self._parallel)
+        self._folder, self._lock = root / name, open_root(root)
+        for other, nbytes in remove_others(root, name).items():
+            logger.warning(
+                "Manthan: %s in %s is of another model or configuration, and is removed: %s",
+                other,
+                root,
+                human_bytes(nbytes),
+            )
+
+    def link(self, manager: SessionMemoryManager) -> JournalLink:
+        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down."""
+        link = JournalLink(Journal(self._folder), manager)
+        began = time.monotonic()
+        ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._parallel.world_size)]
+        sizes = [{name: record.room for name, record in found.items()} for found in ranks]
+        found = link.adopt(sizes, time.monotonic())
+        if found.written or found.dropped:
+            logger.info(
+                "Manthan: %d of %d sessions of an earlier server are cold again, %d blocks (%s) in %s, found in %.2f s; "
+                "%d blocks that none of them needs are dropped.",
+                found.sessions,
+                found.written,
+                found.blocks,
+                human_bytes(found.nbytes),
+                self._folder,
+                time.monotonic() - began,
+                found.dropped,
+            )
+        return link
+
+    def close(self) -> None:
+        self._lock.close()
+
+
+def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:
+    path, replica = Path(config.disk.path), parallel.data_parallel_index
+    return path / f"replica-{replica}" if replica else path
