@@ -2,7 +2,7 @@
 what an earlier one left."""
 
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -48,10 +48,12 @@ class Stored(NamedTuple):
 
 
 class JournalLink:
-    """Never waits. In the journal, times are Unix seconds."""
+    """Never waits. In the journal, times are seconds on a clock that the next engine has too: clock, Unix time."""
 
-    def __init__(self, journal: Journal, manager: SessionMemoryManager) -> None:
-        self._journal, self._manager = journal, manager
+    def __init__(
+        self, journal: Journal, manager: SessionMemoryManager, clock: Callable[[], float] = time.time
+    ) -> None:
+        self._journal, self._manager, self._clock = journal, manager, clock
         self._told: dict[str, tuple[bytes, ...] | None] = {}
         """By session, the mark of what was told last of it; None if the journal has something else."""
         self._is_void = False
@@ -75,7 +77,7 @@ class JournalLink:
         self._journal.close()
 
     def _records(self, changes: Sequence[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
-        offset = time.time() - now
+        offset = self._clock() - now
         for session_id, session in changes:
             if session is not None and session.state is SessionState.EVICTING:
                 continue  # it changes again when that has ended
@@ -117,7 +119,7 @@ class JournalLink:
 
         ranks: of each, by group and key, what its blocks take of the budget.
         """
-        manager, offset = self._manager, time.time() - now
+        manager, offset = self._manager, self._clock() - now
         sizes = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if all(name in rank for rank in ranks)}
         written = list(self._journal.sessions())
         lengths = manager.adopt([left for each in written if (left := self._left(each, sizes, offset))], now)
@@ -164,7 +166,7 @@ class JournalLink:
 
 
 def _facts(session: Session, offset: float) -> dict[str, object]:
-    """offset: from the manager's clock to Unix seconds."""
+    """offset: from the manager's clock to the journal's."""
     return {
         **{name: getattr(session, name) for name in HISTORY},
         "asked_id": session.asked_id,

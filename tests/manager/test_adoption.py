@@ -1,0 +1,202 @@
+"""Processes that are killed, and what the next one takes over: sessions whose codes are there, as if they had gone cold
+in it."""
+
+import shutil
+import tempfile
+from pathlib import Path
+
+import hypothesis.strategies as st
+import pytest
+from examples import examples
+from hypothesis import Phase, settings
+from hypothesis.stateful import rule, run_state_machine_as_test
+from machine import POOL_BLOCKS, PROFILE, Sessions
+from world import BESIDE, World, chain
+
+from manthan.manager.journal_link import JournalLink
+from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
+from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import Drop, DropCause, Encoding, MemoryShape, Session, SessionState
+from manthan.manager.stores.disk.journal import Journal
+from manthan.policies import get_policy
+
+
+class Restarts(Sessions):
+    """Now and then the process is killed, and another one finds its stores and its journal."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.folder = Path(tempfile.mkdtemp(prefix="manthan-journal-"))
+        self.came = 0
+        self.begin()
+
+    def begin(self) -> None:
+        self.journal = Journal(self.folder)
+        self.link = JournalLink(self.journal, self.manager, lambda: self.world.now)
+        self.is_void = False
+        step, reset = self.world.step, self.world.reset
+
+        def step_and_tell(relieve: int, limit: int) -> None:
+            step(relieve, limit)
+            self.link.tell(self.world.now)
+
+        def reset_and_forget() -> None:
+            reset()
+            self.link.reset()
+            self.is_void = True
+
+        self.world.step, self.world.reset = step_and_tell, reset_and_forget  # type: ignore[method-assign]
+
+    @rule(is_told=st.booleans())
+    def kill(self, is_told: bool) -> None:
+        """is_told: what was told last is written."""
+        before = self.manager.table.by_id
+        if is_told:
+            self.link.tell(self.world.now)
+        else:
+            self.journal._news.clear()
+        self.journal.close()
+        dead, was_void = self.world, self.is_void
+        if was_void:  # nobody finds what was stored since a reset, nor before it
+            for store in dead.stores:
+                store.cleared("")
+        size = self.ranks, POOL_BLOCKS, self.cold_blocks
+        self.world = World(*size, self.policy, 3, self.exact, self.shared, self.beside)
+        self.manager = self.world.manager
+        self.world.stores, self.world.seen = dead.stores, dead.seen
+        self.world.now, self.world.epoch, self.world.count = dead.now, dead.epoch, dead.count
+        self.begin()
+        ranks = [{name: store.room(kept.nbytes) for name, kept in store._blocks.items()} for store in dead.stores]
+        found = self.link.adopt(ranks, self.world.now)
+        assert found.sessions == len(self.manager.table.by_id)
+        assert {session.state for session in self.manager.table.by_id.values()} <= {SessionState.COLD}
+        self.came += found.sessions
+        if is_told and not was_void:
+            self.all_that_were_cold_are(list(before.values()))
+
+    def all_that_were_cold_are(self, before: list[Session]) -> None:
+        """But for what is beyond the budget of those that came later."""
+        for session in before:
+            if session.state is SessionState.COLD:
+                found = self.manager.table.by_id[session.session_id]
+                assert [block.key for block in found.chain] == [block.key for block in session.chain]
+                assert [anchor.depth for anchor in found.anchors][-1:] == [a.depth for a in session.anchors][-1:]
+                assert (found.asked_id, found.tenant, found.uses) == (session.asked_id, session.tenant, session.uses)
+                assert (found.pinned, found.priority, found.ttl_s) == (session.pinned, session.priority, session.ttl_s)
+                assert (found.last_used, found.created) == (session.last_used, session.created)
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.journal.close()
+            shutil.rmtree(self.folder)
+
+
+class RestartsWithAnchors(Restarts):
+    beside = BESIDE
+    cold_blocks = 24
+
+
+class RestartsWithExactTokensOnTwoRanks(Restarts):
+    ranks = 2
+    exact = True
+    cold_blocks = 12
+
+
+@pytest.mark.parametrize("machine", [Restarts, RestartsWithAnchors, RestartsWithExactTokensOnTwoRanks])
+def test_what_the_next_process_takes_over(machine: type[Restarts]) -> None:
+    came = 0
+
+    class Watched(machine):  # type: ignore[valid-type,misc]
+        def teardown(self) -> None:
+            nonlocal came
+            super().teardown()
+            came += self.came
+
+    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=examples(100), phases=[Phase.generate]))
+    assert came > 10
+
+
+# -- by example -----------------------------------------------------------------------------------------
+
+
+def manager(capacity: int = 1000, beside: bool = False) -> SessionMemoryManager:
+    shape = MemoryShape(16, 1000, {0: 100}, beside={1: {0: 50}} if beside else {})
+    shares = Shares(pinned=0.5, tenants={"small": 0.3})
+    return SessionMemoryManager(get_policy("lru"), shape, capacity, idle_after_s=10, shares=shares)
+
+
+def left(name: str, text: str, last_used: float, nbytes: int = 100, **facts: object) -> LeftSession:
+    codes = {(None, key): Encoding(nbytes) for key in chain(text)}
+    history = dict.fromkeys(HISTORY, 0) | {"ttl_s": None, "gap": None, "expected": None}
+    known = {"tenant": "", "pinned": False, "anchors": (), "created": 0.0} | facts
+    known["history"] = history | known.get("history", {})
+    known["codes"] = codes | {(group, key): Encoding(50) for a in known["anchors"] for group, key, _ in a.parts}
+    asked = name.rpartition("/")[2]
+    return LeftSession(session_id=name, asked_id=asked, last_used=last_used, chain=chain(text), **known)
+
+
+def test_those_used_last_go_first_where_there_is_no_room_for_all() -> None:
+    mine = manager(450)
+    found = mine.adopt([left("old", "aaa", 1.0), left("new", "bbb", 3.0), left("middle", "baab", 2.0)], 5.0)
+    assert found == {"new": 3, "middle": 2}  # of which one is the other's too
+    assert mine.blocks.reserved == 400
+    check_integrity(mine)
+    assert [session.session_id for session in mine.table.cold_victims()] == ["middle", "new"]
+
+
+def test_a_tenant_s_share_holds_and_a_pin_that_still_fits() -> None:
+    mine = manager(1000)
+    sessions = [left("small/a", "aaaaa", 1.0, tenant="small"), left("b", "bbb", 2.0, pinned=True)]
+    sessions.append(left("c", "ccc", 3.0, pinned=True))
+    assert mine.adopt(sessions, 5.0) == {"small/a": 3, "b": 3, "c": 3}
+    assert [mine.session(name).pinned for name in ("small/a", "b", "c")] == [False, True, False]
+    check_integrity(mine)
+    assert mine.request_started("r", chain("aaaaaa"), "a", 6.0, tenant="small") == "small/a"
+
+
+def test_a_time_to_live_that_ended_meanwhile() -> None:
+    mine = manager()
+    mine.adopt([left("a", "aa", 1.0, history={"ttl_s": 3.0}), left("b", "bb", 1.0, history={"ttl_s": 30.0})], 5.0)
+    mine.sweep(5.0)
+    assert [info.session_id for info in mine.sessions()] == ["b"]
+    assert mine.take_drops() == [Drop(0, chain("aa"), DropCause.EXPIRED)]
+
+
+def test_with_windows_it_ends_with_an_anchor() -> None:
+    keys = chain("aaaa")
+    anchors = [LeftAnchor(2, [(1, keys[1], 1)]), LeftAnchor(4, [(1, keys[3], 3)])]
+    mine = manager(430, beside=True)
+    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors)], 5.0) == {"a": 2}
+    assert mine.match(keys) == 2
+    check_integrity(mine)
+    whole = manager(450, beside=True)
+    assert whole.adopt([left("a", "aaaa", 1.0, anchors=anchors)], 5.0) == {"a": 4}
+    assert whole.match(keys) == 4
+    assert [anchor.depth for anchor in whole.table.by_id["a"].anchors] == [4]
+    check_integrity(whole)
+
+
+def test_what_some_rank_does_not_have_is_dropped_and_so_is_what_nobody_names(tmp_path: Path) -> None:
+    first = manager()
+    journal = Journal(tmp_path)
+    first.adopt([left("a", "aaaa", 1.0)], 1.0)
+    JournalLink(journal, first)
+    link = JournalLink(journal, first)
+    first.table.touch(first.table.by_id["a"])
+    link.tell(2.0)
+    link.close()
+    keys, stray = chain("aaaa"), (0, b"stray")
+    both = {(0, key): 50 for key in keys} | {stray: 50}
+    one = {name: nbytes for name, nbytes in both.items() if name[1] != keys[2]}
+    next_one = manager()
+    link = JournalLink(Journal(tmp_path), next_one)
+    found = link.adopt([both, one], 9.0)
+    assert (found.sessions, found.written, found.blocks, found.nbytes, found.dropped) == (1, 1, 2, 200, 3)
+    [drop] = next_one.take_drops()
+    assert sorted(drop.keys) == sorted([keys[2], keys[3], b"stray"])
+    link.close()
+    assert [len(session.chain.blocks) for session in Journal(tmp_path).sessions()] == [2]

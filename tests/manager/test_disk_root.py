@@ -1,0 +1,142 @@
+"""The folder of a cold store on disk: what is refused, in a sentence, and whose it is."""
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from manthan.manager.config.model import ConfigError
+from manthan.manager.config.resolve import load_config
+from manthan.manager.stores.disk.journal import Journal
+from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
+
+OTHER = """
+import sys, time
+from pathlib import Path
+from manthan.manager.stores.disk.root import open_root
+held = open_root(Path(sys.argv[1]))
+print("held", flush=True)
+time.sleep(600)
+"""
+
+
+def refused(path: object) -> str:
+    with pytest.raises(ConfigError) as error:
+        check_folder(str(path))
+    return str(error.value)
+
+
+def test_what_is_no_folder(tmp_path: Path) -> None:
+    assert refused(tmp_path / "x") == (
+        f"disk.path is '{tmp_path}/x', but there is no such folder: name one that is there, on a local file system."
+    )
+    (tmp_path / "x").touch()
+    assert "but that is no folder: name one" in refused(tmp_path / "x")
+
+
+def test_a_folder_that_may_not_be_written_to(tmp_path: Path) -> None:
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "ro", "tmpfs", str(tmp_path)], check=False).returncode:
+        pytest.skip("nothing can be mounted here")
+    try:
+        assert refused(tmp_path) == (
+            f"disk.path is '{tmp_path}', but nothing can be written there (Read-only file system): name a folder that "
+            "this user may write to."
+        )
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
+
+
+@pytest.mark.parametrize("folder", [".", "replica-1"])
+def test_two_servers_do_not_share_a_folder(tmp_path: Path, folder: str) -> None:
+    other = subprocess.Popen(  # a server's engine has a parent that is not ours
+        ["sh", "-c", '"$0" -c "$1" "$2"; true', sys.executable, OTHER, str(tmp_path / folder)], stdout=subprocess.PIPE
+    )
+    assert other.stdout.readline() == b"held\n"
+    sentence = f"disk.path is '{tmp_path}', which another server uses: give each a folder of its own."
+    assert refused(tmp_path) == sentence
+    with pytest.raises(ConfigError, match="which another server uses"):
+        open_root(tmp_path / folder)
+    [pid, _] = (tmp_path / folder / "lock").read_text().split()
+    os.kill(int(pid), signal.SIGKILL)
+    other.wait()
+    other.stdout.close()
+    check_folder(str(tmp_path))
+    open_root(tmp_path / folder).close()
+
+
+def test_processes_of_one_server_do_not_refuse_each_other(tmp_path: Path) -> None:
+    held = open_root(tmp_path)
+    check_folder(str(tmp_path))
+    code = f"from manthan.manager.stores.disk.root import check_folder; check_folder({str(tmp_path)!r})"
+    other = subprocess.Popen([sys.executable, "-c", OTHER, str(tmp_path / "replica-1")], stdout=subprocess.PIPE)
+    other.stdout.readline()  # our child, as an engine is
+    check_folder(str(tmp_path))
+    subprocess.run([sys.executable, "-c", code.replace(str(tmp_path), str(tmp_path / "replica-1"))], check=True)
+    other.kill()
+    other.wait()
+    other.stdout.close()
+    held.close()
+
+
+def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: Path) -> None:
+    for name in ("mine-0123456789ab", "other-ba9876543210"):
+        Journal(tmp_path / name).close()
+        (tmp_path / name / "rank-0").mkdir()
+        (tmp_path / name / "rank-0" / "00000001.seg").write_bytes(bytes(1000))
+    for kept in ("notes", "photos-ba9876543210"):
+        (tmp_path / kept).mkdir()
+        (tmp_path / kept / "file").write_text("x")
+    removed = remove_others(tmp_path, "mine-0123456789ab")
+    assert list(removed) == ["other-ba9876543210"]
+    assert removed["other-ba9876543210"] >= 1000
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["mine-0123456789ab", "notes", "photos-ba9876543210"]
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (
+            {"--manthan-cold-store": "disk"},
+            "--manthan-cold-store: cold_store.kind is disk, but disk.path (--manthan-disk-path) is empty: name the folder "
+            "that the codes are to be kept in",
+        ),
+        (
+            {"cold_store": {"kind": "tiered", "tiers": ["disk", "host"]}},
+            "argument: cold_store.tiers must be a list of two or three of host, disk, redis, in this order, not "
+            "['disk', 'host']",
+        ),
+        (
+            {"cold_store": {"kind": "disk", "disk_bytes": 5}, "disk": "/x"},
+            "argument: cold_store.disk_bytes is disk in front of Redis, for cold_store.kind tiered with both as tiers, "
+            "but kind is disk: use max_bytes",
+        ),
+        (
+            {"cold_store": {"kind": "tiered", "tiers": ["disk", "redis"], "host_bytes": 5}, "disk": "/x"},
+            "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other tiers of kind "
+            "tiered, but tiers are disk, redis: use max_bytes",
+        ),
+        (
+            {"disk.sync_s": "5s"},
+            "argument: disk.sync_s must be a plain number of seconds, 0 or more, such as 5, not '5s' (write 5)",
+        ),
+    ],
+)
+def test_a_configuration_that_cannot_be(given: dict[str, object], sentence: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        load_config(flags=given, env={})
+    assert str(error.value) == sentence
+
+
+def test_tiers() -> None:
+    def store(**given: object):
+        return load_config(flags={"cold_store": {"max_bytes": 100, **given}, "disk": "/x"}, env={}).cold_store
+
+    assert store(kind="disk").places == ("disk",)
+    assert store(kind="tiered").places == ("host", "redis")
+    three = store(kind="tiered", tiers="host, disk,redis", disk_bytes=50)
+    assert (three.places, three.front_bytes, three.front_disk_bytes) == (("host", "disk", "redis"), 25, 50)
+    two = store(kind="tiered", tiers=["host", "disk"], host_bytes=10)
+    assert (two.front_bytes, two.front_disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
