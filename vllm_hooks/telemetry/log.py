@@ -49,7 +49,7 @@ def announce(
 ) -> None:
     """One line: policy, codec and its ratio for this model, cold budget and how many tokens that is.
 
-    capacity: usable bytes of the cold store. place: the namespace of a store in Redis.
+    capacity: usable bytes of the cold store. place: the namespace of a store that outlives the engine.
     """
     store, codec = config.cold_store, config.codec
     host_bytes = store.front_bytes or store.host_bytes
@@ -68,7 +68,7 @@ def announce(
         store.kind,
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",
-        f" at {config.redis.url} as {place}" if place else "",
+        f" at {config.redis.url if store.is_shared else config.disk.path} as {place}" if place else "",
         capacity // shape.coded_nbytes * shape.block_tokens,
         config.idle_after_s,
     )

@@ -1,0 +1,180 @@
+"""Engines one after the other on one folder: what each finds again, and what it does not."""
+
+import os
+import random
+import sqlite3
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import group_models
+import pytest
+from vllm_engine import Completion, Engine, Table
+
+GUESTS = range(4)
+ALL = 100_000
+"""More first tokens than any session has: all are kept exact."""
+
+
+@contextmanager
+def engine(folder: Path, **options: Any) -> Iterator[Engine]:
+    """Sessions go cold after a fifth of a second. It is killed at the end, not stopped."""
+    disk = {"path": str(folder), "sync_s": 0.1}
+    options = {"blocks": 131, "cold_store": {"kind": "disk", "max_bytes": "64MiB"}, "disk": disk} | options
+    made = Engine(idle_after_s=0.2, sweep_interval_s=0.05, **options)
+    try:
+        yield made
+        made.kill()
+    finally:
+        made.stop()
+
+
+def ask_all(engine: Engine, seed: int = 0) -> tuple[int, int]:
+    """How many full blocks the guests' prompts have, and how many of them were not computed; all answers are right."""
+    full = cached = 0
+    for guest in GUESTS:
+        prompt, right = Table(10 * seed + guest).question(3)
+        answer = engine.ask(prompt, f"guest-{seed}-{guest}")
+        assert answer.text == right
+        full += (answer.prompt_tokens - 1) // 32
+        cached += answer.cached_tokens // 32
+    engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
+    return full, cached
+
+
+def all_return(engine: Engine) -> bool:
+    full, cached = ask_all(engine)
+    return cached == full
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir() if path.is_dir())
+
+
+def segments(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*/rank-0/*.seg"))
+
+
+@pytest.fixture
+def left(tmp_path: Path) -> Path:
+    """The folder of an engine that four guests talked to, and that was killed when they were cold."""
+    with engine(tmp_path) as first:
+        assert ask_all(first)[1] == 0
+    return tmp_path
+
+
+def test_all_returns_and_what_was_damaged_meanwhile_is_computed(left: Path) -> None:
+    [path] = segments(left)
+    whole = path.read_bytes()
+    with engine(left) as second:
+        assert all_return(second)
+        assert second.failures() == 0
+    for damage in ("torn", "flipped", "deleted"):
+        for each in segments(left):
+            each.unlink()
+        path.write_bytes(whole)
+        if damage == "torn":
+            os.truncate(path, len(whole) - 5000)
+        elif damage == "flipped":
+            rng = random.Random(1)
+            with path.open("r+b") as file:
+                for _ in range(20):
+                    file.seek(rng.randrange(len(whole)))
+                    file.write(b"\x55")
+        else:
+            path.unlink()
+        with engine(left) as other:
+            full, cached = ask_all(other)
+            assert (0 < cached < full) is (damage != "deleted")
+            assert all_return(other)
+        whole = b"".join(each.read_bytes() for each in segments(left)[:1])
+        path = segments(left)[0]
+
+
+@pytest.mark.parametrize(
+    "changed",
+    [
+        {"codec": {"name": "k3v3", "guard": False}},
+        {"flags": {"dtype": "float16"}},
+        {"flags": {"block_size": 16}, "blocks": 262},
+        {"flags": {"hf_overrides": {"rope_theta": 20000.0}}},
+    ],
+    ids=["codec", "dtype", "block size", "model"],
+)
+def test_another_configuration_finds_nothing_and_removes_the_old(left: Path, changed: dict[str, Any]) -> None:
+    [old] = names(left)
+    with engine(left, **changed) as other:
+        assert other.sessions("cold") == 0
+        prompt, _ = Table(0).question(3)
+        assert other.ask(prompt, "guest-0-0").cached_tokens == 0
+        assert other.failures() == 0
+        [new] = names(left)
+        assert new != old
+    with engine(left) as again:
+        assert ask_all(again)[1] == 0
+
+
+def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
+    with engine(left) as second:
+        assert all_return(second)
+        second.wait(second.reset, "a reset")
+        assert ask_all(second)[1] == 0
+        assert all_return(second), "it is of use until the end"
+        assert segments(left) == []
+        with sqlite3.connect(next(left.glob("*/sessions.sqlite"))) as db:
+            assert db.execute("SELECT count(*) FROM sessions").fetchone() == (0,)
+    with engine(left) as third:
+        assert third.sessions("cold") == 0
+        assert ask_all(third)[1] == 0
+
+
+def test_two_engines_do_not_share_a_folder(left: Path) -> None:
+    with engine(left), pytest.raises(Exception, match="which another server uses: give each a folder of its own"):
+        Engine(blocks=131, cold_store="disk", disk={"path": str(left)})
+
+
+# -- models with windows and states ---------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
+    return lambda family: group_models.made(family, tmp_path_factory.mktemp("model"))
+
+
+FAMILIES = [
+    "gpt-oss",
+    "qwen3-next",
+    pytest.param("gemma4", marks=pytest.mark.slow),
+    pytest.param("mistral", marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_conversation_goes_on_in_the_next_engine(
+    models: Callable[[str], str], family: str, tmp_path: Path
+) -> None:
+    flags = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
+    options = {
+        "model": models(family),
+        "flags": flags,
+        "blocks": 140 if family != "qwen3-next" else 24,
+        "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
+    }
+    rng = random.Random(5)
+    prompt = [rng.randrange(10, 1000) for _ in range(420)]
+
+    def turn(on: Engine) -> Completion:
+        return on.run(on.complete(prompt, "talk", 40))
+
+    with engine(tmp_path, **options) as first:
+        said = turn(first)
+        first.wait_until_cold(1)
+    prompt += said.tokens + [rng.randrange(10, 1000) for _ in range(60)]
+    with engine(tmp_path, **options) as second:
+        found = turn(second)
+    assert found.cached_tokens > 300
+    with engine(tmp_path, **options | {"cold_store": "host"}) as alone:
+        computed = turn(alone)
+    assert computed.cached_tokens == 0
+    assert found.tokens[:8] == computed.tokens[:8]
