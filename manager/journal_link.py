@@ -50,9 +50,7 @@ class Stored(NamedTuple):
 class JournalLink:
     """Never waits. In the journal, times are seconds on a clock that the next engine has too: clock, Unix time."""
 
-    def __init__(
-        self, journal: Journal, manager: SessionMemoryManager, clock: Callable[[], float] = time.time
-    ) -> None:
+    def __init__(self, journal: Journal, manager: SessionMemoryManager, clock: Callable[[], float] = time.time) -> None:
         self._journal, self._manager, self._clock = journal, manager, clock
         self._told: dict[str, tuple[bytes, ...] | None] = {}
         """By session, the mark of what was told last of it; None if the journal has something else."""

@@ -69,7 +69,7 @@ class DiskBooks:
         found = link.adopt(sizes, time.monotonic())
         if found.written or found.dropped:
             logger.info(
-                "Manthan: %d of %d sessions of an earlier server are cold again, %d blocks (%s) in %s, found in %.2f s; "
+                "Manthan: %d of %d sessions of an earlier server are cold again: %d blocks (%s) in %s, in %.1f s; "
                 "%d blocks that none of them needs are dropped.",
                 found.sessions,
                 found.written,

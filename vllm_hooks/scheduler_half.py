@@ -90,7 +90,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tier(config.cold_store),
+            fast=fast_tier(config.cold_store, self._ranks),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_even else None,
             sink_tokens=config.codec.sink_tokens,

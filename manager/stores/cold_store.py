@@ -8,7 +8,7 @@ from typing import ClassVar, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.manager.stores.arena import Arena, Extent, room
+from manthan.manager.stores.arena import Arena, Extent, room, usable
 
 Buffer = NDArray[np.uint8]
 
@@ -70,6 +70,28 @@ class ColdStore(ABC):
         """What a block of so many bytes takes of the budget."""
 
 
+class FrontStore(ColdStore):
+    """One that may stand in front of another: see `manthan.manager.stores.tiered`."""
+
+    @property
+    @abstractmethod
+    def usable(self) -> int:
+        """Bytes that blocks should take, at most."""
+
+    @property
+    @abstractmethod
+    def used(self) -> int:
+        """Bytes that blocks take, those that are being written too."""
+
+    @abstractmethod
+    def names(self) -> list[tuple[int, bytes]]:
+        """KV cache group and key of the blocks that are there, in the order in which they were stored."""
+
+    @abstractmethod
+    def cleared(self, place: str) -> "FrontStore":
+        """See ColdStore."""
+
+
 class _Kept(NamedTuple):
     """A block in memory: where, and how many bytes it has."""
 
@@ -112,7 +134,7 @@ class _Memory:
         return self._chunks[number]
 
 
-class HostStore(ColdStore):
+class HostStore(FrontStore):
     """Codes in this process's memory, within a budget that holds at every moment.
 
     max_bytes: the budget. Bytes are copied on the way in and out; a block that is being written is not there yet.
@@ -179,15 +201,23 @@ class HostStore(ColdStore):
 
     @property
     def used(self) -> int:
-        """Bytes that blocks take, those that are being written too."""
         with self._lock:
             return self._arena.used
+
+    @property
+    def usable(self) -> int:
+        """Some bytes that are free keep holes large."""
+        return usable(self.max_bytes)
 
     @property
     def available(self) -> int:
         """Bytes that blocks can still take."""
         with self._lock:
             return self._arena.available
+
+    def names(self) -> list[tuple[int, bytes]]:
+        with self._lock:
+            return list(self._blocks)
 
     def check(self) -> None:
         """Raise IntegrityError if the books of its memory do not agree with themselves."""

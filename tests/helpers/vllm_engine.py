@@ -112,7 +112,6 @@ class Engine:
         self.model = model
         args = AsyncEngineArgs(
             model,
-            block_size=BLOCK,
             num_gpu_blocks_override=blocks,
             max_model_len=2048,
             enforce_eager=eager,
@@ -120,7 +119,7 @@ class Engine:
             kv_cache_memory_bytes=GPU_BYTES,
             tensor_parallel_size=ranks,
             kv_transfer_config=kv_transfer_config(min_tokens=64, **manthan),
-            **(flags or {}),
+            **({"block_size": BLOCK} | dict(flags or {})),
         )
 
         async def start() -> AsyncLLM:

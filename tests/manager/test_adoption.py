@@ -14,9 +14,9 @@ from machine import POOL_BLOCKS, PROFILE, Sessions
 from world import BESIDE, World, chain
 
 from manthan.manager.journal_link import JournalLink
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
 from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, DropCause, Encoding, MemoryShape, Session, SessionState
 from manthan.manager.stores.disk.journal import Journal

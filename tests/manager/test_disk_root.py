@@ -100,8 +100,8 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
     [
         (
             {"--manthan-cold-store": "disk"},
-            "--manthan-cold-store: cold_store.kind is disk, but disk.path (--manthan-disk-path) is empty: name the folder "
-            "that the codes are to be kept in",
+            "--manthan-cold-store: cold_store.kind is disk, but disk.path (--manthan-disk-path) is empty: name the "
+            "folder that the codes are to be kept in",
         ),
         (
             {"cold_store": {"kind": "tiered", "tiers": ["disk", "host"]}},
@@ -115,8 +115,8 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
         ),
         (
             {"cold_store": {"kind": "tiered", "tiers": ["disk", "redis"], "host_bytes": 5}, "disk": "/x"},
-            "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other tiers of kind "
-            "tiered, but tiers are disk, redis: use max_bytes",
+            "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other tiers of "
+            "kind tiered, but tiers are disk, redis: use max_bytes",
         ),
         (
             {"disk.sync_s": "5s"},

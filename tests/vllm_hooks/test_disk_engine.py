@@ -129,6 +129,20 @@ def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
         assert ask_all(third)[1] == 0
 
 
+def test_two_ranks_find_theirs(tmp_path: Path) -> None:
+    with engine(tmp_path, ranks=2) as first:
+        assert ask_all(first)[1] == 0
+    with engine(tmp_path, ranks=2) as second:
+        assert all_return(second)
+        assert second.failures() == 0
+    for path in tmp_path.glob("*/rank-1/*.seg"):
+        path.unlink()
+    with engine(tmp_path, ranks=2) as third:
+        assert ask_all(third)[1] == 0
+        assert third.failures() == 0
+        assert all_return(third)
+
+
 def test_two_engines_do_not_share_a_folder(left: Path) -> None:
     with engine(left), pytest.raises(Exception, match="which another server uses: give each a folder of its own"):
         Engine(blocks=131, cold_store="disk", disk={"path": str(left)})
@@ -151,9 +165,7 @@ FAMILIES = [
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_goes_on_in_the_next_engine(
-    models: Callable[[str], str], family: str, tmp_path: Path
-) -> None:
+def test_a_conversation_goes_on_in_the_next_engine(models: Callable[[str], str], family: str, tmp_path: Path) -> None:
     flags = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     options = {
         "model": models(family),

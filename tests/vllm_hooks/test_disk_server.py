@@ -1,7 +1,5 @@
 """`vllm serve` with its sessions on disk: killed while it works, started again, and what else happens to its folder."""
 
-import os
-import sqlite3
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -64,9 +62,7 @@ def killed(folder: Path, table, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server.new_log_lines()
 
 
-def test_sessions_of_a_server_that_was_killed_return(
-    folder: Path, killed: list[str], table, tmp_path: Path
-) -> None:
+def test_sessions_of_a_server_that_was_killed_return(folder: Path, killed: list[str], table, tmp_path: Path) -> None:
     with serve(folder, tmp_path / "run") as server:
         server.wait_until_ready(600)
         full = cached = 0

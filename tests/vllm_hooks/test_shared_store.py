@@ -26,7 +26,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.shared_store import engine_name, make_store, namespace_of
+from manthan.vllm_hooks.shared_store import engine_name, make_redis, namespace_of
 from manthan.vllm_hooks.support import Group, Groups, Window, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -162,7 +162,7 @@ def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, mo
 def test_all_threads_of_a_worker_have_a_connection_at_once(redis_server: RedisServer) -> None:
     """Eight that encode, one for restores, one for prefetches, and two that read ahead."""
     flags = {"redis.url": redis_server.url, "redis.timeout_s": 5, "redis.connections": 2, "encode_threads": 8}
-    store = make_store(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0, 1)
+    store = make_redis(load_config(env={}, flags=flags), Namespace.of("manthan:", "tiny", {}), 0)
     threads = 8 + 2 + 2
     admin = redis_server.client
     before = {client["id"] for client in admin.client_list()}

@@ -71,11 +71,12 @@ def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
     return segment.room if store.places[-1] == "disk" else arena.room
 
 
-def fast_tier(store: ColdStoreConfig) -> Fast | None:
-    """The tier that new codes go to, on all ranks together, where another is behind it."""
+def fast_tier(store: ColdStoreConfig, ranks: int) -> Fast | None:
+    """The tier that new codes go to, on all of so many ranks together, where another is behind it."""
     if store.kind == "device" and store.host_bytes:
         return Fast(store.max_bytes, fills_on_read=False)
-    return Fast(store.front_bytes, fills_on_read=True) if store.front_bytes else None
+    front = store.front_bytes or (disk.usable(store.front_disk_bytes // ranks) * ranks if store.front_disk_bytes else 0)
+    return Fast(front, fills_on_read=True) if front else None
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:

@@ -3,9 +3,9 @@
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.model import ManthanConfig
-from manthan.manager.stores.cold_store import ColdStore
+from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.redis.store import TieredStore
+from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.shared_store import make_redis
 
@@ -21,4 +21,8 @@ def make_store(config: ManthanConfig, namespace: Namespace, parallel: "ParallelC
         store = make_redis(config, namespace, parallel.rank)
     else:
         store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks)
-    return TieredStore(store, cold.front_bytes // ranks) if cold.front_bytes else store
+    if cold.front_disk_bytes:
+        store = TieredStore(open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks), store)
+    if cold.front_bytes:
+        store = TieredStore(HostStore(cold.front_bytes // ranks), store)
+    return store

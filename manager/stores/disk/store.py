@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import IO, ClassVar, NamedTuple
 
 from manthan.manager.integrity import IntegrityError
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStore, ColdStoreError
+from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore
 from manthan.manager.stores.disk.segment import (
     APART,
     PAGE,
@@ -87,7 +87,7 @@ class _Kept(NamedTuple):
     record: Record
 
 
-class DiskStore(ColdStore):
+class DiskStore(FrontStore):
     """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
 
     sync_s: seconds after which what was written is on the disk at the latest; 0 for before it is confirmed. What was
@@ -199,17 +199,10 @@ class DiskStore(ColdStore):
 
     @property
     def usable(self) -> int:
-        """Bytes that blocks may take of the budget."""
         return usable(self.max_bytes)
 
     @property
-    def available(self) -> int:
-        """Bytes that blocks can still take."""
-        return self.usable - self.used
-
-    @property
     def used(self) -> int:
-        """Bytes that blocks take, those that are being written too."""
         with self._lock:
             return self._used()
 
@@ -223,6 +216,10 @@ class DiskStore(ColdStore):
         """What is there, and how many bytes each has."""
         with self._lock:
             return {name: kept.record.nbytes for name, kept in self._index.items()}
+
+    def names(self) -> list[Name]:
+        with self._lock:
+            return sorted(self._index, key=lambda name: self._index[name].record.sequence)
 
     def sync(self) -> None:
         """What was written is on the disk, even if the machine stops. Raises OSError."""

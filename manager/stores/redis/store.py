@@ -1,7 +1,5 @@
-"""Encoded blocks of one rank in Redis, and RAM in front of them."""
+"""Encoded blocks of one rank in Redis."""
 
-import threading
-from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from copy import copy
@@ -11,8 +9,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from manthan.manager.stores.arena import usable
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError
 from manthan.manager.stores.redis.client import Circuit, Client, StoreOomError, pipelined
 from manthan.manager.stores.redis.index import BATCH, batches
 from manthan.manager.stores.redis.schema import Namespace
@@ -126,86 +123,3 @@ class RedisStore(ColdStore):
 
     def _name(self, group: int, key: bytes) -> str:
         return self.namespace.block((group, key), self._rank)
-
-
-class TieredStore(ColdStore):
-    """RAM in front of another store: what was stored or read last is read from RAM. All is written to both.
-
-    max_bytes: of RAM; what was not used for longest makes room there.
-    """
-
-    def __init__(self, behind: ColdStore, max_bytes: int) -> None:
-        self.behind = behind
-        self.ram = HostStore(max_bytes)
-        self._lock = threading.Lock()
-        self._order: OrderedDict[tuple[int, bytes], None] = OrderedDict()
-        """What is in RAM, least recently used first."""
-
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        refused = self.behind.put_all(group, blocks)
-        for key, buf in blocks.items():
-            if key not in refused:
-                self._keep(group, key, buf)
-        return refused
-
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """Raises what the store behind raises, when it comes to the first block that is not in RAM."""
-        with self._lock:
-            near = {key for key in keys if (group, key) in self._order}
-            for key in keys:
-                if key in near:
-                    self._order.move_to_end((group, key))
-        far = self.behind.read(group, [key for key in keys if key not in near])
-        for key in keys:
-            if key in near:
-                buf = next(self.ram.read(group, [key]))
-                if buf is None:  # it had to make room meanwhile
-                    buf = next(self.behind.read(group, [key]))
-            else:
-                buf = next(far)
-                if buf is not None:
-                    self._keep(group, key, buf)
-            yield buf
-
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        return self.behind.absent(group, self.ram.absent(group, keys))
-
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        keys = list(keys)
-        with self._lock:
-            for key in keys:
-                self._order.pop((group, key), None)
-            self.ram.drop(group, keys)
-        self.behind.drop(group, keys)
-
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        with self._lock:
-            for key in reversed(keys):
-                if (group, key) in self._order:
-                    self._order.move_to_end((group, key), last=False)
-
-    def cleared(self, place: str) -> "TieredStore":
-        """A new one with nothing in RAM; what is under way in this one is forgotten with it."""
-        return TieredStore(self.behind.cleared(place), self.ram.max_bytes)
-
-    def close(self) -> None:
-        self.ram.close()
-        self.behind.close()
-
-    def room(self, nbytes: int) -> int:
-        """What it takes of the store behind: what is in RAM beside that has a budget of its own."""
-        return self.behind.room(nbytes)
-
-    def _keep(self, group: int, key: bytes, buf: Buffer) -> None:
-        spare = self.ram.max_bytes - usable(self.ram.max_bytes)
-        need = self.ram.room(buf.nbytes)
-        with self._lock:
-            self._order.pop((group, key), None)
-            self.ram.drop(group, [key])
-            if need + spare > self.ram.max_bytes:
-                return
-            while self._order and self.ram.available < need + spare:
-                (of, oldest), _ = self._order.popitem(last=False)
-                self.ram.drop(of, [oldest])
-            if not self.ram.put_all(group, {key: buf}):
-                self._order[group, key] = None

@@ -1,0 +1,137 @@
+"""A small, fast store in front of one that has everything."""
+
+import threading
+from collections import OrderedDict
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, FrontStore
+
+Name = tuple[int, bytes]
+"""Of a block: its KV cache group, and its key."""
+
+
+class TieredStore(ColdStore):
+    """What was stored or read last is read from the front. All is written to the store behind as well, which may be one
+    of these itself.
+
+    front: RAM, or a disk, with a budget of its own. What was not used for longest makes room in it, those blocks before
+    all others that were said to go first.
+    """
+
+    def __init__(self, front: FrontStore, behind: ColdStore) -> None:
+        self.front, self.behind = front, behind
+        self._lock = threading.Lock()
+        """Of all below. No I/O while it is held."""
+        self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
+        """What is in front, least recently used first."""
+        self._going: OrderedDict[Name, None] = OrderedDict()
+        """Those of them that go before others."""
+        self._coming: dict[Name, object] = {}
+        """What is being written there, and by whom."""
+        self._is_void = False
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        refused = self.behind.put_all(group, blocks)
+        for key, buf in blocks.items():
+            if key not in refused:
+                self._keep((group, key), buf)
+        return refused
+
+    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """Raises what the store behind raises, when it comes to the first block that is not in front."""
+        with self._lock:
+            near = {key for key in keys if (group, key) in self._order}
+            for key in keys:
+                if key in near:
+                    self._order.move_to_end((group, key))
+                    self._going.pop((group, key), None)
+        here = self._in_front(group, [key for key in keys if key in near])
+        far = self.behind.read(group, [key for key in keys if key not in near])
+        for key in keys:
+            if key in near:
+                yield next(here)
+                continue
+            buf = next(far)
+            if buf is not None:
+                self._keep((group, key), buf)
+            yield buf
+
+    def _in_front(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        """What is not to be had there, since it had to make room, or cannot be read, comes from behind."""
+        found = self.front.read(group, keys)
+        for key in keys:
+            try:
+                buf = next(found, None)
+            except ColdStoreError:
+                buf = None
+            yield next(self.behind.read(group, [key])) if buf is None else buf
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        return self.behind.absent(group, self.front.absent(group, keys))
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        keys = list(keys)
+        with self._lock:
+            for key in keys:
+                self._forget((group, key))
+        self.front.drop(group, keys)
+        self.behind.drop(group, keys)
+
+    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
+        """Also behind, if that has tiers: what goes here is read from there, and goes there in the same order."""
+        with self._lock:
+            for key in keys:
+                if (group, key) in self._order:
+                    self._going[group, key] = None
+        self.behind.go_first(group, keys)
+
+    def cleared(self, place: str) -> "TieredStore":
+        """A new one; what is under way in this one is forgotten with it."""
+        with self._lock:
+            self._is_void = True
+            self._order.clear()
+            self._going.clear()
+            self._coming.clear()
+        return TieredStore(self.front.cleared(place), self.behind.cleared(place))
+
+    def close(self) -> None:
+        self.front.close()
+        self.behind.close()
+
+    def room(self, nbytes: int) -> int:
+        """What it takes of the store behind: what is in front beside that has a budget of its own."""
+        return self.behind.room(nbytes)
+
+    def _keep(self, name: Name, buf: Buffer) -> None:
+        """In front, if it fits there and is not dropped meanwhile."""
+        (group, key), mine = name, object()
+        need = self.front.room(buf.nbytes)
+        with self._lock:
+            self._forget(name)
+            self._coming[name] = mine
+        self.front.drop(group, [key])
+        kept = need <= self.front.usable and self._make_room(need) and not self.front.put_all(group, {key: buf})
+        with self._lock:
+            is_wanted = self._coming.get(name) is mine and not self._is_void
+            if is_wanted:
+                del self._coming[name]
+            if kept and is_wanted:
+                self._order[name] = None
+        if kept and not is_wanted:
+            self.front.drop(group, [key])
+
+    def _make_room(self, need: int) -> bool:
+        while self.front.used + need > self.front.usable:
+            with self._lock:
+                first = next(iter(self._going), None) or next(iter(self._order), None)
+                if first is None:
+                    return False
+                self._forget(first)
+            group, key = first
+            self.front.drop(group, [key])
+        return True
+
+    def _forget(self, name: Name) -> None:
+        self._order.pop(name, None)
+        self._going.pop(name, None)
+        self._coming.pop(name, None)

@@ -1,0 +1,244 @@
+"""A store in front of another: what is where, and what comes from behind."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from manthan.manager.stores.arena import GRANULE
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, HostStore
+from manthan.manager.stores.disk.segment import room
+from manthan.manager.stores.disk.store import DiskStore
+from manthan.manager.stores.tiered import TieredStore
+
+MIB = 1 << 20
+
+
+def blocks_of(*sizes: int, seed: int = 0) -> dict[bytes, Buffer]:
+    rng = np.random.default_rng(seed)
+    return {bytes([seed, at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate(sizes)}
+
+
+def same(found: Iterator[Buffer | None], blocks: Mapping[bytes, Buffer], keys: Sequence[bytes]) -> bool:
+    pairs = zip(found, keys, strict=True)
+    return all(
+        (buf is None and key not in blocks) or (buf is not None and bytes(buf) == bytes(blocks[key]))
+        for buf, key in pairs
+    )
+
+
+class Behind(ColdStore):
+    """A store that says what it was asked for."""
+
+    def __init__(self) -> None:
+        self.blocks: dict[tuple[int, bytes], Buffer] = {}
+        self.refuses: set[bytes] = set()
+        self.asked: list[bytes] = []
+        self.is_down = False
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        self.blocks |= {(group, key): buf for key, buf in blocks.items() if key not in self.refuses}
+        return {key: "store_oom" for key in blocks if key in self.refuses}
+
+    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+        for key in keys:
+            if self.is_down:
+                raise ColdStoreError
+            self.asked.append(key)
+            yield self.blocks.get((group, key))
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        return [key for key in keys if (group, key) not in self.blocks]
+
+    def drop(self, group: int, keys: object) -> None:
+        pass
+
+    def cleared(self, place: str) -> "Behind":
+        return Behind()
+
+    def close(self) -> None:
+        pass
+
+    def room(self, nbytes: int) -> int:
+        return nbytes
+
+
+@pytest.fixture
+def behind() -> Behind:
+    return Behind()
+
+
+@pytest.fixture
+def tiered(behind: Behind) -> TieredStore:
+    """RAM for ten granules, and some bytes that are left free."""
+    return TieredStore(HostStore(11 * GRANULE), behind)
+
+
+def in_ram(tiered: TieredStore, blocks: Mapping[bytes, Buffer], group: int = 0) -> list[int]:
+    """The places of those that are in RAM."""
+    gone = tiered.front.absent(group, list(blocks))
+    assert {key for key in blocks if key not in gone} == {key for of, key in tiered._order if of == group}
+    return [at for at, key in enumerate(blocks) if key not in gone]
+
+
+def test_what_was_used_last_is_in_ram_as_far_as_bytes_go(tiered: TieredStore, behind: Behind) -> None:
+    blocks = blocks_of(*[granules * GRANULE for granules in (4, 1, 3, 2)])
+    keys = list(blocks)
+    assert tiered.put_all(0, blocks) == {}
+    assert in_ram(tiered, blocks) == [0, 1, 2, 3]
+    assert same(tiered.read(0, keys[:1]), blocks, keys[:1])
+    more = blocks_of(4 * GRANULE, seed=1)
+    tiered.put_all(0, more)  # makes the two go that were not used for longest
+    assert in_ram(tiered, blocks | more) == [0, 3, 4]
+    assert (tiered.front.used, tiered.front.peak) == (10 * GRANULE, 10 * GRANULE)
+    assert behind.asked == []
+    assert same(tiered.read(0, keys), blocks, keys)
+    assert behind.asked == keys[1:3]
+    tiered.front.check()
+
+
+def test_blocks_leave_ram_in_the_order_that_was_said(tiered: TieredStore) -> None:
+    blocks = blocks_of(*[2 * GRANULE] * 5)
+    keys = list(blocks)
+    tiered.put_all(0, blocks)
+    tiered.go_first(0, [keys[3], b"unknown", keys[1]])
+    tiered.put_all(0, blocks_of(2 * GRANULE, seed=1))
+    assert keys[3] in tiered.front.absent(0, keys)
+    tiered.put_all(0, blocks_of(4 * GRANULE, seed=2))
+    assert tiered.front.absent(0, keys) == [keys[0], keys[1], keys[3]]
+
+
+def test_what_is_refused_behind_is_not_in_ram_either(tiered: TieredStore, behind: Behind) -> None:
+    blocks = blocks_of(100, 100)
+    first, _ = blocks
+    behind.refuses = {first}
+    assert tiered.put_all(0, blocks) == {first: "store_oom"}
+    assert in_ram(tiered, blocks) == [1]
+    assert tiered.absent(0, list(blocks)) == [first]
+
+
+def test_a_block_larger_than_ram_is_only_behind(tiered: TieredStore) -> None:
+    blocks = blocks_of(100, 11 * GRANULE)
+    tiered.put_all(0, blocks)
+    assert in_ram(tiered, blocks) == [0]
+    assert same(tiered.read(0, list(blocks)), blocks, list(blocks))
+
+
+def test_groups_share_the_ram_but_not_the_blocks(tiered: TieredStore) -> None:
+    zero, three = blocks_of(6 * GRANULE), blocks_of(5 * GRANULE)
+    tiered.put_all(0, zero)
+    tiered.put_all(3, three)
+    assert (in_ram(tiered, zero, 0), in_ram(tiered, three, 3)) == ([], [0])
+    assert same(tiered.read(0, list(zero)), zero, list(zero))
+    assert (in_ram(tiered, zero, 0), in_ram(tiered, three, 3)) == ([0], [])
+
+
+def test_while_it_is_down_behind_what_is_in_ram_is_read(tiered: TieredStore, behind: Behind) -> None:
+    blocks = blocks_of(GRANULE, GRANULE)
+    tiered.put_all(0, blocks)
+    behind.is_down = True
+    assert same(tiered.read(0, list(blocks)), blocks, list(blocks))
+    found = tiered.read(0, [*blocks, b"far"])
+    assert [next(found) is not None for _ in blocks] == [True, True]
+    with pytest.raises(ColdStoreError):
+        next(found)
+
+
+def test_what_has_to_leave_ram_while_it_is_read_comes_from_behind(tiered: TieredStore, behind: Behind) -> None:
+    blocks = blocks_of(*[2 * GRANULE] * 4)
+    keys = list(blocks)
+    tiered.put_all(0, blocks)
+    found = tiered.read(0, keys)
+    first = next(found)
+    tiered.put_all(0, blocks_of(10 * GRANULE, seed=1))
+    assert tiered.front.absent(0, keys) == keys
+    assert first is not None
+    assert bytes(first) == bytes(blocks[keys[0]])
+    assert same(found, blocks, keys[1:])
+    assert behind.asked == keys[1:]
+
+
+def test_dropped_blocks_and_a_cleared_store(tiered: TieredStore) -> None:
+    blocks = blocks_of(100, 200)
+    tiered.put_all(0, blocks)
+    tiered.drop(0, [*list(blocks)[:1], b"unknown"])
+    assert in_ram(tiered, blocks) == [1]
+    other = tiered.cleared("elsewhere")
+    assert other.absent(0, list(blocks)) == list(blocks)
+    assert other.front.used == 0
+    assert other.front.max_bytes == tiered.front.max_bytes
+
+
+# -- a disk in front ------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def on_disk(behind: Behind, tmp_path: Path) -> Iterator[TieredStore]:
+    tiered = TieredStore(DiskStore(tmp_path, MIB), behind)
+    yield tiered
+    tiered.close()
+
+
+def test_what_a_disk_has_is_not_asked_for_behind_and_found_again(
+    on_disk: TieredStore, behind: Behind, tmp_path: Path
+) -> None:
+    blocks = blocks_of(*[60_000] * 20)
+    keys = list(blocks)
+    assert on_disk.put_all(0, blocks) == {}
+    fit = on_disk.front.usable // room(60_000)
+    assert on_disk.front.absent(0, keys) == keys[: 20 - fit]
+    assert same(on_disk.read(0, keys[-fit:]), blocks, keys[-fit:])
+    assert behind.asked == []
+    assert same(on_disk.read(0, keys[:1]), blocks, keys[:1])
+    assert behind.asked == keys[:1]
+    assert on_disk.front.absent(0, keys) == keys[1 : 21 - fit]
+    on_disk.close()
+    again = TieredStore(DiskStore(tmp_path, MIB), behind)
+    assert same(again.read(0, [*keys[-3:], keys[0]]), blocks, [*keys[-3:], keys[0]])
+    assert behind.asked == keys[:1]
+    again.put_all(0, blocks_of(60_000, seed=1))  # the one stored first goes
+    assert again.front.absent(0, keys) == keys[1 : 22 - fit]
+    again.close()
+
+
+def test_what_cannot_be_read_in_front_comes_from_behind(on_disk: TieredStore, behind: Behind, tmp_path: Path) -> None:
+    blocks = blocks_of(*[5000] * 20)
+    keys = list(blocks)
+    on_disk.put_all(0, blocks)
+    for path in tmp_path.glob("*.seg"):
+        with path.open("r+b") as file:
+            for at in range(200, path.stat().st_size, 10 * 4096):
+                file.seek(at)
+                file.write(b"?" * 10)
+    assert same(on_disk.read(0, keys), blocks, keys)
+    assert 0 < len(behind.asked) < 20
+
+
+def test_three_tiers_let_go_in_the_order_that_was_said(behind: Behind, tmp_path: Path) -> None:
+    tiered = TieredStore(HostStore(2 * MIB), TieredStore(DiskStore(tmp_path, MIB), behind))
+    blocks = blocks_of(*[60_000] * 10)
+    keys = list(blocks)
+    tiered.put_all(0, blocks)
+    tiered.go_first(0, [keys[7], keys[4]])
+    tiered.go_first(0, [keys[5]])
+    list(tiered.behind.read(0, [keys[5]]))  # somebody needs that again
+    fit = tiered.behind.front.usable // room(60_000)
+    tiered.put_all(0, blocks_of(*[60_000] * (fit - 10 + 3), seed=1))
+    assert tiered.behind.front.absent(0, keys) == [keys[0], keys[4], keys[7]]
+    assert tiered.front.absent(0, keys) == []
+    other = tiered.cleared("elsewhere")
+    assert [other.front.used, other.behind.front.used] == [0, 0]
+    assert other.absent(0, keys) == keys
+    other.close()
+
+
+def test_what_is_dropped_while_it_is_written_is_not_there(behind: Behind) -> None:
+    class Late(HostStore):
+        def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+            tiered.drop(group, blocks)
+            return super().put_all(group, blocks)
+
+    tiered = TieredStore(Late(MIB), behind)
+    tiered.put_all(0, blocks_of(100))
+    assert (tiered.front.used, list(tiered._order), tiered._coming) == (0, [], {})
