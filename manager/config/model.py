@@ -225,7 +225,7 @@ class DiskConfig(_Group):
 
     path: str = Field(default="", description="the path of a folder of a local file system")
     sync_s: Number = Field(default=5.0, ge=0, description="a plain number of seconds, 0 or more, such as 5")
-    timeout_s: Number = Field(default=5.0, gt=0, description=_SECONDS.format(5))
+    timeout_s: Number = Field(default=10.0, gt=0, description=_SECONDS.format(10))
 
 
 class HotPoolConfig(_Group):

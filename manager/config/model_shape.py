@@ -24,6 +24,7 @@ from manthan.manager.config.layers import (
 )
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.stores.arena import room
+from manthan.manager.stores.disk.store import usable
 
 CACHE_DTYPES = {
     "auto": Dtype.BFLOAT16,
@@ -126,7 +127,7 @@ class ModelShape:
 def cold_nbytes(config: ManthanConfig, largest: int, ranks: int = 1) -> int:
     """Usable bytes of the cold store on one rank: where a block lies in one of two tiers, less one of the `largest`."""
     store = config.cold_store
-    tiers = [store.max_bytes // ranks]
+    tiers = [usable(store.max_bytes // ranks) if store.places[-1] == "disk" else store.max_bytes // ranks]
     if store.kind == "device" and store.host_bytes:
         tiers.append(store.host_bytes // ranks)
     return sum(tiers) - (len(tiers) - 1) * largest

@@ -97,7 +97,7 @@ def test_all_returns_and_what_was_damaged_meanwhile_is_computed(left: Path) -> N
     [
         {"codec": {"name": "k3v3", "guard": False}},
         {"flags": {"dtype": "float16"}},
-        {"flags": {"block_size": 16}, "blocks": 262},
+        {"flags": {"block_size": 64}, "blocks": 66},
         {"flags": {"hf_overrides": {"rope_theta": 20000.0}}},
     ],
     ids=["codec", "dtype", "block size", "model"],
