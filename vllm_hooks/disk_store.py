@@ -13,6 +13,7 @@ from manthan.manager.stores.disk.journal import Journal
 from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
 from manthan.manager.stores.disk.segment import newest
 from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
+from manthan.vllm_hooks.orphans import end_with_parent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -22,11 +23,15 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 
+PATIENCE_S = 10.0
+"""How long an engine whose server was killed may need to end, and to let go of its folder."""
+
+
 def check_disk(vllm_config: "VllmConfig") -> None:
     """Raise ConfigError for a folder that cannot be used."""
     config = from_vllm_config(vllm_config)
     if config.cold_store.is_on_disk:
-        check_folder(config.disk.path)
+        check_folder(config.disk.path, PATIENCE_S)
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> DiskStore:
@@ -52,6 +57,7 @@ class DiskBooks:
         self._parallel = vllm_config.parallel_config
         root = _root(config, self._parallel)
         self._folder, self._lock = root / name, open_root(root)
+        end_with_parent()
         for other, nbytes in remove_others(root, name).items():
             logger.warning(
                 "Manthan: %s in %s is of another model or configuration, and is removed: %s",

@@ -64,7 +64,8 @@ def test_defaults_are_the_documented_ones() -> None:
         },
         "backend": "auto",
         "encode_threads": 1,
-        "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0},
+        "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0, "disk_bytes": 0, "tiers": ["host", "redis"]},
+        "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
         "redis": {
             "url": "redis://127.0.0.1:6379/0",
             "username": "",
@@ -289,10 +290,12 @@ def test_an_empty_file_and_empty_groups_are_the_defaults(write: WriteYaml) -> No
 
 
 def test_shorthands(write: WriteYaml) -> None:
-    config = load(write("{policy: mru, cold_store: disk, codec: zip}"))
+    config = load(write("{policy: mru, cold_store: disk, disk: /x, codec: zip}"))
     assert (config.policy.name, config.cold_store.kind, config.codec.name) == ("mru", "disk", "zip")
-    assert config == ManthanConfig.model_validate({"policy": "mru", "cold_store": "disk", "codec": "zip"})
-    assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "disk"}).cold_store.max_bytes == 5
+    assert config.disk.path == "/x"
+    given = {"policy": "mru", "cold_store": "disk", "disk": {"path": "/x"}, "codec": "zip"}
+    assert config == ManthanConfig.model_validate(given)
+    assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "redis"}).cold_store.max_bytes == 5
 
 
 def test_what_is_kept_exact_comes_from_all_sources(write: WriteYaml) -> None:

@@ -59,7 +59,7 @@ def test_with_windows_and_states_beside_the_chains() -> None:
             super().teardown()
             seen.update(self.world.seen)
 
-    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=2 * PROFILE.max_examples))
+    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=4 * PROFILE.max_examples))
     causes = (f"dropped beside: {cause}" for cause in ("budget", "failed", "abandoned", "reset"))
     came = ("restored", "anchors unreadable", "lost", "lost beside", *causes)
     assert all(seen[what] for what in came), f"too little has come to pass: {seen}"

@@ -14,6 +14,7 @@ import os
 import re
 import shutil
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -24,8 +25,11 @@ from manthan.manager.stores.disk.journal import JOURNAL
 LOCK = "lock"
 
 
-def check_folder(path: str) -> None:
-    """Raise ConfigError for a folder that cannot be used, be it that another server has it."""
+def check_folder(path: str, patience_s: float = 0.0) -> None:
+    """Raise ConfigError for a folder that cannot be used, be it that another server has it.
+
+    patience_s: what is left of a server that was killed may need so long to end.
+    """
     folder = Path(path)
     if not folder.is_dir():
         why = "that is no folder" if folder.exists() else "there is no such folder"
@@ -40,9 +44,12 @@ def check_folder(path: str) -> None:
                 "user may write to."
             ) from None
         raise ConfigError(f"disk.path is {path!r}, which cannot be used: {error.strerror}.") from None
+    until = time.monotonic() + patience_s
     for lock in (folder / LOCK, *folder.glob(f"replica-*/{LOCK}")):
-        if lock.exists() and not _is_ours(lock):
-            raise _in_use(folder)
+        while lock.exists() and not _is_ours(lock):
+            if time.monotonic() >= until:
+                raise _in_use(folder)
+            time.sleep(0.1)
 
 
 def open_root(path: Path) -> IO[str]:
