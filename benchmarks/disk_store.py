@@ -5,7 +5,8 @@ and reads them back in another order; then once more from the page cache. By tur
 reads one preallocated file at given offsets with the same threads, and looks at nothing; `direct` the same with
 O_DIRECT.
 
-    python benchmarks/disk_store.py [--folder FOLDER] [--size 1GiB] [--block 400KiB] [--threads 4] [--out FOLDER]
+    python benchmarks/disk_store.py [--folder FOLDER] [--size 1GiB] [--block 400KiB] [--threads 4] [--opened 100000]
+        [--out FOLDER]
 """
 
 import mmap
@@ -28,11 +29,12 @@ from rich.box import SIMPLE
 from rich.table import Table
 
 from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
-from manthan.manager.stores.disk.segment import PAGE
+from manthan.manager.stores.disk.segment import PAGE, newest
 from manthan.manager.stores.disk.store import DiskStore
 
 Block = NDArray[np.uint8]
 PUT, COLD, WARM = "written and synced", "read from disk", "read from the page cache"
+OPENED_NBYTES = 13_000
 
 
 class Way(Protocol):
@@ -129,6 +131,27 @@ def one_round(
     return found
 
 
+def opening(folder: Path, count: int) -> dict[str, float]:
+    """Seconds that a server takes to find so many blocks of 13,000 bytes again: the store is opened, and headers are read
+    once more for the scheduler. With the page cache as it is, and after it has forgotten them."""
+    block, found = np.random.default_rng(0).integers(0, 256, OPENED_NBYTES, np.uint8), {}
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        size = 2 * count * 2 * OPENED_NBYTES + (64 << 20)
+        store = DiskStore(Path(own), size)
+        for number in range(count):
+            store.put_all(0, {number.to_bytes(32, "little"): block})
+        store.close()
+        for name in (WARM, COLD):
+            if name == COLD:
+                forget(Path(own))
+            began = time.perf_counter()
+            store = DiskStore(Path(own), size)
+            assert len(newest(Path(own))) == count
+            found[name] = time.perf_counter() - began
+            store.close()
+    return found
+
+
 @contextmanager
 def timed(found: dict[str, float], step: str, nbytes: int) -> Iterator[None]:
     began = time.perf_counter()
@@ -152,6 +175,7 @@ def main(
     block: Annotated[str, typer.Option(help="Of one: 400 KiB are 16 tokens of a model like Qwen3-8B.")] = "400KiB",
     threads: Annotated[int, typer.Option(min=1, help="That write and read.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Of all ways by turns.")] = 5,
+    opened: Annotated[int, typer.Option(min=0, help="Blocks of a store that is opened again; 0 for none.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = OUT,
 ) -> None:
     """Measure writing and reading of blocks on a disk."""
@@ -169,8 +193,11 @@ def main(
     for name, steps in found.items():
         table.add_row(name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in steps.values()))
     console.print(table)
+    seconds = opening(folder, opened) if opened else {}
+    for name, taken in seconds.items():
+        console.print(f"  {opened:,} blocks found again in {taken:.1f} s, {name}")
     out.mkdir(parents=True, exist_ok=True)
-    path = write_report(new_report("disk_store", context.params, [], {"ways": found}, {}), out)
+    path = write_report(new_report("disk_store", context.params, [], {"ways": found, "opened": seconds}, {}), out)
     console.print(f"  {path}", soft_wrap=True)
 
 
