@@ -58,7 +58,7 @@ def test_every_environment_variable_is_taken() -> None:
     assert set(variables) == set(FIELDS)
     for key, variable in variables.items():
         default = FIELDS[key].get_default(call_default_factory=True)
-        value = str(default) if not isinstance(default, dict) else "{}"
+        value = "{}" if isinstance(default, dict) else ",".join(default) if isinstance(default, tuple) else str(default)
         assert resolve_config(env={variable: value}).sources[key] == variable
         assert variable.startswith(ENV_PREFIX)
 

@@ -64,7 +64,13 @@ def test_defaults_are_the_documented_ones() -> None:
         },
         "backend": "auto",
         "encode_threads": 1,
-        "cold_store": {"kind": "host", "max_bytes": 4 << 30, "host_bytes": 0, "disk_bytes": 0, "tiers": ["host", "redis"]},
+        "cold_store": {
+            "kind": "host",
+            "max_bytes": 4 << 30,
+            "host_bytes": 0,
+            "disk_bytes": 0,
+            "tiers": ["host", "redis"],
+        },
         "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
         "redis": {
             "url": "redis://127.0.0.1:6379/0",

@@ -43,7 +43,7 @@ def test_blocks_of_several_sizes_leave_a_part_of_each_tier_free() -> None:
 
 
 def test_host_bytes_belong_to_two_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"behind cold_store.kind device or in front of kind tiered, but kind is hos"):
+    with pytest.raises(ConfigError, match=r"in front of the other tiers of kind tiered, but kind is hos"):
         load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
 
 
