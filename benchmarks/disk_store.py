@@ -132,8 +132,8 @@ def one_round(
 
 
 def opening(folder: Path, count: int) -> dict[str, float]:
-    """Seconds that a server takes to find so many blocks of 13,000 bytes again: the store is opened, and headers are read
-    once more for the scheduler. With the page cache as it is, and after it has forgotten them."""
+    """Seconds that a server takes to find so many blocks again: the store is opened, and headers are read once more for
+    the scheduler. With the page cache as it is, and after it has forgotten them."""
     block, found = np.random.default_rng(0).integers(0, 256, OPENED_NBYTES, np.uint8), {}
     with tempfile.TemporaryDirectory(dir=folder) as own:
         size = 2 * count * 2 * OPENED_NBYTES + (64 << 20)

@@ -72,6 +72,7 @@ class Restarts(Sessions):
         found = self.link.adopt(ranks, self.world.now)
         assert found.sessions == len(self.manager.table.by_id)
         assert {session.state for session in self.manager.table.by_id.values()} <= {SessionState.COLD}
+        assert not (was_void and found.written)
         self.came += found.sessions
         if is_told and not was_void:
             self.all_that_were_cold_are(list(before.values()))

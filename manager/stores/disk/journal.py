@@ -19,6 +19,7 @@ logger = logging.getLogger("vllm.manthan.disk")
 JOURNAL = "sessions.sqlite"
 SCHEMA = 1
 """Its version. A journal of another one is begun anew."""
+CLOSE_S = 5.0
 REST_S = 1.0
 """After how long it is tried again to write what could not be written."""
 TABLE = """
@@ -120,12 +121,13 @@ class Journal:
             self._wake.notify()
 
     def close(self) -> None:
-        """All that was told is written, if that is possible."""
+        """All that was told is written, if that is possible within a bounded time."""
         with self._wake:
             self._closing = True
             self._wake.notify()
-        self._thread.join()
-        self._db.close()
+        self._thread.join(CLOSE_S)
+        if not self._thread.is_alive():
+            self._db.close()
 
     def _run(self) -> None:
         while True:

@@ -45,6 +45,8 @@ SHARE, MOST_SEGMENTS = 32, 512
 which is an open file."""
 SPARE = 0.1
 """This share of the budget, and two segments, are for what is dropped and not compacted yet."""
+CLOSE_S = 5.0
+"""How long a disk that does not answer is waited for at the end."""
 READERS, AHEAD = 4, 4
 """Threads that read, and how many blocks of one reader they are ahead."""
 CHECKED = 2
@@ -187,7 +189,10 @@ class DiskStore(FrontStore):
         self._closing = True
         self._is_due.set()
         self._readers.shutdown(wait=False, cancel_futures=True)
-        self._syncer.join()
+        self._syncer.join(CLOSE_S)
+        if self._syncer.is_alive():
+            logger.warning("Manthan: %s: the disk does not answer; it is left as it is.", self.folder)
+            return
         self._tidy()
         with self._appending, self._lock:
             self._index.clear()
