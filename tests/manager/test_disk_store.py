@@ -4,6 +4,8 @@ import errno
 import os
 import random
 import signal
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -14,7 +16,7 @@ from numpy.typing import NDArray
 
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.stores.disk.segment import HEADER, PAGE, room
-from manthan.manager.stores.disk.store import DiskError, DiskStore, FolderInUseError
+from manthan.manager.stores.disk.store import DiskError, DiskSlowError, DiskStore, FolderInUseError
 
 MIB = 1 << 20
 KEYS = [bytes([number]) * 32 for number in range(50)]
@@ -296,6 +298,30 @@ def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
         with pytest.raises(DiskError, match=r"00000001\.seg: Input/output error"):
             get(store, KEYS[0])
     assert np.array_equal(get(store, KEYS[0]), numbers(0))
+
+
+def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = DiskStore(folder, 4 * MIB, timeout_s=0.1)
+    store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1)})
+    hung, real = threading.Event(), os.preadv
+
+    def hang(*arguments: object) -> int:
+        hung.wait(60)
+        return real(*arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "preadv", hang)
+        for _ in range(2):
+            with pytest.raises(DiskSlowError) as slow:
+                get(store, KEYS[0])
+            assert slow.value.cause == "store_down"
+        assert "does not answer" in str(slow.value)
+        assert store.absent(0, KEYS[:2]) == []
+        hung.set()
+    while store._stuck is not None and not store._stuck.done():
+        time.sleep(0.01)
+    assert np.array_equal(get(store, KEYS[1]), numbers(1))
+    store.close()
 
 
 # -- a process that is killed ---------------------------------------------------------------------------
