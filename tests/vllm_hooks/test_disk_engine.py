@@ -170,7 +170,7 @@ def test_a_conversation_goes_on_in_the_next_engine(models: Callable[[str], str],
     options = {
         "model": models(family),
         "flags": flags,
-        "blocks": 140 if family != "qwen3-next" else 24,
+        "blocks": {"qwen3-next": 24, "gemma4": 400}.get(family, 140),
         "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
     }
     rng = random.Random(5)

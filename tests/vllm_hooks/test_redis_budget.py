@@ -32,7 +32,7 @@ def engine(redis_server: RedisServer, start_engine) -> Iterator[Engine]:
 
 def in_ram(worker: Any) -> tuple[int, int]:
     """Bytes used, and at most."""
-    ram = get_kv_transfer_group().worker.path.store.ram
+    ram = get_kv_transfer_group().worker.path.store.front
     return ram.used, ram.max_bytes
 
 
