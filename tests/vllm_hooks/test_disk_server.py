@@ -64,19 +64,37 @@ def killed(folder: Path, table, tmp_path_factory: pytest.TempPathFactory) -> Ite
         yield server.new_log_lines()
 
 
-def test_sessions_of_a_server_that_was_killed_return(folder: Path, killed: list[str], table, tmp_path: Path) -> None:
-    with serve(folder, tmp_path / "run") as server:
+@pytest.fixture(scope="module")
+def again(folder: Path, killed: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """The server is started again."""
+    with serve(folder, tmp_path_factory.mktemp("again") / "run") as server:
         server.wait_until_ready(600)
-        full = cached = 0
-        for seed in GUESTS:
-            prompt, right = table(seed).question(1)
-            reply = ask(server, prompt, f"guest-{seed}")
-            assert reply.text == right
-            full += (reply.prompt_tokens - 1) // 32
-            cached += reply.cached_tokens // 32
-        assert cached >= 0.95 * full
-        assert server.metrics()["vllm:manthan_restored_blocks_total"] == cached
-        assert server.metrics().get("vllm:manthan_failures_total", 0) == 0
-        said = [line for line in server.new_log_lines() if "sessions of an earlier server are cold again" in line]
-        assert len(said) == 1
-        print(f"{cached} of {full} full blocks came back: {said[0]}")
+        yield server
+        server.kill()
+
+
+def test_sessions_of_a_server_that_was_killed_return(again: VllmServer, table) -> None:
+    full = cached = 0
+    for seed in GUESTS:
+        prompt, right = table(seed).question(1)
+        reply = ask(again, prompt, f"guest-{seed}")
+        assert reply.text == right
+        full += (reply.prompt_tokens - 1) // 32
+        cached += reply.cached_tokens // 32
+    assert cached >= 0.95 * full
+    assert again.metrics()["vllm:manthan_restored_blocks_total"] == cached
+    assert again.metrics().get("vllm:manthan_failures_total", 0) == 0
+    [said] = [line for line in again.new_log_lines() if "sessions of an earlier server are cold again" in line]
+    print(f"{cached} of {full} full blocks came back: {said}")
+
+
+def test_another_server_is_refused_with_one_sentence(again: VllmServer, folder: Path, tmp_path: Path) -> None:
+    with serve(folder, tmp_path / "run") as other:
+        other.wait_until_dead(300)
+        lines = other.new_log_lines()
+    assert other.exit_status not in (0, None)
+    assert [line for line in lines if line.startswith("vllm: error:")] == [
+        f"vllm: error: disk.path is '{folder}', which another server uses: give each a folder of its own."
+    ]
+    assert not [line for line in lines if "Traceback" in line]
+    assert again.is_healthy()

@@ -129,7 +129,11 @@ class Segment:
         """What was written is on the disk, even if the machine stops."""
         if self._is_dirty:
             self._is_dirty = False
-            os.fdatasync(self._fd)
+            try:
+                os.fdatasync(self._fd)
+            except OSError:
+                self._is_dirty = True
+                raise
         if self._is_new:
             self._is_new = False
             sync_folder(self.path.parent)
