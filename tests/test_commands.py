@@ -274,7 +274,7 @@ def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureReq
     reader = Reader(tmp_path / "reader", TABLE["replace"], TABLE["files"])
     if one.uses_redis:
         reader.use_redis(request.getfixturevalue("redis_server"))
-    flags = [reader.typed(f"{name} {value}").split() for name, value in sorted(one.flags)]
+    flags = [reader.typed(f"{name} {value}", {"FOLDER": str(tmp_path)}).split() for name, value in sorted(one.flags)]
     is_manthan = any("--manthan" in name for name, _ in one.flags)
     model = str(REPO / TABLE["replace"]["MODEL"])
     with VllmServer(model, [word for flag in flags for word in flag], tmp_path / "log", dict(one.variables)) as server:

@@ -1,94 +1,253 @@
-"""Codes in several tiers, each with a budget of its own: RAM, a disk, Redis."""
+"""Where codes lie beside a GPU: nothing overlaps, nothing is lost, whatever its size."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from pathlib import Path
-from typing import Any, NamedTuple
+import random
+from collections.abc import Iterator, Sequence
+from itertools import pairwise
 
+import numpy as np
 import pytest
-from redis_server import RedisServer, running
-from vllm_engine import Engine, Table
+import torch
+from examples import examples
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-GUESTS = 8
-RAM, DISK = 1 << 20, 4 << 20
-"""For two sessions, and for four: on disk a block takes whole pages."""
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.arena import GRANULE, Extent, room
+from manthan.vllm_hooks.worker.capacity import TierBytes
+from manthan.vllm_hooks.worker.staging import pieces
+from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers
 
-
-class Tier(NamedTuple):
-    blocks: int
-    used: int
-    usable: int
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running(tmp_path_factory.mktemp("redis"))
+GIB = 1 << 30
 
 
-@contextmanager
-def engine(tiers: str, folder: Path, redis_server: RedisServer) -> Iterator[Engine]:
-    """It is killed at the end, not stopped."""
-    last = tiers.split(",")[-1]
-    store = {"kind": "tiered", "tiers": tiers, "max_bytes": "64MiB"}
-    store |= {"host_bytes": RAM} if "host" in tiers else {}
-    store |= {"disk_bytes": DISK} if "disk" in tiers and last != "disk" else {}
-    disk, redis = {"path": str(folder)}, {"url": redis_server.url}
-    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, disk=disk, redis=redis)
-    try:
-        yield made
-        made.kill()
-    finally:
-        made.stop()
+def tier(nbytes: int) -> Tier:
+    return Tier(torch.zeros(nbytes, dtype=torch.uint8))
 
 
-def fronts(worker: Any) -> list[tuple[int, int, int]]:
-    """Of each tier in front of another: blocks, bytes, and how many there may be."""
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
-
-    store, found = get_kv_transfer_group().worker.path.store, []
-    while hasattr(store, "front"):
-        found.append((len(store.front.names()), store.front.used, store.front.usable))
-        store = store.behind
-    return found
+def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
+    """Put blocks into what is taken for them."""
+    taken, demotions = tiers.take(nbytes, len(keys))
+    for key, one in zip(keys, taken, strict=True):
+        tiers.put(one.tier, {(0, key): Stored(one.extents, nbytes, 0, 0)})
+    return demotions
 
 
-def ask(engine: Engine, guest: int) -> bool:
-    """Whether the guest has returned."""
-    prompt, right = Table(guest).question(2)
-    answer = engine.ask(prompt, f"guest-{guest}")
-    assert answer.text == right
-    engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
-    return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32
+def has(tier: Tier, key: bytes) -> bool:
+    return bool(tier.run(0, [key], in_place=True))
 
 
-@pytest.mark.parametrize("tiers", ["host,disk", "disk,redis", "host,disk,redis"])
-def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    redis_server.client.flushall()
-    with engine(tiers, tmp_path, redis_server) as first:
-        for guest in range(GUESTS):
-            assert not ask(first, guest)
-        found = [Tier(*each) for each in first.on_worker(fronts)]
-        assert len(found) == tiers.count(",")
-        for tier in found:
-            assert tier.usable - 3 * 40_000 < tier.used <= tier.usable, "it is full"
-            assert 0 < tier.blocks < 17 * GUESTS
-        assert [ask(first, guest) for guest in range(GUESTS)] == [True] * GUESTS
-        assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
-    with engine(tiers, tmp_path, redis_server) as second:
-        assert [ask(second, guest) for guest in range(GUESTS)] == [True] * GUESTS
-        assert second.failures() == 0
+def test_a_full_device_moves_the_oldest_to_the_host() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
+    assert keep(tiers, b"a", b"b") == []
+    assert tiers.find(0, [b"a", b"b"])[:2] == (tiers.device, True)
+    tiers.find(0, [b"a"])  # b is the oldest now
+    assert tiers.find(1, [b"b"]) is None
+    source = tiers.device.run(0, [b"b"], True)[0].extents
+    [moved] = keep(tiers, b"c")
+    assert (moved.name, moved.source, moved.nbytes) == ((0, b"b"), source, GRANULE)
+    assert tiers.find(0, [b"b"]) == (tiers.host, False, [Stored(moved.target, GRANULE, 0, 0)])
+    assert tiers.device.run(0, [b"c"], True)[0].extents == source
+    assert len(tiers.find(0, [b"a", b"b"]).blocks) == 1  # a run ends where its tier does
+    keep(tiers, b"d")
+    assert tiers.take(1, 2) == ([], [])
+    assert tiers.used == 4 * GRANULE
+    tiers.drop(0, [b"b", b"d"])
+    tiers.drop(1, [b"c"])  # another group's
+    assert tiers.find(0, [b"b"]) is None
+    assert has(tiers.host, b"c")
+    assert len(tiers.take(1, 1)[0]) == 1
+    tiers.clear()
+    assert tiers.used == GRANULE  # what was taken and never put
 
 
-@pytest.mark.parametrize("tiers", ["host,disk", "host,disk,redis"])
-def test_a_reset_empties_all_of_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
-    redis_server.client.flushall()
-    with engine(tiers, tmp_path, redis_server) as first:
-        for guest in range(4):
-            ask(first, guest)
-        first.wait(first.reset, "a reset")
-        first.ask("x")
-        assert [blocks for blocks, _, _ in first.on_worker(fronts)] == [0] * tiers.count(",")
-        assert [ask(first, guest) for guest in range(4)] == [False] * 4
-        assert [ask(first, guest) for guest in range(4)] == [True] * 4
-    with engine(tiers, tmp_path, redis_server) as second:
-        assert [ask(second, guest) for guest in range(4)] == [False] * 4
+def test_as_many_blocks_move_as_a_large_one_needs() -> None:
+    tiers = Tiers(tier(4 * GRANULE), tier(4 * GRANULE))
+    keep(tiers, b"a", b"b", b"c", b"d")
+    assert [move.name[1] for move in keep(tiers, b"e", nbytes=3 * GRANULE)] == [b"a", b"b", b"c"]
+    assert [has(tiers.device, key) for key in (b"a", b"b", b"c", b"d", b"e")] == [False] * 3 + [True] * 2
+
+
+def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
+    taken, demotions = tiers.take(GRANULE, 6)
+    assert [one.tier for one in taken] == [tiers.device] * 2 + [tiers.host] * 3
+    assert demotions == []
+
+
+def test_what_never_fits_the_device_moves_nothing() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(8 * GRANULE))
+    keep(tiers, b"a", b"b")
+    [taken], demotions = tiers.take(3 * GRANULE, 1)
+    assert (taken.tier, demotions) == (tiers.host, [])
+
+
+def test_one_tier_is_full_when_it_is_full() -> None:
+    tiers = Tiers(None, tier(GRANULE))
+    assert keep(tiers, b"a") == []
+    assert tiers.take(1, 1) == ([], [])
+
+
+def test_a_block_that_is_stored_again_is_in_one_tier() -> None:
+    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
+    keep(tiers, b"a", b"b", b"c")  # a has moved
+    keep(tiers, b"a")  # and so has b
+    assert not has(tiers.host, b"a")
+    assert tiers.used == 3 * GRANULE
+
+
+def test_runs_are_of_one_kind() -> None:
+    tiers = Tiers(tier(16 * GRANULE), None)
+    pieces = (Extent(0, GRANULE), Extent(2 * GRANULE, GRANULE))
+    for n, (extents, exact) in enumerate([(pieces[:1], 0), (pieces[1:], 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
+        tiers.device._blocks[0, bytes([n])] = Stored(extents, GRANULE, exact, n)
+    keys = [bytes([n]) for n in range(6)]
+    assert tiers.find(0, keys)[1:] == (True, [tiers.device._blocks[0, key] for key in keys[:2]])
+    assert tiers.find(0, keys[2:])[1:] == (False, [tiers.device._blocks[0, keys[2]]])
+    assert len(tiers.find(0, keys[3:]).blocks) == 2
+    assert tiers.find(0, keys[5:]) is None
+
+
+class TierMachine(RuleBasedStateMachine):
+    """Two tiers, or one, whose blocks' bytes are written, moved and read as the path beside a GPU does it.
+
+    In order of age, as far as it is known; `taken` are blocks that are still being written.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rng = random.Random(5)
+        self.bytes: dict[tuple[int, bytes], bytes] = {}
+        self.taken: list[tuple[tuple[int, bytes], Taken, int]] = []
+
+    @initialize(device=st.integers(0, 20), host=st.integers(0, 40))
+    def begin(self, device: int, host: int) -> None:
+        host = host if device else max(1, host)
+        both = [tier(nbytes * GRANULE) if nbytes else None for nbytes in (device, host)]
+        self.tiers = Tiers(*both)
+        self.bound = 6 * GRANULE
+        self.usable = TierBytes(device * GRANULE, host * GRANULE).usable({self.bound})
+
+    names = st.tuples(st.integers(0, 1), st.integers(0, 12).map(lambda n: bytes([n])))
+    sizes = st.integers(1, 6 * GRANULE)
+
+    @rule(names=st.lists(names, min_size=1, max_size=4), nbytes=sizes)
+    def take(self, names: list[tuple[int, bytes]], nbytes: int) -> None:
+        used = self.tiers.used
+        found, demotions = self.tiers.take(nbytes, len(names))
+        for move in demotions:
+            copy(self.tiers.device, move.source, self.tiers.host, move.target, move.nbytes)
+        used += len(found) * room(nbytes)
+        assert self.tiers.used == used
+        assert len(found) == len(names) or used + room(nbytes) > self.usable  # what was promised is kept
+        self.taken += [(name, taken, nbytes) for name, taken in zip(names, found, strict=False)]
+
+    @precondition(lambda self: self.taken)
+    @rule(data=st.data())
+    def end(self, data: st.DataObject) -> None:
+        """A block is written, and takes as much as was taken for it or less; or it comes to nothing."""
+        name, taken, nbytes = self.taken.pop(data.draw(st.integers(0, len(self.taken) - 1)))
+        real = data.draw(st.integers(0, nbytes))
+        if real:
+            self.bytes[name] = self.rng.randbytes(real)
+            write(taken, self.bytes[name])
+            self.tiers.put(taken.tier, {name: Stored(taken.extents, real, real % 2, real)})
+        else:
+            taken.tier.arena.free(taken.extents)
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def drop(self, group: int, keys: list[bytes]) -> None:
+        self.tiers.drop(group, keys)
+        self.bytes = {name: kept for name, kept in self.bytes.items() if name[0] != group or name[1] not in keys}
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def go_first(self, group: int, keys: list[bytes]) -> None:
+        self.tiers.go_first(group, keys)
+        there = [key for key in keys if (group, key) in self.tiers.first._blocks]
+        assert [name for name, _ in zip(self.tiers.first._blocks, there, strict=False)] == [(group, k) for k in there]
+
+    @rule()
+    def clear(self) -> None:
+        self.tiers.clear()
+        self.bytes = {}
+
+    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
+    def read(self, group: int, keys: list[bytes]) -> None:
+        """A chain is read run by run, and ends at the first block that is not there."""
+        wanted = [self.bytes.get((group, key)) for key in keys]
+        done = 0
+        while done < len(keys) and (run := self.tiers.find(group, keys[done:])):
+            for stored, right in zip(run.blocks, wanted[done:], strict=False):
+                assert right is not None
+                assert b"".join(spans(run.tier, stored.extents, stored.nbytes)) == right
+                assert run.in_place == (run.tier is self.tiers.device and len(stored.extents) == 1)
+                assert (stored.exact, stored.first_token) == (len(right) % 2, len(right))
+            done += len(run.blocks)
+        assert done == len(keys) or wanted[done] is None
+
+    @invariant()
+    def nothing_overlaps_and_nothing_is_lost(self) -> None:
+        if not hasattr(self, "tiers"):
+            return
+        assert {name for one in self.tiers.all for name in one._blocks} == self.bytes.keys()
+        assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
+        for one in self.tiers.all:
+            one.arena.check()
+            stored = [extent for block in one._blocks.values() for extent in block.extents]
+            stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
+            stored.sort()
+            assert all(a.start + a.nbytes <= b.start for a, b in pairwise(stored))
+            assert sum(extent.nbytes for extent in stored) == one.arena.used
+            assert one.arena.used + one.arena.available == len(one.codes)
+            for (group, key), block in one._blocks.items():
+                assert b"".join(spans(one, block.extents, block.nbytes)) == self.bytes[group, key]
+
+
+def spans(tier: Tier, extents: Sequence[Extent], nbytes: int) -> Iterator[memoryview]:
+    """The first so many bytes of a block, as views."""
+    for start, size in extents:
+        yield memoryview(tier.codes.numpy())[start : start + min(size, nbytes)]
+        nbytes -= min(size, nbytes)
+
+
+def write(taken: Taken, numbers: bytes) -> None:
+    at = 0
+    for view in spans(taken.tier, taken.extents, len(numbers)):
+        view[:] = numbers[at : at + len(view)]
+        at += len(view)
+
+
+def copy(source: Tier, froms: Sequence[Extent], target: Tier, tos: Sequence[Extent], nbytes: int) -> None:
+    for at, to, size in pieces([froms], [tos], [nbytes]).t().tolist():
+        target.codes[to : to + size] = source.codes[at : at + size]
+
+
+TestTiers = TierMachine.TestCase
+TestTiers.settings = settings(max_examples=examples(100), stateful_step_count=40, deadline=None)
+
+
+@given(st.data())
+def test_pieces_are_the_blocks_bytes_in_order(data: st.DataObject) -> None:
+    """Whatever extents a block lies in on either side."""
+    blocks = data.draw(st.integers(1, 3))
+    sizes = [data.draw(st.integers(1, 4 * GRANULE)) for _ in range(blocks)]
+    shapes = [[data.draw(st.lists(st.integers(1, 3), min_size=4, max_size=4)) for _ in range(blocks)] for _ in range(2)]
+    sides = []
+    for shape in shapes:
+        order = iter(random.Random(blocks).sample(range(100), 100))
+        sides.append([[Extent(next(order) * 3 * GRANULE, size * GRANULE) for size in extents] for extents in shape])
+    source = np.random.default_rng(blocks).integers(0, 256, 300 * GRANULE, np.uint8)
+    target = np.zeros_like(source)
+    for at, to, size in pieces(*sides, sizes).t().tolist():
+        target[to : to + size] = source[at : at + size]
+    for froms, tos, nbytes in zip(*sides, sizes, strict=True):
+        wanted, found = (
+            np.concatenate([memory[e.start : e.start + e.nbytes] for e in places])[:nbytes]
+            for memory, places in ((source, froms), (target, tos))
+        )
+        assert np.array_equal(wanted, found)
+
+
+def test_ram_that_is_not_there_is_refused() -> None:
+    with pytest.raises(ConfigError, match=r"of RAM cannot be pinned .*: lower cold_store.max_bytes"):
+        Tier.pinned(1 << 60)

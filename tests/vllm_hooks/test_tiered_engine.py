@@ -1,0 +1,94 @@
+"""Codes in several tiers, each with a budget of its own: RAM, a disk, Redis."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+from redis_server import RedisServer, running
+from vllm_engine import Engine, Table
+
+GUESTS = 8
+RAM, DISK = 1 << 20, 4 << 20
+"""For two sessions, and for four: on disk a block takes whole pages."""
+
+
+class Tier(NamedTuple):
+    blocks: int
+    used: int
+    usable: int
+
+
+@pytest.fixture(scope="module")
+def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"))
+
+
+@contextmanager
+def engine(tiers: str, folder: Path, redis_server: RedisServer) -> Iterator[Engine]:
+    """It is killed at the end, not stopped."""
+    last = tiers.split(",")[-1]
+    store = {"kind": "tiered", "tiers": tiers, "max_bytes": "64MiB"}
+    store |= {"host_bytes": RAM} if "host" in tiers else {}
+    store |= {"disk_bytes": DISK} if "disk" in tiers and last != "disk" else {}
+    disk, redis = {"path": str(folder)}, {"url": redis_server.url}
+    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, disk=disk, redis=redis)
+    try:
+        yield made
+        made.kill()
+    finally:
+        made.stop()
+
+
+def fronts(worker: Any) -> list[tuple[int, int, int]]:
+    """Of each tier in front of another: blocks, bytes, and how many there may be."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store, found = get_kv_transfer_group().worker.path.store, []
+    while hasattr(store, "front"):
+        found.append((len(store.front.names()), store.front.used, store.front.usable))
+        store = store.behind
+    return found
+
+
+def ask(engine: Engine, guest: int) -> bool:
+    """Whether the guest has returned."""
+    prompt, right = Table(guest).question(2)
+    answer = engine.ask(prompt, f"guest-{guest}")
+    assert answer.text == right
+    engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
+    return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32
+
+
+@pytest.mark.parametrize("tiers", ["host,disk", "disk,redis", "host,disk,redis"])
+def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    redis_server.client.flushall()
+    with engine(tiers, tmp_path, redis_server) as first:
+        for guest in range(GUESTS):
+            assert not ask(first, guest)
+        found = [Tier(*each) for each in first.on_worker(fronts)]
+        assert len(found) == tiers.count(",")
+        for tier in found:
+            assert tier.usable - 3 * 40_000 < tier.used <= tier.usable, "it is full"
+            assert 0 < tier.blocks < 17 * GUESTS
+        assert [ask(first, guest) for guest in range(GUESTS)] == [True] * GUESTS
+        assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
+    with engine(tiers, tmp_path, redis_server) as second:
+        assert [ask(second, guest) for guest in range(GUESTS)] == [True] * GUESTS
+        assert second.failures() == 0
+
+
+@pytest.mark.parametrize("tiers", ["host,disk", "host,disk,redis"])
+def test_a_reset_empties_all_of_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    redis_server.client.flushall()
+    with engine(tiers, tmp_path, redis_server) as first:
+        for guest in range(4):
+            ask(first, guest)
+        first.wait(first.reset, "a reset")
+        first.ask("x")
+        assert [blocks for blocks, _, _ in first.on_worker(fronts)] == [0] * tiers.count(",")
+        assert [ask(first, guest) for guest in range(4)] == [False] * 4
+        assert [ask(first, guest) for guest in range(4)] == [True] * 4
+    with engine(tiers, tmp_path, redis_server) as second:
+        assert [ask(second, guest) for guest in range(4)] == [False] * 4
