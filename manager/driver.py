@@ -18,7 +18,7 @@ from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
-from manthan.manager.sessions.session import Outcome
+from manthan.manager.sessions.session import Beside, Outcome
 from manthan.manager.work import (
     STORE_DOWN,
     GroupBlocks,
@@ -174,7 +174,7 @@ class Driver(Generic[B]):
         keys: Sequence[bytes],
         now: float,
         tokens: int,
-        beside: Sequence[tuple[int, bytes, int]] = (),
+        beside: Beside = (),
     ) -> Outcome | None:
         """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
 
@@ -188,7 +188,9 @@ class Driver(Generic[B]):
         if self._directory is not None:
             self._directory.forget(request_id)
         outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, beside=beside)
-        if beside:
+        if self._guard is not None and not self.manager.may_evict:
+            self._guard.keep(self.pressure.max_in_flight)
+        elif beside:
             self._hold(now)
         return outcome
 
@@ -291,7 +293,8 @@ class Driver(Generic[B]):
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
-            self._guard.answered(verdicts)
+            self._done += self._guard.answered(verdicts)
+            self._hold(now)
         self._give_back()
         self._release()
         self._tell_evictions()

@@ -6,11 +6,11 @@ session keeps the deepest, and, while not all of its chain is cold, the deepest 
 cold chain has behind its deepest anchor is worth nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import HOT_STATES, Anchor, Block, CodeState, DropCause, Session
+from manthan.manager.sessions.session import HOT_STATES, Anchor, Beside, Block, CodeState, DropCause, Session
 
 
 class Anchors:
@@ -35,7 +35,7 @@ class Anchors:
         """That behind the block of this key."""
         return self._at.get(key)
 
-    def place(self, session: Session, depth: int, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
+    def place(self, session: Session, depth: int, parts: Beside) -> Anchor:
         """The session wants one behind so many blocks of its chain. parts: group, key and place in its group of each
         block that it takes."""
         last = session.chain[depth - 1]

@@ -1,7 +1,5 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
-from collections.abc import Sequence
-
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
@@ -10,6 +8,7 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
     NO_CODES,
     Anchor,
+    Beside,
     Block,
     CodeState,
     DropCause,
@@ -43,7 +42,7 @@ class Evictions:
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
         self._stale: set[Block] = set()  # being encoded since before a reset
 
-    def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
+    def anchor(self, session: Session, parts: Beside) -> None:
         """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
         each block."""
         anchor = self._anchors.place(session, len(session.chain), parts)

@@ -23,6 +23,7 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
+    Beside,
     Block,
     CodeState,
     Drop,
@@ -111,6 +112,8 @@ class SessionMemoryManager:
         self.idle_after_s = idle_after_s
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
+        self._later: dict[Session, tuple[int, Beside]] = {}  # anchors to be, by depth, until they do
+        self._unheld: list[Beside] = []
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label)
         self.blocks = self.table.blocks
@@ -190,7 +193,7 @@ class SessionMemoryManager:
         now: float,
         *,
         tokens: int | None = None,
-        beside: Sequence[tuple[int, bytes, int]] = (),
+        beside: Beside = (),
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
@@ -212,13 +215,20 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
-            self._evictions.anchor(session, beside)  # before it may be pinned, which counts it
+        if beside and len(session.chain) == len(keys) >= self.min_blocks:
+            self._anchor(session, beside)  # before it may be pinned, which counts it
         refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
         return Outcome(session.told_id, session.pinned, refused)
+
+    def _anchor(self, session: Session, beside: Beside) -> None:
+        if self.may_evict:
+            self._evictions.anchor(session, beside)
+        else:
+            self._later[session] = len(session.chain), beside
+            self._unheld.append(beside)
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
@@ -304,6 +314,20 @@ class SessionMemoryManager:
         idle = None if first is None else first.idle_since + self.idle_after_s
         return min((when for when in (idle, self._wishes.next_deadline) if when is not None), default=None)
 
+    def take_unheld(self) -> list[Beside]:
+        """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
+        be held in the pool until they may."""
+        taken, self._unheld = self._unheld, []
+        return taken
+
+    def begin_evicting(self) -> None:
+        """From now on sessions go cold; what `take_unheld` has named is ordered."""
+        self.may_evict = True
+        later, self._later = self._later, {}
+        for session, (depth, beside) in later.items():
+            if self.table.by_id.get(session.session_id) is session and len(session.chain) == depth:
+                self._evictions.anchor(session, beside)
+
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
@@ -341,6 +365,8 @@ class SessionMemoryManager:
             if session.session_id in self.table.by_id:  # one before may have taken it along
                 self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
+        self._later.clear()
+        self._unheld.clear()
         self._orders.releases.clear()
         self.elsewhere.reset()
 

@@ -165,6 +165,10 @@ class Block:
         return self.hot > 0 and self.running == 0 and self.code is CodeState.NONE
 
 
+Beside = Sequence[tuple[int, bytes, int]]
+"""Blocks of KV cache groups beside that of the chains: group, key and place in its group of each."""
+
+
 @dataclass(slots=True, eq=False)
 class Anchor:
     """What other KV cache groups need to go on behind a block of chains: the last blocks of a window, a state.
@@ -285,7 +289,7 @@ class Prefetch(NamedTuple):
 
     session_id: str
     keys: Sequence[bytes]
-    beside: Sequence[tuple[int, bytes, int]] = ()
+    beside: Beside = ()
 
 
 class Eviction(NamedTuple):
