@@ -77,7 +77,7 @@ class Guard(Generic[B]):
         return orders
 
     def answered(self, verdicts: Sequence[Verdict]) -> list[B]:
-        """What ranks have found. Returns blocks that are to be given back, once those that have been ordered are held."""
+        """What ranks have found. Returns blocks to be given back as soon as those that have been ordered are held."""
         self._verdicts += verdicts
         if self._is_open or len(self._verdicts) < self._ranks:
             return []
