@@ -14,7 +14,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
@@ -203,11 +203,19 @@ class SchedulerHalf:
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.aligned(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
-        beside = [(part.group, self._key_of(part, request), part.at) for part in self.groups.beside(computed)]
-        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
+        depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
+        places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
+        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _prompt_depth(self, request: "Request") -> int:
+        """So many blocks of the same prompt could be restored, should it come again."""
+        return self.groups.aligned(self.driver.usable(request.num_prompt_tokens))
+
+    def _beside(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
+        return ((part.group, self._key_of(part, request), part.at) for part in self.groups.beside(depth))
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
         """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it

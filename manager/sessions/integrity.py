@@ -107,7 +107,7 @@ def _anchors(manager: SessionMemoryManager) -> Findings:
         if manager._anchors.is_needed and session.state is SessionState.COLD:
             last = session.anchors[-1].depth if session.anchors else 0
             yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
-        stand = [anchor.depth for anchor in session.anchors if anchor.stands]
+        stand = [anchor.depth for anchor in session.anchors if anchor.stands and anchor.depth != session.prompt_depth]
         yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
     for anchor in anchors.values():
         used.update(anchor.parts)

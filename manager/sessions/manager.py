@@ -32,6 +32,7 @@ from manthan.manager.sessions.session import (
     Eviction,
     MemoryShape,
     Outcome,
+    Place,
     Prefetch,
     Session,
     SessionInfo,
@@ -112,7 +113,7 @@ class SessionMemoryManager:
         self.idle_after_s = idle_after_s
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
-        self._later: dict[Session, tuple[int, Beside]] = {}  # anchors to be, by depth, until they do
+        self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
         self._unheld: list[Beside] = []
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label)
@@ -193,7 +194,7 @@ class SessionMemoryManager:
         now: float,
         *,
         tokens: int | None = None,
-        beside: Beside = (),
+        places: Sequence[Place] = (),
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
@@ -215,20 +216,26 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        if beside and len(session.chain) == len(keys) >= self.min_blocks:
-            self._anchor(session, beside)  # before it may be pinned, which counts it
+        if len(session.chain) == len(keys):
+            self._anchor(session, places)  # before it may be pinned, which counts it
         refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
         return Outcome(session.told_id, session.pinned, refused)
 
-    def _anchor(self, session: Session, beside: Beside) -> None:
+    def _anchor(self, session: Session, places: Sequence[Place]) -> None:
+        wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]
+        if not wanted:
+            return
+        session.prompt_depth = wanted[1].depth if wanted[1:] else 0
+        self._anchors.tidy(session)
         if self.may_evict:
-            self._evictions.anchor(session, beside)
+            for place in wanted:
+                self._evictions.anchor(session, *place)
         else:
-            self._later[session] = len(session.chain), beside
-            self._unheld.append(beside)
+            self._later[session] = wanted
+            self._unheld += [place.parts for place in wanted]
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
@@ -324,9 +331,9 @@ class SessionMemoryManager:
         """From now on sessions go cold; what `take_unheld` has named is ordered."""
         self.may_evict = True
         later, self._later = self._later, {}
-        for session, (depth, beside) in later.items():
-            if self.table.by_id.get(session.session_id) is session and len(session.chain) == depth:
-                self._evictions.anchor(session, beside)
+        for session, places in later.items():
+            if self.table.by_id.get(session.session_id) is session and len(session.chain) >= places[0].depth:
+                self._anchor(session, places)
 
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""

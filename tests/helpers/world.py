@@ -14,7 +14,7 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
-from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape
+from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape, Place
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.policies import get_policy
 
@@ -297,9 +297,10 @@ class World:
             self.compute(request, max(computed, request.prompt))
         self.pool.give_back(blocks)
         keys = request.keys[:computed]
-        beside = list(self.needed(keys))
-        self.manager.request_finished(request.request_id, keys, self.now, beside=beside)
-        if beside:
+        depths = dict.fromkeys((len(keys), min(len(keys), request.prompt - 1))) if self.beside else ()
+        places = [Place(depth, list(self.needed(keys[:depth]))) for depth in depths if depth > 0]
+        self.manager.request_finished(request.request_id, keys, self.now, places=places)
+        if places:
             self.hold(limit)
 
     def reset(self) -> None:

@@ -13,7 +13,7 @@ from manthan.manager.guard import SAMPLE_TOKENS, Choice, Guard
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.work import SpillBlock, Verdict
 from manthan.policies import get_policy
 
@@ -227,7 +227,9 @@ class Groups:
         """Returns the key of the window's block that the session ends with."""
         keys, last = [f"{name}{n}".encode() for n in range(blocks)], f"window of {name}{blocks}".encode()
         self.manager.request_started(name, keys[:-1], name, 0.0, tokens=16 * blocks)
-        self.manager.request_finished(name, keys, 0.0, tokens=16 * blocks, beside=[(0, last, blocks - 1)])
+        self.manager.request_finished(
+            name, keys, 0.0, tokens=16 * blocks, places=[Place(len(keys), [(0, last, blocks - 1)])]
+        )
         self.guard.keep(most)
         return last
 
