@@ -3,7 +3,7 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 from machine import INDEX, PROFILE, Sessions
-from world import BOUNDS, encoded
+from world import encoded
 
 from manthan.manager.sessions.session import CodeState, Stranger
 
@@ -21,8 +21,7 @@ class SharedSessions(Sessions):
         request = waiting[which % len(waiting)]
         prompt = request.keys[: request.prompt]
         first = self.manager.elsewhere.known(prompt)
-        left = min(store.max_bytes - store.used for store in self.world.stores) // BOUNDS[0]
-        most = min(more, left, self.manager.budget.free // self.world.shape.cold_nbytes)
+        most = min(more, self.manager.budget.free // self.world.shape.cold_nbytes)
         keys = prompt[first : first + most]
         if any(b is not None and b.in_flight for b in map(self.manager.blocks.get, keys)):
             return  # these are being stored already
@@ -63,12 +62,12 @@ class SharedSessions(Sessions):
                 store.drop(0, gone)
             self.manager.elsewhere.emptied()
 
-    @rule(used=st.integers(0, 9), ages=st.lists(st.floats(0, 100), max_size=3))
-    def count(self, used: int, ages: list[float]) -> None:
-        """Others' sessions take room only while nothing of this engine's does."""
-        if not self.manager.blocks.reserved:
-            strangers = [Stranger(f"x{n}", 0.0, 1024, age) for n, age in enumerate(ages)]
-            self.manager.elsewhere.counted(1024 * min(used, 2), strangers)
+    @rule(more=st.integers(0, 9), ages=st.lists(st.floats(0, 100), max_size=3))
+    def count(self, more: int, ages: list[float]) -> None:
+        """Others' sessions take room, some of what is free."""
+        strangers = [Stranger(f"x{n}", 0.0, 1024, age) for n, age in enumerate(ages)]
+        free = self.manager.budget.total - self.manager.blocks.reserved
+        self.manager.elsewhere.counted(self.manager.blocks.stored + min(1024 * more, free), strangers)
 
     @rule()
     def tell(self) -> None:
