@@ -27,10 +27,11 @@ def _budget(manager: SessionMemoryManager) -> Findings:
     yield blocks.reserved <= max(budget.nbytes, 0), f"{blocks.reserved} bytes are reserved of {budget.nbytes}"
     for tenant, nbytes in blocks.reserved_of.items():
         share = budget.shares.of_tenant(tenant)
-        within = share >= 1 or nbytes <= share * budget.nbytes
-        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.nbytes}"
-    pinned = manager._pruning.pinned
-    yield sum(pinned.values()) <= budget.shares.pinned * budget.nbytes, f"pinned sessions take {pinned}"
+        within = share >= 1 or nbytes <= share * budget.total  # not of `nbytes`, of which others take some later
+        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.total}"
+    pinned, share = manager._pruning.pinned, budget.shares.pinned
+    within = sum(pinned.values()) <= share * budget.total
+    yield within, f"pinned sessions take {pinned}, of {share:g} of {budget.total}"
     named = {session.session_id for session in manager.table.by_id.values() if session.pinned}
     yield set(pinned) == named, f"pinned are {named}, and {set(pinned)} are counted"
 

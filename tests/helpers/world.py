@@ -173,7 +173,8 @@ class World:
             window_tokens=WINDOW_TOKENS if exact else 0,
             is_shared=shared,
         )
-        self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
+        room = cold_blocks * of_all_ranks(BOUNDS)[0]  # on each: codes of one rank may be the larger ones throughout
+        self.stores = [HostStore(room) for _ in range(ranks)]
         self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
         self.seen: Counter[str] = Counter()
         """What has come to pass, for tests that it did."""
@@ -385,8 +386,8 @@ class World:
         if ok:
             content = self.pool_of(spill.group).content[spill.block]
             buf = encoded(content, rank, spill.order.exact, spill.group)
-            ok = self.stores[rank].put_all(spill.group, {spill.key: buf}) == {}
-            assert ok or len(self.stores) > 1, "the manager asks for what fits"  # on all ranks together
+            failed = self.stores[rank].put_all(spill.group, {spill.key: buf})
+            assert failed == {}, "the manager asks for what fits"
             spill.nbytes += self.stores[rank].room(buf.nbytes)
         spill.failed |= not ok
         if not spill.waiting:

@@ -33,7 +33,7 @@ class Ran:
         job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[family]}}
         self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
         self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
-        prompts = [[turn["prompt"], len(turn["tokens"])] for turn in self.turns]
+        prompts = [[turn["prompt"], len(turn["tokens"]), *turn.get("interrupted", [])] for turn in self.turns]
         self.plain: list[list[list[int]]] = run(job | {"manthan": None, "prompts": prompts})
 
 
@@ -50,12 +50,15 @@ def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 
 
 def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
-    for turn, hot_and_anew in zip(ran.turns, ran.plain, strict=True):
-        assert turn["tokens"] in hot_and_anew
-    assert len({tuple(hot) for hot, _ in ran.plain}) > len(ran.plain) // 2
+    """Hot or anew; and in any of the ways where bf16 rounds otherwise. One that was preempted is computed with what it
+    had answered already."""
+    for turn, answers in zip(ran.turns, ran.plain, strict=True):
+        assert turn["tokens"] in answers
+    assert [len(answers) for answers in ran.plain].count(3) == 1, "one was preempted"
+    assert len({tuple(hot) for hot, *_ in ran.plain}) > len(ran.plain) // 2
 
 
-@pytest.mark.parametrize(("fault", "cause"), zip(ONCE, ("internal", "missing", "checksum"), strict=True))
+@pytest.mark.parametrize(("fault", "cause"), list(zip(ONCE, ("internal", "missing", "checksum"), strict=True)))
 def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault: str, cause: str) -> None:
     found = ran.faults[fault]
     assert set(found["causes"]) == {cause}
