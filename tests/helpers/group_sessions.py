@@ -2,8 +2,9 @@
 log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. The first turn tells also how
-keys are turned in each KV cache group, as far as Manthan knows: the frequencies of RoPE.
+null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. With max_logprobs -1 among them
+each turn tells the log-probabilities of all tokens to be its answer's first. The first turn tells also how keys are
+turned in each KV cache group, as far as Manthan knows: the frequencies of RoPE.
 """
 
 import json
@@ -16,7 +17,10 @@ from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
+from manthan.manager.sessions.session import SessionState
+
 FIRST, TURNS, MORE = 700, 4, 60
+PATIENCE_S = 300.0
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
 
 
@@ -51,14 +55,18 @@ def accepted(llm: LLM) -> int:
 
 
 def let_go_cold(llm: LLM) -> None:
-    """The engine takes steps while the session is idle, and writes over its blocks when they are free."""
-    short = SamplingParams(max_tokens=2, detokenize=False)
-    for number in range(6):
-        time.sleep(0.5)
-        tokens = 20 if number < 5 else FIRST
-        llm.generate(
-            [{"prompt_token_ids": [5 + number] * tokens, "cache_salt": str(time.time())}], short, use_tqdm=False
-        )
+    """All sessions, and others write over the blocks that they had."""
+    core: Any = llm.llm_engine.engine_core
+    half = core.engine_core.scheduler.connector.scheduler
+    manager, until = half.manager, time.monotonic() + PATIENCE_S
+    manager.sweep(time.monotonic() + manager.idle_after_s)
+    while half.has_work or any(s.state is not SessionState.COLD for s in manager.table.by_id.values()):
+        assert time.monotonic() < until, f"sessions do not go cold: {manager.table.by_id}"
+        half._rung = True
+        llm.llm_engine.step()
+        time.sleep(0.002)
+    others = {"prompt_token_ids": [5] * FIRST, "cache_salt": str(time.time())}
+    llm.generate([others], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
 
 
 def ropes() -> dict[int, list[float] | None]:
@@ -69,16 +77,18 @@ def ropes() -> dict[int, list[float] | None]:
 
 def main() -> None:
     job = json.load(sys.stdin)
-    llm, chance = engine(job), random.Random(0)
+    llm, chance, answer = engine(job), random.Random(0), ANSWER.clone()
+    answer.logprobs = job["engine"].get("max_logprobs", answer.logprobs)
     prompt, turns = [chance.randrange(10, 1000) for _ in range(FIRST)], []
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     for turn in range(len(job["prompts"] or range(TURNS))):
         prompt = job["prompts"][turn] if job["prompts"] else prompt
         before = accepted(llm)
-        [found] = llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False, lora_request=adapter)
+        [found] = llm.generate([{"prompt_token_ids": prompt}], answer, use_tqdm=False, lora_request=adapter)
         told = found.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
         turns.append({"prompt": prompt, "tokens": list(told.token_ids), "logprobs": logprobs})
+        turns[-1]["first"] = [each.logprob for _, each in sorted(told.logprobs[0].items())]
         turns[-1] |= {"cached": found.num_cached_tokens, "accepted": accepted(llm) - before}
         prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
         if job["manthan"] is not None:
