@@ -44,6 +44,7 @@ def test_what_is_kept_as_bytes_gives_what_the_hot_cache_gives(family: str, tmp_p
     assert all(name == "exact" and blocks > 0 for name, blocks, _ in said["stored"].values())
 
 
+@pytest.mark.slow
 def test_what_is_damaged_in_any_group_is_computed_anew(tmp_path: Path) -> None:
     said = run("qwen3-next", tmp_path, "be_damaged")
     assert len(said["damaged"]) == 4

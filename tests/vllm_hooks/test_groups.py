@@ -19,6 +19,8 @@ def families() -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
 
 
+STATES = {"qwen3-next": 3, "falcon-h1": 1}
+"""Groups of states."""
 WHT = {"name": "wht-5x", "calibrate": False}
 LOCAL = 1e4 ** (-1 / 32)
 GLOBAL = {"gemma3": 1e6 ** (-1 / 32), "gemma3n": 1e6 ** (-1 / 32), "gemma4": 1e6 ** (-1 / 64)}
@@ -72,14 +74,21 @@ def change(ours: list[Any], hot: list[Any]) -> float:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("family", group_models.FAMILIES)
-def test_with_the_default_codec_little_is_lost(family: str, tmp_path: Path) -> None:
-    """Random weights, whose answers hang on every token."""
+def test_the_default_codec_loses_as_much_in_every_group(family: str, tmp_path: Path) -> None:
+    """What it loses of a normal distribution: keys and values of random weights have one. States lose nothing."""
     model, batched = group_models.made(family, tmp_path / "model"), BATCHED.get(family, 2048)
-    ours, log = run(model, manthan(**WHT), batched)
-    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours])
+    ours, log = run(model, manthan(**WHT), batched, max_logprobs=-1)
+    hot, _ = run(model, None, batched, [turn["prompt"] for turn in ours], max_logprobs=-1)
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
-    print(f"{family}: a log-probability changed by {change(ours, hot):.4f} at most")
-    assert 0 < change(ours, hot) < 0.5
+    losses = list(ours[0]["losses"].values())
+    states = losses.count([0, 0])
+    assert states == STATES.get(family, 0)
+    assert len(losses) == len(ours[0]["ropes"])
+    for keys, values in [each for each in losses if each != [0, 0]]:
+        assert 0.008 < keys < 0.0125
+        assert 0.04 < values < 0.06
+    print(f"{family}: {losses}, KL {divergence(ours, hot):.2g}")
+    assert divergence(ours, hot) > 0
 
 
 def divergence(ours: list[Any], hot: list[Any]) -> float:
@@ -106,9 +115,10 @@ def test_states_in_fewer_bits_lose_little(family: str, tmp_path: Path) -> None:
         sizes.append(float(size.removesuffix("MiB")))
         print(f"{family}, {state}: {size}, KL {divergences[state]:.2g}, a log-probability {changes[state]:.4f} at most")
     assert changes["exact"] == divergences["exact"] == 0
-    assert changes["bf16"] < 0.05  # perhaps nothing: the model's kernel may round the state so before it uses it
-    assert 0 < changes["int8"] < 0.5
+    assert (divergences["bf16"] > 0) == (family == "falcon-h1")  # the other one uses states as if in bf16
+    assert changes["bf16"] < 0.05
     assert divergences["bf16"] < 1e-4
-    assert 0 < divergences["int8"] < 1e-2
+    assert 0 < changes["int8"] < 0.2
+    assert 0 < divergences["int8"] < 1e-3
     assert sizes == sorted(sizes, reverse=True)
     assert len(set(sizes)) == len(sizes)
