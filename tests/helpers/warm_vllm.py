@@ -3,6 +3,7 @@
 Imported in that process, it has workers forked as well; the CPU build would import vLLM anew for each.
 """
 
+import atexit
 import gc
 import multiprocessing
 from multiprocessing.context import BaseContext
@@ -24,3 +25,4 @@ def forking() -> BaseContext:
 executor.get_mp_context = forking
 family()  # the tables of wht-5x
 gc.freeze()  # an engine collects garbage eight times as it starts
+atexit.register(gc.unfreeze)  # Triton complains of what is left

@@ -85,7 +85,7 @@ def test_the_default_codec_loses_as_much_in_every_group(family: str, tmp_path: P
     assert states == STATES.get(family, 0)
     assert len(losses) == len(ours[0]["ropes"])
     for keys, values in [each for each in losses if each != [0, 0]]:
-        assert 0.008 < keys < 0.0125
+        assert 0.005 < keys < 0.0125  # less where they have much in common
         assert 0.04 < values < 0.06
     print(f"{family}: {losses}, KL {divergence(ours, hot):.2g}")
     assert divergence(ours, hot) > 0
@@ -111,7 +111,7 @@ def test_states_in_fewer_bits_lose_little(family: str, tmp_path: Path) -> None:
             hot, _ = run(model, None, batched, prompts, **vllm)
         assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
         changes[state], divergences[state] = change(ours, hot), divergence(ours, hot)
-        *_, size = re.findall(r"went cold .* to ([\d.]+[KM]iB)", log)
+        *_, size = re.findall(r"session anonymous-1 went cold .* to ([\d.]+[KM]iB)", log)
         sizes.append(float(size.removesuffix("MiB")))
         print(f"{family}, {state}: {size}, KL {divergences[state]:.2g}, a log-probability {changes[state]:.4f} at most")
     assert changes["exact"] == divergences["exact"] == 0
