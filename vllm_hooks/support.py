@@ -355,8 +355,8 @@ def _described(spec: "KVCacheSpec") -> str:
     from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
     if isinstance(spec, UniformTypeKVCacheSpecs):  # of a model and its draft, say
-        specs = spec.kv_cache_specs.values()
-        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size}" for of in specs if isinstance(of, AttentionSpec)}
+        specs = [of for of in spec.kv_cache_specs.values() if isinstance(of, AttentionSpec)]
+        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size} {str(of.dtype).split('.')[-1]}" for of in specs}
         return f"layers of several shapes ({', '.join(sorted(shapes))}) in blocks of {spec.block_size}"
     limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
     limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)
