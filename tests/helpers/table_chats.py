@@ -54,7 +54,9 @@ def let_go_cold(llm: LLM) -> None:
     while (usage := half.manager.usage).sessions["cold"] < CHATS:
         assert time.monotonic() < end, f"not all are cold: {usage}"
         time.sleep(0.1)
-        llm.generate([{"prompt_token_ids": [NOISE[0]] * 20}], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
+        llm.generate(
+            [{"prompt_token_ids": [NOISE[0]] * 20}], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False
+        )
 
 
 def main() -> None:
