@@ -178,8 +178,8 @@ class SchedulerHalf:
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: "Request") -> int:
-        """How many blocks its tokens take."""
-        return -(-request.num_tokens // self._block_size)
+        """How many blocks its tokens take, of all groups."""
+        return self.groups.held(request.num_tokens, self._vllm_config.scheduler_config.max_num_batched_tokens)
 
     def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
@@ -244,7 +244,7 @@ class SchedulerHalf:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
         self._notice_reset()
-        taken = -(-scheduled_tokens // self._block_size) + scheduled_requests
+        taken = self.groups.taken(scheduled_tokens, scheduled_requests)
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
         self._set_deadline()

@@ -126,25 +126,25 @@ class Faults(Conversations):
         self.between_turns(session, turns, self.failing_reads)
 
     def missing(self, session: str, turns: list[dict[str, Any]]) -> None:
-        """It has lost one."""
+        """It has lost them."""
 
         @contextmanager
         def without() -> Iterator[None]:
-            group, key = self.beside(session)
-            self.path.store.drop(group, [key])
+            for group, key in self.beside(session):
+                self.path.store.drop(group, [key])
             yield
 
         self.between_turns(session, turns, without)
 
     def corrupted(self, session: str, turns: list[dict[str, Any]]) -> None:
-        """A byte of one has changed."""
+        """A byte of each has changed."""
 
         @contextmanager
         def changed() -> Iterator[None]:
-            group, key = self.beside(session)
-            [buf] = self.path.store.read(group, [key])
-            buf[len(buf) // 2] ^= 1
-            assert self.path.store.put_all(group, {key: buf}) == {}
+            for group, key in self.beside(session):
+                [buf] = self.path.store.read(group, [key])
+                buf[len(buf) // 2] ^= 1
+                assert self.path.store.put_all(group, {key: buf}) == {}
             yield
 
         self.between_turns(session, turns, changed)
@@ -223,12 +223,11 @@ class Faults(Conversations):
         yield
         del store.read
 
-    def beside(self, session: str) -> tuple[int, bytes]:
-        """A block that the session's anchor is made of."""
+    def beside(self, session: str) -> list[tuple[int, bytes]]:
+        """The last block that each of the session's anchors is made of."""
         found: Session = self.half.manager.table.by_id[session]
-        part = found.anchors[-1].parts[-1]
-        assert part.group is not None
-        return part.group, part.key
+        last = (anchor.parts[-1] for anchor in found.anchors)
+        return [(part.group, part.key) for part in last if part.group is not None]
 
     def lose_windows(self) -> None:
         """What the pool has beside the chains is not to be found there any more."""

@@ -10,6 +10,7 @@ from typing import Any
 import group_models
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "helpers" / "group_faults.py"
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
@@ -44,7 +45,7 @@ def run(job: dict[str, Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(request.param, tmp_path_factory.mktemp("model"))
 
@@ -62,8 +63,9 @@ def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
 def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault: str, cause: str) -> None:
     found = ran.faults[fault]
     assert set(found["causes"]) == {cause}
-    (good, _, beside), again = found["restored"]
-    assert (good, beside) == (0, 0), "nothing of it is used"
+    *failed, again = found["restored"]
+    assert failed
+    assert all((good, beside) == (0, 0) for good, _, beside in failed), "nothing of it is used"
     assert again[0] == again[1] > 0
     assert again[2] > 0
     assert found["turns"][2]["cached"] > 500
@@ -94,5 +96,5 @@ def test_nothing_is_left_behind_and_what_is_told_is_what_is_there(ran: Ran) -> N
     for found in ran.faults.values():
         assert found["free"], "blocks are held"
         assert found["cold_bytes"] == found["stored"] > 0
-        assert found["anchors"] == found["sessions"] > 0
+        assert 2 * found["sessions"] >= found["anchors"] >= found["sessions"] > 0
         assert found["ratio"] == pytest.approx(1, abs=0.02)  # all is exact
