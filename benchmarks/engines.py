@@ -10,6 +10,7 @@ import time
 import traceback
 from collections.abc import Awaitable, Callable, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -65,6 +66,8 @@ class EngineOptions:
             args["compilation_config"] = {"mode": 0, "cudagraph_mode": "FULL_DECODE_ONLY"}
         if self.offload_nbytes:
             args["kv_offloading_size"] = self.offload_nbytes / 2**30
+        if find_spec("flashinfer") is None:
+            args["gdn_prefill_backend"] = "triton"  # vLLM's own choice on Hopper needs that package
         if self.manthan is not None:
             from manthan.vllm_hooks import kv_transfer_config
 

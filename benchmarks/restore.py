@@ -177,7 +177,7 @@ class Setting:
         Without the guard: prompts are random numbers, which no profile was made for, and a finer codec would be timed.
         """
         if not name:
-            return {}
+            return {} if self.weights else {"codec": {"guard": False}}
         profile = {"profile": self.profile} if needs_profile(name) else {}
         return {"codec": {"name": name, "calibrate": False, "guard": False, **profile}}
 
@@ -215,14 +215,14 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
     if name == "vllm-offload":
         more["offload_nbytes"] = budget
     elif name == "host":
-        more["manthan"] = MANTHAN | {"cold_store": {"kind": "host", "max_bytes": budget}}
+        more["manthan"] = MANTHAN | {"cold_store": {"kind": "host", "max_bytes": budget}} | setting.codec("")
         expected = MOST_RATIO * budget_sessions
     elif name == "plain":
         pool_sessions = budget_sessions
     else:
         pool_sessions = max(POOL_SESSIONS, HOT_POOL_SHARE * budget_sessions)
         store = math.floor((budget_sessions - pool_sessions) * tokens * setting.shape.token_nbytes)
-        more["manthan"] = MANTHAN | {"cold_store": {"kind": "device", "max_bytes": store}}
+        more["manthan"] = MANTHAN | {"cold_store": {"kind": "device", "max_bytes": store}} | setting.codec("")
         expected = MOST_RATIO * (budget_sessions - pool_sessions)
     sessions = math.ceil(expected * 1.05 + pool_sessions) + 2
     parameters = {

@@ -18,7 +18,7 @@ from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
-from manthan.manager.sessions.session import Outcome
+from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.work import (
     STORE_DOWN,
     GroupBlocks,
@@ -177,12 +177,12 @@ class Driver(Generic[B]):
         keys: Sequence[bytes],
         now: float,
         tokens: int,
-        beside: Sequence[tuple[int, bytes, int]] = (),
+        places: Sequence[Place] = (),
     ) -> Outcome | None:
         """A request ended, with KV computed for these blocks; tokens: of prompt and answer.
 
-        beside: what other groups need to go on from there, group, key and place in its group of each block: in the pool
-        until the next request takes it, and held at once.
+        places: from where it can be gone on, the end of these blocks first, and what other groups need for that: in the
+        pool until the next request takes it, and held at once.
         """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
@@ -190,8 +190,10 @@ class Driver(Generic[B]):
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, beside=beside)
-        if beside:
+        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, places=places)
+        if self._guard is not None and not self.manager.may_evict:
+            self._guard.keep(self.pressure.max_in_flight)
+        elif places:
             self._hold(now)
         return outcome
 
@@ -296,7 +298,8 @@ class Driver(Generic[B]):
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
-            self._guard.answered(verdicts)
+            self._done += self._guard.answered(verdicts)
+            self._hold(now)
         self._give_back()
         self._release()
         self._tell_evictions()

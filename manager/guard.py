@@ -6,6 +6,7 @@ tokens kept exact.
 """
 
 from collections.abc import Sequence
+from itertools import chain
 from operator import attrgetter
 from typing import Generic, NamedTuple
 
@@ -40,10 +41,20 @@ class Guard(Generic[B]):
     ) -> None:
         self._manager, self._pool, self._choices, self._ranks, self._observer = manager, pool, choices, ranks, observer
         self._held: list[B] = []
+        self._kept: list[list[B]] = []
         self._verdicts: list[Verdict] = []
         self._gone: dict[str, float] = {}
         """Sessions of which nothing was left in the pool, by when they became idle."""
         self._is_open = manager.may_evict = False
+
+    def keep(self, most: int) -> None:
+        """Hold what sessions that have ended need of groups beside the chains', which the pool would lose first, until
+        they may go cold: at most so many blocks, the newest."""
+        for beside in self._manager.take_unheld():
+            found = [self._pool.hold_beside(group, key) for group, key, _ in beside]
+            self._kept.append([block for block in found if block is not None])
+        while self._kept and sum(map(len, self._kept)) > most:
+            self._pool.give_back(self._kept.pop(0))
 
     @property
     def is_measuring(self) -> bool:
@@ -58,20 +69,30 @@ class Guard(Generic[B]):
 
     def step(self) -> list[SpillBlock]:
         """Blocks that ranks are to measure, if it is time."""
-        return [] if self._is_open or self._held else self._hold()
+        if self._is_open or self._held:
+            return []
+        orders = self._hold()
+        if not orders:
+            self._let_go()  # nobody knows when there will be something to measure
+        return orders
 
-    def answered(self, verdicts: Sequence[Verdict]) -> None:
-        """What ranks have found."""
+    def answered(self, verdicts: Sequence[Verdict]) -> list[B]:
+        """What ranks have found. Returns blocks to be given back as soon as those that have been ordered are held."""
         self._verdicts += verdicts
         if self._is_open or len(self._verdicts) < self._ranks:
-            return
+            return []
         worst = max(self._verdicts, key=attrgetter("place"))
         if (at := worst.place) > 0:
             self._manager.recode(*self._choices[at], all_exact=at == len(worst.measured))
-        self._is_open = self._manager.may_evict = True
-        held, self._held = self._held, []
-        self._pool.give_back(held)
+        self._is_open = True
+        self._manager.begin_evicting()
         self._observer.judged(worst)
+        done, self._held, self._kept = [*self._held, *chain.from_iterable(self._kept)], [], []
+        return done
+
+    def _let_go(self) -> None:
+        kept, self._kept = self._kept, []
+        self._pool.give_back(list(chain.from_iterable(kept)))
 
     def _hold(self) -> list[SpillBlock]:
         """Hold the first blocks of an idle session, and name them."""

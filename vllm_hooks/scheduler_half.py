@@ -14,7 +14,7 @@ from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
@@ -184,8 +184,8 @@ class SchedulerHalf:
         return blocks * self._block_size, blocks > 0
 
     def _blocks(self, request: "Request") -> int:
-        """How many blocks its tokens take."""
-        return -(-request.num_tokens // self._block_size)
+        """How many blocks its tokens take, of all groups."""
+        return self.groups.held(request.num_tokens, self._vllm_config.scheduler_config.max_num_batched_tokens)
 
     def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
@@ -209,11 +209,19 @@ class SchedulerHalf:
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.aligned(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
-        beside = [(part.group, self._key_of(part, request), part.at) for part in self.groups.beside(computed)]
-        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, beside)
+        depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
+        places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
+        outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
+
+    def _prompt_depth(self, request: "Request") -> int:
+        """So many blocks of the same prompt could be restored, should it come again."""
+        return self.groups.aligned(self.driver.usable(request.num_prompt_tokens))
+
+    def _beside(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
+        return ((part.group, self._key_of(part, request), part.at) for part in self.groups.beside(depth))
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
         """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
@@ -242,7 +250,7 @@ class SchedulerHalf:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
         self._notice_reset()
-        taken = -(-scheduled_tokens // self._block_size) + scheduled_requests
+        taken = self.groups.taken(scheduled_tokens, scheduled_requests)
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
         self._set_deadline()

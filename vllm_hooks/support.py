@@ -223,6 +223,23 @@ class Groups(NamedTuple):
         tokens = depth * self.chain.spec.block_size
         return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
 
+    def held(self, tokens: int, batched: int) -> int:
+        """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `batched` are
+        computed in a step: a window's are free when it has gone on, and of states there are the last and the next."""
+        chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
+        beside = 0
+        for window in self.windows:
+            looked_back = tokens if window.tokens is None else min(tokens, window.tokens + batched)
+            blocks = -(-looked_back // window.group.spec.block_size)
+            beside += min(blocks, 2) if window.tokens is None else blocks + (looked_back < tokens)
+        return chain + beside
+
+    def taken(self, tokens: int, requests: int) -> int:
+        """How many blocks of all groups a step takes at most, in which so many tokens are computed for requests."""
+        chain = [self.chain.spec.block_size] if self.is_whole else []
+        sizes = [*chain, *(window.group.spec.block_size for window in self.windows)]
+        return sum(-(-tokens // size) + requests for size in sizes)
+
     @property
     def _sizes(self) -> list[int]:
         return [self.chain.spec.block_size, *(window.group.spec.block_size for window in self.windows)]
@@ -355,8 +372,8 @@ def _described(spec: "KVCacheSpec") -> str:
     from vllm.v1.kv_cache_interface import AttentionSpec, UniformTypeKVCacheSpecs
 
     if isinstance(spec, UniformTypeKVCacheSpecs):  # of a model and its draft, say
-        specs = spec.kv_cache_specs.values()
-        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size}" for of in specs if isinstance(of, AttentionSpec)}
+        specs = [of for of in spec.kv_cache_specs.values() if isinstance(of, AttentionSpec)]
+        shapes = {f"{of.num_kv_heads} KV heads of {of.head_size} {str(of.dtype).split('.')[-1]}" for of in specs}
         return f"layers of several shapes ({', '.join(sorted(shapes))}) in blocks of {spec.block_size}"
     limits = {name: getattr(spec, name, None) for name in ("sliding_window", "attention_chunk_size")}
     limited = "".join(f" with {name} {value}" for name, value in limits.items() if value)

@@ -2,15 +2,16 @@
 places of a chain only, the last blocks of a window or a recurrent state.
 
 An anchor goes cold as soon as its place is reached, since the pool loses such blocks first. Of those that stand, a
-session keeps the deepest, and, while not all of its chain is cold, the deepest that can be restored already. What a
-cold chain has behind its deepest anchor is worth nothing.
+session keeps the deepest, that where its last prompt ends (to which a client returns that wants another answer, or
+leaves out what the model thought), and, while not all of its chain is cold, the deepest that can be restored already.
+What a cold chain has behind its deepest anchor is worth nothing.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import HOT_STATES, Anchor, Block, CodeState, DropCause, Session
+from manthan.manager.sessions.session import HOT_STATES, Anchor, Beside, Block, CodeState, DropCause, Session
 
 
 class Anchors:
@@ -35,9 +36,8 @@ class Anchors:
         """That behind the block of this key."""
         return self._at.get(key)
 
-    def place(self, session: Session, depth: int, parts: Sequence[tuple[int, bytes, int]]) -> Anchor:
-        """The session wants one behind so many blocks of its chain. parts: group, key and place in its group of each
-        block that it takes."""
+    def place(self, session: Session, depth: int, parts: Beside) -> Anchor:
+        """The session wants one behind so many blocks of its chain."""
         last = session.chain[depth - 1]
         anchor = self._at.get(last.key)
         if anchor is None:
@@ -101,7 +101,7 @@ class Anchors:
         cold = next((at for at, block in enumerate(chain) if block.code is not CodeState.COLD), len(chain))
         ready = [anchor for anchor in standing if anchor.depth <= cold]
         for anchor in standing[:-1]:
-            if anchor not in ready[-1:]:
+            if anchor not in ready[-1:] and anchor.depth != session.prompt_depth:
                 self.leave(session, anchor, DropCause.ABANDONED)
 
     def lost(self, block: Block, cause: DropCause) -> list[Session]:

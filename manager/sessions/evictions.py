@@ -1,7 +1,5 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
-from collections.abc import Sequence
-
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
@@ -10,6 +8,7 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
     NO_CODES,
     Anchor,
+    Beside,
     Block,
     CodeState,
     DropCause,
@@ -43,10 +42,9 @@ class Evictions:
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
         self._stale: set[Block] = set()  # being encoded since before a reset
 
-    def anchor(self, session: Session, parts: Sequence[tuple[int, bytes, int]]) -> None:
-        """Queue what other groups need to go on from a chain's end. parts: group, key and place in its group of
-        each block."""
-        anchor = self._anchors.place(session, len(session.chain), parts)
+    def anchor(self, session: Session, depth: int, parts: Beside) -> None:
+        """Queue what other groups need to go on from behind so many blocks of the session's chain."""
+        anchor = self._anchors.place(session, depth, parts)
         needed = [part for part in anchor.parts if part.code is CodeState.NONE]
         wanted = list(map(self.wanted, needed))
         if self._budget.make_room([encoding.nbytes for encoding in wanted], session) < len(needed):

@@ -27,11 +27,11 @@ def _budget(manager: SessionMemoryManager) -> Findings:
     yield blocks.reserved <= max(budget.nbytes, 0), f"{blocks.reserved} bytes are reserved of {budget.nbytes}"
     for tenant, nbytes in blocks.reserved_of.items():
         share = budget.shares.of_tenant(tenant)
-        within = share >= 1 or nbytes <= share * budget.nbytes
-        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.nbytes}"
-    pinned = manager._pruning.pinned
-    allowed = budget.shares.pinned * budget.total  # other engines may have taken more since
-    yield sum(pinned.values()) <= allowed, f"pinned sessions take {pinned}"
+        within = share >= 1 or nbytes <= share * budget.total  # not of `nbytes`, of which others take some later
+        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.total}"
+    pinned, share = manager._pruning.pinned, budget.shares.pinned
+    within = sum(pinned.values()) <= share * budget.total
+    yield within, f"pinned sessions take {pinned}, of {share:g} of {budget.total}"
     named = {session.session_id for session in manager.table.by_id.values() if session.pinned}
     yield set(pinned) == named, f"pinned are {named}, and {set(pinned)} are counted"
 
@@ -108,7 +108,7 @@ def _anchors(manager: SessionMemoryManager) -> Findings:
         if manager._anchors.is_needed and session.state is SessionState.COLD:
             last = session.anchors[-1].depth if session.anchors else 0
             yield last == len(session.chain), f"{session.session_id} is cold behind its last anchor, at {last}"
-        stand = [anchor.depth for anchor in session.anchors if anchor.stands]
+        stand = [anchor.depth for anchor in session.anchors if anchor.stands and anchor.depth != session.prompt_depth]
         yield len(stand) <= 2, f"{session.session_id} keeps anchors that a deeper one makes worthless, at {stand}"
     for anchor in anchors.values():
         used.update(anchor.parts)

@@ -26,6 +26,7 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
+    Beside,
     Block,
     CodeState,
     Drop,
@@ -34,6 +35,7 @@ from manthan.manager.sessions.session import (
     Eviction,
     MemoryShape,
     Outcome,
+    Place,
     Prefetch,
     Session,
     SessionInfo,
@@ -114,6 +116,8 @@ class SessionMemoryManager:
         self.idle_after_s = idle_after_s
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
+        self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
+        self._unheld: list[Beside] = []
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label)
         self.blocks = self.table.blocks
@@ -208,7 +212,7 @@ class SessionMemoryManager:
         now: float,
         *,
         tokens: int | None = None,
-        beside: Sequence[tuple[int, bytes, int]] = (),
+        places: Sequence[Place] = (),
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
@@ -230,13 +234,26 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
-        if beside and self.may_evict and len(session.chain) == len(keys) >= self.min_blocks:
-            self._evictions.anchor(session, beside)  # before it may be pinned, which counts it
+        if len(session.chain) == len(keys):
+            self._anchor(session, places)  # before it may be pinned, which counts it
         refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
         return Outcome(session.told_id, session.pinned, refused)
+
+    def _anchor(self, session: Session, places: Sequence[Place]) -> None:
+        wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]
+        if not wanted:
+            return
+        session.prompt_depth = wanted[1].depth if wanted[1:] else 0
+        self._anchors.tidy(session)
+        if self.may_evict:
+            for place in wanted:
+                self._evictions.anchor(session, *place)
+        else:
+            self._later[session] = wanted
+            self._unheld += [place.parts for place in wanted]
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
@@ -322,6 +339,20 @@ class SessionMemoryManager:
         idle = None if first is None else first.idle_since + self.idle_after_s
         return min((when for when in (idle, self._wishes.next_deadline) if when is not None), default=None)
 
+    def take_unheld(self) -> list[Beside]:
+        """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
+        be held in the pool until they may."""
+        taken, self._unheld = self._unheld, []
+        return taken
+
+    def begin_evicting(self) -> None:
+        """From now on sessions go cold; what `take_unheld` has named is ordered."""
+        self.may_evict = True
+        later, self._later = self._later, {}
+        for session, places in later.items():
+            if self.table.by_id.get(session.session_id) is session and len(session.chain) >= places[0].depth:
+                self._anchor(session, places)
+
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
@@ -359,6 +390,8 @@ class SessionMemoryManager:
             if session.session_id in self.table.by_id:  # one before may have taken it along
                 self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
+        self._later.clear()
+        self._unheld.clear()
         self._orders.releases.clear()
         self.elsewhere.reset()
 

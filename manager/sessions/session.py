@@ -165,6 +165,17 @@ class Block:
         return self.hot > 0 and self.running == 0 and self.code is CodeState.NONE
 
 
+Beside = Sequence[tuple[int, bytes, int]]
+"""Blocks of KV cache groups beside that of the chains: group, key and place in its group of each."""
+
+
+class Place(NamedTuple):
+    """Where an anchor is to stand: behind so many blocks of a chain, made of these of other groups."""
+
+    depth: int
+    parts: Beside
+
+
 @dataclass(slots=True, eq=False)
 class Anchor:
     """What other KV cache groups need to go on behind a block of chains: the last blocks of a window, a state.
@@ -203,6 +214,8 @@ class Session:
     """Places in the chain of its last tokens, when it was evicted last."""
     anchors: list[Anchor] = field(default_factory=list)
     """Where it can go on from, the deepest last; those that are still being made included."""
+    prompt_depth: int = 0
+    """Behind so many blocks, where its last prompt ends, an anchor is kept beside the deepest."""
     evict_began: float = 0.0
     evict_encoded: int = 0
     evict_nbytes: int = 0
@@ -285,7 +298,7 @@ class Prefetch(NamedTuple):
 
     session_id: str
     keys: Sequence[bytes]
-    beside: Sequence[tuple[int, bytes, int]] = ()
+    beside: Beside = ()
 
 
 class Eviction(NamedTuple):

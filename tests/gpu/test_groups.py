@@ -26,6 +26,11 @@ GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2}
 DIVERGENCE = 0.25
 """KL, in nats, of the first token of the answer after the default codec from that with the hot cache."""
 KINDS = [*GROUPS, "gemma3 fp8", "latents"]
+VLLM: dict[str, dict[str, Any]] = {
+    "gemma3 fp8": {"kv_cache_dtype": "fp8"},
+    "latents": {"block_size": 64},
+    "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM's own choice on Hopper needs flashinfer
+}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 def run(kind: str, model: str, what: str, **manthan: Any) -> dict[str, Any]:
     """What becomes of a session."""
-    vllm = {"kv_cache_dtype": "fp8"} if kind.endswith("fp8") else {"block_size": 64} if kind == "latents" else {}
+    vllm = VLLM.get(kind, {})
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm}
     env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
     done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)

@@ -1,13 +1,10 @@
 """Conversations in processes of their own; see group_sessions.py."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
-HELPERS = Path(__file__).parent
+from scripts import run_script
+
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 EXACT = {
@@ -33,10 +30,6 @@ def run(
 
 def told(script: str, job: dict[str, Any]) -> tuple[list[Any], str]:
     """What a script of this folder says of a job, and the log."""
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run(
-        [sys.executable, HELPERS / script], input=json.dumps(job), env=env, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    line = next(line for line in done.stdout.splitlines() if line.startswith("[{"))
-    return json.loads(line), done.stderr + done.stdout
+    out, err = run_script(script, job)
+    line = next(line for line in out.splitlines() if line.startswith("[{"))
+    return json.loads(line), err + out

@@ -1,8 +1,10 @@
 """Conversations on an engine of its own, to which something happens between two turns. Told on standard output as JSON:
 of each fault its turns, prompts with the tokens of the answers, and what became of restores.
 
-On standard input: as for `group_sessions`; prompts is null, or a list of prompts, each with how many tokens to answer
-with, that are only answered: with what the pool has of them, and anew.
+On standard input: as for `group_sessions`; prompts is null, or a list of prompts that are only answered, each with how
+many tokens: with what the pool has of them, and anew. Those of which tokens are given besides, and the prompt of a turn
+before, are also answered as vLLM does it that was interrupted behind these tokens: they are computed with the prompt,
+from where the turn before had ended.
 """
 
 import json
@@ -34,12 +36,13 @@ class Conversations:
         self.engine: Any = engine(job).llm_engine
         self.scheduler = self.engine.engine_core.engine_core.scheduler
         self.chance, self.count = random.Random(0), 0
-        self.preemptions = 0
+        self.preempted_at: dict[str, int] = {}
+        """By request, how many tokens it had been answered with."""
         preempt = self.scheduler._preempt_request
 
-        def noting(*args: Any, **more: Any) -> None:
-            self.preemptions += 1
-            preempt(*args, **more)
+        def noting(request: Any, *args: Any, **more: Any) -> None:
+            self.preempted_at[request.request_id.rpartition("-")[0]] = request.num_output_tokens
+            preempt(request, *args, **more)
 
         self.scheduler._preempt_request = noting
 
@@ -67,6 +70,11 @@ class Conversations:
         assert is_hot or self.engine.reset_prefix_cache()
         name = self.begin(prompt, tokens=tokens)
         return list(self.answers()[name].outputs[0].token_ids)
+
+    def resume(self, prompt: list[int], tokens: int, had: list[int], before: list[int]) -> list[int]:
+        """After a preemption behind the tokens that it had."""
+        self.answer(before, ANSWER, is_hot=False)
+        return [*had, *self.answer([*prompt, *had], tokens - len(had))]
 
     def some(self, count: int) -> list[int]:
         return [self.chance.randrange(10, 1000) for _ in range(count)]
@@ -118,25 +126,25 @@ class Faults(Conversations):
         self.between_turns(session, turns, self.failing_reads)
 
     def missing(self, session: str, turns: list[dict[str, Any]]) -> None:
-        """It has lost one."""
+        """It has lost them."""
 
         @contextmanager
         def without() -> Iterator[None]:
-            group, key = self.beside(session)
-            self.path.store.drop(group, [key])
+            for group, key in self.beside(session):
+                self.path.store.drop(group, [key])
             yield
 
         self.between_turns(session, turns, without)
 
     def corrupted(self, session: str, turns: list[dict[str, Any]]) -> None:
-        """A byte of one has changed."""
+        """A byte of each has changed."""
 
         @contextmanager
         def changed() -> Iterator[None]:
-            group, key = self.beside(session)
-            [buf] = self.path.store.read(group, [key])
-            buf[len(buf) // 2] ^= 1
-            assert self.path.store.put_all(group, {key: buf}) == {}
+            for group, key in self.beside(session):
+                [buf] = self.path.store.read(group, [key])
+                buf[len(buf) // 2] ^= 1
+                assert self.path.store.put_all(group, {key: buf}) == {}
             yield
 
         self.between_turns(session, turns, changed)
@@ -176,13 +184,15 @@ class Faults(Conversations):
         self.go_cold()
         names = [self.begin(prompt, f"{session}-{n}", 6 * ANSWER) for n, prompt in enumerate(prompts)]
         self.step_until(lambda: len(self.scheduler.running) == len(names))
-        before, taken = self.preemptions, self.pool.get_new_blocks(self.pool.get_num_free_blocks())
-        self.step_until(lambda: self.preemptions > before)
+        before, taken = len(self.preempted_at), self.pool.get_new_blocks(self.pool.get_num_free_blocks())
+        self.step_until(lambda: len(self.preempted_at) > before)
         self.lose_windows()
         self.pool.free_blocks(taken)
         found = self.answers()
-        for name, prompt in zip(names, prompts, strict=True):
+        for name, prompt, before in zip(names, prompts, turns[:2], strict=True):
             turns.append(told(prompt, found[name]))
+            if name in self.preempted_at:
+                turns[-1]["interrupted"] = turns[-1]["tokens"][: self.preempted_at[name]], before["prompt"]
 
     # -- parts of it ----------------------------------------------------------------------------------
 
@@ -213,12 +223,11 @@ class Faults(Conversations):
         yield
         del store.read
 
-    def beside(self, session: str) -> tuple[int, bytes]:
-        """A block that the session's anchor is made of."""
+    def beside(self, session: str) -> list[tuple[int, bytes]]:
+        """The last block that each of the session's anchors is made of."""
         found: Session = self.half.manager.table.by_id[session]
-        part = found.anchors[-1].parts[-1]
-        assert part.group is not None
-        return part.group, part.key
+        last = (anchor.parts[-1] for anchor in found.anchors)
+        return [(part.group, part.key) for part in last if part.group is not None]
 
     def lose_windows(self) -> None:
         """What the pool has beside the chains is not to be found there any more."""
@@ -255,9 +264,11 @@ def main() -> None:
         found = {fault: faults.run(fault) for fault in FAULTS}
     else:
         plain = Conversations(job)
-        hot = [plain.answer(prompt, tokens) for prompt, tokens in job["prompts"]]
-        anew = [plain.answer(prompt, tokens, is_hot=False) for prompt, tokens in job["prompts"]]
-        found = list(zip(hot, anew, strict=True))
+        found = [[plain.answer(prompt, tokens)] for prompt, tokens, *_ in job["prompts"]]
+        for answers, (prompt, tokens, *interrupted) in zip(found, job["prompts"], strict=True):
+            answers.append(plain.answer(prompt, tokens, is_hot=False))
+            if interrupted:
+                answers.append(plain.resume(prompt, tokens, *interrupted))
     with report:
         json.dump(found, report)
 

@@ -2,25 +2,38 @@
 log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. The first turn tells also how
-keys are turned in each KV cache group, as far as Manthan knows: the frequencies of RoPE.
+null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. With max_logprobs -1 among them
+each turn tells the log-probabilities of all tokens to be its answer's first. The first turn tells also of each KV cache
+group how keys are turned, as far as Manthan knows: the frequencies of RoPE; and what restored blocks have lost.
 """
 
 import json
 import random
 import sys
 import time
+from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
+import torch._dynamo
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
 
+from manthan.codec.base import Numbers
+from manthan.codec.cpu.numbers import as_floats
+from manthan.manager.sessions.session import SessionState
+from manthan.vllm_hooks.messages import SpillBlock
+
 FIRST, TURNS, MORE = 700, 4, 60
+PATIENCE_S = 300.0
 ANSWER = SamplingParams(temperature=0, max_tokens=40, ignore_eos=True, detokenize=False, logprobs=1)
 
 
 def engine(job: dict[str, Any]) -> LLM:
+    torch._dynamo.config.disable = (
+        True  # for log-probabilities vLLM compiles a function, which takes longer than all else
+    )
     more: dict[str, Any] = {"skip_tokenizer_init": True}
     if job["manthan"] is not None:
         more["kv_transfer_config"] = {
@@ -51,14 +64,18 @@ def accepted(llm: LLM) -> int:
 
 
 def let_go_cold(llm: LLM) -> None:
-    """The engine takes steps while the session is idle, and writes over its blocks when they are free."""
-    short = SamplingParams(max_tokens=2, detokenize=False)
-    for number in range(6):
-        time.sleep(0.5)
-        tokens = 20 if number < 5 else FIRST
-        llm.generate(
-            [{"prompt_token_ids": [5 + number] * tokens, "cache_salt": str(time.time())}], short, use_tqdm=False
-        )
+    """All sessions, and others write over the blocks that they had."""
+    core: Any = llm.llm_engine.engine_core
+    half = core.engine_core.scheduler.connector.scheduler
+    manager, until = half.manager, time.monotonic() + PATIENCE_S
+    manager.sweep(time.monotonic() + manager.idle_after_s)
+    while half.has_work or any(s.state is not SessionState.COLD for s in manager.table.by_id.values()):
+        assert time.monotonic() < until, f"sessions do not go cold: {manager.table.by_id}"
+        half._rung = True
+        llm.llm_engine.step()
+        time.sleep(0.002)
+    others = {"prompt_token_ids": [5] * FIRST, "cache_salt": str(time.time())}
+    llm.generate([others], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
 
 
 def ropes() -> dict[int, list[float] | None]:
@@ -67,23 +84,66 @@ def ropes() -> dict[int, list[float] | None]:
     return {group: None if rope is None else list(rope.frequencies) for group, rope in found.items()}
 
 
+class Losses:
+    """Beside the encoders and decoders of all KV cache groups: what blocks lose between them.
+
+    by_group: the energy of the error of keys and of values over their own, the most of any block, in any layer; of
+    blocks that are bytes, how many are another.
+    """
+
+    def __init__(self) -> None:
+        self.by_group: dict[int, list[float]] = {}
+        for group, blocks in get_kv_transfer_group().worker.path.blocks.items():
+            self._watch(group, blocks)
+
+    def _watch(self, group: int, blocks: Any) -> None:
+        encode_all, decode_all, gather = blocks.encode_all, blocks.decode_all, blocks._memory.gather
+        encoded: dict[bytes, tuple[Numbers, Numbers]] = {}
+        most = self.by_group[group] = [0.0, 0.0]
+
+        def encode(spills: Sequence[SpillBlock]) -> Any:
+            encoded.update((spill.key, gather(spill.block_id)) for spill in spills)
+            return encode_all(spills)
+
+        def decode(keys: Sequence[bytes], ids: Sequence[int], bufs: Sequence[Any]) -> Any:
+            causes = decode_all(keys, ids, bufs)
+            for key, block_id in [pair for pair in zip(keys, ids, strict=True) if pair[0] in encoded]:
+                for n, pair in enumerate(zip(encoded[key], gather(block_id), strict=True)):
+                    most[n] = max(most[n], lost(*pair))
+            return causes
+
+        blocks.encode_all, blocks.decode_all = encode, decode
+
+
+def lost(before: Numbers, after: Numbers) -> float:
+    if before.dtype == np.uint8 or not before.size:
+        return float(not np.array_equal(before, after))
+    x, y = (as_floats(numbers).astype(np.float64) for numbers in (before, after))
+    energies = [np.square(numbers).sum(axis=(1, 2, 3)) for numbers in (x - y, x)]
+    return float((energies[0] / energies[1]).max())
+
+
 def main() -> None:
     job = json.load(sys.stdin)
-    llm, chance = engine(job), random.Random(0)
+    llm, chance, answer = engine(job), random.Random(0), ANSWER.clone()
+    answer.logprobs = job["engine"].get("max_logprobs", answer.logprobs)
     prompt, turns = [chance.randrange(10, 1000) for _ in range(FIRST)], []
+    losses = Losses() if job["manthan"] is not None else None
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     for turn in range(len(job["prompts"] or range(TURNS))):
         prompt = job["prompts"][turn] if job["prompts"] else prompt
         before = accepted(llm)
-        [found] = llm.generate([{"prompt_token_ids": prompt}], ANSWER, use_tqdm=False, lora_request=adapter)
+        [found] = llm.generate([{"prompt_token_ids": prompt}], answer, use_tqdm=False, lora_request=adapter)
         told = found.outputs[0]
         logprobs = [next(iter(each.values())).logprob for each in told.logprobs or []]
         turns.append({"prompt": prompt, "tokens": list(told.token_ids), "logprobs": logprobs})
+        turns[-1]["first"] = [each.logprob for _, each in sorted(told.logprobs[0].items())]
         turns[-1] |= {"cached": found.num_cached_tokens, "accepted": accepted(llm) - before}
         prompt = [*prompt, *told.token_ids, *(chance.randrange(10, 1000) for _ in range(MORE))]
-        if job["manthan"] is not None:
+        if losses is not None:
             let_go_cold(llm)
-    turns[0]["ropes"] = ropes() if job["manthan"] is not None else {}
+    if losses is not None:
+        turns[0] |= {"ropes": ropes(), "losses": losses.by_group}
     json.dump(turns, sys.stdout)
 
 

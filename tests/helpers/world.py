@@ -14,7 +14,7 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
-from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape
+from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape, Place
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.policies import get_policy
 
@@ -173,7 +173,8 @@ class World:
             window_tokens=WINDOW_TOKENS if exact else 0,
             is_shared=shared,
         )
-        self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
+        room = cold_blocks * of_all_ranks(BOUNDS)[0]  # on each: codes of one rank may be the larger ones throughout
+        self.stores = [HostStore(room) for _ in range(ranks)]
         self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
         self.seen: Counter[str] = Counter()
         """What has come to pass, for tests that it did."""
@@ -297,9 +298,10 @@ class World:
             self.compute(request, max(computed, request.prompt))
         self.pool.give_back(blocks)
         keys = request.keys[:computed]
-        beside = list(self.needed(keys))
-        self.manager.request_finished(request.request_id, keys, self.now, beside=beside)
-        if beside:
+        depths = dict.fromkeys((len(keys), min(len(keys), request.prompt - 1))) if self.beside else ()
+        places = [Place(depth, list(self.needed(keys[:depth]))) for depth in depths if depth > 0]
+        self.manager.request_finished(request.request_id, keys, self.now, places=places)
+        if places:
             self.hold(limit)
 
     def reset(self) -> None:
@@ -384,8 +386,8 @@ class World:
         if ok:
             content = self.pool_of(spill.group).content[spill.block]
             buf = encoded(content, rank, spill.order.exact, spill.group)
-            ok = self.stores[rank].put_all(spill.group, {spill.key: buf}) == {}
-            assert ok or len(self.stores) > 1, "the manager asks for what fits"  # on all ranks together
+            failed = self.stores[rank].put_all(spill.group, {spill.key: buf})
+            assert failed == {}, "the manager asks for what fits"
             spill.nbytes += self.stores[rank].room(buf.nbytes)
         spill.failed |= not ok
         if not spill.waiting:

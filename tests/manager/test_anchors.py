@@ -7,7 +7,7 @@ import pytest
 from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, Outcome, SessionState
+from manthan.manager.sessions.session import MemoryShape, Outcome, Place, SessionState
 from manthan.policies import get_policy
 
 WINDOW = 0
@@ -38,7 +38,9 @@ class World:
         manager = self.manager
         manager.request_started(f"{name}-{now}", keys[: blocks - 1], name, now, tokens=16 * blocks - 8, hints=hints)
         beside = [(WINDOW, keys[at], at) for at in range(max(0, blocks - window), blocks)]
-        outcome = manager.request_finished(f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, beside=beside)
+        outcome = manager.request_finished(
+            f"{name}-{now}", keys[:blocks], now, tokens=16 * blocks + 3, places=[Place(blocks, beside)]
+        )
         self.carry_out(now)
         return outcome
 
@@ -142,7 +144,7 @@ def test_room_is_made_by_whole_sessions(world: World) -> None:
     others = [bytes([100 + n]) * 32 for n in range(20)]
     world.manager.request_started("b", others[:4], "b", 30, tokens=70)
     beside = [(WINDOW, others[at], at) for at in (3, 4)]
-    world.manager.request_finished("b", others[:5], 30, tokens=85, beside=beside)
+    world.manager.request_finished("b", others[:5], 30, tokens=85, places=[Place(5, beside)])
     for drop in world.manager.take_drops():
         world.stored -= {(drop.group, key) for key in drop.keys}
     for order in world.manager.take_spills(100):
@@ -237,7 +239,7 @@ def test_a_window_that_is_stored_late_leaves_the_pool_then() -> None:
     world = World(shape=ALONE)
     manager = world.manager
     manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
-    manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    manager.request_finished("r", KEYS[:5], 0, tokens=80, places=[Place(5, [(WINDOW, KEYS[4], 4)])])
     [order] = manager.take_spills(10)
     manager.sweep(50)
     assert manager.take_releases() == KEYS[:5]  # the last is held still
@@ -252,7 +254,9 @@ def test_exact_tokens_of_a_larger_block() -> None:
     shape = replace(SHAPE, bounds={0: 100, 8: 120, 16: 150}, beside=beside, tokens_beside={WINDOW: 32})
     world = World(shape=shape, sink=40)
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
-    world.manager.request_finished("r", KEYS[:4], 0, tokens=80, beside=[(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])
+    world.manager.request_finished(
+        "r", KEYS[:4], 0, tokens=80, places=[Place(4, [(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])]
+    )
     assert {order.first_token: order.exact for order in world.manager.take_spills(10)} == {0: 32, 32: 8}
 
 
@@ -260,7 +264,7 @@ def test_states_stay_in_their_codec_when_the_others_change() -> None:
     world = World(shape=replace(SHAPE, settled={WINDOW}))
     world.manager.recode(replace(SHAPE, settled={WINDOW}, codec="k4v4c"), 10_000)
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
-    world.manager.request_finished("r", KEYS[:5], 0, tokens=80, beside=[(WINDOW, KEYS[4], 4)])
+    world.manager.request_finished("r", KEYS[:5], 0, tokens=80, places=[Place(5, [(WINDOW, KEYS[4], 4)])])
     world.manager.sweep(50)
     codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
     assert codecs == {WINDOW: "", None: "k4v4c"}
@@ -327,7 +331,9 @@ def test_anchors_of_idle_sessions_make_room(world: World) -> None:
 
 def test_a_pinned_session_takes_its_anchor_s_bytes(world: World) -> None:
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"pin": True}))
-    world.manager.request_finished("r", KEYS[:4], 0, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (2, 3)])
+    world.manager.request_finished(
+        "r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])]
+    )
     assert world.manager._pruning.pinned == {"s": 4 * 100 + 2 * 50}
 
 
@@ -336,7 +342,9 @@ def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
     world.turn("a", 4, 0)
     manager.sweep(50)
     manager.request_started("r", KEYS[10:14], "b", 50, tokens=70)
-    manager.request_finished("r", KEYS[10:14], 50, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (12, 13)])
+    manager.request_finished(
+        "r", KEYS[10:14], 50, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (12, 13)])]
+    )
     assert [order.group for order in manager.take_spills(3)] == [WINDOW, WINDOW, None]
 
 
@@ -345,7 +353,9 @@ def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
     world.idle(100)
     manager = world.manager
     manager.request_started("r", KEYS[:7], "s", 101, tokens=120)
-    manager.request_finished("r", KEYS[:8], 101, tokens=130, beside=[(WINDOW, KEYS[at], at) for at in (6, 7)])
+    manager.request_finished(
+        "r", KEYS[:8], 101, tokens=130, places=[Place(8, [(WINDOW, KEYS[at], at) for at in (6, 7)])]
+    )
     slow = manager.take_spills(2)
     assert {order.group for order in slow} == {WINDOW}
     world.idle(200)
@@ -360,7 +370,26 @@ def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
 def test_an_anchor_that_nobody_needs_any_more_is_not_encoded(world: World) -> None:
     manager = world.manager
     manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"release": True}))
-    manager.request_finished("r", KEYS[:4], 0, tokens=70, beside=[(WINDOW, KEYS[at], at) for at in (2, 3)])
+    manager.request_finished("r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])])
     assert manager.take_spills(100) == []
     assert manager.blocks.reserved == len(manager.blocks) == 0
     check_integrity(manager)
+
+
+def test_the_same_prompt_is_gone_on_from_though_the_answer_is_wanted_anew(world: World) -> None:
+    """Or comes back without what the model thought: there is an anchor where the prompt ends, too."""
+    manager = world.manager
+    places = [Place(depth, [(WINDOW, KEYS[at], at) for at in (depth - 2, depth - 1)]) for depth in (9, 6, 1)]
+    for turn, of_turn in enumerate((places[:2], [])):
+        manager.request_started(f"r{turn}", KEYS[:7], "a", 50 * turn, tokens=112)
+        if turn:
+            assert (manager.match(KEYS[:6]), manager.match(KEYS[:12])) == (6, 9)
+        manager.request_finished(f"r{turn}", KEYS[:9], 50 * turn, tokens=150, places=of_turn)
+        world.carry_out(50 * turn)
+        world.idle(50 * turn + 20)
+    assert world.names(WINDOW) == [4, 5, 7, 8]
+    assert manager.usage.anchors == 2
+    world.turn("a", 12, 100)
+    world.idle(120)
+    assert world.names(WINDOW) == [10, 11]
+    assert (manager.match(KEYS[:9]), manager.match(KEYS)) == (0, 12)

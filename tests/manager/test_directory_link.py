@@ -13,7 +13,7 @@ from manthan.manager.directory_link import DirectoryLink, Heard
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
@@ -63,7 +63,7 @@ class One(NamedTuple):
 
     def finish(self, request: str, blocks: int) -> None:
         parts = [(group, KEYS[at], at) for group, at in beside(blocks)]
-        self.manager.request_finished(request, KEYS[:blocks], time.monotonic(), beside=parts)
+        self.manager.request_finished(request, KEYS[:blocks], time.monotonic(), places=[Place(blocks, parts)])
         self.store()
 
     def go_cold(self) -> None:

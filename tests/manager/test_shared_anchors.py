@@ -5,7 +5,7 @@ import pytest
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import FoundAnchor, MemoryShape, Prefetch, SessionState
+from manthan.manager.sessions.session import FoundAnchor, MemoryShape, Place, Prefetch, SessionState
 from manthan.policies import get_policy
 
 CHAIN, WINDOW, STATE = 1, 0, 2
@@ -36,7 +36,7 @@ class One:
         self.manager.request_started(request, KEYS[:blocks], session, now, hints=Hints(**hints))
 
     def finish(self, request: str, blocks: int, now: float) -> None:
-        self.manager.request_finished(request, KEYS[:blocks], now, beside=beside(blocks))
+        self.manager.request_finished(request, KEYS[:blocks], now, places=[Place(blocks, beside(blocks))])
         self.carry_out(now)
 
     def carry_out(self, now: float) -> None:
@@ -139,7 +139,7 @@ def test_an_anchor_expires_with_its_session(one: One) -> None:
 
 def test_the_directory_hears_of_an_anchor_when_it_is_stored(one: One) -> None:
     one.start("r", 5, 0, "alice")
-    one.manager.request_finished("r", KEYS[:5], 0, beside=beside(5))
+    one.manager.request_finished("r", KEYS[:5], 0, places=[Place(5, beside(5))])
     one.manager.elsewhere.take_changes()
     one.carry_out(0)
     assert [name for name, _ in one.manager.elsewhere.take_changes()] == ["alice"]

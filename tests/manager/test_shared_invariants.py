@@ -3,9 +3,9 @@
 import hypothesis.strategies as st
 from hypothesis.stateful import precondition, rule
 from machine import INDEX, PROFILE, Sessions
-from world import BOUNDS, encoded
+from world import BESIDE, encoded
 
-from manthan.manager.sessions.session import CodeState, Stranger
+from manthan.manager.sessions.session import Block, CodeState, FoundAnchor, Stranger
 
 
 class SharedSessions(Sessions):
@@ -21,30 +21,44 @@ class SharedSessions(Sessions):
         request = waiting[which % len(waiting)]
         prompt = request.keys[: request.prompt]
         first = self.manager.elsewhere.known(prompt)
-        left = min(store.max_bytes - store.used for store in self.world.stores) // BOUNDS[0]
-        most = min(more, left, self.manager.budget.free // self.world.shape.cold_nbytes)
-        keys = prompt[first : first + most]
-        if any(b is not None and b.in_flight for b in map(self.manager.blocks.get, keys)):
+        anchor_nbytes = sum(self.world.shape.beside[group][0] for group, *_ in self.world.needed(prompt))
+        room = self.manager.budget.free - anchor_nbytes
+        most = min(more, room // self.world.shape.cold_nbytes)
+        keys = prompt[first : first + most] if most > 0 else []
+        parts = list(self.world.needed(prompt[: first + len(keys)])) if keys else []
+        sizes = dict.fromkeys([*((0, key) for key in keys), *(part[:2] for part in parts)], 0)
+        if any((b := self.block(*name)) is not None and b.in_flight for name in sizes):
             return  # these are being stored already
-        sizes = dict.fromkeys(keys, 0)
         for rank, store in enumerate(self.world.stores):
-            for key in keys:
-                buf = encoded(self.world.content(key), rank, 0)
-                assert store.put_all(0, {key: buf}) == {}
-                sizes[key] += store.room(buf.nbytes)
+            for group, key in sizes:
+                buf = encoded(self.world.content(key, group), rank, 0, group)
+                assert store.put_all(group, {key: buf}) == {}
+                sizes[group, key] += store.room(buf.nbytes)
         self.world.unreadable.difference_update(keys)
-        self.manager.elsewhere.found(request.request_id, prompt[: first + len(keys)], list(sizes.values()))
-        known = [key for key in keys if (b := self.manager.blocks.get(key)) and b.code is CodeState.COLD]
+        anchor = FoundAnchor(first + len(keys), parts, [sizes[part[:2]] for part in parts]) if parts else None
+        in_chain = [sizes[0, key] for key in keys]
+        self.manager.elsewhere.found(request.request_id, prompt[: first + len(keys)], in_chain, anchor)
+        for group, key in sizes:
+            if (b := self.block(group, key)) is None or b.code is not CodeState.COLD:
+                self.drop(group, key)
+
+    def block(self, group: int, key: bytes) -> Block | None:
+        return self.manager.blocks.get(key, group or None)
+
+    def drop(self, group: int, key: bytes) -> None:
         for store in self.world.stores:
-            store.drop(0, [key for key in keys if key not in known])
+            store.drop(group, [key])
 
     @precondition(lambda self: self.manager.blocks.cold)
     @rule(which=INDEX)
     def lose(self, which: int) -> None:
         cold = [block for block in self.manager.blocks if block.code is CodeState.COLD]
-        key = cold[which % len(cold)].key
-        self.world.unreadable.add(key)
-        self.manager.elsewhere.not_stored([key])
+        lost = cold[which % len(cold)]
+        if lost.group is None:
+            self.world.unreadable.add(lost.key)
+            self.manager.elsewhere.not_stored([lost.key])
+        else:
+            self.manager.elsewhere.not_stored([], [(lost.group, lost.key)])
 
     @precondition(lambda self: self.manager.table.by_id)
     @rule(which=INDEX)
@@ -57,18 +71,18 @@ class SharedSessions(Sessions):
     @rule(sure=st.sampled_from([False, False, False, True]))
     def empty(self, sure: bool) -> None:
         if sure:
-            gone = [block.key for block in self.manager.blocks if block.droppable]
-            self.world.unreadable.update(gone)
-            for store in self.world.stores:
-                store.drop(0, gone)
+            gone = [block for block in self.manager.blocks if block.droppable]
+            self.world.unreadable.update(block.key for block in gone if block.group is None)
+            for block in gone:
+                self.drop(block.group or 0, block.key)
             self.manager.elsewhere.emptied()
 
-    @rule(used=st.integers(0, 9), ages=st.lists(st.floats(0, 100), max_size=3))
-    def count(self, used: int, ages: list[float]) -> None:
-        """Others' sessions take room only while nothing of this engine's does."""
-        if not self.manager.blocks.reserved:
-            strangers = [Stranger(f"x{n}", 0.0, 1024, age) for n, age in enumerate(ages)]
-            self.manager.elsewhere.counted(1024 * min(used, 2), strangers)
+    @rule(more=st.integers(0, 9), ages=st.lists(st.floats(0, 100), max_size=3))
+    def count(self, more: int, ages: list[float]) -> None:
+        """Others' sessions take room, some of what is free."""
+        strangers = [Stranger(f"x{n}", 0.0, 1024, age) for n, age in enumerate(ages)]
+        free = self.manager.budget.total - self.manager.blocks.reserved
+        self.manager.elsewhere.counted(self.manager.blocks.stored + min(1024 * more, free), strangers)
 
     @rule()
     def tell(self) -> None:
@@ -83,6 +97,11 @@ class SharedSessionsWithExactTokens(SharedSessions):
     cold_blocks = 12
 
 
+class SharedSessionsWithAnchors(SharedSessions):
+    beside = BESIDE
+    cold_blocks = 16
+
+
 class SharedSessionsOnTwoRanks(SharedSessions):
     ranks = 2
 
@@ -91,5 +110,7 @@ TestOneRank = SharedSessions.TestCase
 TestOneRank.settings = PROFILE
 TestExactTokens = SharedSessionsWithExactTokens.TestCase
 TestExactTokens.settings = PROFILE
+TestAnchors = SharedSessionsWithAnchors.TestCase
+TestAnchors.settings = PROFILE
 TestTwoRanks = SharedSessionsOnTwoRanks.TestCase
 TestTwoRanks.settings = PROFILE

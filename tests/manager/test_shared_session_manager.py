@@ -3,6 +3,8 @@
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
+from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, DropCause, Session, Stranger
 from manthan.policies import get_policy
@@ -11,10 +13,11 @@ from manthan.policies import get_policy
 class Shared(Engine):
     """An engine of which `other` is another."""
 
-    def __init__(self, capacity: int = 100, label: str = "") -> None:
+    def __init__(self, capacity: int = 100, label: str = "", shares: Shares = Shares()) -> None:  # noqa: B008
         super().__init__(capacity)
+        nbytes = capacity * SHAPE.cold_nbytes
         self.manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, capacity * SHAPE.cold_nbytes, IDLE_AFTER_S, label=label, is_shared=True
+            get_policy("lru"), SHAPE, nbytes, IDLE_AFTER_S, label=label, shares=shares, is_shared=True
         )
 
     def find(self, request: str, text: str, first: int = 0) -> None:
@@ -166,6 +169,26 @@ def test_the_oldest_goes_first_whoever_has_it() -> None:
     engine.evict()
     assert engine.manager.elsewhere.take_departed() == []  # alice is older
     assert engine.chains() == {"bob": "x y", "carol": "z w"}
+
+
+def test_what_others_store_takes_back_no_pin_and_no_codes() -> None:
+    """Shares are of what an engine may have at that moment, which becomes less."""
+    engine = Shared(capacity=12, shares=Shares(pinned=0.25, tenants={"small": 0.25}))
+    assert engine.talk("a b c", "alice", pin=True).pinned
+    engine.talk("x y z", "bob", "small")
+    engine.evict()
+    engine.manager.elsewhere.counted(engine.manager.blocks.stored + 500, None)
+    check_integrity(engine.manager)
+    assert engine.session("alice").pinned
+    assert engine.cold() == {"a", "b", "c", "x", "y", "z"}
+    assert engine.talk("s", "carol", pin=True).refused == (
+        "pin is refused: pinned sessions may take 175 bytes of the cold store (quotas.pinned_share is 0.25), 300 are "
+        "taken, and this session needs 100"
+    )
+    engine.talk("v w", "dave", "small")
+    engine.evict()
+    assert engine.cold() == {"a", "b", "c", "s", "v"}, "who stores more keeps to what the share is now"
+    check_integrity(engine.manager)
 
 
 def test_a_session_that_came_here_is_no_stranger() -> None:

@@ -59,6 +59,7 @@ def test_what_cannot_be_known_is_nobody_elses(in_place: bool, tmp_path: Path) ->
     assert Adapters().content(asked(folder, in_place)) != Adapters().content(asked(folder, in_place))
 
 
+@pytest.mark.slow
 def test_an_adapter_of_the_same_name_and_path_never_gets_anothers_kv(redis_server: RedisServer, tmp_path: Path) -> None:
     """Engines one after the other on a Redis; the adapter's files are replaced, and put back."""
     text = Table(3).text

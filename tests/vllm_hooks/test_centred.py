@@ -1,16 +1,13 @@
 """Keys less their block's mean before RoPE in a real engine: its RoPE is found, and biased keys come back."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import fake_cuda
 import pytest
 import torch
 from biased_model import with_biased_keys
+from scripts import run_script
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
 from vllm_engine import MODEL
@@ -23,7 +20,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.worker.half import paged_codec
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
+SCRIPT = "exact_sessions.py"
 
 
 def run(model: str, codec: str) -> dict[str, Any]:
@@ -35,10 +32,8 @@ def run(model: str, codec: str) -> dict[str, Any]:
         "cold_store": {"max_bytes": "64MiB"},
     }
     job = {"what": ["rope", "grow"], "blocks": 131, "manthan": manthan, "model": model}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    out, _ = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
     return report
 
 

@@ -43,6 +43,7 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return proposing(method="eagle", model=make_draft(tmp_path_factory.mktemp("draft")))
 
 
+@pytest.mark.slow
 def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any]) -> None:
     ours, log = run(str(TINY), EXACT, 2048, prompts(), **eagle)
     hot, _ = run(str(TINY), None, 2048, prompts(), **eagle)
@@ -94,9 +95,9 @@ def test_drafts_that_were_never_tried_are_refused(eagle: dict[str, Any]) -> None
     )
 
 
-def test_a_drafts_layers_take_no_profile(eagle: dict[str, Any], tiny_profile: Path) -> None:
+def test_a_drafts_layers_take_no_profile(eagle: dict[str, Any], tmp_path: Path) -> None:
     assert from_vllm_config(configured(eagle)).codec.name == "wht-5x"
-    for codec in ({"name": "klt-6x"}, {"profile": str(tiny_profile)}):
+    for codec in ({"name": "klt-6x"}, {"profile": str(tmp_path / "p")}):
         with pytest.raises(ConfigError, match=r"but --speculative-config has a draft, .* use auto or wht-5x$"):
             configured(eagle, codec=codec)
 

@@ -1,21 +1,18 @@
 """Exact tokens in a real engine: which of them come back bit for bit, and what their blocks take in the store."""
 
 import json
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 from redis_server import RedisServer, running
+from scripts import run_script
 from vllm_engine import BLOCK
 
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.manager.stores.arena import room
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
+SCRIPT = "exact_sessions.py"
 SINK, WINDOW = 4, 2
 """In tokens, and in blocks."""
 CODEC = "k4v2"
@@ -30,10 +27,8 @@ def run(*what: str, **manthan: Any) -> dict[str, Any]:
     """What an engine does with these jobs."""
     manthan = {"min_tokens": 64, "idle_after_s": 3600, "codec": EXACT} | manthan
     job = {"what": what, "blocks": 131, "manthan": manthan}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    out, _ = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
     return report
 
 

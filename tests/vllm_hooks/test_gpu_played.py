@@ -2,17 +2,15 @@
 several KV cache groups, whose blocks are kept as bytes. (The CPU's attention lays no vector out as a GPU's does.)"""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import group_models
 import pytest
 from latent_model import make_latent_model
+from scripts import run_script
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "path_sessions.py"
+SCRIPT = "path_sessions.py"
 BATCHED = {"falcon-h1": {"max_num_batched_tokens": 256}}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 
@@ -24,10 +22,8 @@ def run(family: str, folder: Path, what: str) -> dict[str, Any]:
     vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {})}
     manthan = {"cold_store": {"kind": "host", "max_bytes": "128MiB"}}
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": True, "latents": is_latent}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    out, _ = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
     assert report["path"] == "GpuPath"
     return report
 
@@ -48,6 +44,7 @@ def test_what_is_kept_as_bytes_gives_what_the_hot_cache_gives(family: str, tmp_p
     assert all(name == "exact" and blocks > 0 for name, blocks, _ in said["stored"].values())
 
 
+@pytest.mark.slow
 def test_what_is_damaged_in_any_group_is_computed_anew(tmp_path: Path) -> None:
     said = run("qwen3-next", tmp_path, "be_damaged")
     assert len(said["damaged"]) == 4

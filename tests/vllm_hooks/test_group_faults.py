@@ -10,6 +10,7 @@ from typing import Any
 import group_models
 import pytest
 
+pytestmark = pytest.mark.slow
 SCRIPT = Path(__file__).parents[1] / "helpers" / "group_faults.py"
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
@@ -33,7 +34,7 @@ class Ran:
         job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[family]}}
         self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
         self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
-        prompts = [[turn["prompt"], len(turn["tokens"])] for turn in self.turns]
+        prompts = [[turn["prompt"], len(turn["tokens"]), *turn.get("interrupted", [])] for turn in self.turns]
         self.plain: list[list[list[int]]] = run(job | {"manthan": None, "prompts": prompts})
 
 
@@ -44,23 +45,27 @@ def run(job: dict[str, Any]) -> Any:
     return json.loads(done.stdout.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(request.param, tmp_path_factory.mktemp("model"))
 
 
 def test_answers_are_those_of_vllm_alone(ran: Ran) -> None:
-    for turn, hot_and_anew in zip(ran.turns, ran.plain, strict=True):
-        assert turn["tokens"] in hot_and_anew
-    assert len({tuple(hot) for hot, _ in ran.plain}) > len(ran.plain) // 2
+    """Hot or anew; and in any of the ways where bf16 rounds otherwise. One that was preempted is computed with what it
+    had answered already."""
+    for turn, answers in zip(ran.turns, ran.plain, strict=True):
+        assert turn["tokens"] in answers
+    assert [len(answers) for answers in ran.plain].count(3) == 1, "one was preempted"
+    assert len({tuple(hot) for hot, *_ in ran.plain}) > len(ran.plain) // 2
 
 
-@pytest.mark.parametrize(("fault", "cause"), zip(ONCE, ("internal", "missing", "checksum"), strict=True))
+@pytest.mark.parametrize(("fault", "cause"), list(zip(ONCE, ("internal", "missing", "checksum"), strict=True)))
 def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault: str, cause: str) -> None:
     found = ran.faults[fault]
     assert set(found["causes"]) == {cause}
-    (good, _, beside), again = found["restored"]
-    assert (good, beside) == (0, 0), "nothing of it is used"
+    *failed, again = found["restored"]
+    assert failed
+    assert all((good, beside) == (0, 0) for good, _, beside in failed), "nothing of it is used"
     assert again[0] == again[1] > 0
     assert again[2] > 0
     assert found["turns"][2]["cached"] > 500
@@ -91,5 +96,5 @@ def test_nothing_is_left_behind_and_what_is_told_is_what_is_there(ran: Ran) -> N
     for found in ran.faults.values():
         assert found["free"], "blocks are held"
         assert found["cold_bytes"] == found["stored"] > 0
-        assert found["anchors"] == found["sessions"] > 0
+        assert 2 * found["sessions"] >= found["anchors"] >= found["sessions"] > 0
         assert found["ratio"] == pytest.approx(1, abs=0.02)  # all is exact

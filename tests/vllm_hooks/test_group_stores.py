@@ -11,9 +11,11 @@ import pytest
 from redis_server import RedisServer, running
 from vllm_engine import BLOCK, Completion, Engine
 
+pytestmark = pytest.mark.slow
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 FIRST, MORE, ANSWER = 420, 60, 40
+FILLERS = 3
 
 
 class Sizes(NamedTuple):
@@ -110,12 +112,12 @@ def prefetch(engine: Engine, name: str) -> None:
 
 
 def fill(engine: Engine, family: str) -> None:
-    """Other sessions take every block of the pool, and go cold."""
+    """Beside one that is cold, other sessions take every block of the pool; each goes cold before it is overwritten."""
     chance = random.Random(4)
-    for number in range(3):
+    for number in range(FILLERS):
         prompt = [chance.randrange(10, 1000) for _ in range(SIZES[family].filler)]
         engine.run(engine.complete(prompt, f"filler {number}", 1))
-    engine.wait_until_cold(4)
+    engine.wait_until_cold(1 + FILLERS)
 
 
 def assert_as_if_hot(conversation: Conversation, hot: Engine) -> None:
@@ -131,11 +133,10 @@ def total(engine: Engine, name: str) -> float:
     return engine.metric(f"manthan_{name}_total")
 
 
-FAST = [("gpt-oss", "redis"), ("qwen3-next", "tiered")]
-SLOW = [("qwen3-next", "redis"), ("gpt-oss", "tiered")]
+WAYS = [("qwen3-next", "tiered"), ("qwen3-next", "redis"), ("gpt-oss", "redis"), ("gpt-oss", "tiered")]
 
 
-@pytest.mark.parametrize(("family", "kind"), [*FAST, *(pytest.param(*each, marks=pytest.mark.slow) for each in SLOW)])
+@pytest.mark.parametrize(("family", "kind"), WAYS)
 def test_a_session_outlives_its_engine(
     family: str, kind: str, models: Callable[[str], str], redis_server: RedisServer
 ) -> None:
@@ -171,22 +172,23 @@ def test_a_session_outlives_its_engine(
 
 
 def harm(redis_server: RedisServer, session: str, what: str) -> None:
-    """To a block of the session's anchor."""
+    """To each block of the session's anchors."""
     raw = redis_server.binary_client
     [chain] = raw.scan_iter(f"*:chain:{session}")
     members = raw.lrange(chain, 0, -1)
     group = members[-1].rpartition(b":")[2]
-    last = [member for member in members if member.rpartition(b":")[2] != group][-1]
-    [name] = raw.scan_iter(b"*:block:{%b}:0" % last)
-    value = raw.get(name)
-    middle = len(value) // 2
-    if what == "missing":
-        raw.delete(name)
-    else:
-        raw.set(name, value[:middle] + bytes([value[middle] ^ 4]) + value[middle + 1 :], keepttl=True)
+    for member in members:
+        if member.rpartition(b":")[2] != group:
+            [name] = raw.scan_iter(b"*:block:{%b}:0" % member)
+            value = raw.get(name)
+            middle = len(value) // 2
+            if what == "missing":
+                raw.delete(name)
+            else:
+                raw.set(name, value[:middle] + bytes([value[middle] ^ 4]) + value[middle + 1 :], keepttl=True)
 
 
-@pytest.mark.parametrize("family", ["gpt-oss", pytest.param("qwen3-next", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("family", SIZES)
 def test_what_cannot_be_read_is_recomputed(
     family: str, models: Callable[[str], str], redis_server: RedisServer
 ) -> None:
@@ -202,14 +204,15 @@ def test_what_cannot_be_read_is_recomputed(
             one.wait_until_cold(1)
             harm(redis_server, "alice", cause)
             assert alice.ask(one).cached_tokens == 0
-            assert failures(cause) == 1
+            assert failures(cause) > 0
         one.wait_until_cold(1)
         fill(one, family)
+        before = failures("checksum")
         harm(redis_server, "alice", "checksum")
         prefetch(one, "alice")
-        one.wait(lambda: failures("checksum") == 2, "a prefetch that fails")
+        one.wait(lambda: failures("checksum") > before, "a prefetch that fails")
         assert alice.ask(one).cached_tokens == 0
-        one.wait_until_cold(4)
+        one.wait_until_cold(1 + FILLERS)
         redis_server.kill()
         assert alice.ask(one).cached_tokens == 0
         assert failures("store_down") > 0

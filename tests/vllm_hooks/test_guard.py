@@ -1,17 +1,15 @@
 """The guard in a real engine: what the codec does to the model's own KV is measured before any session goes cold."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 from biased_model import with_biased_keys
+from scripts import run_script
 from vllm_engine import MODEL
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
+SCRIPT = "exact_sessions.py"
 
 
 def run(model: str, codec: str, **more: Any) -> dict[str, Any]:
@@ -23,11 +21,9 @@ def run(model: str, codec: str, **more: Any) -> dict[str, Any]:
         "cold_store": {"max_bytes": "64MiB"},
     }
     job = {"what": ["grow", "codecs"], "blocks": 131, "manthan": manthan, "model": model}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report | {"log": [line for line in done.stderr.splitlines() if "Manthan: codec" in line]}
+    out, err = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
+    return report | {"log": [line for line in err.splitlines() if "Manthan: codec" in line]}
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ def answers(model: str, manthan: dict[str, Any] | None) -> list[dict[str, Any]]:
     return found
 
 
+@pytest.mark.slow
 def test_two_images_in_the_same_place_share_nothing_and_both_return(model: str) -> None:
     ours, hot = answers(model, EXACT), answers(model, None)
     assert [each["cached"] for each in ours[:2]] == [0, 0]

@@ -1,9 +1,6 @@
 """Latents (MLA): read and written as the backend does, and sessions of a real engine that go cold and return."""
 
 import json
-import os
-import subprocess
-import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
+from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
@@ -24,7 +22,7 @@ from manthan.vllm_hooks.support import Group, Groups, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import probe_layers
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "latent_sessions.py"
+SCRIPT = "latent_sessions.py"
 BLOCK, BLOCKS, FILLED = 16, 8, 21
 SPEC = MLAAttentionSpec(block_size=BLOCK, num_kv_heads=1, head_size=LATENT + TURNED, dtype=torch.bfloat16)
 NAMES = tuple(f"layer-{n}" for n in range(LAYERS))
@@ -106,11 +104,9 @@ def test_what_is_no_plain_latent_is_refused() -> None:
 def run(model: str, what: str, **manthan: Any) -> dict[str, Any]:
     """What becomes of a session; `log` is what was said."""
     job = {"model": model, "what": what, "manthan": {"min_tokens": 64, "idle_after_s": 3600} | manthan}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report | {"log": done.stderr}
+    out, err = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
+    return report | {"log": err}
 
 
 @pytest.fixture(scope="module")

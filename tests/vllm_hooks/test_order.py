@@ -2,16 +2,13 @@
 behind the draft's, which computes some of the block's layers."""
 
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 from draft_model import make_draft
+from scripts import run_script
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "same_step.py"
+SCRIPT = "same_step.py"
 
 
 LOADS_LAST, LOADS_FIRST, DRAFT = "loads last", "loads first", "draft"
@@ -20,15 +17,13 @@ LOADS_LAST, LOADS_FIRST, DRAFT = "loads last", "loads first", "draft"
 @pytest.fixture(scope="module", params=[LOADS_LAST, pytest.param(LOADS_FIRST, marks=pytest.mark.slow), DRAFT])
 def report(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """vLLM has loads begun after the forward pass, or before it where a connector's loads are synchronous."""
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
     more: dict[str, Any] = {}
     if request.param == DRAFT:
         draft = make_draft(tmp_path_factory.mktemp("draft"))
         more = {"speculative_config": {"method": "eagle", "model": draft, "num_speculative_tokens": 2}}
-    job = json.dumps({"loads_first": request.param == LOADS_FIRST, "vllm": more})
-    done = subprocess.run([sys.executable, SCRIPT], input=job, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout)
+    job = {"loads_first": request.param == LOADS_FIRST, "vllm": more}
+    out, _ = run_script(SCRIPT, job)
+    found: dict[str, Any] = json.loads(out)
     loads = [step.index("loads") < step.index("forward") for step in found["steps"] if "forward" in step]
     assert set(loads) == {request.param == LOADS_FIRST}
     assert any("draft" in step for step in found["steps"]) == (request.param == DRAFT)

@@ -24,7 +24,7 @@ from manthan.manager.prefetcher import RETRY_S, Prefetcher
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult
 from manthan.policies import get_policy
 from manthan.vllm_hooks import kv_transfer_config
@@ -102,7 +102,7 @@ class Engine:
         blocks = hot + self.pool.get_new_blocks(len(keys) - len(hot))
         self.pool.cache_full_blocks(asked, blocks, len(hot), len(keys), TOKENS, 0)
         self.pool.free_blocks(reversed(blocks))
-        self.manager.request_finished(name, keys, self.now, beside=self.compute_window(keys))
+        self.manager.request_finished(name, keys, self.now, places=[Place(len(keys), self.compute_window(keys))])
 
     def compute_window(self, keys: list[Any]) -> list[tuple[int, bytes, int]]:
         """Group, key and depth of the last blocks of the second group, which vLLM caches."""

@@ -1,10 +1,7 @@
 """Codecs that take a profile: what an engine settles on before it starts, and sessions of a real one that return."""
 
 import json
-import os
 import shutil
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +12,7 @@ import profiles
 import pytest
 import torch
 from paged_cache import HEADS, LAYERS, paged, shape_of, write
+from scripts import run_script
 from typer.testing import CliRunner
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -41,7 +39,7 @@ from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.layout import probe_layers
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "exact_sessions.py"
+SCRIPT = "exact_sessions.py"
 BF16_BLOCK = 2 * 2 * 4 * 2 * 128 * 32
 """Of the tiny model."""
 
@@ -230,12 +228,10 @@ def run(what: list[str], codec: dict[str, Any], cache: Path, **more: Any) -> dic
         "codec": {"sink_tokens": 4} | codec,
         "cold_store": {"max_bytes": "64MiB"},
     }
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1", "XDG_CACHE_HOME": str(cache)}
-    job = json.dumps({"what": what, "blocks": 131, "manthan": manthan} | more)
-    done = subprocess.run([sys.executable, SCRIPT], input=job, env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
-    return report | {"log": done.stderr}
+    job = {"what": what, "blocks": 131, "manthan": manthan} | more
+    out, err = run_script(SCRIPT, job, XDG_CACHE_HOME=str(cache))
+    report: dict[str, Any] = json.loads(out)
+    return report | {"log": err}
 
 
 def test_a_session_returns_by_way_of_a_profile(tiny_profile: Path, tmp_path: Path) -> None:

@@ -344,7 +344,7 @@ def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
         ),
         (
             (UniformTypeKVCacheSpecs(block_size=32, kv_cache_specs={"0": FULL, "1": replace(FULL, num_kv_heads=4)}),),
-            "layers of several shapes (2 KV heads of 64, 4 KV heads of 64) in blocks of 32",
+            "layers of several shapes (2 KV heads of 64 bfloat16, 4 KV heads of 64 bfloat16) in blocks of 32",
         ),
     ],
     ids=["none", "windows", "states", "two chains", "chunks", "a draft of another shape"],

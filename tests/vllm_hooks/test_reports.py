@@ -7,7 +7,7 @@ from logged import said
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult
 from manthan.policies import get_policy
@@ -29,7 +29,7 @@ class Told:
         self.telemetry = Telemetry(manager)
         self.driver = Driver(manager, SimulatedPool(64), 64, 0.1, 0.2, observer=self.telemetry)
         manager.request_started("first", KEYS, "s", 0.0)
-        manager.request_finished("first", KEYS, 0.0, beside=BESIDE)
+        manager.request_finished("first", KEYS, 0.0, places=[Place(len(KEYS), BESIDE)])
         manager.sweep(20.0)
         for order in manager.take_spills(100):
             manager.spilled(order.key, order.nbytes, 20.5, order.group)

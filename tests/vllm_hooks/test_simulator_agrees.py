@@ -4,14 +4,11 @@ The engine says which requests it served; the simulator is told no more than the
 """
 
 import json
-import os
-import subprocess
-import sys
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
 import pytest
+from scripts import run_script
 from vllm_engine import BLOCK
 
 from manthan.manager.simulator.cost_model import CostModel
@@ -20,7 +17,7 @@ from manthan.manager.simulator.run import replay
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "stepped_engine.py"
+SCRIPT = "stepped_engine.py"
 POOL, COLD = 95, 120
 CODE_NBYTES = 25856
 EVERY_S = 1000.0
@@ -39,10 +36,8 @@ def real(policy: str, count: int) -> dict[str, Any]:
         "cold_store": {"max_bytes": COLD * CODE_NBYTES},
     }
     job = {"blocks": POOL + 1, "requests": count, "seed": 7, "manthan": manthan}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    out, _ = run_script(SCRIPT, job)
+    report: dict[str, Any] = json.loads(out)
     return report
 
 

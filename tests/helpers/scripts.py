@@ -1,0 +1,42 @@
+"""Scripts of this folder that take a job as JSON on standard input and tell what they saw on standard output, each in a
+process of its own: forked from the one that engines are forked from, where there is no GPU."""
+
+import json
+import multiprocessing
+import os
+import runpy
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from vllm_engine import fork_engines
+
+HELPERS = Path(__file__).parent
+
+
+def run_script(script: str, job: Any, **environment: str) -> tuple[str, str]:
+    """What it wrote to standard output and to standard error. Its engine is in its own process."""
+    from vllm.platforms import current_platform
+
+    fork_engines()
+    context: Any = multiprocessing.get_context("forkserver" if current_platform.is_cpu() else "spawn")
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        (folder / "stdin").write_text(json.dumps(job))
+        given = dict(os.environ) | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"} | environment
+        process = context.Process(target=_become, args=(str(HELPERS / script), folder, given))
+        process.start()
+        process.join()
+        out, err = (Path(folder, stream).read_text() for stream in ("stdout", "stderr"))
+    assert process.exitcode == 0, err[-4000:]
+    return out, err
+
+
+def _become(script: str, folder: Path, environment: dict[str, str]) -> None:
+    os.environ.update(environment)
+    for stream, fd in (("stdout", 1), ("stderr", 2)):
+        with open(folder / stream, "w") as file:
+            os.dup2(file.fileno(), fd)
+    with open(folder / "stdin") as sys.stdin:
+        runpy.run_path(script, run_name="__main__")
