@@ -78,6 +78,38 @@ FAMILIES: dict[str, tuple[str, str, dict[str, Any]]] = {
         "FalconH1ForCausalLM",
         {"num_hidden_layers": 4, "mamba_d_conv": 4, "mamba_expand": 2, "mamba_chunk_size": 64, **STATES},
     ),
+    "nemotron-h": (
+        "NemotronHConfig",
+        "NemotronHForCausalLM",
+        {
+            "layers_block_type": ["mamba", "mlp", "mamba", "attention"] * 2,
+            "mamba_num_heads": 8,
+            "mamba_head_dim": 64,
+            "ssm_state_size": 64,
+            "n_groups": 1,
+            "conv_kernel": 4,
+            "chunk_size": 64,
+        },
+    ),
+    "granite": (
+        "GraniteMoeHybridConfig",
+        "GraniteMoeHybridForCausalLM",
+        {
+            "num_hidden_layers": 6,
+            "layer_types": ["mamba", "mamba", "attention"] * 2,
+            "shared_intermediate_size": 256,
+            "num_local_experts": 4,
+            "num_experts_per_tok": 2,
+            "mamba_n_heads": 8,
+            "mamba_d_head": 64,
+            "mamba_d_state": 64,
+            "mamba_n_groups": 1,
+            "mamba_d_conv": 4,
+            "mamba_expand": 2,
+            "mamba_chunk_size": 64,
+            "position_embedding_type": "rope",
+        },
+    ),
 }
 
 

@@ -9,7 +9,7 @@ import group_models
 import pytest
 from conversation import ALL, run
 
-BATCHED = {"falcon-h1": 256}
+BATCHED = {"falcon-h1": 256, "nemotron-h": 256, "granite": 256}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 
 
@@ -19,7 +19,7 @@ def families() -> list[Any]:
     return [name if name in fast else pytest.param(name, marks=pytest.mark.slow) for name in group_models.FAMILIES]
 
 
-STATES = {"qwen3-next": 3, "falcon-h1": 1}
+STATES = {"qwen3-next": 3, "falcon-h1": 1, "nemotron-h": 2, "granite": 2}
 """Groups of states."""
 WHT = {"name": "wht-5x", "calibrate": False}
 LOCAL = 1e4 ** (-1 / 32)
@@ -88,7 +88,7 @@ def test_the_default_codec_loses_as_much_in_every_group(family: str, tmp_path: P
         assert 0.004 < keys < 0.0125  # less where they have much in common
         assert 0.04 < values < 0.06
     print(f"{family}: {losses}, KL {divergence(ours, hot):.2g}")
-    assert divergence(ours, hot) > 0
+    assert 0 < divergence(ours, hot) < 1, "random weights, whose answers hang on every number"
 
 
 def divergence(ours: list[Any], hot: list[Any]) -> float:
