@@ -1,7 +1,7 @@
-"""Chats with a model that looks values up in tables (train_tables.py): all of them go cold, come back, and
-are asked for more of their tables. What became of each turn is told on standard output as JSON.
+"""Chats with a model that looks values up in tables (train_tables.py): all of them go cold, come back, and are asked
+for more of their tables. What became of each turn is told on standard output as JSON.
 
-On standard input: what group_sessions.py wants for an engine, and blocks, the size of the pool.
+On standard input: what group_sessions.py wants for an engine.
 """
 
 import json

@@ -1,17 +1,14 @@
 """Models with several KV cache groups: what happens to blocks beside the chains' costs a recompute, never an answer."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import group_models
 import pytest
+from scripts import run_script
 
 pytestmark = pytest.mark.slow
-SCRIPT = Path(__file__).parents[1] / "helpers" / "group_faults.py"
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 MANTHAN = {
@@ -39,10 +36,8 @@ class Ran:
 
 
 def run(job: dict[str, Any]) -> Any:
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    out, _ = run_script("group_faults.py", job, OMP_NUM_THREADS="1")
+    return json.loads(out.splitlines()[-1])
 
 
 @pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
