@@ -69,7 +69,7 @@ def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: 
         ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)"),
         ("policy: {name: lru, half_life_s: 60}", "x.yaml: unknown lru option 'half_life_s' (there are none)"),
         ("codec: lloyd", "x.yaml: unknown codec 'lloyd' (did you mean 'lloyd4'?)"),
-        ("cold_store: tape", "x.yaml: unknown cold store 'tape' (valid: device, host, redis, tiered)"),
+        ("cold_store: tape", "x.yaml: unknown cold store 'tape' (valid: device, disk, host, redis, tiered)"),
     ],
 )
 def test_config_check_knows_the_names(

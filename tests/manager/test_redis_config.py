@@ -164,8 +164,8 @@ def test_nothing_else_has_ram_in_front(kind: str) -> None:
 @pytest.mark.parametrize("kind", ["redis", "host"])
 def test_host_bytes_are_refused_where_there_is_no_second_tier(kind: str) -> None:
     assert refusal(**{"cold_store.kind": kind, "cold_store.host_bytes": "1GiB"}) == (
-        "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of kind tiered, but kind is "
-        f"{kind}: use max_bytes"
+        "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other "
+        f"tiers of kind tiered, but kind is {kind}: use max_bytes"
     )
 
 
