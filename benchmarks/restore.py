@@ -1,17 +1,19 @@
 """What Manthan is for, measured: how soon a session that left the GPU answers again, and how many sessions are kept.
 
 Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
-vLLM's own CPU offload, and from Manthan's stores; those in Redis only if they are named. Capacity: how many sessions
-survive in the same number of bytes. Every arm is an engine of its own; where each token came from is checked, and a
-return that was not answered from where its arm says is an error.
+vLLM's own CPU offload, and from Manthan's stores; those in Redis and on disk only if they are named. Arm disk has the
+page cache forget the store's files before each return, disk-cached leaves it as it is, and host-disk has all of them in
+RAM too. Capacity: how many sessions survive in the same number of bytes. Every arm is an engine of its own; where each
+token came from is checked, and a return that was not answered from where its arm says is an error.
 
-    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,tiered]
+    python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
         [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
     python benchmarks/restore.py --plot-only FOLDER/restore.json
 """
 
 import json
 import math
+import os
 import tempfile
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -23,9 +25,10 @@ from typing import Annotated, Any
 import typer
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
+from manthan.benchmarks.disk_store import forget
 from manthan.benchmarks.engines import Answer, Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.local_redis import redis_at
-from manthan.benchmarks.restore_report import CAPACITY, LATENCY, OURS, REDIS, show
+from manthan.benchmarks.restore_report import CAPACITY, DISK, LATENCY, NAMED, OURS, REDIS, show
 from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 from manthan.manager.commands.completion import complete_codecs
@@ -66,13 +69,23 @@ def check(answer: Answer, block_size: int, *, cached: bool, external: bool, what
 
 
 async def measure_latency(
-    engine: Engine, report: Report, *, arm: str, returns: int, tokens: int, vocabulary: int, seed: int
+    engine: Engine,
+    report: Report,
+    *,
+    arm: str,
+    returns: int,
+    tokens: int,
+    vocabulary: int,
+    seed: int,
+    forgotten: str = "",
 ) -> dict[str, Any]:
-    """One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
+    """forgotten: a folder whose files the page cache has to forget before each return.
+
+    One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
         return {"returns": await _ask_again(engine, report, sessions, returns)}
-    ours, block_size = arm in (*OURS, *REDIS), engine.options.block_size
+    ours, block_size = arm in (*OURS, *NAMED), engine.options.block_size
     cold, again = [], []
     for index, session in enumerate(sessions):
         report.step(f"first turn of session {index + 1} of {SESSIONS}")
@@ -82,6 +95,9 @@ async def measure_latency(
     for number in range(returns + 1):
         index = number % SESSIONS
         report.step(f"return {number} of {returns}")
+        if forgotten:
+            os.sync()
+            forget(Path(forgotten))
         cold.append(await engine.ask(sessions[index], f"s{index}"))
         check(cold[-1], block_size, cached=arm != "recompute", external=arm != "recompute", what=f"return {number}")
         if ours:
@@ -145,6 +161,7 @@ class Setting:
     seed: int
     simple_offload: bool
     redis_url: str
+    disk_folder: str
     weights: bool = False
     profile: str = ""
 
@@ -181,6 +198,23 @@ class Setting:
         profile = {"profile": self.profile} if needs_profile(name) else {}
         return {"codec": {"name": name, "calibrate": False, "guard": False, **profile}}
 
+    def store(self, arm: str, nbytes: int) -> dict[str, Any]:
+        """Manthan's options for the store of an arm that has room for so many bytes of a cache."""
+        kind = {"disk-cached": "disk", "host-disk": "tiered"}.get(arm, arm)
+        room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
+        store: dict[str, Any] = {"kind": kind, "max_bytes": room}
+        if kind == "tiered":
+            store["host_bytes"] = room
+        if arm in REDIS:
+            return {"cold_store": store, "redis": {"url": self.redis_url, "prefix": f"manthan-{arm}:"}}
+        if arm == "host-disk":
+            store["tiers"] = ["host", "disk"]
+        if arm not in DISK:
+            return {"cold_store": store}
+        folder = Path(self.disk_folder, arm)
+        folder.mkdir(parents=True, exist_ok=True)
+        return {"cold_store": store, "disk": {"path": str(folder)}}
+
 
 def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
     """Offload and stores have room for all sessions and one more."""
@@ -189,20 +223,17 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
     more: dict[str, Any] = {}
     if name == "vllm-offload":
         more["offload_nbytes"] = nbytes
-    elif name in (*OURS, *REDIS):
-        store = {"kind": name, "max_bytes": math.ceil(nbytes / (1 if setting.shape.is_latent else LEAST_RATIO))}
-        more["manthan"] = MANTHAN | {"cold_store": store} | setting.codec(codec)
-        if name in REDIS:
-            more["manthan"] |= {"redis": {"url": setting.redis_url, "prefix": f"manthan-{name}:"}}
-        if name == "tiered":
-            more["manthan"]["cold_store"] |= {"host_bytes": more["manthan"]["cold_store"]["max_bytes"]}
-    parameters = {
+    elif name in (*OURS, *NAMED):
+        more["manthan"] = MANTHAN | setting.codec(codec) | setting.store(name, nbytes)
+    parameters: dict[str, Any] = {
         "arm": name,
         "returns": setting.returns,
         "tokens": setting.tokens,
         "vocabulary": setting.shape.vocabulary,
         "seed": setting.seed,
     }
+    if name == "disk":
+        parameters["forgotten"] = setting.disk_folder
     engine = setting.engine(setting.tokens, POOL_SESSIONS, **more)
     return Arm(f"latency {label}", "latency", engine, parameters, setting.env)
 
@@ -237,10 +268,10 @@ def capacity_arm(name: str, setting: Setting) -> Arm:
 def chosen_arms(only: Only | None, names: str, setting: Setting, codecs: str = "") -> list[Arm]:
     """codecs: arm host once with each of these, for the latency. Raises BadParameter for names that there are not."""
     wanted = {name.strip() for name in names.split(",")} if names else {*LATENCY, *CAPACITY}
-    known = (*LATENCY, *REDIS, "plain")
+    known = (*LATENCY, *NAMED, "plain")
     if unknown := wanted - {*known}:
         raise typer.BadParameter(f"unknown {', '.join(sorted(unknown))}; there are {', '.join(known)}")
-    timed = [name for name in (*LATENCY, *REDIS) if name in wanted]
+    timed = [name for name in (*LATENCY, *NAMED) if name in wanted]
     with_codecs = [(name, "") for name in timed if name != "host" or not codecs]
     with_codecs += [("host", codec.strip()) for codec in codecs.split(",") if codec.strip()]
     latency = [] if only is Only.capacity else [latency_arm(name, setting, codec) for name, codec in with_codecs]
@@ -282,6 +313,7 @@ def main(
     ] = False,
     seed: Annotated[int, typer.Option(help="Of the token ids.")] = 0,
     redis_url: Annotated[str, typer.Option(help="A running server, for the arms in Redis; else one is started.")] = "",
+    disk_folder: Annotated[Path, typer.Option(help="On the disk to be measured, for the arms on disk.")] = Path(),
     timeout: Annotated[float, typer.Option(help="Seconds that an arm may take.")] = 300,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot and logs.")] = OUT,
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
@@ -296,6 +328,7 @@ def main(
     leave_on_signals()
     out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        on_disk = stack.enter_context(tempfile.TemporaryDirectory(dir=disk_folder))
         url = stack.enter_context(redis_at(redis_url)) if set(REDIS) & set(arms.split(",")) else ""
         setting = Setting(
             (model or made_up(Path(folder, f"{shape}-shape"), shape, layers)).absolute(),
@@ -309,6 +342,7 @@ def main(
             seed,
             simple_offload,
             url,
+            on_disk,
             weights,
             str(profile.absolute()) if profile else "",
         )

@@ -15,7 +15,9 @@ from manthan.benchmarks.arms import save_plot, where
 OURS = ("host", "device")
 LATENCY = ("hot", "recompute", "vllm-offload", *OURS)
 REDIS = ("redis", "tiered")
-"""Arms that are run only when they are named: they need a redis-server."""
+DISK = ("disk", "disk-cached", "host-disk")
+NAMED = (*REDIS, *DISK)
+"""Arms that are run only when they are named: they need a redis-server, or write to a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 RATIOS = (("host", "vllm-offload"), ("device", "hot"), ("recompute", "host"))
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
@@ -66,7 +68,7 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
 
 def _place(name: str) -> int:
     """Of an arm among others; the name is followed by its codec, if that was chosen."""
-    return (*LATENCY, *REDIS).index(name.split()[0])
+    return (*LATENCY, *NAMED).index(name.split()[0])
 
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:

@@ -27,6 +27,7 @@ def setting(tmp_path: Path) -> Setting:
         seed=0,
         simple_offload=False,
         redis_url="redis://there",
+        disk_folder=str(tmp_path),
     )
 
 
@@ -162,3 +163,14 @@ def test_the_warm_up_does_not_count() -> None:
 def test_ratios_of_what_was_kept() -> None:
     kept = kept_sessions({"arms": {"capacity host": {"kept": 81}, "capacity vllm-offload": {"kept": 16}}})
     assert capacity_ratios(kept) == {"host / vllm-offload": 81 / 16}
+
+
+def test_stores_on_disk_have_room_for_all_sessions_in_a_folder_of_their_own(setting: Setting) -> None:
+    arms = {name: latency_arm(name, setting) for name in ("disk", "disk-cached", "host-disk")}
+    paths = {arm.engine.manthan["disk"]["path"] for arm in arms.values()}
+    assert len(paths) == 3
+    assert all(Path(path).is_dir() for path in paths)
+    assert {store(arm)["max_bytes"] for arm in arms.values()} == {store(latency_arm("host", setting))["max_bytes"]}
+    assert [store(arm)["kind"] for arm in arms.values()] == ["disk", "disk", "tiered"]
+    assert store(arms["host-disk"])["tiers"] == ["host", "disk"]
+    assert [name for name, arm in arms.items() if arm.parameters.get("forgotten")] == ["disk"]
