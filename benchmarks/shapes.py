@@ -252,6 +252,7 @@ class Shape:
         )
 
     def blocks_beside(self, block_size: int, batched_tokens: int) -> int:
-        """Of the pool that the other groups have in use while so many tokens are computed in a step."""
-        each = math.ceil((self.window + batched_tokens) / block_size) + 2 if self.window else SPARE_BLOCKS
+        """Of the pool that the other groups have in use while so many tokens are computed in a step, and as many in the
+        next, which is scheduled before the first has ended."""
+        each = math.ceil((self.window + 2 * batched_tokens) / block_size) + 2 if self.window else SPARE_BLOCKS
         return self.groups * each

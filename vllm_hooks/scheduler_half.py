@@ -185,7 +185,7 @@ class SchedulerHalf:
 
     def _blocks(self, request: "Request") -> int:
         """How many blocks its tokens take, of all groups."""
-        return self.groups.held(request.num_tokens, self._vllm_config.scheduler_config.max_num_batched_tokens)
+        return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
     def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
         """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be

@@ -223,13 +223,14 @@ class Groups(NamedTuple):
         tokens = depth * self.chain.spec.block_size
         return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
 
-    def held(self, tokens: int, batched: int) -> int:
-        """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `batched` are
-        computed in a step: a window's are free when it has gone on, and of states there are the last and the next."""
+    def held(self, tokens: int, in_flight: int) -> int:
+        """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `in_flight`
+        are being computed: a window's are free when those are settled, and of states there are the last and the next.
+        """
         chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
         beside = 0
         for window in self.windows:
-            looked_back = tokens if window.tokens is None else min(tokens, window.tokens + batched)
+            looked_back = tokens if window.tokens is None else min(tokens, window.tokens + in_flight)
             blocks = -(-looked_back // window.group.spec.block_size)
             beside += min(blocks, 2) if window.tokens is None else blocks + (looked_back < tokens)
         return chain + beside

@@ -26,12 +26,12 @@ CHAIN, WINDOW, LARGE, STATE = group(0), Window(group(1), 128), Window(group(2, 3
     ],
 )
 def test_a_long_request_holds_what_its_groups_look_back_on(groups: Groups, held: int) -> None:
-    assert groups.held(1000, batched=256) == held
+    assert groups.held(1000, in_flight=256) == held
 
 
 def test_a_short_request_holds_all_of_its_blocks_in_each_group() -> None:
-    assert Groups(CHAIN, [WINDOW, LARGE, STATE]).held(40, batched=256) == 3 + 3 + 2 + 2
-    assert Groups(CHAIN, [STATE]).held(10, batched=256) == 1 + 1
+    assert Groups(CHAIN, [WINDOW, LARGE, STATE]).held(40, in_flight=256) == 3 + 3 + 2 + 2
+    assert Groups(CHAIN, [STATE]).held(10, in_flight=256) == 1 + 1
 
 
 def test_a_step_takes_blocks_of_each_group() -> None:
