@@ -13,7 +13,18 @@ from manthan.manager.sessions.wishes import Wishes
 
 Part = tuple[int | None, bytes]
 """KV cache group and key of a block; no group for one of chains."""
-HISTORY = ("uses", "gap", "tokens", "added_tokens", "answer_tokens", "left_tokens", "ttl_s", "priority", "expected")
+HISTORY = (
+    "uses",
+    "gap",
+    "tokens",
+    "added_tokens",
+    "answer_tokens",
+    "left_tokens",
+    "prompt_depth",
+    "ttl_s",
+    "priority",
+    "expected",
+)
 """Fields of a session that another process is to know besides."""
 
 
@@ -43,9 +54,14 @@ class LeftSession:
     codes: Mapping[Part, Encoding]
 
     def parts(self, length: int) -> list[Part]:
-        """The blocks of so much of it; of anchors only the one at its end."""
-        beside = [(group, key) for anchor in self.anchors if anchor.depth == length for group, key, _ in anchor.parts]
-        return [*((None, key) for key in self.chain[:length]), *beside]
+        """The blocks of so much of it, and of the anchors that it keeps."""
+        beside = ((group, key) for anchor in self.kept(length) for group, key, _ in anchor.parts)
+        return list(dict.fromkeys([*((None, key) for key in self.chain[:length]), *beside]))
+
+    def kept(self, length: int) -> list[LeftAnchor]:
+        """Its anchors in so much of it that sessions keep: that at the end, and that where the last prompt ends."""
+        depths = {length, min(length, self.history["prompt_depth"])}
+        return [anchor for anchor in self.anchors if anchor.depth in depths]
 
 
 class Adoption:
@@ -83,12 +99,11 @@ class Adoption:
         for part in left.parts(length):
             if part[0] is None:
                 self._store(part, left)
-        for anchor in left.anchors:
-            if anchor.depth == length:
-                placed = self._anchors.place(session, length, anchor.parts)
-                for group, key, _ in anchor.parts:
-                    self._store((group, key), left)
-                self._anchors.settle(placed)
+        for anchor in left.kept(length):
+            placed = self._anchors.place(session, anchor.depth, anchor.parts)
+            for group, key, _ in anchor.parts:
+                self._store((group, key), left)
+            self._anchors.settle(placed)
         return session
 
     def _fitting(self, left: LeftSession) -> int:

@@ -87,7 +87,7 @@ def test_layers_that_a_shape_has_not_are_refused(tmp_path: Path) -> None:
 def test_the_pool_has_room_for_what_groups_beside_have_in_use(setting: Setting, tmp_path: Path) -> None:
     gemma = replace(setting, model=write_model(tmp_path / "gemma", "gemma3-12b"))
     [plain, other] = (latency_arm("recompute", each).engine.blocks for each in (setting, gemma))
-    assert other == plain + 5 * ((1024 + 8192) // 16 + 2)
+    assert other == plain + 5 * ((1024 + 2 * 8192) // 16 + 2)
     latents = replace(setting, model=write_model(tmp_path / "latents", "deepseek-v2-lite"))
     assert store(latency_arm("host", latents))["max_bytes"] == 4 * 32000 * 27 * 576 * 2, "kept as they are on a GPU"
 

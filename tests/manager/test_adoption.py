@@ -83,7 +83,7 @@ class Restarts(Sessions):
             if session.state is SessionState.COLD:
                 found = self.manager.table.by_id[session.session_id]
                 assert [block.key for block in found.chain] == [block.key for block in session.chain]
-                assert [anchor.depth for anchor in found.anchors][-1:] == [a.depth for a in session.anchors][-1:]
+                assert [anchor.depth for anchor in found.anchors] == [anchor.depth for anchor in session.anchors]
                 assert (found.asked_id, found.tenant, found.uses) == (session.asked_id, session.tenant, session.uses)
                 assert (found.pinned, found.priority, found.ttl_s) == (session.pinned, session.priority, session.ttl_s)
                 assert (found.last_used, found.created) == (session.last_used, session.created)
@@ -179,6 +179,16 @@ def test_with_windows_it_ends_with_an_anchor() -> None:
     assert whole.match(keys) == 4
     assert [anchor.depth for anchor in whole.table.by_id["a"].anchors] == [4]
     check_integrity(whole)
+
+
+def test_what_stands_where_the_prompt_ends_comes_too() -> None:
+    keys = chain("aaaa")
+    anchors = [LeftAnchor(depth, [(1, keys[depth - 1], depth - 1)]) for depth in (1, 2, 4)]
+    mine = manager(beside=True)
+    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors, history={"prompt_depth": 2})], 5.0) == {"a": 4}
+    assert [anchor.depth for anchor in mine.table.by_id["a"].anchors] == [2, 4]
+    assert mine.match(keys[:3]) == 2
+    check_integrity(mine)
 
 
 def test_what_some_rank_does_not_have_is_dropped_and_so_is_what_nobody_names(tmp_path: Path) -> None:
