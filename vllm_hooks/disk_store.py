@@ -28,10 +28,16 @@ PATIENCE_S = 10.0
 
 
 def check_disk(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for a folder that cannot be used."""
-    config = from_vllm_config(vllm_config)
-    if config.cold_store.is_on_disk:
-        check_folder(config.disk.path, PATIENCE_S)
+    """Raise ConfigError for a folder that cannot be used, or not by ranks that are on other hosts."""
+    config, hosts = from_vllm_config(vllm_config), vllm_config.parallel_config.nnodes_within_dp
+    if not config.cold_store.is_on_disk:
+        return
+    if hosts > 1:
+        raise ConfigError(
+            f"cold_store.kind is {config.cold_store.kind}, but --nnodes spreads one engine over {hosts} hosts, and its "
+            "scheduler looks for the codes of all ranks on the disk of its own: use host or redis."
+        )
+    check_folder(config.disk.path, PATIENCE_S)
 
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> DiskStore:

@@ -30,6 +30,7 @@ from vllm.v1.kv_cache_interface import (
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import codec_beside, memory_shape
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
@@ -118,6 +119,15 @@ def test_windows_and_states_are_told_apart_by_the_cache_alone(tmp_path: Path) ->
 def test_latents(more: dict[str, Any], manthan: dict[str, Any], why: str, tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(MLA | more))
     assert f": {why.format(model=tmp_path)}" in refusal(str(tmp_path), kv_transfer_config=kv_transfer_config(**manthan))
+
+
+def test_a_disk_beside_ranks_on_other_hosts(tmp_path: Path) -> None:
+    kv = kv_transfer_config(cold_store="disk", disk=str(tmp_path))
+    config = EngineArgs(MODEL, max_model_len=1024, kv_transfer_config=kv).create_engine_config()
+    check_disk(config)
+    config.parallel_config.tensor_parallel_size, config.parallel_config.nnodes = 2, 2
+    with pytest.raises(ConfigError, match=r"^cold_store\.kind is disk, but --nnodes spreads one engine over 2 hosts"):
+        check_disk(config)
 
 
 @pytest.fixture
