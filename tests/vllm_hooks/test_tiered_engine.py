@@ -61,7 +61,14 @@ def ask(engine: Engine, guest: int) -> bool:
     return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32
 
 
-@pytest.mark.parametrize("tiers", ["host,disk", "disk,redis", "host,disk,redis"])
+@pytest.mark.parametrize(
+    "tiers",
+    [
+        pytest.param("host,disk", marks=pytest.mark.slow),
+        pytest.param("disk,redis", marks=pytest.mark.slow),
+        "host,disk,redis",
+    ],
+)
 def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
     redis_server.client.flushall()
     with engine(tiers, tmp_path, redis_server) as first:
@@ -79,7 +86,7 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         assert second.failures() == 0
 
 
-@pytest.mark.parametrize("tiers", ["host,disk", "host,disk,redis"])
+@pytest.mark.parametrize("tiers", ["host,disk", pytest.param("host,disk,redis", marks=pytest.mark.slow)])
 def test_a_reset_empties_all_of_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
     redis_server.client.flushall()
     with engine(tiers, tmp_path, redis_server) as first:
