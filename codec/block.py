@@ -164,8 +164,11 @@ class BlockFormat:
 
     def varies(self, exact: int) -> bool:
         """Whether blocks may be of different sizes."""
-        made = sections(self.codec, self.shape, exact)
-        return self._may_be_whole(exact) or any(self._codecs[section.codec].varies for section in made)
+        return self._may_be_whole(exact) or self.codes_vary(exact)
+
+    def codes_vary(self, exact: int) -> bool:
+        """The same of blocks of which no more is exact than that."""
+        return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:
         """Whether a block may be kept exact as a whole, of which no more is asked than its first tokens."""
