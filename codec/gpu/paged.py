@@ -99,6 +99,11 @@ class PagedLayout:
         """What of it is for codecs."""
         return self.latents or self
 
+    def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
+        """The sections of numbers that stay as they are, if so many first tokens do: whose, and of how many tokens."""
+        rope = [(self, self.tokens)] if self.latents else []
+        return [*rope, *([(self.coded, exact)] if exact else [])]
+
 
 @dataclass(frozen=True)
 class RawLayout:

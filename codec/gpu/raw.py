@@ -1,5 +1,5 @@
-"""Blocks of bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, as they are or in fewer
-bits, and caches of vLLM's own codes, which nobody looks into.
+"""Blocks of bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, as they are or in
+fewer bits, and caches of vLLM's own codes, which nobody looks into.
 
 The bytes are moved by torch's operations, on whatever device; on a GPU the kernels of all codecs make the checksums,
 since torch would start one operation a kibibyte. Nothing here makes the host wait for the device.
@@ -12,6 +12,7 @@ from functools import lru_cache
 import torch
 from torch import Tensor
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.state import StateSections
 from manthan.codec.errors import ShapeError
@@ -141,4 +142,4 @@ def _units(codes: Tensor) -> Tensor:
 @lru_cache
 def seals(device: torch.device) -> Module:
     """The kernels that seal blocks and check them, whatever is in them. Raises CompileError."""
-    return Module(f"{constants(ANY_CODEC, 128, torch.bfloat16, True, True)}\n{sources(SOURCES)}", device)
+    return Module(f"{constants(ANY_CODEC, 128, Dtype.BFLOAT16, True, True)}\n{sources(SOURCES)}", device)

@@ -53,8 +53,8 @@ def checksums(blocks: Tensor) -> Tensor:
 
 
 class _Kept(NamedTuple):
-    """A section of numbers that stay as they are. views: [blocks, heads, tokens, head_dim] of each layer's keys, then of
-    its values. start: its offset within an encoded block."""
+    """A section of numbers that stay as they are. views: [blocks, heads, tokens, head_dim] of all layers' keys, then of
+    their values. start: its offset within an encoded block."""
 
     views: tuple[Tensor, ...]
     start: int
@@ -123,11 +123,10 @@ class TorchPagedCodec(PagedCodec):
 
     def _plan(self, exact: int) -> _Plan:
         if exact not in self._plans:
-            whole, layout, form, tokens = self.layout, self._coded, self.form(exact), self.layout.tokens - exact
-            runs = [(whole, whole.tokens)] * (whole.latents is not None) + [(layout, exact)] * (exact > 0)
+            layout, form, tokens = self._coded, self.form(exact), self.layout.tokens - exact
             kept = [
                 _Kept(tuple(view for at in each.ats for view in _views(each, at, 0, first)), start)
-                for (each, first), start in zip(runs, form.starts, strict=False)
+                for (each, first), start in zip(self.layout.kept(exact), form.starts, strict=False)
             ]
             starts = form.starts[-len(layout.ats) :] if tokens else ()
             halves = [
@@ -217,11 +216,8 @@ class TorchPagedCodec(PagedCodec):
             _write(view, block_ids, place.contiguous().view(dtype).view(n, *view.shape[1:]), good)
         for part in self._parts(plan, n):
             x = part.half.coder.decode(self._codes(rows, part), turns)
-            blocks = (
-                cast(x, layout.number)
-                .view(dtype)
-                .view(n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
-            )
+            shape = (n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
+            blocks = cast(x, layout.number).view(dtype).view(shape)
             for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
                 _write(view, block_ids, new, good)
 

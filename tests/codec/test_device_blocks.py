@@ -1,5 +1,5 @@
-"""Latents, fp8 and recurrent states on a GPU, by torch's operations on the CPU: the same encoded blocks as numpy's, and the
-same numbers back."""
+"""Latents, fp8 and recurrent states on a GPU, by torch's operations on the CPU: the same encoded blocks as numpy's, and
+the same numbers back."""
 
 from dataclasses import replace
 

@@ -1,5 +1,5 @@
-"""Paged caches on any device whose blocks are more than keys and values in the model's dtype: latents (MLA), fp8, recurrent
-states. What a GPU's codec makes of them is compared with numpy, byte for byte."""
+"""Paged caches on any device whose blocks are more than keys and values in the model's dtype: latents (MLA), fp8,
+recurrent states. What a GPU's codec makes of them is compared with numpy, byte for byte."""
 
 import math
 from collections.abc import Callable
@@ -24,7 +24,8 @@ CPU = torch.device("cpu")
 
 class World:
     """A paged cache, a codec over it, and room for codes full of 170. bits: all of the cache's numbers as integers,
-    [layers, blocks, numbers of a block]. places: of a block's keys and values in those, in the order of their shapes."""
+    [layers, blocks, numbers of a block]. places: where in those a block's keys and values are, in the order of their
+    shapes."""
 
     def __init__(
         self, bits: torch.Tensor, places: list[np.ndarray], codec: PagedCodec, format: BlockFormat, exact: int = 0
@@ -68,14 +69,19 @@ class World:
         numbers = self.numbers(IDS[i])
         return self.format.encode(*numbers, key=KEYS[i], first_token=FIRST_TOKENS[i], exact=self.exact)
 
-    def check(self) -> None:
-        """Both ways, bit for bit, and nothing else is written."""
+    def check(self, rare: float = 0.0) -> None:
+        """Both ways, bit for bit, and nothing else is written. rare: the share of bits of codes that may differ."""
         before = self.bits.clone()
         assert self.encode() == [None] * 4
         for i in range(4):
-            assert np.array_equal(self.block(i), self.by_numpy(i))
+            found, right = self.block(i), self.by_numpy(i)
+            assert len(found) == len(right)
+            assert np.array_equal(found[16 : self.form.header.nbytes], right[16 : self.form.header.nbytes])
+            differ = int(np.unpackbits(found[16:] ^ right[16:]).sum())
+            assert differ <= rare * 8 * len(right)
+            assert rare or np.array_equal(found, right)
         assert torch.equal(self.bits, before)
-        self.check_decoding()
+        self.check_decoding(100 * rare)
         others = [block for block in range(BLOCKS) if block not in TARGETS]
         assert torch.equal(self.bits[:, others], before[:, others])
         outside = torch.ones(len(self.codes), dtype=torch.bool)
@@ -83,12 +89,15 @@ class World:
             outside[offset : offset + self.form.nbytes] = False
         assert bool((self.codes.cpu()[outside] == 170).all())
 
-    def check_decoding(self) -> None:
+    def check_decoding(self, rare: float = 0.0) -> None:
+        """rare: the share of numbers that may differ."""
         assert self.decode() == [None] * 4
         for i, target in enumerate(TARGETS):
             right = self.format.decode(self.block(i), key=KEYS[i])
             for x, y in zip(right, self.numbers(target), strict=True):
-                assert x.tobytes() == y.tobytes()
+                differ = int((np.ascontiguousarray(x).view(y.dtype) != y).sum())
+                assert differ <= rare * x.size
+                assert rare or x.tobytes() == y.tobytes()
 
 
 Make = Callable[[Any, BlockFormat], PagedCodec]
@@ -132,7 +141,7 @@ def fp8(
     device: torch.device = CPU,
     facts: ModelFacts | None = None,
 ) -> World:
-    """Heads beside each other, numbers that are finite: of all sizes, and none."""
+    """Heads beside each other; numbers that are finite, of all sizes."""
     chance = np.random.default_rng(head_dim + tokens)
     number = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}[kind]
     shape = (LAYERS, BLOCKS, tokens, heads, 2, head_dim)
