@@ -222,7 +222,7 @@ class Shape:
 
     token_nbytes: bf16 bytes that a token takes in all layers, as far as vLLM keeps each of its blocks. groups: of
     windows and of states, beside that with full attention. window: tokens that the former look back; 0 for states.
-    is_latent: whether there are latents (MLA), which a GPU keeps as they are.
+    is_latent: whether there are latents (MLA), of whose codes fewer fit into a store than of keys' and values'.
     """
 
     vocabulary: int

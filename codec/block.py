@@ -164,8 +164,11 @@ class BlockFormat:
 
     def varies(self, exact: int) -> bool:
         """Whether blocks may be of different sizes."""
-        made = sections(self.codec, self.shape, exact)
-        return self._may_be_whole(exact) or any(self._codecs[section.codec].varies for section in made)
+        return self._may_be_whole(exact) or self.codes_vary(exact)
+
+    def codes_vary(self, exact: int) -> bool:
+        """The same of blocks of which no more is exact than that."""
+        return any(self._codecs[section.codec].varies for section in sections(self.codec, self.shape, exact))
 
     def _may_be_whole(self, exact: int) -> bool:
         """Whether a block may be kept exact as a whole, of which no more is asked than its first tokens."""
@@ -183,7 +186,7 @@ class BlockFormat:
         for section in found:
             if section.codec not in self._codecs:
                 raise UnknownBlockCodecError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.")
-        exact = _exact_of(found)
+        exact = exact_of(found)
         tokens = self.shape.tokens
         if header.tokens != tokens or exact > tokens or found != sections(self.codec, self.shape, exact):
             raise SizeError(f"{header.tokens} tokens in {found} are not a block of {self.shape}.")
@@ -250,7 +253,7 @@ AS_KEYS = (SectionKind.KEYS, SectionKind.RAW)
 """What stands in the keys' place; values and latents stand in the values'."""
 
 
-def _exact_of(found: Sequence[Section]) -> int:
+def exact_of(found: Sequence[Section]) -> int:
     """How many of the first tokens are exact, if these sections are a block's."""
     runs = [section for section in found if section.kind in (SectionKind.BOTH, SectionKind.LATENT)]
     return runs[0].tokens if runs and runs[0].codec == EXACT else 0

@@ -199,6 +199,13 @@ def peek(data: Codes) -> Front:
     return front
 
 
+def peek_sections(data: Codes, front: Front) -> tuple[Section, ...]:
+    """The sections that a block with this header says it has. Raises SizeError."""
+    if HEADER.size + ENTRY.size * front.sections > data.size:
+        raise SizeError(f"a block of {data.size} bytes cannot have {front.sections} sections.")
+    return tuple(_entry(data, HEADER.size + ENTRY.size * n)[0] for n in range(front.sections))
+
+
 def field_cause(offset: int) -> str:
     """The `WireError.cause` that fits a header whose byte at `offset` is not as expected."""
     return next(cause for cause, end in FIELD_ENDS if offset < end)

@@ -58,8 +58,8 @@ def is_on_gpu(vllm_config: "VllmConfig") -> bool:
 
 
 def keeps_bytes(vllm_config: "VllmConfig") -> bool:
-    """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them, or
-    they are on a GPU, whose kernels know neither fp8 nor latents (MLA)."""
-    cache = vllm_config.cache_config
-    unknown = vllm_config.model_config.use_mla or not is_plain(cache)
+    """Whether blocks are kept cold as the bytes that they are, whatever codec is asked for: only vLLM can read them;
+    or, on a GPU, they are of latents (MLA) in fp8, or beside states, whose pages are padded then."""
+    cache, model = vllm_config.cache_config, vllm_config.model_config
+    unknown = model.use_mla and (model.is_hybrid or not is_plain(cache))
     return is_packed(cache) or (unknown and is_on_gpu(vllm_config))

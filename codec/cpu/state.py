@@ -26,16 +26,16 @@ class StateSections(SectionCodec):
     """name: one of STATE_CODECS. Raises ShapeError, in each method, for sections that are not of this layout."""
 
     def __init__(self, name: str, layout: StateLayout) -> None:
-        self.name, self._layout, self._is_int8 = name, layout, name == STATE_CODECS["int8"]
+        self.name, self.layout, self.is_int8 = name, layout, name == STATE_CODECS["int8"]
 
     def max_nbytes(self, section: Section) -> int:
         self._check(section)
-        return sum(map(self._coded_nbytes, self._layout.parts))
+        return sum(map(self.coded_nbytes, self.layout.parts))
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
         self._check(section)
-        pages, start, end = x.reshape(self._layout.layers, self._layout.layer_nbytes), 0, 0
-        for part in self._layout.parts:
+        pages, start, end = x.reshape(self.layout.layers, self.layout.layer_nbytes), 0, 0
+        for part in self.layout.parts:
             found = np.ascontiguousarray(pages[:, start : start + part.nbytes])
             start += part.nbytes
             for made in self._encoded(found, part):
@@ -48,44 +48,44 @@ class StateSections(SectionCodec):
         nbytes = self.max_nbytes(section)
         if codes.size != nbytes:
             raise SizeError(f"{codes.size} bytes are not states of {section.layers} layers: {nbytes} are.")
-        layout, start, end = self._layout, 0, 0
+        layout, start, end = self.layout, 0, 0
         pages: Codes = np.zeros((layout.layers, layout.layer_nbytes), np.uint8)
         for part in layout.parts:
-            some = codes[end : end + self._coded_nbytes(part)]
+            some = codes[end : end + self.coded_nbytes(part)]
             pages[:, start : start + part.nbytes] = self._decoded(some, part).view(np.uint8).reshape(layout.layers, -1)
             start, end = start + part.nbytes, end + some.size
         return pages.reshape(section.shape)
 
     def _check(self, section: Section) -> None:
-        expected = self._layout.layers * self._layout.layer_nbytes
+        expected = self.layout.layers * self.layout.layer_nbytes
         if section.dtype is not Dtype.UINT8 or math.prod(section.shape) != expected:
             raise ShapeError(f"{section.shape} in {section.dtype.name} are not the {expected} bytes of states.")
 
-    def _is_exact(self, part: StatePart) -> bool:
+    def is_exact(self, part: StatePart) -> bool:
         """Whether the part would become no smaller, or must not."""
-        return not part.row or (part.dtype.numpy.itemsize <= 2 and not self._is_int8)
+        return not part.row or (part.dtype.numpy.itemsize <= 2 and not self.is_int8)
 
     def _numbers(self, part: StatePart) -> int:
         """Of all layers."""
-        return self._layout.layers * part.nbytes // part.dtype.numpy.itemsize
+        return self.layout.layers * part.nbytes // part.dtype.numpy.itemsize
 
-    def _coded_nbytes(self, part: StatePart) -> int:
+    def coded_nbytes(self, part: StatePart) -> int:
         """Of all layers."""
-        if self._is_exact(part):
-            return self._layout.layers * part.nbytes
+        if self.is_exact(part):
+            return self.layout.layers * part.nbytes
         numbers = self._numbers(part)
-        return numbers + 4 * (numbers // part.row) if self._is_int8 else 2 * numbers
+        return numbers + 4 * (numbers // part.row) if self.is_int8 else 2 * numbers
 
     def _encoded(self, found: Codes, part: StatePart) -> list[npt.NDArray[np.generic]]:
         """What is written for a part of all layers, uint8 [layers, bytes]."""
-        if self._is_exact(part):
+        if self.is_exact(part):
             return [found]
         x = as_floats(found.reshape(-1).view(part.dtype.numpy)).reshape(-1, part.row)
         largest = np.abs(x).max(axis=1)
         if not np.isfinite(largest).all():
             at = int(np.argmin(np.isfinite(largest)))
             raise NonFiniteError(f"row {at} of the recurrent states has a number that is not finite.", at)
-        if not self._is_int8:
+        if not self.is_int8:
             return [as_numbers(x.copy(), Dtype.BFLOAT16)]
         scales: Floats = largest / np.float32(LEVELS)
         steps = np.divide(x, scales[:, None], out=np.zeros_like(x), where=scales[:, None] > 0)
@@ -93,10 +93,10 @@ class StateSections(SectionCodec):
 
     def _decoded(self, codes: Codes, part: StatePart) -> npt.NDArray[np.generic]:
         """A part's bytes or numbers, of all layers."""
-        if self._is_exact(part):
+        if self.is_exact(part):
             return codes
         numbers = self._numbers(part)
-        if not self._is_int8:
+        if not self.is_int8:
             return as_numbers(as_floats(codes.view(np.uint16)), part.dtype)
         rows = numbers // part.row
         scales, steps = codes[: 4 * rows].copy().view(np.float32), codes[4 * rows :].view(np.int8)

@@ -9,7 +9,7 @@ from typing import NamedTuple, Self
 import numpy as np
 import torch
 
-from manthan.codec.base import CodecSpec, align16
+from manthan.codec.base import CodecSpec, Dtype, align16
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import xxh3
 from manthan.codec.gpu.nvrtc import ALONE, THREADS, Module
@@ -18,7 +18,8 @@ from manthan.codec.registry import SPECS
 from manthan.codec.tables.constants import tables
 from manthan.codec.tables.rotation import block_sizes, sign
 
-DTYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
+"""As DTYPE numbers them."""
 TENSOR_CORE_DIMS = (64, 128, 256)
 ALIGNMENT = 16
 """Bytes that kernels read at once where all vectors begin at multiples."""
@@ -38,6 +39,7 @@ class Job(ctypes.Structure):
         ("payload", ctypes.c_int64 * 2),
         ("ends", ctypes.c_int64 * 4),
         *((name, ctypes.c_int32) for name in ("head_stride", "token_stride", "n", "layers", "heads", "tokens")),
+        *((name, ctypes.c_int32) for name in ("kinds", "vector_nbytes")),
     )
 
     @classmethod
@@ -59,11 +61,13 @@ class Job(ctypes.Structure):
             block_stride=layout.block_stride,
             head_stride=layout.head_stride,
             token_stride=layout.token_stride,
-            at=tuple(at + first_token * layout.token_stride for at in (layout.key_at, layout.value_at)),
+            at=tuple(at + first_token * layout.token_stride for at in layout.ats),
             payload=tuple(payload),
             layers=len(layout.caches),
             heads=layout.heads,
             tokens=tokens,
+            kinds=len(layout.ats),
+            vector_nbytes=layout.head_dim * layout.number.itemsize,
         )
 
     def of(self, batch: Batch, codes: torch.Tensor) -> Self:
@@ -84,7 +88,7 @@ class Plan(NamedTuple):
 
 
 class CudaPagedCodec(PagedCodec):
-    """`PagedCodec` on one CUDA device of compute capability 8.0 or newer. Raises CompileError."""
+    """`PagedCodec` of keys and values on one CUDA device of compute capability 8.0 or newer. Raises CompileError."""
 
     layout: PagedLayout
 
@@ -121,14 +125,11 @@ class CudaPagedCodec(PagedCodec):
         if exact not in self._plans:
             layout, coded = self.layout, self.layout.tokens - exact
             whole = coded % TILE == 0
-            kernels = module(self.spec, layout.head_dim, layout.caches[0].dtype, self.device, is_aligned(layout), whole)
+            kernels = module(self.spec, layout.head_dim, layout.dtype, self.device, is_aligned(layout), whole)
             heads = 2 * len(layout.caches) * layout.heads
             jobs: dict[str, tuple[Job, int]] = {}
-            if exact:
-                jobs |= dict.fromkeys(
-                    ("encode_exact", "decode_exact", "seal", "verify"),
-                    (exact_job(layout, self._addresses, self.form(exact), exact), heads),
-                )
+            for job in exact_jobs(layout, self._addresses, self.form(exact), exact):
+                jobs |= dict.fromkeys(("encode_exact", "decode_exact", "seal", "verify"), (job, heads))
             if coded:
                 tiles = heads * -(-coded // TILE)
                 jobs |= dict.fromkeys(("encode", "decode", "seal", "verify"), (self._coded_job(exact), tiles))
@@ -153,25 +154,29 @@ def addresses(layout: PagedLayout) -> torch.Tensor:
     return torch.tensor([layer.data_ptr() for layer in layout.caches], device=layout.caches[0].device)
 
 
-def exact_job(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> Job:
-    """The section of exact tokens. caches: `addresses`."""
-    start = form.starts[0]
-    return Job.plan(layout, caches, form, 0, exact, (start, start + form.sizes[0] // 2))
+def exact_jobs(layout: PagedLayout, caches: torch.Tensor, form: Form, exact: int) -> list[Job]:
+    """The sections that stay as they are, where so many first tokens do. caches: `addresses`."""
+    return [
+        Job.plan(each, caches, form, 0, tokens, (start, start + size // 2))
+        for (each, tokens), start, size in zip(layout.kept(exact), form.starts, form.sizes, strict=False)
+    ]
 
 
 def is_aligned(layout: PagedLayout) -> bool:
-    """Whether all vectors begin at multiples of ALIGNMENT."""
-    strides = (layout.block_stride, layout.head_stride, layout.token_stride, layout.key_at, layout.value_at)
-    size = layout.caches[0].itemsize
-    return not any(stride * size % ALIGNMENT for stride in strides) and not any(
+    """Whether all vectors begin at multiples of ALIGNMENT, and are of as many bytes."""
+    parts = [layout, layout.coded]
+    numbers = [
+        number
+        for part in parts
+        for number in (part.block_stride, part.head_stride, part.token_stride, part.head_dim, *part.ats)
+    ]
+    return not any(number * layout.number.itemsize % ALIGNMENT for number in numbers) and not any(
         layer.data_ptr() % ALIGNMENT for layer in layout.caches
     )
 
 
 @lru_cache
-def module(
-    spec: CodecSpec, head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, whole: bool
-) -> Module:
+def module(spec: CodecSpec, head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, whole: bool) -> Module:
     """The kernels for vectors of this size and dtype, compiled at the first call (a second or two).
 
     aligned: whether all vectors begin at multiples of 16 bytes. whole: whether a head's coded tokens in a block are a
@@ -189,7 +194,7 @@ def sources(names: Sequence[str]) -> str:
     return "\n".join((folder / name).read_text() for name in names)
 
 
-def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool, whole: bool) -> str:
+def constants(spec: CodecSpec, head_dim: int, dtype: Dtype, aligned: bool, whole: bool) -> str:
     """What the sources expect ahead of them."""
     macros = {
         "THREADS": THREADS,
@@ -198,10 +203,10 @@ def constants(spec: CodecSpec, head_dim: int, dtype: torch.dtype, aligned: bool,
         "VALUE_BITS": spec.value_bits,
         "ROTATED": int(spec.rotated),
         "UNBIASED": int(spec.unbiased),
-        "DTYPE": DTYPES[dtype],
+        "DTYPE": DTYPES.index(dtype),
         "ALIGNED": int(aligned),
         "WHOLE": int(whole),
-        "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype is not torch.float32),
+        "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype.numpy.itemsize == 2),
     }
     made = tables(head_dim, 3, spec.rotated)
     signs = [sum((sign(i + j) < 0) << j for j in range(32)) for i in range(0, head_dim, 32)]

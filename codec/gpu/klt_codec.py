@@ -18,13 +18,13 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from manthan.codec.base import CodecSpec, Kind
+from manthan.codec.base import CodecSpec, Dtype, Kind
 from manthan.codec.block import BlockFormat
 from manthan.codec.centred import K4V2C, Places
 from manthan.codec.cpu.klt import START
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
-from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_job, is_aligned, sources
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_tables import RowTables, Transforms
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
@@ -79,17 +79,17 @@ class Sections(ctypes.Structure):
     @classmethod
     def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec) -> Self:
         """For the sections of the tokens that are not exact. caches: `addresses`. fallback: of sections in form 1."""
-        layers, tokens = len(layout.caches), layout.tokens - exact
-        sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in KINDS)
+        layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
+        sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in kinds)
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
-            at=tuple(at + exact * layout.token_stride for at in (layout.key_at, layout.value_at)),
+            at=tuple(at + exact * layout.token_stride for at in layout.ats),
             head_stride=layout.head_stride,
             token_stride=layout.token_stride,
             head_nbytes=form.header.nbytes,
-            start=form.starts[-2],
-            limits=form.sizes[-2:],
+            start=form.starts[-len(kinds)],
+            limits=form.sizes[-len(kinds) :],
             centred=tuple(START + size for size in sizes),
             layers=layers,
             heads=layout.heads,
@@ -97,7 +97,7 @@ class Sections(ctypes.Structure):
             streams=streams_of(tokens * layout.heads * layout.head_dim),
             first_token=exact,
             block_tokens=layout.tokens,
-            rows=2 * layers,
+            rows=len(kinds) * layers,
             rope_scale=rope.scale,
         )
 
@@ -169,7 +169,7 @@ class KltPagedCodec(PagedCodec):
         largest = max(self._tables.encoding.nbytes, self._tables.decoding.nbytes)
         properties: Any = torch.cuda.get_device_properties(self.device)  # of more than its stubs know
         self._shared = largest <= properties.shared_memory_per_block_optin
-        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        shape, pairs = (layout.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
@@ -259,7 +259,7 @@ class KltPagedCodec(PagedCodec):
     def _plan(self, exact: int) -> Plan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
-            kept = exact_job(layout, self._addresses, form, exact) if exact else None
+            kept = next(iter(exact_jobs(layout, self._addresses, form, exact)), None)
             if exact == layout.tokens:
                 assert kept is not None
                 self._plans[exact] = Plan(kept, None, kept)
@@ -272,11 +272,11 @@ class KltPagedCodec(PagedCodec):
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+    head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
 ) -> Module:
     """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
     into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
+    macros = {"KINDS": len(KINDS), "SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
     macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved}
     lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
     lines += [f"#define {name} {int(value)}" for name, value in macros.items()]

@@ -14,6 +14,7 @@ import torch
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
 from manthan.codec.rope import Rope
@@ -28,6 +29,8 @@ BAD_HEADER = -2
 """Minus the offset of the first byte of the header that is not the expected one."""
 
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
+
+FP8 = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}
 
 UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -51,9 +54,11 @@ class Layout(Protocol):
 class PagedLayout:
     """Where the vectors of a paged cache lie.
 
-    caches: a tensor for each layer, of one dtype (bfloat16, float16 or float32) on one device. The first number of a
-    vector of head h, token t in block i is at element `at + i * block_stride + h * head_stride + t * token_stride`
-    from the tensor's first, with `at` key_at or value_at; its other numbers follow it.
+    caches: a tensor for each layer, of one dtype (bfloat16, float16, float32, or uint8 that holds fp8's bits) on one
+    device. The first number of a vector of head h, token t in block i is at element
+    `at + i * block_stride + h * head_stride + t * token_stride` from the tensor's first, with `at` key_at or value_at;
+    its other numbers follow it. value_at: None where there are no values. fp8: of which kind numbers of 8 bits are.
+    latents: where they lie (MLA), their pieces as heads of keys without values; the keys here are RoPE's part then.
     """
 
     caches: tuple[torch.Tensor, ...]
@@ -64,13 +69,40 @@ class PagedLayout:
     head_stride: int
     token_stride: int
     key_at: int
-    value_at: int
+    value_at: int | None
+    fp8: Dtype | None = None
+    latents: "PagedLayout | None" = None
+
+    @property
+    def dtype(self) -> Dtype:
+        """Of its numbers."""
+        return self.fp8 or DTYPES[self.caches[0].dtype]
+
+    @property
+    def number(self) -> torch.dtype:
+        """The same as torch has it."""
+        return FP8[self.fp8] if self.fp8 else self.caches[0].dtype
 
     @property
     def shape(self) -> BlockShape:
         """Of its blocks."""
-        cache = self.caches[0]
-        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, DTYPES[cache.dtype])
+        latent = self.latents.heads * self.latents.head_dim if self.latents else 0
+        return BlockShape(len(self.caches), self.heads, self.tokens, self.head_dim, self.dtype, latent)
+
+    @property
+    def ats(self) -> tuple[int, ...]:
+        """Where its keys begin, and its values, if there are any."""
+        return (self.key_at,) if self.value_at is None else (self.key_at, self.value_at)
+
+    @property
+    def coded(self) -> "PagedLayout":
+        """What of it is for codecs."""
+        return self.latents or self
+
+    def kept(self, exact: int) -> "list[tuple[PagedLayout, int]]":
+        """The sections of numbers that stay as they are, if so many first tokens do: whose, and of how many tokens."""
+        rope = [(self, self.tokens)] if self.latents else []
+        return [*rope, *([(self.coded, exact)] if exact else [])]
 
 
 @dataclass(frozen=True)
@@ -102,7 +134,7 @@ class Form(NamedTuple):
 
     header: with no key. sizes: of their sections, in bytes; where the codec has no fixed rate, the most that they take.
     starts: where sections of these sizes begin. nbytes: of a block of such sections. varies: whether blocks may be
-    smaller.
+    smaller, since sections in the codec may.
     """
 
     header: BlockHeader
@@ -115,7 +147,8 @@ class Form(NamedTuple):
         """Whether a block may have so many bytes."""
         if not self.varies:
             return nbytes == self.nbytes
-        return self.starts[-2] + 2 * ALIGNMENT <= nbytes <= self.nbytes and nbytes % ALIGNMENT == 0
+        coded = sum(section.codec != EXACT for section in self.header.sections)
+        return self.starts[-coded] + coded * ALIGNMENT <= nbytes <= self.nbytes and nbytes % ALIGNMENT == 0
 
 
 class Batch(NamedTuple):
@@ -157,7 +190,7 @@ class PagedCodec(ABC):
         """Of blocks whose first `exact` tokens are kept as they are. Raises ShapeError."""
         if exact not in self._forms:
             header, sizes = self.format.header(b"", 0, exact), self.format.max_sizes(exact)
-            varies = self.format.varies(exact)
+            varies = self.format.codes_vary(exact)
             self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 

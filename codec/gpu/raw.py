@@ -1,23 +1,28 @@
-"""Blocks of bytes that nobody looks into, between a paged cache and encoded blocks on a GPU: states of recurrent
-layers, and caches of fp8 or of codes of vLLM's own.
+"""Blocks of bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, as they are or in
+fewer bits, and caches of vLLM's own codes, which nobody looks into.
 
 The bytes are moved by torch's operations, on whatever device; on a GPU the kernels of all codecs make the checksums,
 since torch would start one operation a kibibyte. Nothing here makes the host wait for the device.
 """
 
+import math
 from collections.abc import Iterator
 from functools import lru_cache
 
 import torch
 from torch import Tensor
 
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
+from manthan.codec.cpu.state import StateSections
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.cuda_codec import Job, constants, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayout
+from manthan.codec.gpu.states import StateCoder
 from manthan.codec.gpu.torch_codec import checksums, header_status
 from manthan.codec.registry import SPECS
+from manthan.codec.state import STATE_CODECS
 from manthan.codec.wire import CHECKSUM
 
 BYTES_AT_ONCE = 2**27
@@ -28,7 +33,8 @@ ANY_CODEC = SPECS["k3v3"]
 
 
 class RawPagedCodec(PagedCodec):
-    """`PagedCodec` for them: a block is one section, its bytes as they are, layer by layer.
+    """`PagedCodec` for them: a block is one section, its bytes as they are, layer by layer, or what `StateCoder` makes
+    of them.
 
     All of its forms are one: no first token is more exact than others. kernels: `seals`; None for torch's own
     operations. Raises ShapeError.
@@ -38,23 +44,24 @@ class RawPagedCodec(PagedCodec):
 
     def __init__(self, layout: RawLayout, format: BlockFormat, kernels: Module | None = None) -> None:
         super().__init__(layout, format)
-        form = self.form(0)
-        [found] = form.sizes
+        form, found = self.form(0), math.prod(format.shape.numbers)
         nbytes = sum(cache.shape[1] for cache in layout.caches)
         if nbytes != found:
             raise ShapeError(f"a block of {format.shape} has {found} bytes: the layers have {nbytes}.")
-        self._nbytes, self._start = form.nbytes, form.starts[0]
+        self._nbytes, self._raw_nbytes, self._start = form.nbytes, nbytes, form.starts[0]
+        state, codes_states = format.facts.state, format.codec in STATE_CODECS.values()
+        self._coder = StateCoder(StateSections(format.codec, state)) if state and codes_states else None
         self._unit = layout.unit
         self._caches = [cache.view(self._unit) for cache in layout.caches]
         self._kernels = kernels
         self._job = Job(nbytes=form.nbytes, head_nbytes=form.header.nbytes)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Any bytes can be: each status becomes GOOD."""
+        """Any bytes can be, and each status becomes GOOD, but for states that are coded and not finite."""
         batch.status.fill_(GOOD)
         with torch.inference_mode():
             for some in self._batches(batch):
-                rows = self._gathered(batch.block_ids[some], batch.headers[some])
+                rows = self._unsealed(batch, some)
                 if self._kernels is None:
                     rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
                 _units(codes).index_copy_(0, self._places(batch.offsets[some]), _units(rows.view(-1)))
@@ -72,22 +79,35 @@ class RawPagedCodec(PagedCodec):
         with torch.inference_mode():
             for some in self._batches(batch):
                 rows, block_ids = self._rows(codes, batch.offsets[some]), batch.block_ids[some]
-                good = (batch.status[some] == GOOD)[:, None]
-                for cache, new in self._by_layer(rows):
+                good, at = (batch.status[some] == GOOD)[:, None], self._start
+                if self._coder is not None:
+                    rows, at = self._coder.decode(rows[:, at : at + self._coder.nbytes]), 0
+                for cache, new in self._by_layer(rows, at):
                     old = cache.index_select(0, block_ids)
                     cache.index_copy_(0, block_ids, torch.where(good, new, old))
 
-    def _gathered(self, block_ids: Tensor, headers: Tensor) -> Tensor:
-        """Encoded blocks [n, nbytes], unsealed."""
+    def _unsealed(self, batch: Batch, some: slice) -> Tensor:
+        """Encoded blocks [n, nbytes]; the status of states that cannot be is written."""
+        block_ids, headers = batch.block_ids[some], batch.headers[some]
         rows = torch.zeros((len(block_ids), self._nbytes), dtype=torch.uint8, device=self.device)
         rows[:, : headers.shape[1]] = headers
-        for cache, place in self._by_layer(rows):
-            place.copy_(cache.index_select(0, block_ids))
+        if self._coder is None:
+            self._gather(block_ids, rows, self._start)
+            return rows
+        states = torch.empty((len(block_ids), self._raw_nbytes), dtype=torch.uint8, device=self.device)
+        self._gather(block_ids, states, 0)
+        codes, batch.status[some] = self._coder.encode(states)
+        rows[:, self._start : self._start + codes.shape[1]] = codes
         return rows
 
-    def _by_layer(self, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Each layer's cache, and its part of encoded blocks [n, nbytes], in units."""
-        units, at = rows.view(self._unit), self._start // self._unit.itemsize
+    def _gather(self, block_ids: Tensor, rows: Tensor, start: int) -> None:
+        """The blocks' bytes to rows [n, bytes], from there on."""
+        for cache, place in self._by_layer(rows, start):
+            place.copy_(cache.index_select(0, block_ids))
+
+    def _by_layer(self, rows: Tensor, start: int) -> Iterator[tuple[Tensor, Tensor]]:
+        """Each layer's cache, and its part of rows [n, bytes] that have the first's from `start` on, in units."""
+        units, at = rows.view(self._unit), start // self._unit.itemsize
         for cache in self._caches:
             end = at + cache.shape[1]
             yield cache, units[:, at:end]
@@ -104,7 +124,7 @@ class RawPagedCodec(PagedCodec):
 
     def _batches(self, batch: Batch) -> Iterator[slice]:
         """Runs of as many blocks as are worked on at once."""
-        n, step = len(batch.block_ids), max(1, BYTES_AT_ONCE // self._nbytes)
+        n, step = len(batch.block_ids), max(1, BYTES_AT_ONCE // max(self._nbytes, self._raw_nbytes))
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
     def _launch(self, name: str, batch: Batch, codes: Tensor) -> None:
@@ -122,4 +142,4 @@ def _units(codes: Tensor) -> Tensor:
 @lru_cache
 def seals(device: torch.device) -> Module:
     """The kernels that seal blocks and check them, whatever is in them. Raises CompileError."""
-    return Module(f"{constants(ANY_CODEC, 128, torch.bfloat16, True, True)}\n{sources(SOURCES)}", device)
+    return Module(f"{constants(ANY_CODEC, 128, Dtype.BFLOAT16, True, True)}\n{sources(SOURCES)}", device)

@@ -21,6 +21,7 @@ from manthan.codec.wire import CHECKSUM
 
 NUMBERS_AT_ONCE = 2**22
 """Of keys or values: each temporary of encoding and decoding is about four times as many bytes."""
+KINDS: tuple[Kind, ...] = ("key", "value")
 BYTES_AT_ONCE = 2**25
 """Of encoded blocks: the checksums' temporaries are about five times as large."""
 
@@ -51,6 +52,14 @@ def checksums(blocks: Tensor) -> Tensor:
     return merged ^ _shift(merged, 32)
 
 
+class _Kept(NamedTuple):
+    """A section of numbers that stay as they are. views: [blocks, heads, tokens, head_dim] of all layers' keys, then of
+    their values. start: its offset within an encoded block."""
+
+    views: tuple[Tensor, ...]
+    start: int
+
+
 class _Half(NamedTuple):
     """Keys or values, those that are not kept exact. views: [blocks, heads, tokens, head_dim] of each layer's cache.
     start: the codes' offset within an encoded block."""
@@ -69,12 +78,10 @@ class _Part(NamedTuple):
 
 
 class _Plan(NamedTuple):
-    """How blocks of one form are worked on. exact: views of all layers' keys, then values, [blocks, heads, exact
-    tokens, head_dim], and exact_at: the offset of their bytes within an encoded block. coded: the other tokens."""
+    """How blocks of one form are worked on. coded: how many tokens are."""
 
     form: Form
-    exact: tuple[Tensor, ...]
-    exact_at: int
+    exact: tuple[_Kept, ...]
     halves: tuple[_Half, ...]
     coded: int
 
@@ -87,7 +94,7 @@ class TorchPagedCodec(PagedCodec):
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         self.spec = (SPECS | CENTRED)[format.codec]
         super().__init__(layout, format, format.facts.rope if self.spec.mean_bits else None)
-        self._plans: dict[int, _Plan] = {}
+        self._coded, self._plans = layout.coded, dict[int, _Plan]()
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """As `PagedCodec.encode` says."""
@@ -116,26 +123,27 @@ class TorchPagedCodec(PagedCodec):
 
     def _plan(self, exact: int) -> _Plan:
         if exact not in self._plans:
-            layout, form, coded = self.layout, self.form(exact), self.layout.tokens - exact
-            kinds: tuple[tuple[Kind, int], ...] = (("key", layout.key_at), ("value", layout.value_at))
-            kept = [view for _, at in kinds for view in _views(layout, at, 0, exact)] if exact else []
-            halves = [
-                self._half(kind, _views(layout, at, exact, coded), start)
-                for (kind, at), start in zip(kinds, form.starts[-2:], strict=False)
-                if coded
+            layout, form, tokens = self._coded, self.form(exact), self.layout.tokens - exact
+            kept = [
+                _Kept(tuple(view for at in each.ats for view in _views(each, at, 0, first)), start)
+                for (each, first), start in zip(self.layout.kept(exact), form.starts, strict=False)
             ]
-            self._plans[exact] = _Plan(form, tuple(kept), form.starts[0], tuple(halves), coded)
+            starts = form.starts[-len(layout.ats) :] if tokens else ()
+            halves = [
+                self._half(kind, _views(layout, at, exact, tokens), start)
+                for kind, at, start in zip(KINDS, layout.ats, starts, strict=False)
+            ]
+            self._plans[exact] = _Plan(form, tuple(kept), tuple(halves), tokens)
         return self._plans[exact]
 
     def _half(self, kind: Kind, views: tuple[Tensor, ...], start: int) -> _Half:
         """start: where the codes begin in an encoded block."""
-        tokens = views[0].shape[2]
-        runs = len(views) * self.layout.heads
-        return _Half(views, coder(self.spec, kind, runs, tokens, self.layout.head_dim, self.format.facts.rope), start)
+        _, heads, tokens, head_dim = views[0].shape
+        return _Half(views, coder(self.spec, kind, len(views) * heads, tokens, head_dim, self.format.facts.rope), start)
 
     def _batches(self, plan: _Plan, n: int) -> Iterator[slice]:
         """The n blocks in runs of as many as are worked on at once."""
-        layout = self.layout
+        layout = self._coded
         numbers = layout.heads * layout.tokens * layout.head_dim
         step = max(1, min(NUMBERS_AT_ONCE // numbers, BYTES_AT_ONCE // plan.form.nbytes))
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
@@ -143,18 +151,18 @@ class TorchPagedCodec(PagedCodec):
     def _parts(self, plan: _Plan, n: int) -> Iterator[_Part]:
         """All layers' coded keys and values, in parts fit for n blocks."""
         layers = len(self.layout.caches)
-        step = max(1, NUMBERS_AT_ONCE // max(1, n * self._per_layer(plan) * self.layout.head_dim))
+        step = max(1, NUMBERS_AT_ONCE // max(1, n * self._per_layer(plan) * self._coded.head_dim))
         for half in plan.halves:
             for first in range(0, layers, step):
                 yield _Part(half, first, min(first + step, layers))
 
     def _per_layer(self, plan: _Plan) -> int:
         """Coded vectors of one layer's keys, or values."""
-        return self.layout.heads * plan.coded
+        return self._coded.heads * plan.coded
 
     def _codes(self, rows: Tensor, part: _Part) -> list[Tensor]:
         """A part's codes as its coder has them: views [n, bytes] of encoded blocks [n, nbytes]."""
-        half, heads = part.half, self.layout.heads
+        half, heads = part.half, self._coded.heads
         first, last = part.first * heads, part.last * heads
         places = ((half.start + at, size) for at, size in half.coder.parts)
         return [rows[:, at + first * size : at + last * size] for at, size in places]
@@ -165,11 +173,11 @@ class TorchPagedCodec(PagedCodec):
 
     def _exact(self, plan: _Plan, rows: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Each view of exact tokens, and its bytes as a view [n, bytes] of encoded blocks [n, nbytes]."""
-        at = plan.exact_at
-        for view in plan.exact:
-            end = at + view[0].nbytes
-            yield view, rows[:, at:end]
-            at = end
+        for views, at in plan.exact:
+            for view in views:
+                end = at + view[0].nbytes
+                yield view, rows[:, at:end]
+                at = end
 
     def _encode(self, plan: _Plan, batch: Batch, some: slice) -> tuple[Tensor, Tensor]:
         """Encoded blocks uint8 [n, nbytes], and their status."""
@@ -182,7 +190,8 @@ class TorchPagedCodec(PagedCodec):
             place.copy_(view.index_select(0, block_ids).view(n, -1).view(torch.uint8))
         for part in self._parts(plan, n):
             views = part.half.views[part.first : part.last]
-            x = torch.stack([view.index_select(0, block_ids) for view in views], 1).to(torch.float32)
+            x = torch.stack([view.index_select(0, block_ids) for view in views], 1)
+            x = x.view(self._coded.number).to(torch.float32)
             made, finite = part.half.coder.encode(x.view(n, -1, *x.shape[3:]), turns)
             for place, codes in zip(self._codes(rows, part), made, strict=True):
                 place.copy_(codes)
@@ -201,13 +210,14 @@ class TorchPagedCodec(PagedCodec):
     def _restore(self, plan: _Plan, rows: Tensor, batch: Batch, some: slice) -> None:
         """Decode encoded blocks uint8 [n, nbytes] into the paged ones whose status is GOOD."""
         block_ids, good, turns = batch.block_ids[some], batch.status[some] == GOOD, self._turns(plan, batch, some)
-        n, layout = len(block_ids), self.layout
+        n, layout = len(block_ids), self._coded
         dtype = layout.caches[0].dtype
         for view, place in self._exact(plan, rows):
             _write(view, block_ids, place.contiguous().view(dtype).view(n, *view.shape[1:]), good)
         for part in self._parts(plan, n):
             x = part.half.coder.decode(self._codes(rows, part), turns)
-            blocks = cast(x, dtype).view(n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
+            shape = (n, part.last - part.first, layout.heads, plan.coded, layout.head_dim)
+            blocks = cast(x, layout.number).view(dtype).view(shape)
             for view, new in zip(part.half.views[part.first : part.last], blocks.unbind(1), strict=True):
                 _write(view, block_ids, new, good)
 
@@ -249,6 +259,7 @@ def _views(layout: PagedLayout, at: int, first: int, tokens: int) -> tuple[Tenso
     """[blocks, heads, tokens, head_dim] of each layer's cache, from a block's token `first` on; `at`: the first key or
     value."""
     inside = (layout.heads, tokens, layout.head_dim)
+    far = max(layout.ats)
     at += first * layout.token_stride
     strides = (layout.head_stride, layout.token_stride, 1)
     whole = zip((layout.heads, layout.tokens, layout.head_dim), strides, strict=True)
@@ -256,7 +267,7 @@ def _views(layout: PagedLayout, at: int, first: int, tokens: int) -> tuple[Tenso
     views = []
     for cache in layout.caches:
         extent = sum((size - 1) * stride for size, stride in zip(cache.shape, cache.stride(), strict=True))
-        blocks = 1 + (extent - max(layout.key_at, layout.value_at) - block) // layout.block_stride
+        blocks = 1 + (extent - far - block) // layout.block_stride
         view = cache.as_strided((blocks, *inside), (layout.block_stride, *strides), cache.storage_offset() + at)
         views.append(view)
     return tuple(views)

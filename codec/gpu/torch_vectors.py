@@ -15,7 +15,7 @@ from torch import Tensor
 from manthan.codec.tables.constants import Tables
 
 EXPONENT, MAGNITUDE = 0x7F800000, 0x7FFFFFFF
-FLOAT16_MAX = 65504.0
+LARGEST = {torch.float16: 65504.0, torch.float8_e4m3fn: 448.0, torch.float8_e5m2: 57344.0}
 
 
 def encode_vectors(x: Tensor, tables: Tables, bits: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -62,12 +62,11 @@ def decode_vectors(scales: Tensor, planes: Tensor, tables: Tables, bits: int) ->
 
 
 def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
-    """Decoded float32 numbers in the cache's dtype: ties to even, float16 within its range."""
+    """Decoded float32 numbers in the cache's dtype: ties to even, within the range of those that have less."""
     if dtype == torch.bfloat16:  # by its bits, for the sake of denormal numbers: some devices' casts flush them
         return round_bf16(x.view(torch.int32)).to(torch.int16).view(torch.bfloat16)
-    if dtype == torch.float16:
-        return x.clamp(-FLOAT16_MAX, FLOAT16_MAX).to(torch.float16)
-    return x.to(dtype)
+    largest = LARGEST.get(dtype)
+    return x.to(dtype) if largest is None else x.clamp(-largest, largest).to(dtype)
 
 
 def hadamard(x: Tensor, blocks: Sequence[int]) -> Tensor:

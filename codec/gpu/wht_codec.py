@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.base import align16
+from manthan.codec.base import Dtype, align16
 from manthan.codec.block import BlockFormat, sections
 from manthan.codec.cpu.rans import ESCAPE, SCALE
-from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_job, is_aligned, sources
+from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_codec import Sections
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
@@ -74,17 +74,17 @@ class Wht(ctypes.Structure):
 
     @classmethod
     def plan(cls, layout: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
-        """For the tokens that are not exact. caches: `addresses`."""
+        """For the tokens that are not exact. layout: of what is coded. caches: `addresses`."""
         made = cls(all=Sections.plan(layout, caches, form, exact, rope, FALLBACK))
         all = made.all
-        keys, values = (Parts.of(section) for section in sections(format.codec, format.shape, exact)[-2:])
+        parts = [Parts.of(section) for section in sections(format.codec, format.shape, exact)[-len(layout.ats) :]]
         numbers = all.heads * layout.head_dim * all.tokens
-        all.parts[:] = keys.end - START, values.end - START
+        for kind, part in enumerate(parts):
+            all.parts[kind], made.tables_at[kind] = part.end - START, part.tables.start - START
         all.fronts_nbytes = align16(max(all.parts))
         all.room = numbers
-        made.means_at, made.row_steps_at = keys.means.start - START, keys.row_steps.start - START
-        made.scales_at = values.scales.start - START
-        made.tables_at[:] = keys.tables.start - START, values.tables.start - START
+        made.means_at, made.row_steps_at = parts[0].means.start - START, parts[0].row_steps.start - START
+        made.scales_at = parts[-1].scales.start - START
         made.row_room = -(-numbers // (OCTET * all.streams)) * OCTET * all.streams
         made.limits[:] = np.ceil(LIMITS * (layout.head_dim * all.tokens)).astype(np.int64).tolist()
         abreast, rest = divmod(all.tokens, all.streams)
@@ -108,10 +108,10 @@ class Threads(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """How blocks of one form are worked on. exact: None where no token is. rows: None where all are. seal: with no
-    header where one is written before."""
+    """How blocks of one form are worked on. exact: sections that stay as they are. rows: None where all do. seal: with
+    no header where one is written before."""
 
-    exact: Job | None
+    exact: list[Job]
     rows: Wht | None
     seal: Job
 
@@ -127,21 +127,22 @@ class WhtPagedCodec(PagedCodec):
     def __init__(self, layout: PagedLayout, format: BlockFormat) -> None:
         super().__init__(layout, format, format.facts.rope)
         self._rope = format.facts.rope or Rope(())
-        self._addresses = addresses(layout)
+        self._addresses, self._coded = addresses(layout), layout.coded
         self._tables = [torch.from_numpy(x.view(np.uint8)).to(self.device) for x in (_encoding(), _decoding())]
         self._most_shared: int = properties_of(self.device).shared_memory_per_block_optin
         self._plans: dict[int, Plan] = {}
         self._shared = self._tables[1].nbytes <= self._most_shared
-        shape, pairs = (layout.head_dim, layout.caches[0].dtype), (len(self._rope.frequencies), self._rope.interleaved)
-        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
+        shape, pairs = (self._coded.head_dim, layout.dtype), (len(self._rope.frequencies), self._rope.interleaved)
+        kinds = len(self._coded.ats)
+        self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
         """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
         finite."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
-        if plan.exact is not None:
-            self._launch_exact("encode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("encode_exact", kept, batch, codes)
         if plan.rows is not None:
             for job in self._jobs(plan.rows, batch, codes, ENCODING):
                 self._encode(job)
@@ -161,15 +162,15 @@ class WhtPagedCodec(PagedCodec):
         if plan.rows is not None:
             for job in self._jobs(plan.rows, batch, codes, DECODING):
                 self._decode(job)
-        if plan.exact is not None:
-            self._launch_exact("decode_exact", plan.exact, batch, codes)
+        for kept in plan.exact:
+            self._launch_exact("decode_exact", kept, batch, codes)
 
     def _encode(self, job: Wht) -> None:
         all = job.all
         rows, threads = all.n * all.rows, self._rounding(job)
         rounded, words = (self._scratch(2 * rows * room) for room in (job.row_room, all.room))
         fronts, states = self._scratch(2 * all.n * all.fronts_nbytes), self._scratch(4 * rows * all.streams)
-        spare = self._scratch(threads.blocks * 4 * all.heads * all.tokens * (self.layout.head_dim + 4))
+        spare = self._scratch(threads.blocks * 4 * all.heads * all.tokens * (self._coded.head_dim + 4))
         books, far = self._scratch(4 * (2 * rows + 4 * all.n)), self._scratch(8 * all.n).zero_()
         job.rounded, job.spare = rounded.data_ptr(), spare.data_ptr()
         job.fronts = all.fronts = fronts.data_ptr()
@@ -206,7 +207,7 @@ class WhtPagedCodec(PagedCodec):
 
     def _rounding(self, job: Wht) -> Threads:
         """A warp for each head; a row between their two passes in shared memory, where it fits."""
-        all, dim = job.all, self.layout.head_dim
+        all, dim = job.all, self._coded.head_dim
         warps, vectors = min(WARPS, all.heads), all.heads * all.tokens
         shared = 4 * (2 * _even(vectors) + _even(all.heads) + warps * dim)
         row = 4 * vectors * (dim + 4)
@@ -216,7 +217,7 @@ class WhtPagedCodec(PagedCodec):
 
     def _restoring(self, job: Wht) -> Threads:
         """A warp for each run, and the run in shared memory, where it fits."""
-        dim = self.layout.head_dim
+        dim = self._coded.head_dim
         each = 4 * dim + 2 * job.all.tokens * (dim + 8)
         job.staged = not job.abreast and each <= self._most_shared
         if not job.staged:
@@ -239,7 +240,7 @@ class WhtPagedCodec(PagedCodec):
 
     def _launch_exact(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         of_batch = job.of(batch, codes)
-        self._kernels.launch(name, of_batch, of_batch.n * 2 * of_batch.layers * of_batch.heads)
+        self._kernels.launch(name, of_batch, of_batch.n * of_batch.kinds * of_batch.layers * of_batch.heads)
 
     def _launch_one(self, name: str, job: Job, batch: Batch, codes: Tensor) -> None:
         """A block of threads for each block."""
@@ -250,12 +251,11 @@ class WhtPagedCodec(PagedCodec):
     def _plan(self, exact: int) -> Plan:
         if exact not in self._plans:
             layout, form = self.layout, self.form(exact)
-            kept = exact_job(layout, self._addresses, form, exact) if exact else None
+            kept = exact_jobs(layout, self._addresses, form, exact)
             if exact == layout.tokens:
-                assert kept is not None
-                self._plans[exact] = Plan(kept, None, kept)
+                self._plans[exact] = Plan(kept, None, kept[-1])
             else:
-                rows = Wht.plan(layout, self.format, self._addresses, form, exact, self._rope)
+                rows = Wht.plan(self._coded, self.format, self._addresses, form, exact, self._rope)
                 self._plans[exact] = Plan(kept, rows, Job())
         return self._plans[exact]
 
@@ -279,11 +279,19 @@ def _even(count: int) -> int:
 
 @lru_cache
 def _module(
-    head_dim: int, dtype: torch.dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
+    head_dim: int,
+    dtype: Dtype,
+    device: torch.device,
+    aligned: bool,
+    shared: bool,
+    pairs: int,
+    interleaved: bool,
+    kinds: int,
 ) -> Module:
     """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables for
-    decoding fit into a block's shared memory. pairs, interleaved: of RoPE."""
+    decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 where there are no values."""
     macros = {
+        "KINDS": kinds,
         "SHARED_TABLES": int(shared),
         "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),

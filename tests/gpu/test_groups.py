@@ -13,7 +13,8 @@ import group_models
 import pytest
 from latent_model import make_latent_model
 
-SCRIPT = Path(__file__).parents[1] / "helpers" / "path_sessions.py"
+TESTS = Path(__file__).parents[1]
+SCRIPT, TINY_LLAMA = TESTS / "helpers" / "path_sessions.py", TESTS / "data" / "tiny-llama"
 EXACT = {"name": "k3v3", "sink_tokens": 100_000, "guard": False}
 """All tokens of any session are kept as they are."""
 DEFAULT = {"guard": False}
@@ -22,12 +23,14 @@ STORES: dict[str, dict[str, Any]] = {
     "host": {"kind": "host", "max_bytes": "128MiB"},
     "device": {"kind": "device", "max_bytes": "128MiB"},
 }
-GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2}
+GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2, "latents": 1, "llama": 1}
+STATES = ("qwen3-next", "falcon-h1")
 DIVERGENCE = 0.25
 """KL, in nats, of the first token of the answer after the default codec from that with the hot cache."""
-KINDS = [*GROUPS, "gemma3 fp8", "latents"]
+KINDS = ["gemma3", "gpt-oss", *STATES, "gemma3 fp8", "llama fp8", "latents"]
 VLLM: dict[str, dict[str, Any]] = {
     "gemma3 fp8": {"kv_cache_dtype": "fp8"},
+    "llama fp8": {"kv_cache_dtype": "fp8"},
     "latents": {"block_size": 64},
     "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM's own choice on Hopper needs flashinfer
 }
@@ -36,7 +39,7 @@ VLLM: dict[str, dict[str, Any]] = {
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Any:
     """Where the model of a kind is, made when it is asked for first."""
-    made: dict[str, str] = {}
+    made: dict[str, str] = {"llama": str(TINY_LLAMA)}
 
     def model(kind: str) -> str:
         family = kind.split()[0]
@@ -69,22 +72,33 @@ def divergence(hot: dict[str, float], cold: dict[str, float]) -> float:
 @pytest.mark.parametrize("store", STORES)
 @pytest.mark.parametrize("kind", KINDS)
 def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, models: Any) -> None:
-    """fp8 and latents are exact whatever codec is asked for."""
-    codec = EXACT if kind in GROUPS else {"name": "auto"}
-    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=codec)
+    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=EXACT)
     full = said["prompt"] // said["block"] * said["block"]
     assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == full
     assert said["cold"] == said["again"] == said["hot"]
     assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
     assert said["causes"] == []
     device = {"host": "cpu", "device": "cuda"}[store]
-    assert len(said["stored"]) == GROUPS.get(kind.split()[0], 1)
+    assert len(said["stored"]) == GROUPS[kind.split()[0]]
     assert all(blocks > 0 and where == [device] for _, blocks, where in said["stored"].values())
-    if kind not in GROUPS:
-        assert {name for name, *_ in said["stored"].values()} == {"exact"}
 
 
-@pytest.mark.parametrize("kind", GROUPS)
+@pytest.mark.parametrize("store", STORES)
+@pytest.mark.parametrize("option", ["bf16", "int8"])
+@pytest.mark.parametrize("kind", STATES)
+def test_states_in_fewer_bits_change_little(kind: str, option: str, store: str, models: Any) -> None:
+    codec = EXACT | {"state": option}
+    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=codec)
+    full = said["prompt"] // said["block"] * said["block"]
+    assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == full
+    assert said["causes"] == []
+    assert said["cold"] == said["again"]
+    assert f"state-{option}" in {name for name, *_ in said["stored"].values()}
+    assert said["cold"]["first"] != said["hot"]["first"], "something is lost"
+    assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
+
+
+@pytest.mark.parametrize("kind", KINDS)
 def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     """And that once: what returned is not encoded again."""
     said = run(kind, models(kind), "come_back", cold_store=STORES["device"], codec=DEFAULT)
@@ -95,10 +109,10 @@ def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     assert said["cold"] == said["again"]
     assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
     codecs = {name for name, *_ in said["stored"].values()}
-    assert codecs == ({"wht-5x", "exact"} if kind in ("qwen3-next", "falcon-h1") else {"wht-5x"})
+    assert codecs == ({"wht-5x", "exact"} if kind in STATES else {"wht-5x"})
 
 
-@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-next", "gemma3 fp8"])
+@pytest.mark.parametrize("kind", ["gpt-oss", "qwen3-next", "gemma3 fp8", "latents"])
 def test_what_is_damaged_in_any_group_is_computed_anew(kind: str, models: Any) -> None:
     said = run(kind, models(kind), "be_damaged", cold_store=STORES["host"], codec=DEFAULT)
     assert said["causes"] == ["checksum"] * len(said["damaged"])

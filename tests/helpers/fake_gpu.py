@@ -8,13 +8,15 @@ import pytest
 import torch
 
 from manthan.codec.gpu.raw import RawPagedCodec
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.vllm_hooks import scheduler_half, settled
 from manthan.vllm_hooks.worker import half
 from manthan.vllm_hooks.worker.tiers import Tier
 
 
-def play() -> None:
-    """For this process, which makes an engine and then ends. Blocks are kept as the bytes that they are."""
+def play(as_bytes: bool = True) -> None:
+    """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are, or in
+    a codec of torch's."""
     patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
 
     def played(*args: Any) -> Any:
@@ -23,8 +25,8 @@ def play() -> None:
 
     patch.setattr(half, "_gpu_path", played)
     patch.setattr(half, "codec_backend", lambda *_: "cuda")
-    patch.setattr(half, "paged_codec", RawPagedCodec)
+    patch.setattr(half, "paged_codec", RawPagedCodec if as_bytes else TorchPagedCodec)
     patch.setattr(scheduler_half, "is_on_gpu", lambda _: True)
     patch.setattr(Tier, "pinned", classmethod(lambda cls, nbytes: cls(torch.zeros(nbytes, dtype=torch.uint8))))
-    for module in (half, scheduler_half, settled):
+    for module in (half, scheduler_half, settled) if as_bytes else ():
         patch.setattr(module, "keeps_bytes", lambda _: True)

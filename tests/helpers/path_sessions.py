@@ -1,8 +1,8 @@
 """A session on an engine whose worker has the GPU's path, and what becomes of it, told on standard output as JSON.
 
 Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
-what, which of the jobs below; gpu, where one is to be played (`fake_gpu`); latents, where vLLM's CPU build is to cache
-them.
+what, which of the jobs below; gpu, where one is to be played, and coded, where it has a codec then (`fake_gpu`);
+latents, where vLLM's CPU build is to cache them.
 
 An answer ends within the block that the prompt ends in: what the prompt can go on from is at one place, whether it is
 hot or was cold, and is computed from there in the same steps.
@@ -147,7 +147,7 @@ def main() -> None:
     if job.get("gpu"):
         import fake_gpu
 
-        fake_gpu.play()
+        fake_gpu.play(as_bytes=not job.get("coded"))
     session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
     said = getattr(session, job["what"])()
     said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}

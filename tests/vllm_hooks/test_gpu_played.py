@@ -1,5 +1,6 @@
 """The GPU's path on a real engine that runs on the CPU, where torch and numpy play CUDA's part: sessions of models with
-several KV cache groups, whose blocks are kept as bytes. (The CPU's attention lays no vector out as a GPU's does.)"""
+several KV cache groups, whose blocks are kept as bytes, but for states and latents. (The CPU's attention lays no other
+vector out as a GPU's does.)"""
 
 import json
 from pathlib import Path
@@ -11,17 +12,20 @@ from latent_model import make_latent_model
 from scripts import run_script
 
 SCRIPT = "path_sessions.py"
+TOP = 20
+"""Log-probabilities that are told of a token."""
 BATCHED = {"falcon-h1": {"max_num_batched_tokens": 256}}
 """vLLM's CPU build takes Mamba2 in no more at once than fits into a block."""
 
 
-def run(family: str, folder: Path, what: str) -> dict[str, Any]:
-    """What becomes of a session, as with a cache of fp8."""
+def run(family: str, folder: Path, what: str, coded: bool = False, **codec: Any) -> dict[str, Any]:
+    """What becomes of a session. coded: or else as with a cache that only vLLM can read. codec: its settings."""
     is_latent = family == "latents"
     model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
     vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {})}
-    manthan = {"cold_store": {"kind": "host", "max_bytes": "128MiB"}}
+    manthan = {"cold_store": {"kind": "host", "max_bytes": "128MiB"}, "codec": codec}
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": True, "latents": is_latent}
+    job["coded"] = coded
     out, _ = run_script(SCRIPT, job)
     report: dict[str, Any] = json.loads(out)
     assert report["path"] == "GpuPath"
@@ -42,6 +46,30 @@ def test_what_is_kept_as_bytes_gives_what_the_hot_cache_gives(family: str, tmp_p
     assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
     assert said["causes"] == []
     assert all(name == "exact" and blocks > 0 for name, blocks, _ in said["stored"].values())
+
+
+@pytest.mark.parametrize(
+    ("family", "coded", "codec", "made"),
+    [
+        ("latents", True, {"name": "k4v4c", "guard": False}, {"k4v4c"}),
+        ("qwen3-next", False, {"state": "int8"}, {"exact", "state-int8"}),
+        pytest.param("qwen3-next", False, {"state": "bf16"}, {"exact", "state-bf16"}, marks=pytest.mark.slow),
+    ],
+)
+def test_latents_and_states_that_are_coded_change_little(
+    family: str, coded: bool, codec: dict[str, Any], made: set[str], tmp_path: Path
+) -> None:
+    """And that once: what returned is not encoded again."""
+    said = run(family, tmp_path, "come_back", coded, **codec)
+    assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] > 500
+    assert said["causes"] == []
+    assert {name for name, *_ in said["stored"].values()} == made
+    assert said["cold"] == said["again"]
+    hot, cold = said["hot"]["first"], said["cold"]["first"]
+    assert hot != cold, "something is lost"
+    shared = hot.keys() & cold.keys()
+    assert len(shared) > TOP / 2
+    assert max(abs(hot[token] - cold[token]) for token in shared) < 0.5
 
 
 @pytest.mark.slow

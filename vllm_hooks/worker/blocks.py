@@ -144,7 +144,7 @@ class DeviceMemory(PagedMemory):
 
     def scatter(self, block_id: int, keys: Numbers, values: Numbers) -> None:
         device, dtype = self._layout.caches[0].device, self._layout.caches[0].dtype
-        for numbers, at in ((keys, self._layout.key_at), (values, self._layout.value_at)):
+        for numbers, at in zip((keys, values), self._layout.ats, strict=True):
             host = torch.from_numpy(np.array(numbers)).view(dtype)  # a copy: torch wants memory that it may write to
             torch._foreach_copy_(self._views(block_id, at), list(host.to(device)))
         if device.type == "cuda":
@@ -152,8 +152,7 @@ class DeviceMemory(PagedMemory):
 
     def _both(self, block_id: int) -> torch.Tensor:
         """[2, layers, heads, tokens, head_dim], on the device."""
-        ats = (self._layout.key_at, self._layout.value_at)
-        return torch.stack([torch.stack(self._views(block_id, at)) for at in ats])
+        return torch.stack([torch.stack(self._views(block_id, at)) for at in self._layout.ats])
 
     def _views(self, block_id: int, at: int) -> list[torch.Tensor]:
         """[heads, tokens, head_dim] of each layer."""

@@ -14,7 +14,6 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
-from manthan.codec.state import STATE_CODECS
 from manthan.codec.wht import NAME as WHT
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
@@ -205,16 +204,16 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
-        device, path, memory = chain.layers[0].rows.device, self.path, chain.memory
-        if not isinstance(memory, DeviceMemory):
-            return Guard(memory, chain.forms, rope, device, BlockFormat.warm_up)
+        device, path = chain.layers[0].rows.device, self.path
+        if device.type == "cpu":
+            return Guard(chain.memory, chain.forms, rope, device, BlockFormat.warm_up)
         from manthan.vllm_hooks.worker.gpu_path import GpuPath
 
         def prepare(form: BlockFormat) -> None:
             if isinstance(path, GpuPath):
                 path.prepare(form.codec)
 
-        return Guard(memory, chain.forms, rope, device, prepare)
+        return Guard(chain.memory, chain.forms, rope, device, prepare)
 
     def _path(
         self,
@@ -230,8 +229,7 @@ class WorkerHalf:
         cache in its memory or a GPU's. store: None for one of this engine alone.
         """
         device, threads = chain.layers[0].rows.device, self._config.encode_threads
-        by_kernels = not (chain.shape.latent or chain.shape.dtype.is_fp8)
-        on_gpu = by_kernels and codec_backend(self._config.backend, device) == "cuda"
+        on_gpu = codec_backend(self._config.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
             calibration = self._calibration(chain, None, group)
@@ -301,7 +299,7 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
             raise UnsupportedError(
                 f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
             ) from None
-    if form.codec in CENTRED:
+    if form.codec in CENTRED or (layout.latents and form.codec in SPECS):
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
@@ -315,14 +313,10 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
 
 
 def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
-    """That of bytes which nobody looks into."""
+    """That of states, and of bytes which nobody looks into."""
     from manthan.codec.gpu.nvrtc import CompileError
     from manthan.codec.gpu.raw import RawPagedCodec, seals
 
-    if form.codec in STATE_CODECS.values():
-        raise UnsupportedError(
-            "codec.state is not exact, but a GPU keeps states as they are: use exact, or backend numpy."
-        )
     try:
         return RawPagedCodec(layout, form, seals(layout.caches[0].device))
     except CompileError as error:

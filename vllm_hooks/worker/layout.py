@@ -8,6 +8,7 @@ what is not zero is a one.
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
@@ -103,36 +104,50 @@ def raw_layout(layers: Sequence[Layer], shape: BlockShape) -> RawLayout:
 
 def paged_layout(layers: list[Layer], shape: BlockShape) -> PagedLayout:
     """The layers as strides, which GPU kernels want; raises UnsupportedError if they are not that regular."""
-    _, heads, tokens, head_dim = shape.numbers
     first = layers[0]
-    keys, values = (positions.reshape(heads, tokens, head_dim) for positions in (first.keys, first.values))
-    head_stride = int(keys[-1, 0, 0] - keys[0, 0, 0]) // max(1, heads - 1)
-    token_stride = int(keys[0, -1, 0] - keys[0, 0, 0]) // max(1, tokens - 1)
-    head, token, element = np.ogrid[:heads, :tokens, :head_dim]
-    steps = head * head_stride + token * token_stride + element
-    regular = all(np.array_equal(part, part[0, 0, 0] + steps) for part in (keys, values))
+    keys, values = _run(first.keys, shape.numbers), _run(first.values, shape.value_numbers)
     alike = all(
         np.array_equal(layer.keys, first.keys)
         and np.array_equal(layer.values, first.values)
         and layer.rows.stride(0) == first.rows.stride(0)
         for layer in layers
     )
-    if not (regular and alike):
+    if keys is None or values is None or not alike or not (shape.latent or keys[1:] == values[1:]):
         raise UnsupportedError(
             "Manthan cannot be used here: the attention backend does not lay each vector out in one piece, in all "
             "layers alike; choose another with --attention-backend, such as FLASH_ATTN."
         )
-    return PagedLayout(
-        caches=tuple(layer.rows for layer in layers),
-        heads=heads,
-        tokens=tokens,
-        head_dim=head_dim,
-        block_stride=first.rows.stride(0),
-        head_stride=head_stride,
-        token_stride=token_stride,
-        key_at=int(keys[0, 0, 0]),
-        value_at=int(values[0, 0, 0]),
-    )
+
+    def laid_out(numbers: tuple[int, int, int, int], run: _Run, value_at: int | None) -> PagedLayout:
+        _, heads, tokens, head_dim = numbers
+        caches, stride = tuple(layer.rows for layer in layers), first.rows.stride(0)
+        fp8 = shape.dtype if shape.dtype.is_fp8 else None
+        strides = (stride, run.head_stride, run.token_stride)
+        return PagedLayout(caches, heads, tokens, head_dim, *strides, run.at, value_at, fp8)
+
+    if not shape.latent:
+        return laid_out(shape.numbers, keys, values.at)
+    return replace(laid_out(shape.numbers, keys, None), latents=laid_out(shape.value_numbers, values, None))
+
+
+class _Run(NamedTuple):
+    """Where in a block vectors lie: the first, and how far it is to the next head, and to the next token."""
+
+    at: int
+    head_stride: int
+    token_stride: int
+
+
+def _run(positions: Index, numbers: tuple[int, int, int, int]) -> _Run | None:
+    """Of vectors [layers, heads, tokens, head_dim] of which these are a layer's; None if they are not that regular."""
+    _, heads, tokens, head_dim = numbers
+    found = positions.reshape(heads, tokens, head_dim)
+    at = int(found[0, 0, 0])
+    head_stride = int(found[-1, 0, 0] - at) // max(1, heads - 1)
+    token_stride = int(found[0, -1, 0] - at) // max(1, tokens - 1)
+    head, token, element = np.ogrid[:heads, :tokens, :head_dim]
+    steps = head * head_stride + token * token_stride + element
+    return _Run(at, head_stride, token_stride) if np.array_equal(found, at + steps) else None
 
 
 def _block_rows(cache: torch.Tensor, num_blocks: int, name: str) -> torch.Tensor:

@@ -8,7 +8,7 @@ from typing import NamedTuple
 import torch
 
 from manthan.codec import wire
-from manthan.codec.base import SectionKind
+from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
 from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import GOOD, PagedCodec, status_cause
@@ -16,9 +16,6 @@ from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
 from manthan.vllm_hooks.worker.staging import Staging
-
-ENTRY_END = wire.HEADER.size + wire.ENTRY.size
-"""Of the first entry."""
 
 
 class Kind(NamedTuple):
@@ -125,10 +122,11 @@ class PagedBlocks(Blocks):
             front = wire.peek(buf)
         except WireError as error:
             return error.cause
-        kind, *_, tokens, _, _ = (
-            wire.ENTRY.unpack_from(buf.data, wire.HEADER.size) if len(buf) >= ENTRY_END else [0] * 4
-        )
-        exact, codec = tokens if kind == SectionKind.BOTH else 0, self._codecs[self.formats.of(buf)]
+        try:
+            exact = exact_of(wire.peek_sections(buf, front))
+        except SizeError:  # it is damaged, and the rest of it says how
+            exact = 0
+        codec = self._codecs[self.formats.of(buf)]
         fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
         return (
             (Kind(codec, exact), front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause

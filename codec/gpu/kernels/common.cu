@@ -2,7 +2,7 @@
 // and compiled by NVRTC for one head size, codec and cache dtype.
 //
 // What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
-// scale), DTYPE (0 bf16, 1 fp16, 2 fp32), ALIGNED (vectors begin at multiples of 16 bytes), FAST (tile.cu is of use),
+// scale), DTYPE (0 bf16, 1 fp16, 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes), FAST (tile.cu is of use),
 // WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit
 // i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block;
 // LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as
@@ -35,6 +35,7 @@ struct Job {  // sections of n blocks of one form
     i64 ends[4];                    // of scales and planes; up to the next multiple of 16 there are zeros
     int head_stride, token_stride;  // in elements
     int n, layers, heads, tokens;   // tokens: of the sections
+    int kinds, vector_nbytes;       // of sections that stay as they are: 1 where they have no values; bytes of a vector
 };
 
 #define GOOD 0x7fffffff
@@ -61,8 +62,27 @@ __device__ __forceinline__ Word store(float x) {
     asm("cvt.rn.f16.f32 %0, %1;" : "=h"(y) : "f"(fminf(fmaxf(x, -65504.f), 65504.f)));
     return y;
 }
-#else
+#elif DTYPE == 0
 typedef u16 Word;
 __device__ __forceinline__ float load(const Word* x) { return f((u32)*x << 16); }
 __device__ __forceinline__ Word store(float x) { return (Word)bf16_bits(b(x)); }
+#else
+typedef u8 Word;
+#define FP8_BITS (DTYPE == 3 ? 3 : 2)           // of the fraction
+#define FP8_LEAST (DTYPE == 3 ? 121u : 113u)    // float32's exponent of the smallest number that has all its digits
+#define FP8_LARGEST (DTYPE == 3 ? 448.f : 57344.f)
+#define FP8_END (DTYPE == 3 ? 0x7fu : 0x7cu)    // without the sign: the first that is not finite
+__device__ __forceinline__ float load(const Word* x) {
+    const u32 size = *x & 0x7fu;
+    // what is denormal here is so as float32, and the product normal
+    float y = __fmul_rn(f(size << (23 - FP8_BITS)), f(126u + FP8_LEAST << 23));
+    if (size >= FP8_END) y = f(EXPONENT | (DTYPE == 3 ? 1u : size & 3u) << 21);
+    return f(b(y) | (*x & 0x80u) << 24);
+}
+__device__ __forceinline__ Word store(float x) {  // finite
+    const float size = fminf(fabsf(x), FP8_LARGEST);
+    const u32 exponent = max(b(size) >> 23, FP8_LEAST);
+    const u32 whole = __float2uint_rn(__fmul_rn(size, f((254u - (exponent - FP8_BITS)) << 23)));
+    return (Word)(((exponent - FP8_LEAST) << FP8_BITS) + whole | b(x) >> 31 << 7);
+}
 #endif

@@ -42,6 +42,13 @@ struct Vector {  // of the cache, in the order of its pairs' halves
         }
 #if DTYPE == 2
         load_octet((const float*)(x + e), y);
+#elif DTYPE > 2
+        const uint2 words = *(const uint2*)(x + e);
+#pragma unroll
+        for (int k = 0; k < 8; k++) {
+            Word word = (k < 4 ? words.x : words.y) >> 8 * (k % 4);
+            y[k] = load(&word);
+        }
 #else
         uint4 words = *(const uint4*)(x + e);
         const u32 four[4] = {words.x, words.y, words.z, words.w};
@@ -60,6 +67,11 @@ struct Vector {  // of the cache, in the order of its pairs' halves
         }
 #if DTYPE == 2
         store_octet((float*)(x + e), y);
+#elif DTYPE > 2
+        u32 two[2] = {0, 0};
+#pragma unroll
+        for (int k = 0; k < 8; k++) two[k / 4] |= (u32)store(y[k]) << 8 * (k % 4);
+        *(uint2*)(x + e) = make_uint2(two[0], two[1]);
 #else
         u32 four[4];
 #pragma unroll

@@ -99,7 +99,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
     const Stride stride(job);
     const int steps = (components(job) * job.tokens + job.streams - 1) / job.streams;
     const u32 together = (job.n + me.together - 1) / me.together;
-    for (u32 run = SPREAD_WARP; run < 2 * job.layers * together; run += gridDim.x * ROW_WARPS) {
+    for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row;
         const bool there = block < job.n;
         const u32 room = (row * job.n + min(block, job.n - 1)) * job.room;
@@ -140,7 +140,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
             }
         }
         if (!there) continue;
-        i64 place = (i64)block * 2 * job.layers + row;
+        i64 place = (i64)block * KINDS * job.layers + row;
         job.states[place * job.streams + me.stream] = x;
         if (me.stream == 0) job.sizes[place] = job.room - at;
         if (lost || at < 0) job.far[2 * block + (row >= job.layers)] = 1;
@@ -190,7 +190,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
     const Stride stride(job);
     const int all = components(job), steps = (all * job.tokens + job.streams - 1) / job.streams, streams = job.streams;
     const u32 together = (job.n + me.together - 1) / me.together;
-    for (u32 run = SPREAD_WARP; run < 2 * job.layers * together; run += gridDim.x * ROW_WARPS) {
+    for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
         const bool there = block < job.n && job.status[block] == GOOD && job.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
@@ -198,7 +198,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
         u32 size = 0, x = LOWEST;
         if (there) {
             const u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
-            i64 place = (i64)block * 2 * job.layers + row;
+            i64 place = (i64)block * KINDS * job.layers + row;
             words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
             size = job.sizes[place];
             const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));

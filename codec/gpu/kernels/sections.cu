@@ -1,6 +1,6 @@
 // Sections of a calibrated codec (manthan.codec.cpu.klt has their layout) in encoded blocks: where their rows lie, their
 // headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
-// come first.
+// come first. KINDS is 1 where there are no values: of latents, whose pieces stand where heads of keys do.
 
 typedef u16 Half;  // fp16
 __device__ __forceinline__ float wide(Half x) { float y; asm("cvt.f32.f16 %0, %1;" : "=f"(y) : "h"(x)); return y; }
@@ -16,16 +16,16 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     int* status;           // [n]
     i64* nbytes;           // [n] of each block
     const float* turns;    // [n, 2, block_tokens, PAIRS] cosines and sines
-    const float *mean, *gain;        // [2 layers, heads * HEAD_DIM]: see transform.cu
+    const float *mean, *gain;        // [rows of all, heads * HEAD_DIM]: see transform.cu
     const u8* tables;                // see rows.cu
-    const u32* table_of;             // [2 layers, heads * HEAD_DIM] in 16 bytes
+    const u32* table_of;             // [rows of all, heads * HEAD_DIM] in 16 bytes
     Half* vectors;                   // [rows, width, heads * HEAD_DIM]: what the transform is applied to
     const float* back;               // [rows, width, heads * HEAD_DIM]: what its inverse gives
-    Half* numbers;                   // [2 layers, heads * HEAD_DIM, width]: rounded, or to be
-    u16* words;                      // [2 layers, n, room]
-    u32* states;                     // [n, 2 layers, streams]
-    u32* sizes;                      // [n, 2 layers] words of a row
-    u32* places;                     // [n, 2 layers] words ahead of a row in its section
+    Half* numbers;                   // [rows of all, heads * HEAD_DIM, width]: rounded, or to be
+    u16* words;                      // [rows of all, n, room]
+    u32* states;                     // [n, rows of all, streams]
+    u32* sizes;                      // [n, rows of all] words of a row
+    u32* places;                     // [n, rows of all] words ahead of a row in its section
     int* far;                        // [n, 2] whether keys, and values, do not fit into form 0
     const u8* fronts;                // [n, 2, fronts_nbytes]: what is ahead of a section's rows, behind its first bytes
     int* forms;                      // [n, 2]
@@ -52,7 +52,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
 
 __device__ __forceinline__ int components(const Sections& job) { return job.heads * HEAD_DIM; }
 __device__ __forceinline__ i64 align16(i64 nbytes) { return (nbytes + 15) & ~(i64)15; }
-__device__ __forceinline__ int first_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - 2; }
+__device__ __forceinline__ int first_entry(const Sections& job) { return (int)(job.head_nbytes - 128) / 64 - KINDS; }
 __device__ __forceinline__ bool wide_sizes(const Sections& job) {  // of a row, u32 rather than u16
     return 7ull * job.tokens * components(job) >= 4ull << 16;
 }
@@ -74,7 +74,7 @@ __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int ki
             u32 other = __shfl_up_sync(FULL, before, i);
             if (lane >= i) before += other;
         }
-        if (layer < job.layers) job.places[(i64)(block * 2 + kind) * job.layers + layer] = total + before - size;
+        if (layer < job.layers) job.places[(i64)(block * KINDS + kind) * job.layers + layer] = total + before - size;
         total += __shfl_sync(FULL, before, 31);
     }
     return total;
@@ -89,8 +89,8 @@ extern "C" __global__ void lay_out(const Sections job) {
         for (int i = lane; i < job.head_nbytes / 8; i += 32) ((u64*)out)[i] = header[i];
         __syncwarp();
         i64 at = job.start;
-        for (int kind = 0; kind < 2; kind++) {
-            u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * 2 + kind) * job.layers, lane);
+        for (int kind = 0; kind < KINDS; kind++) {
+            u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * KINDS + kind) * job.layers, lane);
             i64 nbytes = front_nbytes(job, kind) + 2 * words;
             int form = job.far[2 * block + kind] || nbytes > job.limits[kind] ? CENTRED : CODED;
             if (form == CENTRED) nbytes = job.centred[kind];
@@ -126,7 +126,7 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
 // Fronts, and sizes, states and words of all rows, of sections in form 0. Streams' states may begin at odd multiples of 2.
 extern "C" __global__ void pack(const Sections job) {
     int lane = threadIdx.x % 32;
-    u32 all = 2 * job.layers;
+    u32 all = KINDS * job.layers;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < job.n * all; run += gridDim.x * WARPS) {
         u32 block = run / all, row = run % all, kind = row >= job.layers, layer = row - kind * job.layers;
         if (job.forms[2 * block + kind] != CODED) continue;
@@ -158,12 +158,12 @@ extern "C" __global__ void __launch_bounds__(THREADS) verify_sections(const Sect
         u32 end = job.head_nbytes, differs = end;
         for (u32 i = thread; i < end && thread < 32; i += 32) {
             bool length = i / 8 == NBYTES_AT / 8;
-            for (int kind = 0; kind < 2; kind++) length |= i / 8 == ENTRY_AT(first_entry(job) + kind) / 8;
+            for (int kind = 0; kind < KINDS; kind++) length |= i / 8 == ENTRY_AT(first_entry(job) + kind) / 8;
             if (found[i] != wanted[i] && !length && i / 8 != CHECKSUM_AT / 8) differs = min(differs, i);
         }
         i64 at = job.start;
         bool fits = *(const u64*)(found + NBYTES_AT) == job.nbytes[block];
-        for (int kind = 0; kind < 2; kind++) {
+        for (int kind = 0; kind < KINDS; kind++) {
             u64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
             fits = fits && nbytes >= START_NBYTES && nbytes <= job.limits[kind];
             if (fits) at += align16(nbytes);
@@ -182,7 +182,7 @@ extern "C" __global__ void find_rows(const Sections job) {
         const u8* found = job.codes + job.offsets[block];
         i64 at = job.start;
         bool fits = true;
-        for (int kind = 0; kind < 2; kind++) {
+        for (int kind = 0; kind < KINDS; kind++) {
             i64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
             const u8* section = found + at;
             u32 begins = *(const u32*)section, form = begins >> 8;
@@ -190,7 +190,7 @@ extern "C" __global__ void find_rows(const Sections job) {
             if (form == CENTRED) fits = fits && nbytes == job.centred[kind];
             else fits = fits && nbytes >= front_nbytes(job, kind);
             if (fits && form == CODED) {
-                u32* sizes = job.sizes + (i64)(block * 2 + kind) * job.layers;
+                u32* sizes = job.sizes + (i64)(block * KINDS + kind) * job.layers;
                 for (int i = lane; i < job.layers; i += 32) {
                     const u16* size = (const u16*)(section + rows_at(job, kind) + (wide_sizes(job) ? 4 : 2) * i);
                     sizes[i] = size[0] | (wide_sizes(job) ? (u32)size[1] << 16 : 0);

@@ -77,7 +77,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     const Stream me(all.streams);
     const u32 together = (all.n + me.together - 1) / me.together, warps = ENCODE_THREADS / 32;
     const int batches = job.row_room / (8 * all.streams);
-    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < 2 * all.layers * together; run += gridDim.x * warps) {
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
         const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
         const i64 place = (i64)row * all.n + safe;
@@ -113,7 +113,7 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
             }
         }
         if (block >= all.n) continue;
-        const i64 kept = (i64)block * 2 * all.layers + row;
+        const i64 kept = (i64)block * KINDS * all.layers + row;
         all.states[kept * all.streams + me.stream] = x;
         if (me.stream == 0) all.sizes[kept] = all.room - at;
         if (at < 0) all.far[2 * block + kind] = 1;
@@ -165,7 +165,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
     const Stream me(all.streams);
     const u32 together = (all.n + me.together - 1) / me.together, warps = DECODE_THREADS / 32;
     const int batches = job.row_room / (8 * all.streams);
-    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < 2 * all.layers * together; run += gridDim.x * warps) {
+    for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
         const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
         const bool there = block < all.n && all.status[block] == GOOD && all.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
@@ -175,7 +175,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         const u8* chosen = 0;
         if (there) {
             const u8* section = all.codes + all.offsets[block] + all.starts[2 * block + kind];
-            const i64 place = (i64)block * 2 * all.layers + row;
+            const i64 place = (i64)block * KINDS * all.layers + row;
             reader.size = all.sizes[place];
             if (reader.size) reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
             chosen = section + START_NBYTES + job.tables_at[kind] + layer * all.heads;

@@ -13,7 +13,7 @@
 struct Wht {  // `Sections`, and scratch of that many blocks
     Sections all;
     u8* fronts;                       // [n, 2, fronts_nbytes], the same as there
-    u16* rounded;                     // [2 layers, n, row_room]
+    u16* rounded;                     // [rows, n, row_room]
     float* spare;                     // room for a row for each block of threads, where it is not in shared memory
     const uint4 *encoding, *decoding;  // see whole.cu
     i64 means_at, row_steps_at, scales_at, tables_at[2];  // in the fronts
@@ -293,7 +293,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
     float* means = (float*)(squares + ((all.heads + 3) & ~3));
     float* y = job.spare ? job.spare + (i64)blockIdx.x * vectors * STRIDE : means + warps * HEAD_DIM;
     const Share share(lane);
-    for (u32 at = blockIdx.x; at < (u32)(2 * all.layers * all.n); at += gridDim.x) {
+    for (u32 at = blockIdx.x; at < (u32)(KINDS * all.layers * all.n); at += gridDim.x) {
         const Run first(all, at * all.heads);
         for (int head = thread; head < all.heads; head += blockDim.x) squares[head] = 0;
         for (int head = warp; head < all.heads; head += warps) {
@@ -333,10 +333,10 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
 extern "C" __global__ void check_fronts(const Wht job) {
     const Sections& all = job.all;
     const int lane = threadIdx.x % 32, runs = all.layers * all.heads;
-    for (u32 i = SPREAD_WARP; i < (u32)(2 * all.n); i += gridDim.x * WARPS) {
-        const int block = i / 2, kind = i % 2;
-        if (*(volatile int*)(all.status + block) != GOOD || all.forms[i] != CODED) continue;
-        const u8* front = all.codes + all.offsets[block] + all.starts[i] + START_NBYTES;
+    for (u32 i = SPREAD_WARP; i < (u32)(KINDS * all.n); i += gridDim.x * WARPS) {
+        const int block = i / KINDS, kind = i % KINDS, at = 2 * block + kind;
+        if (*(volatile int*)(all.status + block) != GOOD || all.forms[at] != CODED) continue;
+        const u8* front = all.codes + all.offsets[block] + all.starts[at] + START_NBYTES;
         bool good = true;
         for (int run = lane; run < runs; run += 32) {
             good = good && front[job.tables_at[kind] + run] < TABLES;
@@ -509,7 +509,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job)
     u16* staged = (u16*)((float*)shared + warps * HEAD_DIM) + warp * all.tokens * SHORT_STRIDE;
     const Mean mean{mean_x};
     const Share share(lane);
-    for (u32 i = blockIdx.x * warps + warp; i < (u32)(2 * all.layers * all.n * all.heads); i += gridDim.x * warps) {
+    for (u32 i = blockIdx.x * warps + warp; i < (u32)(KINDS * all.layers * all.n * all.heads); i += gridDim.x * warps) {
         const Run run(all, i);
         if (all.status[run.block] != GOOD || all.forms[2 * run.block + run.kind] != CODED) continue;
         const Restored restored(job, run);

@@ -1,0 +1,130 @@
+"""Recurrent states in bf16 or 8 bits, out of torch's own operations on any device: the bytes and the numbers of
+`manthan.codec.cpu.state`. Nothing here makes the host wait for the device.
+"""
+
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from manthan.codec.base import Dtype
+from manthan.codec.cpu.numbers import LARGEST
+from manthan.codec.cpu.state import LEVELS, StateSections
+from manthan.codec.gpu.paged import DTYPES, GOOD
+from manthan.codec.gpu.torch_vectors import cast
+from manthan.codec.state import StatePart
+
+BYTES_AT_ONCE = 2**26
+"""Of float32: temporaries are about four times as large."""
+NUMBERS = {dtype: number for number, dtype in DTYPES.items()}
+
+
+class _Place(NamedTuple):
+    """A part of a state. at: where it is among a layer's bytes. start, nbytes: where in the codes, of all layers."""
+
+    part: StatePart
+    at: int
+    start: int
+    nbytes: int
+
+    @property
+    def numbers(self) -> int:
+        """Of a layer."""
+        return self.part.nbytes // self.part.dtype.numpy.itemsize
+
+
+class StateCoder:
+    """States of all layers of blocks, uint8 [n, layers * bytes of a layer], to codes uint8 [n, nbytes] and back."""
+
+    def __init__(self, codec: StateSections) -> None:
+        self._codec, self._layers, self._layer_nbytes = codec, codec.layout.layers, codec.layout.layer_nbytes
+        self._places = tuple(self._placed(codec))
+        self.nbytes = sum(place.nbytes for place in self._places)
+
+    def encode(self, states: Tensor) -> tuple[Tensor, Tensor]:
+        """Codes, and status int32 [n]: GOOD, or the first row of a part that is not finite."""
+        n, device = len(states), states.device
+        pages = states.view(n, self._layers, self._layer_nbytes)
+        codes = torch.empty((n, self.nbytes), dtype=torch.uint8, device=device)
+        status = torch.full((n,), GOOD, dtype=torch.int32, device=device)
+        for place, found in self._parts(pages):
+            if self._codec.is_exact(place.part):
+                codes[:, place.start : place.start + place.nbytes] = found.reshape(n, -1)
+                continue
+            for first, last in self._some(place, n):
+                numbers = found[:, first:last].reshape(n, -1).view(NUMBERS[place.part.dtype])
+                x = numbers.to(torch.float32).view(n, -1, place.part.row)
+                largest = x.abs().amax(2)
+                status = torch.minimum(status, _first_bad(largest, first * place.numbers // place.part.row))
+                made = self._coded(x, largest)
+                for span, part in zip(self._spans(place, first, last), made, strict=True):
+                    codes[:, span] = part.reshape(n, -1).view(torch.uint8)
+        return codes, status
+
+    def decode(self, codes: Tensor) -> Tensor:
+        """The states; padding is zeros."""
+        n = len(codes)
+        pages = torch.zeros((n, self._layers, self._layer_nbytes), dtype=torch.uint8, device=codes.device)
+        for place, to in self._parts(pages):
+            if self._codec.is_exact(place.part):
+                to.copy_(codes[:, place.start : place.start + place.nbytes].reshape(to.shape))
+                continue
+            for first, last in self._some(place, n):
+                x = self._decoded([codes[:, span].contiguous() for span in self._spans(place, first, last)], place.part)
+                limit = LARGEST[place.part.dtype]
+                numbers = cast(x.clamp(-limit, limit), NUMBERS[place.part.dtype])
+                to[:, first:last] = numbers.view(torch.uint8).view(n, last - first, -1)
+        return pages.view(n, -1)
+
+    def _coded(self, x: Tensor, largest: Tensor) -> list[Tensor]:
+        """What is written of float32 [n, rows, numbers of a row]. largest: the magnitudes of rows, [n, rows]."""
+        if not self._codec.is_int8:
+            limit = LARGEST[Dtype.BFLOAT16]
+            return [cast(x.clamp(-limit, limit), torch.bfloat16)]
+        levels = torch.full((), float(LEVELS), device=x.device)  # by a plain number, CUDA multiplies with its inverse
+        scales = largest / levels
+        some = scales[:, :, None] > 0
+        steps = torch.where(some, x / torch.where(some, scales[:, :, None], 1.0), 0.0)
+        return [scales, steps.round().clamp(-LEVELS, LEVELS).to(torch.int8)]
+
+    def _decoded(self, parts: list[Tensor], part: StatePart) -> Tensor:
+        """float32 [n, numbers] of what was written."""
+        if not self._codec.is_int8:
+            return parts[0].view(torch.bfloat16).to(torch.float32)
+        scales, steps = parts[0].view(torch.float32), parts[1].view(torch.int8)
+        x = steps.view(*scales.shape, part.row).to(torch.float32) * scales[:, :, None]
+        return x.view(len(x), -1)
+
+    def _spans(self, place: _Place, first: int, last: int) -> list[slice]:
+        """Where layers `first` to `last` (not included) of a part that is coded are in the codes."""
+
+        def span(start: int, each: int) -> slice:
+            return slice(start + first * each, start + last * each)
+
+        if not self._codec.is_int8:
+            return [span(place.start, 2 * place.numbers)]
+        scales = 4 * (place.numbers // place.part.row)
+        return [span(place.start, scales), span(place.start + self._layers * scales, place.numbers)]
+
+    def _some(self, place: _Place, n: int) -> Iterator[tuple[int, int]]:
+        """All layers, as many as are worked on at once: the first, and the one behind the last."""
+        step = max(1, BYTES_AT_ONCE // (4 * n * place.numbers))
+        return ((first, min(first + step, self._layers)) for first in range(0, self._layers, step))
+
+    def _parts(self, pages: Tensor) -> Iterator[tuple[_Place, Tensor]]:
+        """Each part, and its bytes as a view of [n, layers, bytes of a layer]."""
+        return ((place, pages[:, :, place.at : place.at + place.part.nbytes]) for place in self._places)
+
+    def _placed(self, codec: StateSections) -> Iterator[_Place]:
+        at = start = 0
+        for part in codec.layout.parts:
+            place = _Place(part, at, start, codec.coded_nbytes(part))
+            yield place
+            at, start = at + part.nbytes, start + place.nbytes
+
+
+def _first_bad(largest: Tensor, first: int) -> Tensor:
+    """int32 [n]: `first` plus the first of [n, rows] that is not finite; GOOD if there is none."""
+    rows = torch.arange(first, first + largest.shape[1], dtype=torch.int32, device=largest.device)
+    return torch.where(torch.isfinite(largest), GOOD, rows).amin(1)

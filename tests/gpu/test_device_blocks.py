@@ -1,0 +1,155 @@
+"""Latents, fp8 and recurrent states on a GPU: the CPU's bytes and numbers, by kernels and by torch's operations."""
+
+import device_blocks
+import numpy as np
+import pytest
+import torch
+from device_blocks import IDS, KEYS, LAYERS, TARGETS, World
+
+from manthan.benchmarks import made_up
+from manthan.codec import wire
+from manthan.codec.base import Dtype
+from manthan.codec.block import BlockFormat
+from manthan.codec.cpu.fp8 import table
+from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+from manthan.codec.gpu.klt_codec import KltPagedCodec
+from manthan.codec.gpu.paged import RawLayout
+from manthan.codec.gpu.raw import RawPagedCodec, seals
+from manthan.codec.gpu.torch_codec import TorchPagedCodec
+from manthan.codec.gpu.wht_codec import WhtPagedCodec
+from manthan.codec.model import ModelFacts
+
+CUDA = torch.device("cuda", 0)
+FP8 = [Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2]
+RARE = 1e-4
+"""Of torch's operations on a GPU."""
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize(("latent", "rope"), [(512, 64), (256, 32), (96, 16), (480, 40)])
+def test_latents_by_kernels(latent: int, rope: int, exact: int) -> None:
+    device_blocks.latents(WhtPagedCodec, "wht-5x", latent, rope, exact=exact, device=CUDA).check()
+
+
+@pytest.mark.parametrize(("tokens", "exact"), [(64, 0), (64, 4), (128, 0), (9, 2), (33, 33)])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
+def test_latents_of_any_dtype_in_blocks_of_any_size(dtype: torch.dtype, tokens: int, exact: int) -> None:
+    device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, dtype=dtype, device=CUDA).check()
+
+
+def test_latents_of_many_layers() -> None:
+    device_blocks.latents(WhtPagedCodec, tokens=64, exact=4, device=CUDA, layers=61).check()
+
+
+def test_latents_that_no_transform_makes_gaussian() -> None:
+    """Two tokens, opposite to each other, and one number of each piece, are all that there is: form 1."""
+    world = device_blocks.latents(WhtPagedCodec, latent=128, rope=64, tokens=32, device=CUDA)
+    numbers = world.codec.layout.caches
+    for cache in numbers:
+        rows = cache[IDS[1]].view(32, 192)
+        rows[:, :128] = 0
+        rows[5, 7], rows[9, 7] = 1000, -1000
+    world.check()
+    assert [int(wire.parse(world.block(i), group=2).payloads[-1][1]) for i in range(4)] == [0, 1, 0, 0]
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize("codec", ["k4v4c", "k3v3"])
+def test_latents_by_torch(codec: str, exact: int) -> None:
+    device_blocks.latents(TorchPagedCodec, codec, exact=exact, device=CUDA).check(RARE)
+
+
+def test_latents_that_are_not_finite_or_damaged() -> None:
+    world = device_blocks.latents(WhtPagedCodec, exact=2, device=CUDA)
+    for cache in world.codec.layout.caches:
+        cache[IDS[2]].view(16, 576)[9, 100] = float("inf")
+    assert world.encode() == [None, None, "decode", None]
+    world = device_blocks.latents(WhtPagedCodec, exact=2, device=CUDA)
+    world.encode()
+    for i, at in ((0, -40), (1, 300), (2, 400)):
+        block = world.block(i).copy()
+        block[at] ^= 1
+        world.write(i, block)
+    before = world.bits.clone()
+    assert world.decode() == ["checksum"] * 3 + [None]
+    kept = [block for block in range(device_blocks.BLOCKS) if block != TARGETS[3]]
+    assert torch.equal(world.bits[:, kept], before[:, kept])
+
+
+@pytest.mark.parametrize("exact", [0, 4, 16])
+@pytest.mark.parametrize(("heads", "head_dim"), [(3, 64), (8, 128), (1, 256), (5, 40)])
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_by_kernels(kind: Dtype, heads: int, head_dim: int, exact: int) -> None:
+    device_blocks.fp8(WhtPagedCodec, "wht-5x", kind, heads, head_dim, exact=exact, device=CUDA).check()
+
+
+@pytest.mark.parametrize("exact", [0, 3])
+@pytest.mark.parametrize("head_dim", [40, 64, 128])
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_in_single_vectors(kind: Dtype, head_dim: int, exact: int) -> None:
+    device_blocks.fp8(CudaPagedCodec, "k3v3", kind, head_dim=head_dim, exact=exact, device=CUDA).check()
+
+
+@pytest.mark.parametrize("exact", [0, 4])
+@pytest.mark.parametrize("kind", FP8)
+@pytest.mark.parametrize("codec", ["k4v4c", "k3v3"])
+def test_fp8_by_torch(codec: str, kind: Dtype, exact: int) -> None:
+    device_blocks.fp8(TorchPagedCodec, codec, kind, exact=exact, device=CUDA).check(RARE)
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_each_fp8_number_is_read(kind: Dtype) -> None:
+    """All that there are, denormal ones too, beside each other; what is not finite is reported."""
+    world = device_blocks.fp8(WhtPagedCodec, "wht-5x", kind, heads=2, device=CUDA)
+    finite = torch.from_numpy(np.flatnonzero(np.isfinite(table(kind))).astype(np.uint8)).to(CUDA)
+    for block in IDS:
+        world.bits[:, block] = finite.repeat(-(-world.bits.shape[2] // len(finite)))[: world.bits.shape[2]]
+    world.check()
+    world.bits[1, IDS[2], 300] = 0x7F
+    assert world.encode() == [None, None, "decode", None]
+
+
+@pytest.mark.parametrize("kind", FP8)
+def test_fp8_in_a_calibrated_codec_is_about_the_cpu_s(kind: Dtype) -> None:
+    rope = made_up.rope_of(64)
+    facts = ModelFacts(rope, made_up.profile(LAYERS, 3, 64, rope))
+    world = device_blocks.fp8(KltPagedCodec, "klt-8x", kind, exact=4, device=CUDA, facts=facts)
+    assert world.encode() == [None] * 4
+    blocks = [world.block(i) for i in range(4)]
+    assert world.decode() == [None] * 4
+    for i, target in enumerate(TARGETS):
+        right, found = world.format.decode(blocks[i], key=KEYS[i]), world.numbers(target)
+        for x, y in zip(right, found, strict=True):
+            assert x[:, :, :4].tobytes() == y[:, :, :4].tobytes()
+            assert (x != y).mean() < 0.05
+            noise = np.square(table(kind)[x] - table(kind)[y]).sum() / np.square(table(kind)[x]).sum()
+            assert noise < 1e-3
+
+
+def raw(layout: RawLayout, format: BlockFormat) -> RawPagedCodec:
+    return RawPagedCodec(layout, format, seals(CUDA))
+
+
+@pytest.mark.parametrize("number", [Dtype.FLOAT32, Dtype.BFLOAT16, Dtype.FLOAT16])
+@pytest.mark.parametrize("option", ["bf16", "int8", "exact"])
+@pytest.mark.parametrize("make", [raw, RawPagedCodec], ids=["kernels", "torch"])
+def test_states(make: device_blocks.Make, option: str, number: Dtype) -> None:
+    world = states(make, option, number)
+    world.check()
+
+
+def states(make: device_blocks.Make, option: str, number: Dtype = Dtype.FLOAT32) -> World:
+    """Rows of zeros, and the smallest numbers, are among them."""
+    world = device_blocks.states(make, option, number, device=CUDA)
+    rows = world.bits[:, IDS[1], device_blocks.CONV :]
+    rows[0, : 16 * 40] = 0
+    rows[1, : 16 * 20 : 16] = 1
+    return world
+
+
+@pytest.mark.parametrize("option", ["bf16", "int8"])
+def test_states_that_are_not_finite_are_reported(option: str) -> None:
+    world = states(raw, option)
+    at = device_blocks.CONV + 4 * 16 * 5
+    world.bits[1, IDS[2], at : at + 4] = torch.tensor([float("nan")]).view(torch.uint8).to(CUDA)
+    assert world.encode() == [None, None, "decode", None]
