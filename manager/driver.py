@@ -74,8 +74,8 @@ class Driver(Generic[B]):
     such a one, if it outlives the engine, writes down what the next engine is to know.
     guard: sees to it that the codec is measured first; None to trust it.
     again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
-    an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's it computes although
-    all are found.
+    an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
+    although all are found.
     """
 
     def __init__(
@@ -167,8 +167,8 @@ class Driver(Generic[B]):
     def restoring(
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
     ) -> None:
-        """Codes of these keys, but for the last ones that are computed again, are to be decoded into these blocks of the
-        request; beside: those of other groups."""
+        """Codes of these keys, but for the last ones, which are computed again, are to be decoded into these blocks of
+        the request; beside: those of other groups."""
         chain = () if self._group is None else (GroupBlocks(self._group, keys[: len(block_ids)], block_ids),)
         load = Load(request_id, (*chain, *beside))
         self.manager.restore_started(request_id, keys)

@@ -244,8 +244,8 @@ class Groups(NamedTuple):
 
     def held(self, tokens: int, batched: int) -> int:
         """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `batched` are
-        computed in a step: a window's are free when it has gone on, and of states there are the last and the next, and those behind tokens
-        that are proposed."""
+        computed in a step: a window's are free when it has gone on, and of states there are the last and the next, and
+        those behind tokens that are proposed."""
         chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
         beside = 0
         for window in self.windows:

@@ -7,6 +7,7 @@ from typing import Any
 
 import group_models
 import pytest
+from draft_model import proposed
 from latent_model import make_latent_model
 from scripts import run_script
 
@@ -16,10 +17,14 @@ BATCHED = {"falcon-h1": {"max_num_batched_tokens": 256}}
 
 
 def run(family: str, folder: Path, what: str) -> dict[str, Any]:
-    """What becomes of a session, as with a cache of fp8."""
-    is_latent = family == "latents"
-    model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
-    vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {})}
+    """What becomes of a session, as with a cache of fp8. family: with the method of a draft behind it, if there is
+    one."""
+    is_latent, proposes = family == "latents", {}
+    if " " in family:
+        model, proposes = proposed(family, folder)
+    else:
+        model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
+    vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {}), **proposes}
     manthan = {"cold_store": {"kind": "host", "max_bytes": "128MiB"}}
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": True, "latents": is_latent}
     out, _ = run_script(SCRIPT, job)
@@ -42,6 +47,20 @@ def test_what_is_kept_as_bytes_gives_what_the_hot_cache_gives(family: str, tmp_p
     assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
     assert said["causes"] == []
     assert all(name == "exact" and blocks > 0 for name, blocks, _ in said["stored"].values())
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["tiny-llama eagle", "tiny-llama draft_model", "gemma3 eagle", "qwen3-next mtp", "qwen3-next ngram"]
+)
+def test_a_draft_s_layers_are_kept_with_the_model_s(kind: str, tmp_path: Path) -> None:
+    said = run(kind, tmp_path, "come_back")
+    again = not kind.endswith(("ngram", "draft_model"))  # the last block found
+    assert said["hot"]["cached"] == (said["prompt"] // said["block"] - again) * said["block"]
+    assert said["cold"] == said["again"] == said["hot"]
+    assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
+    assert said["causes"] == []
+    assert said["hot"]["accepted"] > 0 or not kind.startswith("tiny-llama")
 
 
 @pytest.mark.slow
