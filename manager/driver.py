@@ -73,7 +73,9 @@ class Driver(Generic[B]):
     directory: keeps the books of a cold store that others use as well; None for one of this engine alone. journal: of
     such a one, if it outlives the engine, writes down what the next engine is to know.
     guard: sees to it that the codec is measured first; None to trust it.
-    again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless.
+    again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
+    an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
+    although all are found.
     """
 
     def __init__(
@@ -89,8 +91,9 @@ class Driver(Generic[B]):
         journal: "JournalLink | None" = None,
         guard: Guard[B] | None = None,
         again: int = 0,
+        last_tokens: int = 1,
     ) -> None:
-        self._again, self._journal = again, journal
+        self._again, self._last_tokens, self._journal = again, last_tokens, journal
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
         self._observer = observer or Observer()
@@ -131,8 +134,8 @@ class Driver(Generic[B]):
             self._directory.look_up(request_id, keys[: self.usable(tokens)], now)
 
     def usable(self, tokens: int) -> int:
-        """How many blocks of a prompt may come from elsewhere: the last token is always computed."""
-        return (tokens - 1) // self.manager.shape.block_tokens
+        """How many blocks of a prompt may be found, here or elsewhere."""
+        return (tokens - self._last_tokens) // self.manager.shape.block_tokens
 
     def wanted(self, request_id: str, keys: Sequence[bytes], hot: int, blocks: int, now: float) -> int | None:
         """How many blocks behind its hot ones can be restored for a request; None for ask again in a moment.
@@ -164,8 +167,9 @@ class Driver(Generic[B]):
     def restoring(
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
     ) -> None:
-        """Codes of these keys are to be decoded into these blocks of the request; beside: those of other groups."""
-        chain = () if self._group is None else (GroupBlocks(self._group, keys, block_ids),)
+        """Codes of these keys, but for the last ones, which are computed again, are to be decoded into these blocks of
+        the request; beside: those of other groups."""
+        chain = () if self._group is None else (GroupBlocks(self._group, keys[: len(block_ids)], block_ids),)
         load = Load(request_id, (*chain, *beside))
         self.manager.restore_started(request_id, keys)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)

@@ -29,7 +29,6 @@ from manthan.vllm_hooks.support import (
     UnsupportedError,
     blocks_computed_again,
     groups_of,
-    has_draft,
     latent_of,
 )
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
@@ -54,9 +53,8 @@ class SchedulerHalf:
         self._vllm_config = vllm_config
         self._config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
-        self.groups = groups_of(
-            kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
-        )
+        groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
+        self.groups = groups._replace(again=blocks_computed_again(vllm_config))
         group = self.groups.chain
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
@@ -71,11 +69,6 @@ class SchedulerHalf:
             raise UnsupportedError(
                 f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
-            )
-        if self.groups.windows and has_draft(vllm_config):
-            raise UnsupportedError(
-                "Manthan cannot be used here: the model has layers with sliding windows or states, and "
-                "--speculative-config a draft with a KV cache: remove it, or use ngram."
             )
         namespace = namespace_of(vllm_config, config, self.groups) if config.cold_store.is_lasting else None
         owner = engine_name()
@@ -92,7 +85,7 @@ class SchedulerHalf:
             options=chosen.options,
             fast=fast_tier(config.cold_store, self._ranks),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_even else None,
+            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
@@ -131,7 +124,8 @@ class SchedulerHalf:
             directory=self._directory,
             journal=self._journal,
             guard=self._guard(),
-            again=blocks_computed_again(self._vllm_config),
+            again=self.groups.again,
+            last_tokens=self.groups.last_tokens,
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -196,18 +190,18 @@ class SchedulerHalf:
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
-            beside = []
-            for group, parts in groupby(self.groups.beside(end), attrgetter("group")):
+            found, beside = end + self.groups.again, []
+            for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
                 cold, ids = [part for part in parts if part.first_token >= hot_tokens], block_ids[group]
                 named = [self._key_of(part, request) for part in cold]
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
-            self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
+            self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
         computed = min(blocks, request.num_computed_tokens // self._block_size)
-        computed = self.groups.aligned(self._entered(self._keys(request)[:computed]))
+        computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
@@ -217,17 +211,19 @@ class SchedulerHalf:
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:
-        """So many blocks of the same prompt could be restored, should it come again."""
-        return self.groups.aligned(self.driver.usable(request.num_prompt_tokens))
+        """So many blocks of the same prompt could be found, should it come again."""
+        return self.groups.deepest(self.driver.usable(request.num_prompt_tokens))
 
     def _beside(self, depth: int, request: "Request") -> Iterator[tuple[int, bytes, int]]:
         return ((part.group, self._key_of(part, request), part.at) for part in self.groups.beside(depth))
 
     def _entered(self, keys: "Sequence[BlockHash]") -> int:
         """How many of them vLLM has entered into its prefix cache, where the last ones may not be: it does so when it
-        schedules the next step, and proposed tokens that were right may have filled the block in the last one."""
-        entered, proposed = len(keys), self._vllm_config.num_speculative_tokens
-        for _ in range(-(-proposed // self._block_size)):
+        schedules the next step, and proposed tokens that were right may have filled the block in the last one; those
+        that a draft may read again it enters later still."""
+        entered, config = len(keys), self._vllm_config
+        late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
+        for _ in range(-(-late // self._block_size)):
             if entered and self._pool.get(keys[entered - 1]) is None:
                 entered -= 1
         return entered

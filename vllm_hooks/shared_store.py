@@ -42,6 +42,8 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     beside: list[object] = [[*_identity(window.group), window.tokens] for window in groups.windows]
     if any(window.tokens is None for window in groups.windows):
         beside.append(config.codec.state)
+    if groups.again and beside:
+        beside.append(groups.again)  # anchors are at other places of chains
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     may_change = not config.cold_store.is_shared and is_codec_chosen(vllm_config)
     profile = "" if may_change else profile_digest(vllm_config)

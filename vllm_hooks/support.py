@@ -188,10 +188,12 @@ class Window(NamedTuple):
 
 class Groups(NamedTuple):
     """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
-    attention, chains are of the blocks of a window's group, which is among windows as well."""
+    attention, chains are of the blocks of a window's group, which is among windows as well. again: how many blocks at
+    the end of those of a chain that are found are computed nevertheless; see `blocks_computed_again`."""
 
     chain: Group
     windows: Sequence[Window] = ()
+    again: int = 0
 
     @property
     def is_whole(self) -> bool:
@@ -214,32 +216,54 @@ class Groups(NamedTuple):
         """How many tokens lie between two of vLLM's hashes, which are at the ends of every group's blocks."""
         return math.gcd(*self._sizes)
 
-    def aligned(self, depth: int) -> int:
-        """So many blocks of a chain, less those behind the last place at which each group's blocks end."""
-        return depth - depth % (math.lcm(*self._sizes) // self.chain.spec.block_size)
+    @property
+    def is_expected(self) -> bool:
+        """Whether vLLM finds what was prefetched of a session: all groups have the same keys, and there is what makes
+        it believe in a window. Where a draft has blocks computed again, that is another block behind it."""
+        return self.is_even and not (self.again and any(window.tokens is not None for window in self.windows))
+
+    @property
+    def last_tokens(self) -> int:
+        """How many tokens of a prompt are computed although all are found: the last, unless a block is in any case; of
+        one group alone vLLM leaves out both."""
+        return 0 if self.again and self.others else 1
+
+    def deepest(self, depth: int) -> int:
+        """So many blocks of a chain, less those behind the last that can end what is found of it: less those that are
+        computed again, each group's blocks end there. 0 if nothing is left."""
+        end = depth - self.again
+        end -= end % (math.lcm(*self._sizes) // self.chain.spec.block_size)
+        return end + self.again if end > 0 else 0
 
     def beside(self, depth: int) -> Iterator[Part]:
-        """Each block of another group that is needed behind so many blocks of a chain, group by group."""
-        tokens = depth * self.chain.spec.block_size
-        return (part for window in self.windows for part in window.needed(tokens)) if depth else iter(())
+        """Each block of another group that is needed where so many blocks of a chain are found, group by group: behind
+        those that are not computed again."""
+        end = max(0, depth - self.again)
+        tokens = end * self.chain.spec.block_size
+        return (part for window in self.windows for part in window.needed(tokens)) if end else iter(())
 
     def held(self, tokens: int, in_flight: int) -> int:
         """How many blocks of all groups a request has in use at most, with so many tokens, of which up to `in_flight`
-        are being computed: a window's are free when those are settled, and of states there are the last and the next.
-        """
+        are being computed: a window's are free when those are settled, and of states there are the last and the next,
+        and those behind tokens that are proposed."""
         chain = -(-tokens // self.chain.spec.block_size) if self.is_whole else 0
         beside = 0
         for window in self.windows:
             looked_back = tokens if window.tokens is None else min(tokens, window.tokens + in_flight)
             blocks = -(-looked_back // window.group.spec.block_size)
             beside += min(blocks, 2) if window.tokens is None else blocks + (looked_back < tokens)
-        return chain + beside
+        return chain + beside + self._proposed
 
     def taken(self, tokens: int, requests: int) -> int:
         """How many blocks of all groups a step takes at most, in which so many tokens are computed for requests."""
         chain = [self.chain.spec.block_size] if self.is_whole else []
         sizes = [*chain, *(window.group.spec.block_size for window in self.windows)]
-        return sum(-(-tokens // size) + requests for size in sizes)
+        return sum(-(-tokens // size) + requests for size in sizes) + requests * self._proposed
+
+    @property
+    def _proposed(self) -> int:
+        """How many blocks of states a request has besides, each behind a token that is proposed."""
+        return sum(getattr(window.group.spec, "num_speculative_blocks", 0) for window in self.windows)
 
     @property
     def _sizes(self) -> list[int]:

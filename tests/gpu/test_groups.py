@@ -1,20 +1,16 @@
 """Models with several KV cache groups, with latents, and caches of fp8 on a GPU: sessions go cold into its memory or
 pinned RAM, and return."""
 
-import json
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import group_models
 import pytest
 from latent_model import make_latent_model
+from scripts import run_alone
 
-TESTS = Path(__file__).parents[1]
-SCRIPT, TINY_LLAMA = TESTS / "helpers" / "path_sessions.py", TESTS / "data" / "tiny-llama"
+TINY_LLAMA = Path(__file__).parents[1] / "data" / "tiny-llama"
 EXACT = {"name": "k3v3", "sink_tokens": 100_000, "guard": False}
 """All tokens of any session are kept as they are."""
 DEFAULT = {"guard": False}
@@ -55,10 +51,7 @@ def run(kind: str, model: str, what: str, **manthan: Any) -> dict[str, Any]:
     """What becomes of a session."""
     vllm = VLLM.get(kind, {})
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm}
-    env = os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"}
-    done = subprocess.run([sys.executable, SCRIPT], input=json.dumps(job), env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr[-4000:]
-    report: dict[str, Any] = json.loads(done.stdout)
+    report: dict[str, Any] = run_alone("path_sessions.py", job)
     assert report["path"] == "GpuPath"
     return report
 

@@ -17,9 +17,12 @@ from typing import Any
 
 import torch
 import vllm_engine  # sets the environment
+from state_copies import copy_states_on_the_cpu
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.metrics.reader import Counter
 
 from manthan.manager.sessions.session import SessionState
 from manthan.vllm_hooks import kv_transfer_config
@@ -62,9 +65,11 @@ class PathSession:
         self.prompt = [rng.randrange(10, VOCABULARY) for _ in range(blocks * self.block + REST)]
 
     def ask(self) -> dict[str, Any]:
-        """The answer, log-probabilities of the first token by id and of the others, and what was not computed."""
+        """The answer, log-probabilities of the first token by id and of the others, what was not computed, and how many
+        tokens a draft proposed that were right."""
         params = SamplingParams(temperature=0, max_tokens=ANSWER, ignore_eos=True, detokenize=False, logprobs=TOP)
         self.requests += 1
+        before = self.accepted()
         prompt = {"prompt_token_ids": self.prompt}
         self.engine.add_request(f"request-{self.requests}", prompt, params, session_id="user")
         last: Any = None
@@ -74,7 +79,13 @@ class PathSession:
         told = last.outputs[0]
         first = {str(token): found.logprob for token, found in told.logprobs[0].items()}
         chosen = [each[token].logprob for token, each in zip(told.token_ids, told.logprobs, strict=True)]
-        return {"tokens": list(told.token_ids), "logprobs": chosen, "first": first, "cached": last.num_cached_tokens}
+        said = {"tokens": list(told.token_ids), "logprobs": chosen, "first": first, "cached": last.num_cached_tokens}
+        return said | {"accepted": self.accepted() - before}
+
+    def accepted(self) -> int:
+        """So many tokens of a draft were right so far."""
+        found = [each for each in self.engine.get_metrics() if each.name == "vllm:spec_decode_num_accepted_tokens"]
+        return sum(each.value for each in found if isinstance(each, Counter))
 
     def go_cold(self) -> None:
         """The session is evicted, and nothing of it is left in the pool."""
@@ -140,6 +151,8 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
+    if current_platform.is_cpu():
+        copy_states_on_the_cpu()
     if job.get("latents"):
         from latent_model import allow_prefix_caching
 

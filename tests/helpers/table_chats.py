@@ -10,7 +10,7 @@ import sys
 import time
 from typing import Any
 
-from group_sessions import engine
+from group_sessions import accepted, engine
 from train_tables import ASK, BOS, DIGITS, EQUALS, LINE, NAMES, NOISE
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -75,6 +75,7 @@ def main() -> None:
     if job["manthan"] is not None:
         blocks = get_kv_transfer_group().worker.path.blocks
         turns[0]["codecs"] = {group: each.format.codec for group, each in blocks.items()}
+    turns[0]["accepted"] = accepted(llm)
     json.dump(turns, sys.stdout)
 
 

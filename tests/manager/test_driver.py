@@ -1,14 +1,18 @@
 """The serving loop by example: what of a session that went cold is restored."""
 
+from dataclasses import replace
+
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
 
 from manthan.manager.driver import Driver
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import Place
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import LoadResult, SpillResult
+from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult, SpillResult
 from manthan.policies import get_policy
 
 KEYS = chain("a b c d e f")
@@ -75,3 +79,28 @@ def test_a_prefetched_session_is_found_although_some_is_computed_again(again: in
     assert len(served.pool.hit(KEYS)) == 6
     assert served.come_back(20.0, hot=6 - again) == 0
     assert served.hits.prefetched == 1
+
+
+def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() -> None:
+    """What stands there is needed before it, and is not dropped while it is read."""
+    window = 1
+    shape = replace(SHAPE, beside={window: {0: 50}}, hot_beside={window: 200})
+    manager = SessionMemoryManager(get_policy("lru"), shape, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S)
+    driver: Driver[int] = Driver(manager, SimulatedPool(50), 50, low=0.05, high=0.1, again=1, last_tokens=0)
+    manager.request_started("first", KEYS, "A", 0.0, tokens=96)
+    manager.request_finished("first", KEYS, 1.0, places=[Place(6, [(window, KEYS[4], 4)])])
+    manager.sweep(2.0 + IDLE_AFTER_S)
+    for order in manager.take_spills(100):
+        manager.spilled(order.key, order.nbytes, 12.0, order.group)
+    driver.started("second", MORE, "A", 20.0, tokens=96, blocks=8)
+    assert driver.usable(96) == 6
+    assert driver.wanted("second", MORE[:6], 0, 8, 20.0) == 5
+    driver.restoring("second", MORE[:6], [1, 2, 3, 4, 5], [GroupBlocks(window, [KEYS[4]], [6])])
+    [load] = driver.step(0, 20.0).loads
+    assert [list(part.keys) for part in load.parts] == [KEYS[:5], [KEYS[4]]]
+    [part] = manager.table.by_id["A"].beside
+    assert part.pins == 1
+    failed = [FailedBlock(window, KEYS[4], "missing")]
+    driver.answered([], [LoadResult(load.request_id, failed, 0, 0.0)], 21.0)
+    assert manager.match(KEYS) == 0, "nobody looks for it again"
+    check_integrity(manager)

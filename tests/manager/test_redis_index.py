@@ -447,6 +447,7 @@ def test_the_deepest_place_is_found_that_can_be_gone_on_behind(
     both = [(STATE, key) for key in (keys("abcde")[1], keys("abcde")[3])]
     needed = {5: [both[0], (STATE, b"none")], 4: [(STATE, b"none"), both[1]], 3: both, 2: both, 1: both}
     assert two.anchored(5, needed.__getitem__) == Anchored(3, [NBYTES] * 2)
+    assert two.anchored(1, lambda at: []) is None, "all of it would be computed again"
 
 
 def test_a_place_far_from_the_end_is_found_with_few_questions(

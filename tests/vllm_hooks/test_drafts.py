@@ -1,4 +1,4 @@
-"""Speculative decoding with a draft: the draft's KV goes cold and returns with the model's."""
+"""Speculative decoding: a draft's KV goes cold and returns with the model's, also beside windows and states."""
 
 import re
 from pathlib import Path
@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 import torch
 from conversation import EXACT, run
-from draft_model import TINY, make_draft, make_mtp_model
+from draft_model import TINY, make_draft, make_windowed, proposed, proposing
 from tokenizers import Tokenizer
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
@@ -16,7 +16,7 @@ from vllm_engine import Table
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Group, Groups, blocks_computed_again, check_supported, has_draft
+from manthan.vllm_hooks.support import Group, Groups, Window, blocks_computed_again, check_supported, has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 TURNS = 4
@@ -32,10 +32,6 @@ def prompts() -> list[list[int]]:
         made.append(tokenizer.encode(text).ids)
         text += f"{value}\n"
     return made
-
-
-def proposing(**options: Any) -> dict[str, Any]:
-    return {"speculative_config": {"num_speculative_tokens": 3, **options}}
 
 
 @pytest.fixture(scope="module")
@@ -55,17 +51,49 @@ def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any])
     assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
 
 
-@pytest.mark.slow
-def test_a_models_own_draft_goes_cold_with_it(tmp_path: Path) -> None:
-    """MTP with weights that are made up: nothing that is proposed is right."""
-    model, options = make_mtp_model(tmp_path), {"load_format": "dummy", **proposing(method="mtp")}
-    options["speculative_config"]["num_speculative_tokens"] = 1
+KINDS = (
+    "gpt-oss eagle",
+    "qwen3-next mtp",
+    *(
+        pytest.param(kind, marks=pytest.mark.slow)
+        for kind in (
+            "gemma3 eagle",
+            "mistral eagle",
+            "qwen3-next eagle",
+            "glm mtp",
+            "tiny-llama eagle3",
+            "tiny-llama draft_model",
+            "gpt-oss ngram",
+            "qwen3-next ngram",
+        )
+    ),
+)
+"""Model and method; `make test` tries one with windows and one with states."""
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sessions_return_with_a_draft_as_if_they_had_stayed_hot(kind: str, tmp_path: Path) -> None:
+    """From where vLLM goes on itself, with the very numbers."""
+    model, options = proposed(kind, tmp_path)
     ours, log = run(model, EXACT, **options)
     hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **options)
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
-    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
-    assert all(turn["cached"] > 500 for turn in ours[1:])
-    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
+    for what in ("cached", "tokens", "logprobs", "accepted"):
+        assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
+    assert all(turn["cached"] > 450 for turn in ours[1:])
+    assert set(map(tuple, ours[0]["losses"].values())) == {(0.0, 0.0)}
+
+
+@pytest.mark.slow
+def test_beside_windows_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any], tmp_path: Path) -> None:
+    """The only layers that look back on all tokens are the draft's."""
+    model = make_windowed(tmp_path / "model", window=512)
+    ours, log = run(model, EXACT, **eagle)
+    hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **eagle)
+    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
+    for what in ("cached", "tokens", "accepted"):
+        assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
+    assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:
@@ -117,3 +145,11 @@ def test_the_draft_decides_what_codes_mean(eagle: dict[str, Any], tmp_path: Path
     assert name(proposing(method="eagle", model=same)) == names[0]
     assert name(proposing(method="eagle", model=str(other))) not in names
     assert names[0] != names[1]
+
+
+def test_beside_windows_it_matters_whether_the_last_block_is_computed_again(eagle: dict[str, Any]) -> None:
+    """Anchors stand elsewhere: what a disk has of them is of no use to an engine that is told otherwise."""
+    config, window = configured(eagle), Window(Group(1, SPEC, 9), 64)
+    groups = Groups(Group(0, SPEC, 9), [window])
+    names = {namespace_of(config, from_vllm_config(config), groups._replace(again=again)).name for again in (0, 1)}
+    assert len(names) == 2

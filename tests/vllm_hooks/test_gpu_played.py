@@ -8,6 +8,7 @@ from typing import Any
 
 import group_models
 import pytest
+from draft_model import proposed
 from latent_model import make_latent_model
 from scripts import run_script
 
@@ -19,10 +20,14 @@ BATCHED = {"falcon-h1": {"max_num_batched_tokens": 256}}
 
 
 def run(family: str, folder: Path, what: str, coded: bool = False, **codec: Any) -> dict[str, Any]:
-    """What becomes of a session. coded: or else as with a cache that only vLLM can read. codec: its settings."""
-    is_latent = family == "latents"
-    model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
-    vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {})}
+    """What becomes of a session. family: with the method of a draft behind it, if there is one. coded: or else as with
+    a cache that only vLLM can read. codec: its settings."""
+    is_latent, proposes = family == "latents", {}
+    if " " in family:
+        model, proposes = proposed(family, folder)
+    else:
+        model = make_latent_model(folder) if is_latent else group_models.made(family, folder)
+    vllm = {"num_gpu_blocks_override": 1024, **BATCHED.get(family, {}), **proposes}
     manthan = {"cold_store": {"kind": "host", "max_bytes": "128MiB"}, "codec": codec}
     job = {"model": model, "what": what, "manthan": manthan, "vllm": vllm, "gpu": True, "latents": is_latent}
     job["coded"] = coded
@@ -70,6 +75,20 @@ def test_latents_and_states_that_are_coded_change_little(
     shared = hot.keys() & cold.keys()
     assert len(shared) > TOP / 2
     assert max(abs(hot[token] - cold[token]) for token in shared) < 0.5
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "kind", ["tiny-llama eagle", "tiny-llama draft_model", "gemma3 eagle", "qwen3-next mtp", "qwen3-next ngram"]
+)
+def test_a_draft_s_layers_are_kept_with_the_model_s(kind: str, tmp_path: Path) -> None:
+    said = run(kind, tmp_path, "come_back")
+    again = not kind.endswith(("ngram", "draft_model"))  # the last block found
+    assert said["hot"]["cached"] == (said["prompt"] // said["block"] - again) * said["block"]
+    assert said["cold"] == said["again"] == said["hot"]
+    assert said["zeros"]["first"] != said["hot"]["first"], "the answer is made of the cache"
+    assert said["causes"] == []
+    assert said["hot"]["accepted"] > 0 or not kind.startswith("tiny-llama")
 
 
 @pytest.mark.slow

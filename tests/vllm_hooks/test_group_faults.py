@@ -6,6 +6,7 @@ from typing import Any
 
 import group_models
 import pytest
+from draft_model import proposed
 from scripts import run_script
 
 pytestmark = pytest.mark.slow
@@ -27,8 +28,9 @@ class Ran:
     """What an engine with Manthan told of all faults, and one without it, asked the same prompts one by one."""
 
     def __init__(self, family: str, folder: Path) -> None:
-        model = group_models.made(family, folder)
-        job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[family]}}
+        name, _, method = family.partition(" ")
+        model, options = proposed(family, folder) if method else (group_models.made(name, folder), {})
+        job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[name], **options}}
         self.faults: dict[str, Any] = run(job | {"manthan": MANTHAN, "prompts": None})
         self.turns = [turn for found in self.faults.values() for turn in found["turns"]]
         prompts = [[turn["prompt"], len(turn["tokens"]), *turn.get("interrupted", [])] for turn in self.turns]
@@ -40,7 +42,7 @@ def run(job: dict[str, Any]) -> Any:
     return json.loads(out.splitlines()[-1])
 
 
-@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next"])
+@pytest.fixture(scope="module", params=["gpt-oss", "qwen3-next", "gpt-oss eagle", "qwen3-next mtp"])
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Ran:
     return Ran(request.param, tmp_path_factory.mktemp("model"))
 

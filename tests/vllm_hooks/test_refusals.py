@@ -294,7 +294,7 @@ def test_windows_alone_are_served() -> None:
 def test_windows_in_larger_blocks_stand_at_their_own_ends_only() -> None:
     found = told(replace(WINDOW, block_size=64), FULL)
     assert found.hash_tokens == 32
-    assert [found.aligned(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
+    assert [found.deepest(depth) for depth in range(5)] == [0, 0, 2, 2, 4]
     assert list(found.beside(10)) == [Part(0, 3, 192, 256), Part(0, 4, 256, 320)]
     assert list(found.beside(2)) == [Part(0, 0, 0, 64)]
     assert list(found.beside(0)) == []
@@ -309,7 +309,7 @@ def test_blocks_of_all_groups_share_keys_where_they_have_as_many_tokens() -> Non
 def test_windows_in_smaller_blocks() -> None:
     found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
     assert found.hash_tokens == 16
-    assert [found.aligned(depth) for depth in range(5)] == [0, 1, 2, 3, 4]
+    assert [found.deepest(depth) for depth in range(5)] == [0, 1, 2, 3, 4]
     assert list(found.beside(3)) == [Part(1, 3, 48, 64), Part(1, 4, 64, 80), Part(1, 5, 80, 96)]
 
 

@@ -22,8 +22,21 @@ def chats(model: str, manthan: dict[str, Any] | None, **engine: Any) -> tuple[li
 @pytest.mark.parametrize("model", MODELS)
 def test_chats_that_were_cold_are_answered_right(model: str) -> None:
     """With the default codec. What can be reused is what plain vLLM reuses where all stays in the pool."""
-    cold, log = chats(model, MANTHAN, num_gpu_blocks_override=MODELS[model])
-    hot, _ = chats(model, None)
+    answered_right(model, MODELS[model])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS)
+def test_also_where_tokens_are_proposed_and_right(model: str) -> None:
+    """A request has a block of states for each token that is proposed."""
+    ngram = {"method": "ngram", "prompt_lookup_max": 3, "num_speculative_tokens": 3}
+    assert answered_right(model, 2 * MODELS[model], speculative_config=ngram) > 10
+
+
+def answered_right(model: str, blocks: int, **engine: Any) -> int:
+    """blocks: of the pool. Returns how many tokens that were proposed were right."""
+    cold, log = chats(model, MANTHAN, num_gpu_blocks_override=blocks, **engine)
+    hot, _ = chats(model, None, **engine)
     assert len(cold) == len(hot) == 3 * CHATS
     assert all(turn["right"] for turn in hot)
     assert all(turn["right"] for turn in cold)
@@ -31,3 +44,5 @@ def test_chats_that_were_cold_are_answered_right(model: str) -> None:
         assert ours["cached"] >= 0.9 * reusable["cached"] > 0.9 * 1000
     assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= CHATS
     assert "restored 0 of" not in log
+    proposed: int = cold[0]["accepted"]
+    return proposed

@@ -226,7 +226,7 @@ class RedisIndex:
             for asked in batches(unknown, BATCH):
                 sizes |= zip(asked, self._sizes(asked), strict=True)
             for at, blocks in some.items():
-                if all(sizes[block] for block in blocks):
+                if blocks and all(sizes[block] for block in blocks):
                     return Anchored(at, [sizes[block] for block in blocks])
             count, places = count - places, min(4 * places, PLACES)
         return None
