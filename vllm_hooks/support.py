@@ -188,10 +188,12 @@ class Window(NamedTuple):
 
 class Groups(NamedTuple):
     """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
-    attention, chains are of the blocks of a window's group, which is among windows as well."""
+    attention, chains are of the blocks of a window's group, which is among windows as well. replicas: how many
+    tensor-parallel ranks, one behind the other, have the same KV in all of them."""
 
     chain: Group
     windows: Sequence[Window] = ()
+    replicas: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -304,7 +306,7 @@ def groups_of(
             "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
             "and sliding windows and states beside it; or one group of sliding windows."
         )
-    made = Groups(chains[0], windows)
+    made = Groups(chains[0], windows, kv_cache_config.kv_tp_replicas)
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, made.hash_tokens):
         raise UnsupportedError(
