@@ -44,9 +44,9 @@ class StoreServer:
     """Answers other ranks from a store. name: of the socket, which nobody else on the machine has."""
 
     def __init__(self, store: ColdStore, name: str) -> None:
-        self._store, self._step, self._emptied = store, 0, 0
+        self._store, self._step, self._emptied, self._is_closed = store, 0, 0, False
         self._moved = threading.Condition()
-        """Of the three above."""
+        """Of all above."""
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._socket.bind(_address(name))
         self._socket.listen(socket.SOMAXCONN)
@@ -65,7 +65,10 @@ class StoreServer:
             self._moved.notify_all()
 
     def close(self) -> None:
-        """No question is answered any more."""
+        """No question is answered any more, those included that wait."""
+        with self._moved:
+            self._is_closed = True
+            self._moved.notify_all()
         self._socket.shutdown(socket.SHUT_RDWR)  # which ends accept
         self._thread.join()
         self._socket.close()
@@ -103,9 +106,13 @@ class StoreServer:
             return {"error": "internal"}, []
 
     def _store_at(self, step: int, emptied: int) -> ColdStore:
-        """The store, once this rank is as far. Raises ServedStoreError if it was emptied since, or is stuck."""
+        """The store, once this rank is as far. Raises ServedStoreError if it was emptied since, is closed, or stuck."""
+
+        def is_settled() -> bool:
+            return self._is_closed or (self._step >= step and self._emptied >= emptied)
+
         with self._moved:
-            if not self._moved.wait_for(lambda: self._step >= step and self._emptied >= emptied, PATIENCE_S):
+            if not self._moved.wait_for(is_settled, PATIENCE_S) or self._is_closed:
                 raise ServedStoreError
             if self._emptied > emptied:
                 raise ServedStoreError("reset")
@@ -277,7 +284,7 @@ def _send(link: socket.socket, message: Mapping[str, Any], bufs: Sequence[Buffer
 
 def _receive(link: socket.socket) -> tuple[dict[str, Any], list[Buffer]]:
     """Raises OSError, also where the other side is gone."""
-    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size))
+    (length,) = _LENGTH.unpack(_exactly(link, _LENGTH.size).tobytes())
     message = json.loads(_exactly(link, length).tobytes())
     return message, [_exactly(link, size) for size in message["sizes"]]
 

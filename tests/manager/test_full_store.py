@@ -134,12 +134,28 @@ class Uneven:
                 self.stored.remove(key)
                 self.used = [used - size for used, size in zip(self.used, self.SIZES, strict=True)]
         for spill in work.spills:
-            self.stored.add(spill.key)
+            fits = max(self.used) + self.SIZES[0] <= self.room
+            self.refused += not fits
+            if fits:
+                self.stored.add(spill.key)
+                self.used = [used + size for used, size in zip(self.used, self.SIZES, strict=True)]
             for rank, size in enumerate(self.SIZES):
-                self.used[rank] += size
-                cause = None if self.used[rank] <= self.room else "store_full"
-                self.refused += cause is not None
+                cause = "store_full" if rank == 0 and not fits else None
                 self.driver.answered([SpillResult(spill.key, spill.group, cause, 0.0, size)], [], now)
+
+
+def test_a_store_that_others_fill_is_asked_less_and_less_often() -> None:
+    """Its other blocks are stored meanwhile, and kept: a session needs no more than what is missing."""
+    world = Uneven(capacity=8000, sessions=1)
+    world.room = 160
+    for n in range(200):
+        world.step(100.0 + n * IDLE_AFTER_S)
+    assert world.refused <= DOUBLINGS + 200 * IDLE_AFTER_S / LONGEST_S + 1
+    assert world.driver.manager.usage.cold_blocks == 3
+    world.room = 200
+    for n in range(200, 240):
+        world.step(100.0 + n * IDLE_AFTER_S)
+    assert world.driver.manager.session("s0").state == "cold"
 
 
 def test_no_rank_is_full_while_the_budget_is_not() -> None:

@@ -113,6 +113,19 @@ def test_a_rank_that_is_gone_is_a_store_that_does_not_answer(ranks: Ranks) -> No
     assert raised.value.cause == "store_down"
 
 
+def test_nobody_waits_for_a_rank_that_ends() -> None:
+    name, kept = secrets.token_hex(8), HostStore(BUDGET)
+    first, second = ServingStore(kept, StoreServer(kept, name)), RemoteStore(name, room)
+    second.reached(1)
+    with ThreadPoolExecutor(1) as threads:
+        answer = threads.submit(second.put_all, 0, {KEYS[0]: buffer(10)})
+        with pytest.raises(TimeoutError):
+            answer.result(timeout=0.2)
+        first.close()
+        assert answer.result(timeout=30) == {KEYS[0]: "store_down"}
+    assert second.put_all(0, {KEYS[0]: buffer(10)}) == {KEYS[0]: "store_down"}
+
+
 def test_what_fails_there_is_told_with_its_cause(ranks: Ranks, monkeypatch: pytest.MonkeyPatch) -> None:
     class FailedError(ColdStoreError):
         cause = "disk"
