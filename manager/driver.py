@@ -19,6 +19,7 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome, Place
+from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
     STORE_DOWN,
     GroupBlocks,
@@ -29,6 +30,7 @@ from manthan.manager.work import (
     SpillBlock,
     SpillResult,
     Verdict,
+    Weigh,
 )
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ class Driver(Generic[B]):
     again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
     although all are found.
+    weigh: what a block takes of the budget, from what it takes on each rank; see `manthan.manager.work.on_each`.
     """
 
     def __init__(
@@ -92,8 +95,9 @@ class Driver(Generic[B]):
         guard: Guard[B] | None = None,
         again: int = 0,
         last_tokens: int = 1,
+        weigh: Weigh = sum,
     ) -> None:
-        self._again, self._last_tokens, self._journal = again, last_tokens, journal
+        self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
         self._observer = observer or Observer()
@@ -319,7 +323,7 @@ class Driver(Generic[B]):
             return
         order = self._let_go(name)
         self._observer.spilled(answers)
-        self.manager.spilled(answer.key, sum(one.nbytes for one in answers), now, order.group)
+        self.manager.spilled(answer.key, self._weigh([one.nbytes for one in answers]), now, order.group)
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:
@@ -347,7 +351,7 @@ class Driver(Generic[B]):
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         order = self._let_go(name)
         self._observer.not_spilled(causes)
-        self.manager.spill_failed(order.key, now, order.group)
+        self.manager.spill_failed(order.key, now, order.group, STORE_FULL in causes)
 
     def _let_go(self, name: Name) -> SpillOrder:
         held = self._held.pop(name)

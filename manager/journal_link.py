@@ -17,7 +17,7 @@ from manthan.manager.stores.disk.journal import (
     JournalChain,
     JournalSession,
 )
-from manthan.manager.work import Name
+from manthan.manager.work import Name, on_each
 
 
 class Found(NamedTuple):
@@ -115,10 +115,11 @@ class JournalLink:
     def adopt(self, ranks: Sequence[Mapping[Name, int]], now: float) -> Found:
         """Take in what the journal names and all ranks have; the rest is dropped.
 
-        ranks: of each, by group and key, what its blocks take of the budget.
+        ranks: of each, by group and key, what its blocks take of its part of the budget.
         """
-        manager, offset = self._manager, self._clock() - now
-        sizes = {name: sum(rank[name] for rank in ranks) for name in ranks[0] if all(name in rank for rank in ranks)}
+        manager, offset, weigh = self._manager, self._clock() - now, on_each(len(ranks))
+        whole = [name for name in ranks[0] if all(name in rank for rank in ranks)]
+        sizes = {name: weigh([rank[name] for rank in ranks]) for name in whole}
         written = list(self._journal.sessions())
         lengths = manager.adopt([left for each in written if (left := self._left(each, sizes, offset))], now)
         changes = dict(manager.elsewhere.take_changes())

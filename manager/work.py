@@ -1,6 +1,6 @@
 """What a driver orders of those who hold the memory, and what they answer."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from manthan.codec.cpu.exact import EXACT
@@ -12,6 +12,16 @@ STORE_DOWN = "store_down"
 
 Name: TypeAlias = tuple[int, bytes]
 """Of a block: its KV cache group, and its key."""
+
+
+Weigh: TypeAlias = Callable[[Sequence[int]], int]
+"""What a block takes of the budget, from what its shards take."""
+
+
+def on_each(shards: int) -> Weigh:
+    """Where each of so many ranks has an equal part of the budget: as if a block took as much on all of them as where
+    it takes most. So none is full while the budget is not, however different their shards are."""
+    return lambda sizes: shards * max(sizes)
 
 
 class GroupKeys(NamedTuple):

@@ -40,9 +40,9 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int) -> DiskStore:
-    """This rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError."""
-    folder = _root(config, parallel) / name / f"rank-{parallel.rank}"
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> DiskStore:
+    """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError."""
+    folder = _root(config, parallel) / name / f"rank-{rank}"
     try:
         return DiskStore(folder, nbytes, config.disk.sync_s, config.disk.timeout_s)
     except FolderInUseError:
@@ -56,11 +56,11 @@ def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbyt
 class DiskBooks:
     """The scheduler half's part: the folder's lock, and the journal. Ranks have opened theirs before.
 
-    Raises ConfigError for a folder that another server has.
+    shards: of a block, each in a folder. Raises ConfigError for a folder that another server has.
     """
 
-    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str) -> None:
-        self._parallel = vllm_config.parallel_config
+    def __init__(self, vllm_config: "VllmConfig", config: ManthanConfig, name: str, shards: int) -> None:
+        self._parallel, self._shards = vllm_config.parallel_config, shards
         root = _root(config, self._parallel)
         self._folder, self._lock = root / name, open_root(root)
         end_with_parent()
@@ -76,7 +76,7 @@ class DiskBooks:
         """Sessions that an earlier server left are the manager's, and what becomes of its own is written down."""
         link = JournalLink(Journal(self._folder), manager)
         began = time.monotonic()
-        ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._parallel.world_size)]
+        ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._shards)]
         sizes = [{name: record.room for name, record in found.items()} for found in ranks]
         found = link.adopt(sizes, time.monotonic())
         if found.written or found.dropped:

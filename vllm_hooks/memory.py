@@ -55,14 +55,22 @@ def block_format(
 
 
 def memory_shape(
-    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None, room: Room = room
+    codec: CodecConfig,
+    group: "Group",
+    ranks: int,
+    profile: Profile | None = None,
+    room: Room = room,
+    copies: int = 1,
 ) -> MemoryShape:
     """A block's worth, all ranks together. profile: that of the codec, if it takes one. room: what an encoded block of
-    so many bytes takes in the cold store, that of RAM and GPU memory unless it is said. Raises ConfigError."""
-    tokens = group.spec.block_size
-    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, ranks)) for rank in range(ranks)]
+    so many bytes takes in the cold store, that of RAM and GPU memory unless it is said. copies: how many ranks have the
+    same block, of which one stores it. Raises ConfigError."""
+    tokens, shards = group.spec.block_size, ranks // copies
+    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, shards)) for rank in range(shards)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
-    bounds = {exact: sum(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)}
+    bounds = {
+        exact: shards * max(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)
+    }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
     return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
 
@@ -132,16 +140,21 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
 
 
 def fallback_shapes(
-    codec: CodecConfig, group: "Group", ranks: int, profile: Profile | None = None, room: Room = room
+    codec: CodecConfig,
+    group: "Group",
+    ranks: int,
+    profile: Profile | None = None,
+    room: Room = room,
+    copies: int = 1,
 ) -> list[MemoryShape]:
     """The same in the codecs that the guard may choose instead, and with all tokens exact."""
     finer = [
-        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks, room=room), codec=name)
+        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks, None, room, copies), codec=name)
         for name in finer_codecs(codec.name)
     ]
     tokens = group.spec.block_size
-    whole = ranks * room(block_format(EXACT, group).max_nbytes(tokens))
-    exact = memory_shape(codec, group, ranks, profile, room)
+    whole = ranks // copies * room(block_format(EXACT, group).max_nbytes(tokens))
+    exact = memory_shape(codec, group, ranks, profile, room, copies)
     return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 

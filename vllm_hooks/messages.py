@@ -45,6 +45,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """Blocks to be measured: what would codecs do to them?"""
     model_rests: bool = False
     """Nothing is computed in this step."""
+    step: int = 0
+    """Its number, counted from the engine's start."""
 
 
 @dataclass

@@ -16,12 +16,14 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Place
 from manthan.manager.sweeper import Sweeper
+from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.support import (
@@ -60,7 +62,9 @@ class SchedulerHalf:
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
         self._room = room_in(config.cold_store)
-        self._shape = memory_shape(config.codec, group, self._ranks, self._profile, self._room)
+        self._copies = copies_of(vllm_config, self.groups)
+        self._shards = self._ranks // self._copies
+        self._shape = memory_shape(config.codec, group, self._ranks, self._profile, self._room, self._copies)
         [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks, self._room)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
@@ -83,7 +87,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tier(config.cold_store, self._ranks),
+            fast=fast_tier(config.cold_store, self._shards),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
@@ -94,14 +98,16 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
-            self._books = DiskBooks(vllm_config, config, namespace.name)
+            self._books = DiskBooks(vllm_config, config, namespace.name, self._shards)
         if namespace is not None and shared:
-            directory = make_directory(vllm_config, config, namespace, self._shape, capacity, owner, self._ring)
+            made = vllm_config, config, namespace, self._shape, capacity, owner, self._shards
+            directory = make_directory(*made, self._ring)
             beside = self._places if self.groups.windows else None
             self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
+        self._step = 0
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
@@ -126,6 +132,7 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
+            weigh=sum if self._config.cold_store.is_shared else on_each(self._shards),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -136,7 +143,8 @@ class SchedulerHalf:
         if not self._config.codec.guard:
             return None
         codec = self._config.codec
-        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._ranks, self._profile, self._room)]
+        beside = self._kv_group, self._ranks, self._profile, self._room, self._copies
+        shapes = [self._shape, *fallback_shapes(codec, *beside)]
         shapes = with_windows(shapes, codec, self.groups, self._ranks, self._room)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
@@ -144,9 +152,9 @@ class SchedulerHalf:
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
+        sizes = {nbytes // self._shards for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._ranks, sizes, in_arenas)
+        return usable_nbytes(store, self._shards, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -250,9 +258,9 @@ class SchedulerHalf:
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
         self._set_deadline()
-        return ManthanMetadata(
-            place, work.drops, work.go_first, work.spills, work.loads, work.samples, not scheduled_tokens
-        )
+        self._step += 1
+        orders = work.drops, work.go_first, work.spills, work.loads, work.samples
+        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""

@@ -18,6 +18,7 @@ from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
 from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
 from manthan.vllm_hooks.fingerprint import model_identity
+from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import is_codec_chosen, profile_digest
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -57,7 +58,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "dtype": group.dtype_name,
             "block_tokens": group.spec.block_size,
             "shape": group.shape,
-            "tensor_parallel": parallel.tensor_parallel_size,
+            "tensor_parallel": parallel.tensor_parallel_size // copies_of(vllm_config, groups),
             "block_hash": cache.prefix_caching_hash_algo,
             **({"profile": profile} if profile else {}),
             **({"group": group.index, "beside": beside} if beside else {}),
@@ -82,17 +83,18 @@ def make_directory(
     shape: "MemoryShape",
     capacity: int,
     owner: str,
+    shards: int,
     ring: Callable[[], None],
 ) -> Directory:
-    """The books of a cold store that engines share. capacity: its budget in bytes."""
-    model, ranks = vllm_config.model_config, vllm_config.parallel_config.world_size
+    """The books of a cold store that engines share. capacity: its budget in bytes. shards: of a block."""
+    model = vllm_config.model_config
     facts = {
         "model": model.model,
         "revision": model.revision or "",
         "dtype": str(model.dtype).removeprefix("torch."),
         "codec": config.codec.name,
         "block_tokens": shape.block_tokens,
-        "ranks": ranks,
+        "ranks": shards,
         "budget_bytes": int(config.cold_store.max_bytes),
         "ttl_s": f"{config.redis.ttl_s:g}",
         "format": FORMAT,
@@ -101,7 +103,7 @@ def make_directory(
     client = connect(config.redis)
 
     def make_index(of: Namespace) -> RedisIndex:
-        return RedisIndex(client, circuit, of, owner, ranks, capacity, config.redis.ttl_s)
+        return RedisIndex(client, circuit, of, owner, shards, capacity, config.redis.ttl_s)
 
     return RedisDirectory(make_index, namespace, circuit, facts, ring)
 
@@ -120,6 +122,6 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
-    """One rank's blocks."""
+    """One rank's blocks, or those of all ranks that have the same."""
     client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
     return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)

@@ -14,6 +14,9 @@ class Deadlines:
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
 
+    def __len__(self) -> int:
+        return len(self._when)
+
     def set(self, session_id: str, when: float | None) -> None:
         """Set or, with None, take back the time of a session."""
         if when is None:

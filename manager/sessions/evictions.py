@@ -19,6 +19,9 @@ from manthan.manager.sessions.session import (
 )
 from manthan.manager.sessions.table import SessionTable
 
+DOUBLINGS = 5
+"""A session that the cold store has no room for is idle for twice as long each time, up to so often."""
+
 
 class Evictions:
     """idle_after_s: how long pressure leaves a session alone whose eviction failed.
@@ -119,6 +122,12 @@ class Evictions:
             if wanted.nbytes <= min(self._budget.free, self._budget.left(block.tenant)):
                 self._orders.encode(block, wanted, block.tenant)
 
+    def try_again(self, now: float) -> None:
+        """Sessions that were refused are idle again when they have waited for long enough; and one of them if something
+        has left the store, which may be the room that it needs."""
+        freed, self._orders.has_freed = self._orders.has_freed, False
+        self._table.take_up(now, earlier=freed)
+
     def relieve(self, wanted: int, now: float) -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
         goal = max(0, self._blocks.exposed - wanted)
@@ -151,12 +160,12 @@ class Evictions:
         if not block.users:
             self._pruning.drop([block], DropCause.ABANDONED)
 
-    def failed(self, key: bytes, now: float, group: int | None = None) -> None:
+    def failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
         """A rank could not store this block: its sessions stay hot, unless there are older codes of it."""
         if (block := self._spilling(key, group)) is not None:
-            self._fail(block, now)
+            self._fail(block, now, is_full)
 
-    def _fail(self, block: Block, now: float) -> None:
+    def _fail(self, block: Block, now: float, is_full: bool = False) -> None:
         is_stale = block in self._stale
         self._stale.discard(block)
         if block.old is not None and not is_stale:
@@ -169,7 +178,15 @@ class Evictions:
             self._pruning.unwait(session, session.chain)
             session.retry_after = now + self._idle_after_s
             self._table.set_state(session, SessionState.IDLE, now)
+            if is_full:
+                self._put_off(session, now)
         self._pruning.bury([block])
+
+    def _put_off(self, session: Session, now: float) -> None:
+        """The store has less room than the budget says, and nobody knows when it will have more."""
+        session.refusals = min(session.refusals + 1, DOUBLINGS)
+        session.retry_after = now + self._idle_after_s * 2**session.refusals
+        self._table.put_off_until(session, session.retry_after - self._idle_after_s)
 
     def lost(self, key: bytes, now: float, group: int | None = None) -> None:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
@@ -211,6 +228,7 @@ class Evictions:
         if session.pending or not session.chain:
             return
         self._table.set_state(session, SessionState.COLD, now)
+        session.refusals = 0
         self._pruning.bury(session.chain)
         self._pruning.to_anchor(session)
         if not session.chain:

@@ -164,11 +164,16 @@ def _order(manager: SessionMemoryManager) -> Findings:
     yield since == sorted(since), "idle sessions are not in the order in which they became so"
     idle = {s.session_id for s in table.by_id.values() if s.state is SessionState.IDLE}
     victims = {session.session_id for session in table.hot_victims()}
-    yield set(table.idle) == idle == victims, f"idle are {idle}; kept as idle {set(table.idle)}, as victims {victims}"
+    off = {name for name in idle if name in table.put_off}
+    kept = set(table.idle) | off
+    yield kept == idle == victims, f"idle are {idle}; kept as idle {kept}, as victims {victims}"
+    apart = len(off) == len(table.put_off) and off.isdisjoint(table.idle)
+    yield apart, f"{len(table.put_off)} sessions are put off, and {off} of the idle ones"
     cold = {s.session_id for s in table.by_id.values() if s.state in (SessionState.COLD, SessionState.EVICTING)}
     free = {name for name in cold if not table.by_id[name].pinned}
     listed = {session.session_id for session in table.cold_victims()}
     yield free <= listed, f"{free - listed} have codes that nobody would drop"
     due = manager.next_deadline
-    soonest = min((when + manager.idle_after_s for when in since), default=None)
+    ends = [table.put_off.first] if table.put_off.first is not None else []
+    soonest = min((*(when + manager.idle_after_s for when in since), *ends), default=None)
     yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"

@@ -337,7 +337,8 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        return min((when for when in (idle, self._wishes.next_deadline) if when is not None), default=None)
+        deadlines = (idle, self.table.put_off.first, self._wishes.next_deadline)
+        return min((when for when in deadlines if when is not None), default=None)
 
     def take_unheld(self) -> list[Beside]:
         """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
@@ -356,6 +357,7 @@ class SessionMemoryManager:
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
+        self._evictions.try_again(now)
         while (
             self.may_evict
             and (first := next(iter(self.table.idle.values()), None))
@@ -374,9 +376,13 @@ class SessionMemoryManager:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         self._evictions.spilled(key, nbytes, now, group)
 
-    def spill_failed(self, key: bytes, now: float, group: int | None = None) -> None:
-        """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while."""
-        self._evictions.failed(key, now, group)
+    def spill_failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
+        """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while.
+
+        is_full: for lack of room. Each time that this happens to a session it is left alone for twice as long, or until
+        something else has left the store.
+        """
+        self._evictions.failed(key, now, group, is_full)
 
     def lost(self, key: bytes, now: float, group: int | None = None) -> None:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""

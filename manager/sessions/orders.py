@@ -18,6 +18,8 @@ class Orders:
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
+        self.has_freed = False
+        """Whether codes that were in the cold store have been dropped."""
 
     def encode(self, block: Block, encoding: Encoding, tenant: str) -> None:
         """A block of another group goes ahead of those of chains: the pool loses it sooner. What has no codes of its
@@ -42,6 +44,7 @@ class Orders:
             group = self._group if block.group is None else block.group
             if group is not None:
                 keys.setdefault(group, []).append(block.key)
+                self.has_freed |= block.code is CodeState.COLD
             self._blocks.forget(block)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 

@@ -208,6 +208,8 @@ class Session:
     idle_since: float = 0.0
     retry_after: float = 0.0
     """Memory pressure leaves a session alone until then if its last eviction failed."""
+    refusals: int = 0
+    """How often the cold store had no room for it, one time after the other."""
     pending: int = 0
     """Blocks that an eviction under way still waits for."""
     window: range = range(0)

@@ -1,10 +1,13 @@
 """Sessions and their blocks, kept consistent: every change of a chain or a state goes through here."""
 
+import math
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterator, Sequence
+from itertools import islice
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.chains import ChainIndex
+from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.fast_tier import FastTier
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.remembered import Remembered
@@ -26,7 +29,9 @@ class SessionTable:
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()
-        """IDLE sessions in the order in which they became so."""
+        """IDLE sessions in the order in which they became so, but for those that are put off."""
+        self.put_off = Deadlines()
+        """IDLE sessions that no sweep looks at, until when."""
         self.chains = ChainIndex(label)
         self.remembered = Remembered()
         self.hot = Place(make_policy)
@@ -56,7 +61,8 @@ class SessionTable:
         """A remembered session whose KV is gone has a request again: it is as a new one, but for its history."""
         if session.session_id in self.by_id:
             session.session_id = self.chains.new_id(session.asked_id, session.tenant, self.by_id)
-        session.state, session.pending, session.retry_after = SessionState.HOT, 0, 0.0
+        session.state, session.pending = SessionState.HOT, 0
+        session.retry_after, session.refusals = 0.0, 0
         self.by_id[session.session_id] = session
         self.states[session.state] += 1
 
@@ -76,7 +82,7 @@ class SessionTable:
         self.states[old] -= 1
         self.states[state] += 1
         session.state = state
-        self.idle.pop(session.session_id, None)
+        self._leave_idle(session)
         if hot < 0:
             self.hot.forget(session.session_id)
         if state is SessionState.IDLE:
@@ -88,6 +94,19 @@ class SessionTable:
             self.enter_cold(session)
         if state is SessionState.COLD and self.front is not None:
             self.front.used(self.view(session, self.shape.cold_nbytes), session.priority)
+
+    def put_off_until(self, session: Session, when: float) -> None:
+        """An IDLE session is as one that has become so then."""
+        del self.idle[session.session_id]
+        self.put_off.set(session.session_id, when)
+
+    def take_up(self, now: float, *, earlier: bool) -> None:
+        """Sessions that were put off until now are idle as others, and, if so, the next one `earlier` than it was to
+        be."""
+        names = [*self.put_off.pop_due(now), *([*islice(self.put_off.pop_due(math.inf), 1)] if earlier else [])]
+        for name in names:
+            session = self.idle[name] = self.by_id[name]
+            session.idle_since = session.retry_after = now
 
     def used(self, session: Session, now: float) -> None:
         """A request of the session, which is HOT, began or ended."""
@@ -181,9 +200,13 @@ class SessionTable:
         if (place := self.cold_of.get(session.tenant)) is not None:
             yield place
 
+    def _leave_idle(self, session: Session) -> None:
+        self.idle.pop(session.session_id, None)
+        self.put_off.set(session.session_id, None)
+
     def _forget(self, session: Session) -> None:
         self.by_id.pop(session.session_id)
-        self.idle.pop(session.session_id, None)
+        self._leave_idle(session)
         self.states[session.state] -= 1
         self.hot.forget(session.session_id)
         self.leave_cold(session)

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import ClassVar, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +21,7 @@ STORE_FULL = "store_full"
 class ColdStoreError(Exception):
     """A store did not do what was asked; `cause` is a metric label."""
 
-    cause: ClassVar[str] = "store"
+    cause: str = "store"
 
 
 class ColdStore(ABC):
@@ -55,6 +55,9 @@ class ColdStore(ABC):
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:  # noqa: B027 most stores have one tier
         """A store with a tier in front of another moves these blocks out of it before all others, in this order."""
+
+    def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
+        """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank."""
 
     @abstractmethod
     def cleared(self, place: str) -> "ColdStore":

@@ -15,8 +15,8 @@ from manthan.vllm_hooks.worker.tiers import Tier
 
 
 def play(as_bytes: bool = True) -> None:
-    """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are, or in
-    a codec of torch's."""
+    """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are, or
+    in a codec of torch's."""
     patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
 
     def played(*args: Any) -> Any:

@@ -9,6 +9,7 @@ from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 from world import BESIDE_BOUNDS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World
 
+from manthan.manager.sessions.evictions import DOUBLINGS
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.session import CodeState, SessionState
 
@@ -171,7 +172,7 @@ class Sessions(RuleBasedStateMachine):
             if not self.world.clear:
                 assert set(store._blocks) - doomed <= known
         if not (self.world.clear or self.world.spills or doomed):
-            assert sum(store.used for store in self.world.stores) == blocks.cold_nbytes
+            assert self.world.stored_nbytes == blocks.cold_nbytes
 
     @invariant()
     def first_and_last_tokens_are_exact(self) -> None:
@@ -198,18 +199,17 @@ class Sessions(RuleBasedStateMachine):
             self.world.end_restore(self.world.restores[0], set())
         while self.world.requests:
             self.world.finish(self.world.requests[0], 99)
-        self.world.now += 2 * IDLE_AFTER_S
-        for _ in range(3):
+        for _ in range(5):  # what failed before the end is tried again
+            self.world.now += 2**DOUBLINGS * IDLE_AFTER_S
             self.step(0, 99)
             self.answer_all_spills()
-            self.world.now += 2 * IDLE_AFTER_S  # what failed before the end is tried again
         self.step(0, 99)
         self.manager.elsewhere.take_changes()
         self.manager.elsewhere.take_departed()
         assert not self.manager.has_work
         assert {s.state for s in self.manager.table.by_id.values()} <= {SessionState.COLD}
         assert all(block.code is CodeState.COLD and block.users for block in self.manager.blocks)
-        assert sum(store.used for store in self.world.stores) == self.manager.blocks.reserved
+        assert self.world.stored_nbytes == self.manager.blocks.reserved
         assert not +self.world.pool.refs
         assert not +self.world.beside_pool.refs
         self.every_chain_is_offered()

@@ -15,7 +15,9 @@ from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape, Place
+from manthan.manager.stores.arena import room
 from manthan.manager.stores.cold_store import Buffer, HostStore
+from manthan.manager.work import on_each
 from manthan.policies import get_policy
 
 BOUNDS = {0: 1024, 10: 1536, 16: 2048}
@@ -126,7 +128,7 @@ class Spill:
     waiting: set[int]
     """Ranks that have not answered."""
     failed: bool = False
-    nbytes: int = 0
+    sizes: list[int] = field(default_factory=list)
 
     @property
     def key(self) -> bytes:
@@ -173,8 +175,8 @@ class World:
             window_tokens=WINDOW_TOKENS if exact else 0,
             is_shared=shared,
         )
-        room = cold_blocks * of_all_ranks(BOUNDS)[0]  # on each: codes of one rank may be the larger ones throughout
-        self.stores = [HostStore(room) for _ in range(ranks)]
+        self.weigh = on_each(ranks)
+        self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
         self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
         self.seen: Counter[str] = Counter()
         """What has come to pass, for tests that it did."""
@@ -388,7 +390,7 @@ class World:
             buf = encoded(content, rank, spill.order.exact, spill.group)
             failed = self.stores[rank].put_all(spill.group, {spill.key: buf})
             assert failed == {}, "the manager asks for what fits"
-            spill.nbytes += self.stores[rank].room(buf.nbytes)
+            spill.sizes.append(self.stores[rank].room(buf.nbytes))
         spill.failed |= not ok
         if not spill.waiting:
             self.spills.remove(spill)
@@ -396,10 +398,18 @@ class World:
             if not spill.group:
                 self.unreadable.discard(spill.key)
             if spill.failed:
-                self.manager.spill_failed(spill.key, self.now, spill.order.group)
+                is_full = len(spill.key) % 2 == 0
+                self.manager.spill_failed(spill.key, self.now, spill.order.group, is_full)
             else:
-                self.manager.spilled(spill.key, spill.nbytes, self.now, spill.order.group)
+                self.manager.spilled(spill.key, self.weigh(spill.sizes), self.now, spill.order.group)
             self.release()
+
+    @property
+    def stored_nbytes(self) -> int:
+        """What the blocks in the stores take of the budget."""
+        names = {name for store in self.stores for name in store.names()}
+        bufs = {(group, key): [get(store, key, group) for store in self.stores] for group, key in names}
+        return sum(self.weigh([room(buf.nbytes) for buf in each if buf is not None]) for each in bufs.values())
 
     def stored_everywhere(self, key: bytes, group: int = 0) -> bool:
         bufs = [get(store, key, group) for store in self.stores]

@@ -6,6 +6,7 @@ from machine import INDEX, PROFILE, Sessions
 from world import BESIDE, encoded
 
 from manthan.manager.sessions.session import Block, CodeState, FoundAnchor, Stranger
+from manthan.manager.stores.arena import room
 
 
 class SharedSessions(Sessions):
@@ -22,18 +23,19 @@ class SharedSessions(Sessions):
         prompt = request.keys[: request.prompt]
         first = self.manager.elsewhere.known(prompt)
         anchor_nbytes = sum(self.world.shape.beside[group][0] for group, *_ in self.world.needed(prompt))
-        room = self.manager.budget.free - anchor_nbytes
-        most = min(more, room // self.world.shape.cold_nbytes)
+        free = self.manager.budget.free - anchor_nbytes
+        most = min(more, free // self.world.shape.cold_nbytes)
         keys = prompt[first : first + most] if most > 0 else []
         parts = list(self.world.needed(prompt[: first + len(keys)])) if keys else []
-        sizes = dict.fromkeys([*((0, key) for key in keys), *(part[:2] for part in parts)], 0)
-        if any((b := self.block(*name)) is not None and b.in_flight for name in sizes):
+        names = list(dict.fromkeys([*((0, key) for key in keys), *(part[:2] for part in parts)]))
+        if any((b := self.block(*name)) is not None and b.in_flight for name in names):
             return  # these are being stored already
-        for rank, store in enumerate(self.world.stores):
-            for group, key in sizes:
-                buf = encoded(self.world.content(key, group), rank, 0, group)
+        sizes = {}
+        for group, key in names:
+            bufs = [encoded(self.world.content(key, group), rank, 0, group) for rank in range(self.ranks)]
+            for store, buf in zip(self.world.stores, bufs, strict=True):
                 assert store.put_all(group, {key: buf}) == {}
-                sizes[group, key] += store.room(buf.nbytes)
+            sizes[group, key] = self.world.weigh([room(buf.nbytes) for buf in bufs])
         self.world.unreadable.difference_update(keys)
         anchor = FoundAnchor(first + len(keys), parts, [sizes[part[:2]] for part in parts]) if parts else None
         in_chain = [sizes[0, key] for key in keys]

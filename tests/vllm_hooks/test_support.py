@@ -44,7 +44,7 @@ def test_a_step_takes_blocks_of_each_group() -> None:
 def test_each_token_that_is_proposed_has_a_block_of_states() -> None:
     spec = MambaSpec(shapes=((2, 3),), dtypes=(torch.float32,), block_size=16, num_speculative_blocks=3)
     state = Window(Group(3, spec, 4), None)
-    assert Groups(CHAIN, [state, state]).held(1000, batched=256) == 63 + 2 * (2 + 3)
+    assert Groups(CHAIN, [state, state]).held(1000, in_flight=256) == 63 + 2 * (2 + 3)
     assert Groups(CHAIN, [state]).taken(100, 3) == 7 + 3 + 7 + 3 + 3 * 3
 
 

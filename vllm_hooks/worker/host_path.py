@@ -1,7 +1,7 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 
 import torch
@@ -33,7 +33,8 @@ class HostPath(WorkerPath):
 
     blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
     stream of its own, behind what the model's stream was given before. calibration: what is made of the chains' blocks
-    besides.
+    besides. is_mine: whether this rank stores the block of a key; of another, which has the same, it is said to be
+    stored in no bytes.
     """
 
     def __init__(
@@ -44,8 +45,10 @@ class HostPath(WorkerPath):
         device: torch.device,
         fails_whole: bool = False,
         calibration: Calibration | None = None,
+        is_mine: Callable[[bytes], bool] = lambda key: True,
     ) -> None:
         super().__init__(fails_whole)
+        self._is_mine = is_mine
         self.blocks, self.store = blocks, store
         self._chain = next(iter(blocks))
         self._calibration = calibration
@@ -63,15 +66,19 @@ class HostPath(WorkerPath):
             self.store.drop(group, keys)
         for group, keys in metadata.go_first:
             self.store.go_first(group, keys)
+        self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
             threads = self._prefetchers if load.is_prefetch else self._loaders
             threads.submit(self._load, load, self.store, model)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
-        model = model_event(self._device) if metadata.spills else None
+        mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
+        if len(mine) < len(metadata.spills):
+            self._spilled([SpillResult(s.key, s.group, None, 0.0) for s in metadata.spills if not self._is_mine(s.key)])
+        model = model_event(self._device) if mine else None
         for group, blocks in self.blocks.items():
-            spills = [spill for spill in metadata.spills if spill.group == group]
+            spills = [spill for spill in mine if spill.group == group]
             for start in range(0, len(spills), blocks.batch):
                 self._encoders.submit(self._spill, spills[start : start + blocks.batch], blocks, self.store, model)
 

@@ -1,28 +1,69 @@
-"""One rank's cold store where codes outlive the engine: its tiers, one in front of the other."""
+"""One rank's cold store, or the one of all ranks that have the same KV; where codes outlive the engine, its tiers."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
-from manthan.manager.config.model import ManthanConfig
+from manthan.manager.config.model import ColdStoreConfig, ConfigError
+from manthan.manager.stores import arena
 from manthan.manager.stores.cold_store import ColdStore, HostStore
+from manthan.manager.stores.disk import segment
 from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.served import RemoteStore, ServingStore, StoreServer
 from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.shared_store import make_redis
+from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
-    from vllm.config import ParallelConfig
+    from vllm.config import VllmConfig
 
 
-def make_store(config: ManthanConfig, namespace: Namespace, parallel: "ParallelConfig") -> ColdStore:
-    """Raises ConfigError."""
-    cold, ranks = config.cold_store, parallel.world_size
+def make_store(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> ColdStore:
+    """copies: see `manthan.vllm_hooks.replicas`. Raises ConfigError."""
+    config = from_vllm_config(vllm_config)
+    if config.cold_store.kind == "redis":  # which all ranks reach themselves
+        return make_redis(config, namespace, vllm_config.parallel_config.rank // copies)
+    return one_for_all(partial(_make_tiers, vllm_config, namespace, copies), vllm_config, copies)
+
+
+def one_for_all(make: Callable[[], ColdStore], vllm_config: "VllmConfig", copies: int) -> ColdStore:
+    """The store that is made, which the first of so many ranks has, and serves to the others. Raises ConfigError."""
+    transfer, rank = vllm_config.kv_transfer_config, vllm_config.parallel_config.rank
+    assert transfer is not None
+    if copies == 1:
+        return make()
+    name = f"{transfer.engine_id}-{rank // copies}"
+    if rank % copies:
+        return RemoteStore(name, _room_in(from_vllm_config(vllm_config).cold_store))
+    store = make()
+    try:
+        return ServingStore(store, StoreServer(store, name))
+    except OSError as error:
+        raise ConfigError(
+            f"engine_id of --kv-transfer-config is {transfer.engine_id!r}, and the ranks cannot share a cold store by "
+            f"that name ({error.strerror}): leave it out, or choose one that no other engine of this machine has."
+        ) from None
+
+
+def _room_in(store: ColdStoreConfig) -> Callable[[int], int]:
+    """What a block of so many bytes takes of the budget."""
+    if store.is_shared:
+        return lambda nbytes: nbytes
+    return segment.room if store.is_on_disk else arena.room
+
+
+def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> ColdStore:
+    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
+    cold, shards, shard = config.cold_store, parallel.world_size // copies, parallel.rank // copies
     store: ColdStore
     if cold.is_shared:
-        store = make_redis(config, namespace, parallel.rank)
+        store = make_redis(config, namespace, shard)
     else:
-        store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks)
+        store = open_disk(config, parallel, namespace.name, cold.max_bytes // shards, shard)
     if cold.front_disk_bytes:
-        store = TieredStore(open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks), store)
+        front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // shards, shard)
+        store = TieredStore(front, store)
     if cold.front_bytes:
-        store = TieredStore(HostStore(cold.front_bytes // ranks), store)
+        store = TieredStore(HostStore(cold.front_bytes // shards), store)
     return store

@@ -20,7 +20,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import IO, ClassVar, NamedTuple
+from typing import IO, NamedTuple
 
 from manthan.manager.integrity import IntegrityError
 from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore
@@ -69,13 +69,13 @@ def usable(max_bytes: int) -> int:
 class DiskError(ColdStoreError):
     """The disk does not do what was asked."""
 
-    cause: ClassVar[str] = "disk"
+    cause = "disk"
 
 
 class DiskSlowError(ColdStoreError):
     """The disk did not give what was asked within the time that somebody waits for it."""
 
-    cause: ClassVar[str] = STORE_DOWN
+    cause = STORE_DOWN
 
 
 class FolderInUseError(ColdStoreError):
