@@ -75,3 +75,11 @@ def test_a_prefetched_session_is_found_although_some_is_computed_again(again: in
     assert len(served.pool.hit(KEYS)) == 6
     assert served.come_back(20.0, hot=6 - again) == 0
     assert served.hits.prefetched == 1
+
+
+def test_who_rests_begins_nothing_until_it_goes_on() -> None:
+    served = Served(0, Hints())
+    served.driver.rests = True
+    assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).spills
+    served.driver.rests = False
+    served.go_cold()

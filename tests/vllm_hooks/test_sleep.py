@@ -6,8 +6,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-import torch
 from redis_server import RedisServer
+from sleeper import OTHER, asked_again, converse, sleep, turned, wake
 from vllm_engine import Answer, Engine, Table, running
 
 STORES = [
@@ -33,36 +33,6 @@ def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 def afresh(engine: Engine) -> None:
     engine.run(engine.llm.wake_up())
     engine.start_afresh()
-
-
-def sleep(engine: Engine, level: int = 1, mode: str = "abort") -> None:
-    engine.run(engine.llm.sleep(level, mode))
-
-
-def wake(engine: Engine, *tags: str) -> None:
-    engine.run(engine.llm.wake_up(list(tags) or None))
-
-
-def turned(worker: Any, factor: float) -> None:
-    """New weights, a little other than those of before."""
-    with torch.no_grad():
-        next(worker.model_runner.get_model().parameters()).mul_(factor)
-
-
-def converse(engine: Engine, count: int = 3) -> list[tuple[Table, Answer]]:
-    tables = [Table(700 + seed) for seed in range(count)]
-    return [(table, engine.ask(table.question(0)[0], f"sleeper-{n}")) for n, table in enumerate(tables)]
-
-
-def asked_again(engine: Engine, told: list[tuple[Table, Answer]]) -> list[int]:
-    """How many tokens of each conversation need not be computed when it goes on; its answers are right."""
-    found = []
-    for n, (table, _) in enumerate(told):
-        prompt, right = table.question(5)
-        answer = engine.ask(prompt, f"sleeper-{n}")
-        assert answer.text == right
-        found.append(answer.cached_tokens)
-    return found
 
 
 def test_what_was_hot_goes_cold_before_and_is_restored_after(engine: Engine) -> None:
@@ -94,12 +64,12 @@ def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None
     wake(engine, "weights")
     if moment == "when all is back":
         wake(engine, "kv_cache")
-    engine.on_worker(turned, 1.0078125)
+    engine.on_worker(turned, OTHER)
     wake(engine)
     try:
         assert asked_again(engine, told[:1]) == [0]
     finally:
-        engine.on_worker(turned, 1 / 1.0078125)
+        engine.on_worker(turned, 1 / OTHER)
 
 
 @pytest.mark.parametrize("how", ["level 2", "a pause that clears the cache", "a reset meanwhile"])
