@@ -26,6 +26,7 @@ from manthan.manager.sessions.pressure import BlockName
 
 if TYPE_CHECKING:
     import torch
+    from vllm import EngineArgs
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
@@ -57,12 +58,14 @@ def register_connector(name: str, module: str) -> bool:
 def extend_engine_args(
     add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
     read_flags: "Callable[[argparse.Namespace], None]",
+    precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
     """Have a say in vLLM's command line: plugins get no hook for flags of their own, so EngineArgs is wrapped.
 
-    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. check: is told each
-    engine's configuration once it is made, before any process starts, and whether it came from a command line.
+    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. precheck, check: are
+    told each engine's arguments and its configuration once that is made, before any process starts, and whether they
+    came from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -84,8 +87,10 @@ def extend_engine_args(
 
     @functools.wraps(create_engine_config)
     def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+        from_command_line = hasattr(self, "manthan_from_command_line")
+        precheck(self, from_command_line)
         vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
-        check(vllm_config, hasattr(self, "manthan_from_command_line"))
+        check(vllm_config, from_command_line)
         return vllm_config
 
     wrapped.add_cli_args = staticmethod(with_flags)
