@@ -114,6 +114,8 @@ class Driver(Generic[B]):
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
+        self.rests = False
+        """Whether nothing new is begun, neither an encoding nor a prefetch."""
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -224,7 +226,8 @@ class Driver(Generic[B]):
             self._journal.tell(now)
         lost = self._hold(now)
         self.hear(now)
-        self._loads += self.prefetcher.step(now)
+        if not self.rests:
+            self._loads += self.prefetcher.step(now)
         moves = self.manager.take_moves()
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
@@ -258,7 +261,8 @@ class Driver(Generic[B]):
         Returns how many are not there any more.
         """
         held, lost = [], 0
-        for order in self.manager.take_spills(self.pressure.max_in_flight - len(self._held)):
+        most = 0 if self.rests else self.pressure.max_in_flight - len(self._held)
+        for order in self.manager.take_spills(most):
             group, pool = order.group, self._pool
             block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
             if block is None:
@@ -385,6 +389,11 @@ class Driver(Generic[B]):
             self._refuse(name, {"reset"}, now)
         self._give_back()
         return place
+
+    def forget_hot(self, now: float) -> None:
+        """The pool has lost all that it had; codes are as good as ever."""
+        self.manager.forget_hot(now)
+        self.prefetcher.reset()
 
     @property
     def has_work(self) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from vllm.distributed.kv_events import BlockStored
+from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
@@ -25,13 +26,16 @@ from manthan.manager.sessions.pressure import BlockName
 
 if TYPE_CHECKING:
     import torch
+    from vllm import EngineArgs
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.engine.core import EngineCore, EngineCoreProc
 
     from manthan.vllm_hooks.adapters import Adapters
+
+logger = init_logger("vllm.manthan")
 
 ADAPTER_CONTENT = "manthan_adapter_content"
 """Of a request: what stands for the content of its LoRA adapter."""
@@ -54,12 +58,14 @@ def register_connector(name: str, module: str) -> bool:
 def extend_engine_args(
     add_flags: "Callable[[FlexibleArgumentParser], FlexibleArgumentParser]",
     read_flags: "Callable[[argparse.Namespace], None]",
+    precheck: "Callable[[EngineArgs, bool], None]",
     check: "Callable[[VllmConfig, bool], None]",
 ) -> None:
     """Have a say in vLLM's command line: plugins get no hook for flags of their own, so EngineArgs is wrapped.
 
-    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. check: is told each
-    engine's configuration once it is made, before any process starts, and whether it came from a command line.
+    add_flags: adds to the parser. read_flags: may change what was parsed before vLLM reads it. precheck, check: are
+    told each engine's arguments and its configuration once that is made, before any process starts, and whether they
+    came from a command line.
     """
     from vllm.engine.arg_utils import EngineArgs
 
@@ -81,8 +87,10 @@ def extend_engine_args(
 
     @functools.wraps(create_engine_config)
     def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+        from_command_line = hasattr(self, "manthan_from_command_line")
+        precheck(self, from_command_line)
         vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
-        check(vllm_config, hasattr(self, "manthan_from_command_line"))
+        check(vllm_config, from_command_line)
         return vllm_config
 
     wrapped.add_cli_args = staticmethod(with_flags)
@@ -166,19 +174,26 @@ def tell_adapters_apart(adapters: "Adapters") -> None:
 def engine_waker() -> Callable[[], None]:
     """A function, for any thread, that makes the engine under construction run a step if its connector has work.
 
-    An engine with nothing to do blocks on its input queue, and vLLM hands connectors no way to that queue. The
-    scheduler half is built inside the engine core's constructor, so the core is found on the stack. Where there is
-    none (an in-process engine, stepped by its caller), the function does nothing: sweeps wait for the next step.
+    An engine with nothing to do blocks on its input queue, and vLLM hands connectors no way to that queue. Where there
+    is none (an in-process engine, stepped by its caller), the function does nothing: sweeps wait for the next step.
     """
     from vllm.v1.engine.core import EngineCoreProc
+
+    core = _core_under_construction()
+    return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
+
+
+def _core_under_construction() -> "EngineCore | None":
+    """The scheduler half is built inside the engine core's constructor, so the core is found on the stack."""
+    from vllm.v1.engine.core import EngineCore
 
     frame = sys._getframe(1)
     while frame is not None:
         core = frame.f_locals.get("self")
-        if isinstance(core, EngineCoreProc):
-            return _ring(core)
+        if isinstance(core, EngineCore):
+            return core
         frame = frame.f_back  # type: ignore[assignment]
-    return lambda: None
+    return None
 
 
 def _ring(core: "EngineCoreProc") -> Callable[[], None]:
@@ -186,6 +201,93 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
 
     inputs: queue.Queue[Any] = core.input_queue
     return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
+
+
+class SleepMode:
+    """The sleep mode of the engine under construction: whether its prefix cache is emptied because the KV cache's
+    memory goes, or for any other reason.
+
+    vLLM tells connectors of neither, so two of the engine core's methods are wrapped. Where they are others, nothing is
+    known, and every reset is one for any reason.
+    before: called when the engine is about to sleep with its weights; what it begins is waited for.
+    """
+
+    def __init__(self, before: Callable[[], None]) -> None:
+        self.keeps_weights = False
+        """True while the prefix cache is emptied for a sleep that leaves the weights as they are."""
+        self._before, self._due = before, 0
+        self._core: Any = _core_under_construction()
+        if self._core is not None and hasattr(self._core, "_reset_caches"):
+            self._core.sleep = self._asleep(self._core.sleep)
+            self._core._reset_caches = self._resetting(self._core._reset_caches)
+            if (release := getattr(self._core, "release_kv_cache_memory", None)) is not None:
+                self._core.release_kv_cache_memory = self._releasing(release)
+
+    @property
+    def is_asleep(self) -> bool:
+        """Whether memory is gone, the KV cache's or all of it."""
+        return self._core is not None and bool(self._core.model_executor.is_sleeping)
+
+    def weights(self) -> list[str] | None:
+        """A digest of the weights that each rank has now; None if that cannot be told."""
+        from manthan.vllm_hooks.worker.weights import weights_digest
+
+        try:
+            digests: list[str] = self._core.model_executor.collective_rpc(weights_digest)
+        except Exception as error:  # whatever it is: a sleep must not fail for it
+            logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
+            return None
+        return digests
+
+    def _asleep(self, sleep: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(sleep)
+        def with_notice(level: int = 1, mode: str = "abort") -> Any:
+            if level == 1:
+                self._before()
+                self._due += 1
+            if level:
+                self._drain()
+            try:
+                return sleep(level, mode)
+            except Exception:
+                self._due = 0
+                raise
+
+        return with_notice
+
+    def _releasing(self, release: Callable[[], None]) -> Callable[[], None]:
+        @functools.wraps(release)
+        def with_notice() -> None:
+            self._due += 1
+            try:
+                release()
+            except Exception:
+                self._due = 0
+                raise
+
+        return with_notice
+
+    def _resetting(self, reset: Callable[..., None]) -> Callable[..., None]:
+        """vLLM resets its caches when the engine has come to rest, which may be long after it was asked to sleep."""
+
+        @functools.wraps(reset)
+        def with_reason(*args: Any, **kwargs: Any) -> None:
+            self.keeps_weights, self._due = self._due > 0, max(0, self._due - 1)
+            try:
+                reset(*args, **kwargs)
+            finally:
+                self.keeps_weights = False
+
+        return with_reason
+
+    def _drain(self) -> None:
+        """An engine core in a process of its own comes to rest by itself; one that its caller steps would not."""
+        from vllm.v1.engine.core import EngineCoreProc
+
+        core = self._core
+        if not isinstance(core, EngineCoreProc):
+            while core.scheduler.connector.has_pending_push_work() and not core.scheduler.has_unfinished_requests():
+                core.step_fn()
 
 
 class VllmPool:
@@ -339,6 +441,18 @@ def write_latents(
     its backend does."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
     module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
+
+
+def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
+    """The parameters and buffers of a worker's model, and of its draft, as tensors with memory of their own."""
+    from vllm.model_executor.model_loader.weight_checksum import _tensors
+
+    runner = worker.model_runner
+    draft = getattr(runner, "get_draft_model", lambda: None)()
+    for model in (runner.get_model(), draft):
+        if model is not None:
+            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+                yield from (part.detach() for _, part in _tensors(name, tensor))
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:

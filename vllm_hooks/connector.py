@@ -108,8 +108,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.register_kv_caches(kv_caches)
 
     def unregister_kv_caches(self) -> None:
-        """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache, and with it
-        the codes. The addresses stay, and wake up with other memory behind them: there is nothing to restore."""
+        """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The
+        addresses stay, and wake up with other memory behind them: there is nothing to restore."""
         self.worker.wait()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:

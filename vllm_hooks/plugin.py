@@ -14,11 +14,19 @@ from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
-from manthan.vllm_hooks.support import check_supported
-from manthan.vllm_hooks.transfer_config import CONNECTOR, CONNECTOR_MODULE, is_on, to_transfer_config
+from manthan.vllm_hooks.support import check_arguments, check_supported
+from manthan.vllm_hooks.transfer_config import (
+    CONNECTOR,
+    CONNECTOR_MODULE,
+    complete,
+    is_on,
+    to_transfer_config,
+    together,
+)
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
@@ -42,7 +50,7 @@ HELP = {
 def register() -> None:
     """The entry point that vLLM calls in each of its processes."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
-        extend_engine_args(add_flags, read_flags, check)
+        extend_engine_args(add_flags, read_flags, precheck, check)
 
 
 def read_flags(args: argparse.Namespace) -> None:
@@ -51,11 +59,18 @@ def read_flags(args: argparse.Namespace) -> None:
     keep_headers(args)
 
 
+def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
+    """Refuse what vLLM would make something else of."""
+    with one_sentence() if from_command_line else nullcontext():
+        check_arguments(arguments)
+
+
 def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     """Refuse what Manthan cannot serve before any process starts, set GPU memory aside, and watch requests."""
     if not is_on(vllm_config):
         return
     with one_sentence() if from_command_line else nullcontext():
+        complete(vllm_config)
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
@@ -98,11 +113,6 @@ def apply_flags(args: argparse.Namespace) -> None:
     if not given:
         return
     with one_sentence():
-        other = getattr(args, "kv_transfer_config", None)
-        if other is not None and getattr(other, "kv_connector", None) != CONNECTOR:  # vLLM may call this twice
-            raise ConfigError(
-                f"--kv-transfer-config cannot be given together with {next(iter(given))}: Manthan is the KV connector "
-                "then; leave out one of the two."
-            )
         flags = {flag: value for flag, value in given.items() if flag in FLAG_KEYS}
-        args.kv_transfer_config = to_transfer_config(resolve_config(given.get(CONFIG_FLAG), flags=flags))
+        own = to_transfer_config(resolve_config(given.get(CONFIG_FLAG), flags=flags))
+        args.kv_transfer_config = together(getattr(args, "kv_transfer_config", None), own)

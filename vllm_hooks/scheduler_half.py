@@ -1,5 +1,6 @@
 """The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
 
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from itertools import groupby
@@ -14,11 +15,11 @@ from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, Place
+from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
+from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
@@ -46,6 +47,9 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.manthan")
+
+BEDTIME_S = 10.0
+"""So long, at most, idle sessions go cold before the engine sleeps."""
 
 
 class SchedulerHalf:
@@ -111,6 +115,11 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
+        self._sleep_mode = SleepMode(self._prepare_to_sleep)
+        self._bedtime: float | None = None
+        """When the engine is to sleep at the latest; None if it is not about to."""
+        self._slept_with: list[str] | None = None
+        """The weights with which the engine fell asleep, until it is known that they are the same; None otherwise."""
         self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         self._journal = self._books.link(self.manager) if self._books is not None and not shared else None
@@ -176,6 +185,7 @@ class SchedulerHalf:
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
         self._notice_reset()
+        self._begin_again()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
         keys = self._keys(request)[:usable]
@@ -214,6 +224,7 @@ class SchedulerHalf:
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
+        self._prepare_more()
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
@@ -254,6 +265,11 @@ class SchedulerHalf:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
         self._notice_reset()
+        if self._is_out_of_use:
+            if not scheduled_tokens:
+                return ManthanMetadata(model_rests=True)
+            self._begin_again()
+        self._prepare_more()
         taken = self.groups.taken(scheduled_tokens, scheduled_requests)
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
@@ -271,13 +287,63 @@ class SchedulerHalf:
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
+        if self._is_out_of_use:
+            return False
+        if self._bedtime is not None:
+            self.driver.rests = time.monotonic() > self._bedtime
+        if self.driver.rests:
+            return self.driver.holds_blocks
         return self._rung or self._place is not None or self.driver.has_work
 
     def reset(self) -> None:
-        """Empty the cold store: the KV that vLLM computes from now on is another's."""
+        """vLLM's prefix cache is empty: so is the cold store then, unless the same weights go on computing."""
         self._pool.was_reset()  # it is known now, whoever said it
+        self._bedtime, self.driver.rests = None, False
+        if self._sleep_mode.keeps_weights and self._knows_weights():
+            self.driver.forget_hot(time.monotonic())
+            cold = self.manager.usage.sessions[SessionState.COLD]
+            logger.info("Manthan: the engine sleeps; %d cold sessions stay, for as long as its weights do.", cold)
+            return
+        self._slept_with = None
         self._place = self.driver.reset(time.monotonic())
         logger.info("Manthan: the cold store is emptied together with the prefix cache.")
+
+    # -- sleep ----------------------------------------------------------------------------------------
+
+    @property
+    def _is_out_of_use(self) -> bool:
+        """Whether the engine sleeps, or has slept and nobody has asked for anything since."""
+        return self._slept_with is not None or self._sleep_mode.is_asleep
+
+    def _prepare_to_sleep(self) -> None:
+        """The engine is about to sleep and to lose what is hot: all that is idle goes cold, as far as there is time.
+        vLLM waits for that, since it is pending work."""
+        self._bedtime = time.monotonic() + BEDTIME_S
+        self._prepare_more()
+
+    def _prepare_more(self) -> None:
+        if self._bedtime is not None and not self.driver.rests:
+            self.manager.relieve(sys.maxsize, time.monotonic())
+
+    def _knows_weights(self) -> bool:
+        """Whether it can be told later if the weights are still those that made the codes."""
+        if self._slept_with is None and not self._sleep_mode.is_asleep:
+            self._slept_with = self._sleep_mode.weights()
+        return self._slept_with is not None
+
+    def _begin_again(self) -> None:
+        """A request is about to be served, the first since the engine slept: did nobody change its weights?
+
+        No sooner: until then nothing is in vLLM's prefix cache, and who changes weights need not reset it.
+        """
+        self._bedtime, self.driver.rests = None, False
+        if self._slept_with is not None:
+            before, self._slept_with = self._slept_with, None
+            if self._sleep_mode.weights() == before:
+                logger.info("Manthan: the engine has slept, and its weights are the same: cold sessions are served.")
+            else:
+                logger.info("Manthan: the weights have changed while the engine slept.")
+                self.reset()
 
     def shutdown(self) -> None:
         self._sweeper.stop()
@@ -294,7 +360,7 @@ class SchedulerHalf:
         self._deadline = self.driver.next_deadline
 
     def _is_due(self) -> bool:
-        return self._deadline is not None and self._deadline <= time.monotonic()
+        return not self._is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
 
     def _ring(self) -> None:
         self._rung = True

@@ -10,7 +10,7 @@ from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
 from manthan.vllm_hooks.support import has_draft
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes, settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -88,5 +88,6 @@ def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
 
 
 def _extra(vllm_config: "VllmConfig") -> dict[str, Any]:
-    assert vllm_config.kv_transfer_config is not None
-    return vllm_config.kv_transfer_config.kv_connector_extra_config
+    extra = settings(vllm_config)
+    assert extra is not None
+    return extra

@@ -9,9 +9,17 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
+from manthan.vllm_hooks.transfer_config import (
+    CONNECTOR,
+    SEVERAL,
+    from_vllm_config,
+    is_on,
+    is_on_gpu,
+    others,
+)
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
     from vllm.config import CacheConfig, VllmConfig
     from vllm.v1.kv_cache_interface import AttentionSpec, KVCacheConfig, KVCacheGroupSpec, KVCacheSpec, MambaSpec
 
@@ -21,10 +29,24 @@ VLLM = ">=0.32,<0.34"
 RELEASES = ("0.32", "0.33")
 DRAFTS = ("eagle", "eagle3", "mtp", "draft_model")
 """Methods of --speculative-config whose draft's KV is kept with the model's."""
+NOT_BESIDE = {CONNECTOR, "DecodeBenchConnector", "HiSparseConnector", SEVERAL}
+"""Connectors that nobody may use beside Manthan: those that make KV up, or keep some of it elsewhere than in vLLM's
+blocks; another Manthan; and others that are several again."""
 
 
 class UnsupportedError(ConfigError):
     """A model or a setting of vLLM that Manthan does not support."""
+
+
+def check_arguments(arguments: "EngineArgs") -> None:
+    """Refuse what would take Manthan's place, of which nothing would be left in vLLM's configuration; raises
+    UnsupportedError."""
+    size = arguments.kv_offloading_size
+    if size is not None and is_on(arguments):
+        raise UnsupportedError(
+            f"Manthan cannot be used here: --kv-offloading-size is {size:g}, with which vLLM's own offloading takes "
+            "Manthan's place; remove it, or name OffloadingConnector in --kv-transfer-config."
+        )
 
 
 def check_supported(vllm_config: "VllmConfig") -> None:
@@ -98,12 +120,17 @@ def check_supported(vllm_config: "VllmConfig") -> None:
         ),
         (
             transfer.kv_role != "kv_both",
-            f"kv_role is {transfer.kv_role}: prefill/decode disaggregation is not supported; use kv_both",
+            f"kv_role of {transfer.kv_connector} is {transfer.kv_role}, but Manthan loads KV on every side: use "
+            "kv_both, and name the role of a connector beside Manthan in that one's own entry",
+        ),
+        (
+            bool(strange := sorted(NOT_BESIDE & {*others(transfer)})),
+            f"--kv-transfer-config names {', '.join(strange)} beside Manthan: leave that out",
         ),
         (
             transfer.kv_load_failure_policy != "recompute",
-            f"kv_load_failure_policy is {transfer.kv_load_failure_policy}: set it to recompute, so that a lost block "
-            "costs time and not the request",
+            f"kv_load_failure_policy of {transfer.kv_connector} is {transfer.kv_load_failure_policy}: set it to "
+            "recompute, so that a lost block costs time and not the request",
         ),
     ]
     for refused, why in refusals:

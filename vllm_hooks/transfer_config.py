@@ -1,5 +1,6 @@
 """Manthan's configuration as vLLM carries it to its processes: a KVTransferConfig and back."""
 
+import dataclasses
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
@@ -13,15 +14,21 @@ if TYPE_CHECKING:
 CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
+SEVERAL = "MultiConnector"
+"""vLLM's connector of connectors, and under which key it has those."""
+ENTRIES = "connectors"
 
 
-def kv_transfer_config(config_file: str | None = None, **options: Any) -> "KVTransferConfig":
+def kv_transfer_config(
+    config_file: str | None = None, *, beside: "KVTransferConfig | None" = None, **options: Any
+) -> "KVTransferConfig":
     """What `LLM(kv_transfer_config=…)` takes to turn Manthan on.
 
-    config_file: a YAML file. options: keys of the configuration, which go before the file and the environment,
-    nested ones as mappings: `cold_store={"max_bytes": "8GiB"}`. Raises ConfigError.
+    config_file: a YAML file. beside: another connector that is to be used as well. options: keys of the configuration,
+    which go before the file and the environment, nested ones as mappings: `cold_store={"max_bytes": "8GiB"}`. Raises
+    ConfigError.
     """
-    return to_transfer_config(resolve_config(config_file, flags=options))
+    return together(beside, to_transfer_config(resolve_config(config_file, flags=options)))
 
 
 def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
@@ -38,16 +45,77 @@ def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
     )
 
 
+def together(other: "KVTransferConfig | None", own: "KVTransferConfig") -> "KVTransferConfig":
+    """Manthan beside the connector that somebody else configured, or beside several, in the place that it has among
+    them already, or else behind them: a request's KV comes from the first that has any, and what another engine has
+    computed for it is more than Manthan kept.
+
+    The role of all of them together is kv_both, for Manthan loads KV on whichever side; each has its own.
+    """
+    if other is None or other.kv_connector == CONNECTOR:
+        return own
+    extra = dict(other.kv_connector_extra_config) if other.kv_connector == SEVERAL else {ENTRIES: [_entry(other)]}
+    entries = [_entry(own) if each.get("kv_connector") == CONNECTOR else each for each in extra[ENTRIES]]
+    extra[ENTRIES] = entries if _entry(own) in entries else [*entries, _entry(own)]
+    return dataclasses.replace(
+        other,
+        kv_connector=SEVERAL,
+        kv_connector_module_path=None,
+        kv_role=own.kv_role,
+        kv_load_failure_policy=own.kv_load_failure_policy,
+        kv_connector_extra_config=extra,
+    )
+
+
+def _entry(transfer: "KVTransferConfig") -> dict[str, Any]:
+    """A connector as one of several; their engine has one name."""
+    fields = {field.name: getattr(transfer, field.name) for field in dataclasses.fields(transfer)}
+    return {name: value for name, value in fields.items() if name != "engine_id" and value is not None}
+
+
+def others(transfer: "KVTransferConfig") -> list[str]:
+    """The connectors beside Manthan."""
+    if transfer.kv_connector != SEVERAL:
+        return []
+    names = [str(each.get("kv_connector")) for each in transfer.kv_connector_extra_config.get(ENTRIES, ())]
+    if CONNECTOR in names:
+        names.remove(CONNECTOR)
+    return names
+
+
+def settings(config: "VllmConfig | Namespace") -> dict[str, Any] | None:
+    """What vLLM carries for Manthan to its processes, to be read and written; None where Manthan is off."""
+    transfer = config.kv_transfer_config
+    if transfer is None:
+        return None
+    extra: dict[str, Any] = transfer.kv_connector_extra_config
+    if transfer.kv_connector == SEVERAL:
+        own = [each for each in extra.get(ENTRIES, ()) if each.get("kv_connector") == CONNECTOR]
+        return own[0].setdefault("kv_connector_extra_config", {}) if own else None
+    return extra if transfer.kv_connector == CONNECTOR else None
+
+
 def is_on(config: "VllmConfig | Namespace") -> bool:
     """Whether this engine, or the one that these flags are for, runs with Manthan."""
-    transfer = config.kv_transfer_config
-    return transfer is not None and transfer.kv_connector == CONNECTOR
+    return settings(config) is not None
+
+
+def complete(vllm_config: "VllmConfig") -> None:
+    """Give an entry of Manthan's that somebody wrote among others what it leaves out."""
+    transfer, extra = vllm_config.kv_transfer_config, settings(vllm_config)
+    assert transfer is not None
+    assert extra is not None
+    extra[EXTRA_KEY] = ManthanConfig.model_validate(extra.get(EXTRA_KEY, {})).model_dump(mode="json")
+    for each in transfer.kv_connector_extra_config.get(ENTRIES, ()) if transfer.kv_connector == SEVERAL else ():
+        if each.get("kv_connector") == CONNECTOR:
+            each["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts
 
 
 def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
     """Manthan's configuration, in whatever process of the engine."""
-    assert config.kv_transfer_config is not None
-    return ManthanConfig.model_validate(config.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY])
+    extra = settings(config)
+    assert extra is not None
+    return ManthanConfig.model_validate(extra[EXTRA_KEY])
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:

@@ -401,6 +401,25 @@ class SessionMemoryManager:
         self._orders.releases.clear()
         self.elsewhere.reset()
 
+    def forget_hot(self, now: float) -> None:
+        """Nothing is hot any more, and what is cold is as good as ever: sessions keep the head of their chain that has
+        codes."""
+        for session in self.table.by_id.values():
+            if session.state is SessionState.EVICTING:
+                self._pruning.unwait(session, session.chain)
+                self.table.set_state(session, SessionState.IDLE, now)
+        for session in list(self.table.by_id.values()):
+            if session.session_id not in self.table.by_id:  # one before may have taken it along
+                continue
+            lost = next((block for block in session.chain if block.code is not CodeState.COLD), None)
+            if lost is not None:
+                self._pruning.cut(session, lost.depth, DropCause.ABANDONED)
+            if session.chain and session.state is SessionState.IDLE:
+                self._evictions.evict(session, now)
+        self._later.clear()
+        self._unheld.clear()
+        self._orders.releases.clear()
+
     # -- what is to be done ---------------------------------------------------------------------------
 
     def take_drops(self) -> list[Drop]:

@@ -147,6 +147,17 @@ class Sessions(RuleBasedStateMachine):
         if sure:
             self.world.reset()
 
+    @precondition(lambda self: not (self.world.spills or self.world.held or self.world.restores))
+    @rule(sure=st.sampled_from([False, True]))
+    def lose_what_is_hot(self, sure: bool) -> None:
+        if sure:
+            chains = [[block.key for block in session.chain] for session in self.manager.table.by_id.values()]
+            offered = [self.manager.match(keys) for keys in chains]
+            self.world.forget_hot()
+            assert [self.manager.match(keys) for keys in chains] == offered
+            states = {session.state for session in self.manager.table.by_id.values() if not session.requests}
+            assert SessionState.IDLE not in states
+
     # -- what holds -------------------------------------------------------------------------------------
 
     @invariant()

@@ -326,6 +326,15 @@ class World:
             self.manager.spill_failed(spill.key, self.now, spill.order.group)
         self.held.clear()
 
+    def forget_hot(self) -> None:
+        """The pool's memory is gone for a while, which vLLM sees to when nothing is read or written: requests start
+        over, and what is cold stays."""
+        for request in self.requests:
+            self.preempt(request)
+        self.pool.cached.clear()
+        self.beside_pool.cached.clear()
+        self.manager.forget_hot(self.now)
+
     # -- a step -----------------------------------------------------------------------------------------
 
     def step(self, relieve: int, limit: int) -> None:

@@ -104,3 +104,11 @@ def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() ->
     driver.answered([], [LoadResult(load.request_id, failed, 0, 0.0)], 21.0)
     assert manager.match(KEYS) == 0, "nobody looks for it again"
     check_integrity(manager)
+
+
+def test_who_rests_begins_nothing_until_it_goes_on() -> None:
+    served = Served(0, Hints())
+    served.driver.rests = True
+    assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).spills
+    served.driver.rests = False
+    served.go_cold()

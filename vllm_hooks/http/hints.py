@@ -30,6 +30,8 @@ if TYPE_CHECKING:
     from manthan.manager.sessions.session import Outcome
 
 PARAMS = "kv_transfer_params"
+ANSWER = {"session_id", "pinned", "refused"}
+"""What a client is told of its hints."""
 MIDDLEWARE = f"{__name__}.HeaderKeeper"
 
 _headers: ContextVar[Iterable[tuple[bytes, bytes]]] = ContextVar("manthan_headers", default=())
@@ -93,7 +95,7 @@ def checked_params(params: object, header: str) -> object:
     except HintError as error:
         raise RequestHintError(str(error)) from None
     others = params if isinstance(params, Mapping) else {}
-    return {**others, EXTRA_KEY: {**(others.get(EXTRA_KEY) or {}), "tenant": tenant}}
+    return {**others, EXTRA_KEY: {**(_own(others) or {}), "tenant": tenant}}
 
 
 def _hints_in(params: object) -> Hints:
@@ -106,7 +108,13 @@ def _hints_in(params: object) -> Hints:
             raise HintError(f"{PARAMS}.{name} is in the wrong place: write {WHERE}.{name}")
         if name != EXTRA_KEY and difflib.get_close_matches(str(name).lower(), [EXTRA_KEY], cutoff=0.8):
             raise HintError(f"{PARAMS}: unknown key {reprlib.repr(name)} (did you mean '{EXTRA_KEY}'?)")
-    return parse_hints(params.get(EXTRA_KEY))
+    return parse_hints(_own(params))
+
+
+def _own(params: Mapping[str, Any]) -> Any:
+    """What there is for Manthan. An answer is nothing: proxies hand it on to the engine that decodes."""
+    own = params.get(EXTRA_KEY)
+    return None if isinstance(own, Mapping) and own.keys() == ANSWER else own
 
 
 def _tenant_in(header: str) -> str:

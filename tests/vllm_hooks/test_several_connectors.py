@@ -1,0 +1,141 @@
+"""Manthan beside another connector: what vLLM is told of both, and what is refused."""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from vllm import AsyncEngineArgs
+from vllm.config import KVTransferConfig, VllmConfig
+from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
+from vllm.utils.argparse_utils import FlexibleArgumentParser
+
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.connector import ManthanConnector
+from manthan.vllm_hooks.http.hints import checked_params, hints_of
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+NIXL = {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "engine_id": "prefill-0"}
+MANTHAN = {"kv_connector": "ManthanConnector", "kv_role": "kv_both"}
+EXAMPLE = {"kv_connector": "ExampleConnector", "kv_role": "kv_consumer"}
+
+
+def served(transfer: dict[str, Any] | None, *flags: str) -> VllmConfig:
+    """What `vllm serve` would start with."""
+    others = ["--kv-transfer-config", json.dumps(transfer)] if transfer is not None else []
+    parser = AsyncEngineArgs.add_cli_args(FlexibleArgumentParser())
+    args = parser.parse_args(["--model", MODEL, "--max-model-len", "1024", *others, *flags])
+    AsyncEngineArgs.from_cli_args(args)  # vLLM may do so twice
+    return AsyncEngineArgs.from_cli_args(args).create_engine_config()
+
+
+def entries(config: VllmConfig) -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = config.kv_transfer_config.kv_connector_extra_config["connectors"]
+    return found
+
+
+@pytest.mark.parametrize("other", [NIXL, EXAMPLE], ids=["nixl, prefill", "example, decode"])
+def test_flags_put_manthan_behind_another_connector(other: dict[str, Any]) -> None:
+    config = served(other, "--manthan-policy", "lfu", "--manthan-idle-after", "7")
+    transfer = config.kv_transfer_config
+    assert (transfer.kv_connector, transfer.kv_role) == ("MultiConnector", "kv_both")
+    assert transfer.kv_load_failure_policy == "recompute"
+    assert transfer.engine_id == other.get("engine_id", transfer.engine_id)
+    theirs, ours = entries(config)
+    assert (theirs["kv_connector"], theirs["kv_role"]) == (other["kv_connector"], other["kv_role"])
+    assert (ours["kv_connector"], ours["kv_role"]) == ("ManthanConnector", "kv_both")
+    manthan = from_vllm_config(config)
+    assert (manthan.policy.name, manthan.idle_after_s, manthan.codec.name) == ("lfu", 7, "wht-5x")
+    [_, (connector, of_ours)] = MultiConnector._get_connector_classes_and_configs(config)
+    assert connector is ManthanConnector
+    assert from_vllm_config(of_ours) == manthan
+    assert of_ours.kv_transfer_config.engine_id == transfer.engine_id
+
+
+def test_a_connector_that_knows_no_groups_has_vllm_do_without() -> None:
+    assert served(EXAMPLE, "--manthan-policy", "lru").scheduler_config.disable_hybrid_kv_cache_manager
+    assert not served(NIXL, "--manthan-policy", "lru").scheduler_config.disable_hybrid_kv_cache_manager
+
+
+def test_among_several_manthan_has_the_place_that_it_has_or_the_last() -> None:
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_producer"}
+    two = [{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}, EXAMPLE]
+    first = [MANTHAN, EXAMPLE]
+    for given, at in ((two, 2), (first, 0)):
+        config = served(several | {"kv_connector_extra_config": {"connectors": given}}, "--manthan-idle-after", "7")
+        assert [each["kv_connector"] for each in entries(config)].index("ManthanConnector") == at
+        assert from_vllm_config(config).idle_after_s == 7
+
+
+def test_one_s_own_several_need_not_say_all_of_manthan() -> None:
+    given = [
+        MANTHAN | {"kv_connector_extra_config": {"manthan": {"idle_after_s": 9}}},
+        EXAMPLE,
+    ]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}
+    config = served(several | {"kv_connector_extra_config": {"connectors": given}})
+    assert is_on(config)
+    assert (from_vllm_config(config).idle_after_s, from_vllm_config(config).codec.name) == (9, "wht-5x")
+    assert entries(config)[0]["kv_load_failure_policy"] == "recompute"
+
+
+def test_without_flags_other_connectors_are_left_alone() -> None:
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_both"}
+    for given in (NIXL, several | {"kv_connector_extra_config": {"connectors": [EXAMPLE]}}):
+        config = served(given)
+        assert not is_on(config)
+        assert config.kv_transfer_config.kv_load_failure_policy == "fail"
+
+
+@pytest.mark.parametrize(
+    ("transfer", "flags", "why"),
+    [
+        (EXAMPLE | {"kv_connector": "DecodeBenchConnector"}, (), "--kv-transfer-config names DecodeBenchConnector"),
+        (
+            {
+                "kv_connector": "MultiConnector",
+                "kv_role": "kv_both",
+                "kv_connector_extra_config": {"connectors": [MANTHAN] * 2},
+            },
+            (),
+            "--kv-transfer-config names ManthanConnector beside Manthan: leave that out",
+        ),
+        (None, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
+        (EXAMPLE, ("--kv-offloading-size", "1"), "--kv-offloading-size is 1, with which vLLM's own offloading takes"),
+    ],
+    ids=["makes KV up", "twice", "offloading", "offloading beside another"],
+)
+def test_what_cannot_be_together(transfer: dict[str, Any] | None, flags: tuple[str, ...], why: str) -> None:
+    with pytest.raises(SystemExit) as refused:
+        served(transfer, "--manthan-policy", "lru", *flags)
+    assert why in str(refused.value)
+    assert "\n" not in str(refused.value)
+
+
+def test_a_role_of_all_that_lets_vllm_write_where_manthan_loads_is_refused() -> None:
+    given = [MANTHAN, EXAMPLE]
+    several = {"kv_connector": "MultiConnector", "kv_role": "kv_producer", "kv_load_failure_policy": "recompute"}
+    with pytest.raises(
+        SystemExit, match="kv_role of MultiConnector is kv_producer, but Manthan loads KV on every side"
+    ):
+        served(several | {"kv_connector_extra_config": {"connectors": given}})
+
+
+def test_llm_takes_both_too() -> None:
+    transfer = kv_transfer_config(beside=KVTransferConfig(**EXAMPLE), idle_after_s=3)
+    assert [each["kv_connector"] for each in transfer.kv_connector_extra_config["connectors"]] == [
+        "ExampleConnector",
+        "ManthanConnector",
+    ]
+
+
+def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:
+    answer = {"manthan": {"session_id": "A", "pinned": True, "refused": None}, "do_remote_prefill": True}
+    assert checked_params(answer, "") == answer
+
+    class Request:
+        kv_transfer_params = answer
+
+    assert not hints_of(Request()).given
+    assert checked_params(answer, "X-Tenant-ID")["manthan"] == {"tenant": ""}

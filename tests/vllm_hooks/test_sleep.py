@@ -1,0 +1,105 @@
+"""vLLM's sleep mode: codes stay while the weights do. The CPU build gives no memory away, but tells everybody the same;
+tests/gpu/test_sleep.py has a GPU that does."""
+
+import asyncio
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from redis_server import RedisServer
+from sleeper import OTHER, asked_again, converse, sleep, turned, wake
+from vllm_engine import Answer, Engine, Table, running
+
+STORES = [
+    "host",
+    pytest.param("disk", marks=pytest.mark.slow),
+    pytest.param("redis", marks=pytest.mark.slow),
+]
+
+
+@pytest.fixture(scope="module", params=STORES)
+def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
+    options: dict[str, Any] = {"blocks": 131, "idle_after_s": 600.0}  # nobody goes cold but for sleep
+    if request.param == "redis":
+        with RedisServer(tmp_path_factory.mktemp("redis"), ()) as server:
+            yield from running(**options, cold_store={"kind": "redis"}, redis={"url": server.url})
+        return
+    if request.param == "disk":
+        options |= {"cold_store": {"kind": "disk"}, "disk": {"path": str(tmp_path_factory.mktemp("disk"))}}
+    yield from running(**options)
+
+
+@pytest.fixture(autouse=True)
+def afresh(engine: Engine) -> None:
+    engine.run(engine.llm.wake_up())
+    engine.start_afresh()
+
+
+def test_what_was_hot_goes_cold_before_and_is_restored_after(engine: Engine) -> None:
+    told = converse(engine)
+    assert engine.sessions("idle") == 3
+    local = engine.metric("prefix_cache_hits_total")
+    sleep(engine)
+    assert engine.run(engine.llm.is_sleeping())
+    wake(engine)
+    for (_, answer), found in zip(told, asked_again(engine, told), strict=True):
+        assert found >= 0.95 * (answer.full_blocks - 1) * 32
+    assert engine.metric("prefix_cache_hits_total") == local  # all of it was lost, and came out of the cold store
+
+
+def test_what_was_cold_stays_over_two_sleeps_in_parts(engine: Engine) -> None:
+    told = converse(engine)
+    sleep(engine)
+    wake(engine, "weights")
+    wake(engine, "kv_cache")
+    sleep(engine)
+    wake(engine)
+    assert min(asked_again(engine, told)) > 400
+
+
+@pytest.mark.parametrize("moment", ["before the cache is back", "when all is back"])
+def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None:
+    told = converse(engine)
+    sleep(engine)
+    wake(engine, "weights")
+    if moment == "when all is back":
+        wake(engine, "kv_cache")
+    engine.on_worker(turned, OTHER)
+    wake(engine)
+    try:
+        assert asked_again(engine, told[:1]) == [0]
+    finally:
+        engine.on_worker(turned, 1 / OTHER)
+
+
+@pytest.mark.parametrize("how", ["level 2", "a pause that clears the cache", "a reset meanwhile"])
+def test_other_resets_drop_all(engine: Engine, how: str) -> None:
+    told = converse(engine)
+    if how == "level 2":
+        sleep(engine, 2)
+    elif how == "a pause that clears the cache":
+        engine.run(engine.llm.pause_generation(mode="abort", clear_cache=True))
+        engine.run(engine.llm.resume_generation())
+    else:
+        sleep(engine)
+        assert engine.reset()
+    wake(engine)
+    assert asked_again(engine, told) == [0, 0, 0]
+
+
+def test_an_answer_that_is_cut_off_by_a_sleep_goes_on_after_it(engine: Engine) -> None:
+    prompt, _ = Table(710).question(2)
+    whole = engine.ask(prompt, "uncut", max_tokens=200)
+    engine.start_afresh()
+
+    async def interrupted() -> Answer:
+        running = asyncio.ensure_future(engine.generate(prompt, "cut", 200))
+        while not engine.sessions("hot"):
+            await asyncio.sleep(0.01)
+        await engine.llm.sleep(1, "keep")
+        assert not running.done()
+        await engine.llm.wake_up()
+        return await running
+
+    assert engine.run(interrupted()).text == whole.text
+    assert engine.failures() == 0
