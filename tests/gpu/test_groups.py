@@ -25,6 +25,8 @@ STORES: dict[str, dict[str, Any]] = {
 }
 GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2, "latents": 1, "llama": 1}
 STATES = ("qwen3-next", "falcon-h1")
+NOISE = 0.0125
+"""Of latents that come back, in energy, at most."""
 DIVERGENCE = 0.25
 """KL, in nats, of the first token of the answer after the default codec from that with the hot cache."""
 KINDS = ["gemma3", "gpt-oss", *STATES, "gemma3 fp8", "llama fp8", "latents"]
@@ -32,7 +34,9 @@ VLLM: dict[str, dict[str, Any]] = {
     "gemma3 fp8": {"kv_cache_dtype": "fp8"},
     "llama fp8": {"kv_cache_dtype": "fp8"},
     "latents": {"block_size": 64},
-    "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM's own choice on Hopper needs flashinfer
+    # vLLM's own choice on Hopper needs flashinfer
+    "qwen3-next": {"gdn_prefill_backend": "triton", "mamba_ssm_cache_dtype": "float32"},
+    "falcon-h1": {"mamba_ssm_cache_dtype": "float32"},
 }
 
 
@@ -94,7 +98,7 @@ def test_states_in_fewer_bits_change_little(kind: str, option: str, store: str, 
     assert said["causes"] == []
     assert said["cold"] == said["again"]
     assert f"state-{option}" in {name for name, *_ in said["stored"].values()}
-    assert said["cold"]["first"] != said["hot"]["first"], "something is lost"
+    assert option == "bf16" or said["cold"]["first"] != said["hot"]["first"], "something is lost"
     assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
 
 
@@ -107,7 +111,10 @@ def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     for turn in ("cold", "again"):
         assert all(map(math.isfinite, [*said[turn]["first"].values(), *said[turn]["logprobs"]]))
     assert said["cold"] == said["again"]
-    assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
+    if kind == "latents":  # whose random model has answers that hang on every bit
+        assert 0 < max(said["noise"][: said["prompt"] // said["block"]]) < NOISE
+    else:
+        assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
     codecs = {name for name, *_ in said["stored"].values()}
     assert codecs == ({"wht-5x", "exact"} if kind in STATES else {"wht-5x"})
 
