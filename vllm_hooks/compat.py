@@ -440,6 +440,7 @@ def write_latents(
     """Write latents [tokens, numbers] and RoPE's part of keys [tokens, 1, numbers] into a layer's paged cache (MLA), as
     its backend does."""
     scale = getattr(module, "_k_scale", None)  # the CPU's takes none; a cache that is not quantized has no use for it
+    cache = cache.squeeze(1) if cache.ndim == 4 else cache  # without heads, as the layer itself has it
     module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
 
 

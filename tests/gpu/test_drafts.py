@@ -13,7 +13,6 @@ GROUPS = {
     "tiny-llama eagle": 1,
     "tiny-llama eagle3": 1,
     "tiny-llama draft_model": 1,
-    "glm mtp": 1,
     "gemma3 eagle": 5,
     "gpt-oss eagle": 2,
     "qwen3-next mtp": 3,

@@ -21,6 +21,8 @@ STORES: dict[str, dict[str, Any]] = {
 }
 GROUPS = {"gemma3": 6, "gpt-oss": 2, "qwen3-next": 4, "falcon-h1": 2, "latents": 1, "llama": 1}
 STATES = ("qwen3-next", "falcon-h1")
+NOISE = 0.0125
+"""Of latents that come back, in energy, at most."""
 DIVERGENCE = 0.25
 """KL, in nats, of the first token of the answer after the default codec from that with the hot cache."""
 KINDS = ["gemma3", "gpt-oss", *STATES, "gemma3 fp8", "llama fp8", "latents"]
@@ -28,7 +30,9 @@ VLLM: dict[str, dict[str, Any]] = {
     "gemma3 fp8": {"kv_cache_dtype": "fp8"},
     "llama fp8": {"kv_cache_dtype": "fp8"},
     "latents": {"block_size": 64},
-    "qwen3-next": {"gdn_prefill_backend": "triton"},  # vLLM's own choice on Hopper needs flashinfer
+    # vLLM's own choice on Hopper needs flashinfer
+    "qwen3-next": {"gdn_prefill_backend": "triton", "mamba_ssm_cache_dtype": "float32"},
+    "falcon-h1": {"mamba_ssm_cache_dtype": "float32"},
 }
 
 
@@ -57,9 +61,12 @@ def run(kind: str, model: str, what: str, **manthan: Any) -> dict[str, Any]:
 
 
 def divergence(hot: dict[str, float], cold: dict[str, float]) -> float:
-    """KL of the first token, over those that are likely: what cold does not name is at most as likely as its last."""
+    """KL of the first token, in nats, of all that are not named for hot taken as one: at least so much. What cold does
+    not name is at most as likely as its last."""
     least = min(cold.values())
-    return sum(math.exp(p) * (p - cold.get(token, least)) for token, p in hot.items())
+    pairs = [(math.exp(p), math.exp(cold.get(token, least))) for token, p in hot.items()]
+    rest = [max(1 - sum(each), 1e-9) for each in zip(*pairs, strict=True)]
+    return sum(p * math.log(p / q) for p, q in [*pairs, rest])
 
 
 @pytest.mark.parametrize("store", STORES)
@@ -87,8 +94,8 @@ def test_states_in_fewer_bits_change_little(kind: str, option: str, store: str, 
     assert said["causes"] == []
     assert said["cold"] == said["again"]
     assert f"state-{option}" in {name for name, *_ in said["stored"].values()}
-    assert said["cold"]["first"] != said["hot"]["first"], "something is lost"
-    assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
+    assert option == "bf16" or said["cold"]["first"] != said["hot"]["first"], "something is lost"
+    assert divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -100,7 +107,10 @@ def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     for turn in ("cold", "again"):
         assert all(map(math.isfinite, [*said[turn]["first"].values(), *said[turn]["logprobs"]]))
     assert said["cold"] == said["again"]
-    assert 0 <= divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
+    if kind == "latents":  # whose random model has answers that hang on every bit
+        assert 0 < max(said["noise"][: said["prompt"] // said["block"]]) < NOISE
+    else:
+        assert divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
     codecs = {name for name, *_ in said["stored"].values()}
     assert codecs == ({"wht-5x", "exact"} if kind in STATES else {"wht-5x"})
 

@@ -15,12 +15,16 @@ from manthan.vllm_hooks.worker.tiers import Tier
 
 
 def play(as_bytes: bool = True) -> None:
-    """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are, or
+    """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are; else
     in a codec of torch's."""
     patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
 
     def played(*args: Any) -> Any:
         fake_cuda.install(patch)  # no sooner: models have CUDA's types in annotations
+        from manthan.vllm_hooks.worker import gpu_path as path
+
+        for name in ("STAGING_BYTES", "RESTORE_STAGING_BYTES"):  # the path encodes so much when it starts
+            patch.setattr(path, name, 1 << 20)
         return gpu_path(*args)
 
     patch.setattr(half, "_gpu_path", played)

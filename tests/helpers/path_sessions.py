@@ -121,14 +121,22 @@ class PathSession:
         tier, kept = found[len(found) // 2]
         tier.codes[kept.extents[0].start + 300] ^= 1
 
+    def chain_rows(self) -> torch.Tensor:
+        """All layers' numbers of each block of the chains' group that has any, [blocks, numbers]."""
+        caches = next(iter(self.path.codecs.values())).layout.caches
+        rows = torch.cat([cache.float().flatten(1) for cache in caches], 1).cpu()
+        return rows[rows.any(1)]
+
     # -- jobs -----------------------------------------------------------------------------------------
 
     def come_back(self) -> dict[str, Any]:
         """Computed; hot; restored twice; and hot, but with zeros in the cache: that is what the answer is made of."""
         report: dict[str, Any] = {"computed": self.ask(), "hot": self.ask()}
+        hot = self.chain_rows()
         self.go_cold()
         report["stored"] = self.stored()
         report["cold"] = self.ask()
+        report["noise"] = noise(hot, self.chain_rows())
         self.go_cold()
         report["again"] = self.ask()
         with torch.inference_mode():
@@ -145,6 +153,12 @@ class PathSession:
             self.damage(group)
             report["damaged"][str(group)] = self.ask()
         return report
+
+
+def noise(hot: torch.Tensor, cold: torch.Tensor) -> list[float]:
+    """In energy, of each block of `hot` as the one of `cold` that is most like it, the least first."""
+    off: torch.Tensor = torch.cdist(hot, cold).square().amin(1) / hot.square().sum(1)
+    return sorted(off.tolist())
 
 
 def main() -> None:

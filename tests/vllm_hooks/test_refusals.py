@@ -151,13 +151,13 @@ GPU_SETTINGS: list[dict[str, Any]] = [{}, {"cold_store": "device"}, {"backend": 
 @pytest.mark.parametrize("dtype", ["auto", "fp8"])
 @pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
 def test_latents_on_a_gpu(manthan: dict[str, Any], dtype: str, tmp_path: Path, request: pytest.FixtureRequest) -> None:
-    """As the bytes that they are, but where the CPU encodes them, which knows none of fp8."""
+    """Coded, but for fp8, which stays as the bytes that it is on a GPU, and which the CPU does not know."""
     (tmp_path / "config.json").write_text(json.dumps(MLA))
     config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
     config.cache_config.enable_prefix_caching, config.cache_config.cache_dtype = True, dtype
     request.getfixturevalue("on_gpu")
-    coded = manthan == {"backend": "numpy"}
-    if coded and dtype == "fp8":
+    coded = dtype == "auto"
+    if manthan == {"backend": "numpy"} and not coded:
         with pytest.raises(ConfigError, match=r"--kv-cache-dtype is fp8, but the CPU encodes latents .*: use auto\."):
             settled(config, manthan)
         return
@@ -216,12 +216,26 @@ def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPat
 @pytest.mark.parametrize("dtype", ["fp8", "fp8_e5m2"])
 @pytest.mark.parametrize("manthan", GPU_SETTINGS, ids=str)
 def test_fp8_on_a_gpu(manthan: dict[str, Any], dtype: str, request: pytest.FixtureRequest) -> None:
-    """As the bytes that it is, but where the CPU encodes it."""
+    """Coded as all KV is, but where vLLM keeps some layers in another dtype."""
     config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_cache_dtype=dtype).create_engine_config()
     request.getfixturevalue("on_gpu")
-    codec, coded = settled(config, manthan), manthan == {"backend": "numpy"}
-    assert (codec.name, codec.guard) == (("wht-5x", True) if coded else ("exact", False))
-    assert keeps_bytes(config) != coded
+    codec = settled(config, manthan)
+    assert (codec.name, codec.guard) == ("wht-5x", True)
+    assert not keeps_bytes(config)
+    config.cache_config.kv_cache_dtype_skip_layers = ["0"]
+    assert keeps_bytes(config)
+
+
+def test_latents_beside_states_are_kept_as_they_are_on_a_gpu(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(MLA))
+    config = EngineArgs(str(tmp_path), skip_tokenizer_init=True, max_model_len=1024).create_engine_config()
+    config.kv_transfer_config = kv_transfer_config()
+    monkeypatch.setattr(type(config.model_config), "is_hybrid", True)
+    assert not keeps_bytes(config)
+    request.getfixturevalue("on_gpu")
+    assert keeps_bytes(config)
 
 
 @pytest.mark.parametrize(
