@@ -33,7 +33,7 @@ os.environ |= {
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
 BLOCK = 32
-GPU_BYTES = 1 << 30 if torch.cuda.is_available() else None
+GPU_BYTES = 1 << 30 if torch.cuda.device_count() else None
 """For the pool and our tiers: vLLM would measure what is left, which fails while another engine starts beside it."""
 
 
@@ -74,7 +74,8 @@ class Completion(NamedTuple):
 
 
 def fork_engines() -> None:
-    """From now on engines are forked from one process that has imported vLLM, where there is no GPU."""
+    """From now on engines are forked from one process that has imported vLLM; beside a GPU, which a test may have used,
+    each begins anew."""
     from vllm.platforms import current_platform
     from vllm.v1.engine import utils
 
@@ -84,6 +85,8 @@ def fork_engines() -> None:
             patch.setenv("PYTHONPATH", str(Path(__file__).parent), prepend=os.pathsep)
             forkserver.ensure_running()
         utils.get_mp_context = lambda: multiprocessing.get_context("forkserver")
+    else:
+        os.environ["VLLM_WORKER_MULTIPROC_METHOD"] = "spawn"
 
 
 class Engine:
