@@ -2,6 +2,7 @@
 
 import random
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.platforms.cpu import CpuPlatform
 from vllm_engine import Completion
 
 from manthan.codec import wire
+from manthan.manager.stores.cold_store import HostStore
 from manthan.manager.stores.served import ServingStore
 
 BLOCKS, BLOCK, ANSWER = 25, 16, 12
@@ -74,10 +76,10 @@ def encoded(worker: Any) -> list[bytes]:
 
 
 def stored(worker: Any) -> tuple[str, int, int]:
-    """What a rank has of the store: of what kind it is, how many blocks, and bytes of how many."""
+    """What a rank has of the store: of what kind it is, how many blocks in RAM, and bytes of how many."""
     store = get_kv_transfer_group().worker.path.store
     kept = getattr(store, "store", None)
-    return (type(store).__name__, len(kept._blocks) if kept else 0, kept.max_bytes if kept else 0)
+    return (type(store).__name__, *((len(kept._blocks), kept.max_bytes) if isinstance(kept, HostStore) else (0, 0)))
 
 
 def damage_the_first_block(worker: Any) -> None:
@@ -120,6 +122,33 @@ def test_latents_are_in_ram_once_and_come_back_on_both_ranks(pair: Any) -> None:
     again = pair.run(pair.complete(prompt_of(1), "duo", ANSWER))
     assert (again.tokens, again.cached_tokens) == (computed.tokens, 0), "neither rank uses what is damaged"
     assert pair.metric("manthan_failures_total", cause="checksum") == 1
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", [("disk",), ("host", "redis")])
+def test_latents_that_two_ranks_have_stored_are_found_by_one(
+    start_engine: Any, redis_server: RedisServer, model: str, tmp_path: Path, tiers: tuple[str, ...]
+) -> None:
+    """The first rank has the store and serves the other; the next engine has one rank."""
+    kind = {"kind": tiers[0]} if len(tiers) == 1 else {"kind": "tiered", "tiers": tiers}
+    options = MANTHAN | {
+        "model": model,
+        "cold_store": kind | {"max_bytes": "64MiB"},
+        "redis": {"url": redis_server.url},
+        "disk": str(tmp_path),
+    }
+    for engine in start_engine(**options):
+        go_and_return(engine, "duo", 1)
+        assert [name for name, *_ in engine.on_workers(stored)] == ["ServingStore", "RemoteStore"]
+        engine.wait_until_cold(1)
+        nbytes = engine.metric("manthan_cold_bytes")
+    assert [folder.name for folder in tmp_path.glob("*/rank-*")] == (["rank-0"] if "disk" in tiers else [])
+    for engine in start_engine(**options | {"ranks": 1}):
+        engine.wait_until_cold(len(tiers) == 1)  # of a disk; in Redis they are found when they are asked for
+        found = engine.run(engine.complete(prompt_of(1), "duo", ANSWER))
+        assert (found.cached_tokens, engine.failures()) == (BLOCKS * BLOCK, 0)
+        engine.wait_until_cold(1)
+        assert engine.metric("manthan_cold_bytes") == nbytes
 
 
 def test_latents_are_in_redis_once(start_engine: Any, redis_server: RedisServer, model: str) -> None:

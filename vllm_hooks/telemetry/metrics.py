@@ -48,7 +48,9 @@ METRICS: dict[str, _Metric] = {
         prometheus_client.Gauge,
         "Places from which sessions can be gone on, in models with sliding windows or states: with all they need cold.",
     ),
-    "cold_bytes": _Metric(prometheus_client.Gauge, "Bytes of codes in the cold store, of all KV cache groups."),
+    "cold_bytes": _Metric(
+        prometheus_client.Gauge, "Bytes of codes in the cold store, of all KV cache groups, as its budget counts them."
+    ),
     "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
     "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
     "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
