@@ -63,6 +63,7 @@ KINDS = (
             "glm mtp",
             "tiny-llama eagle3",
             "tiny-llama draft_model",
+            "tiny-llama ngram",
             "gpt-oss ngram",
             "qwen3-next ngram",
         )
