@@ -405,7 +405,7 @@ def _window(group: Group) -> Window | None:
 
     spec: Any = group.spec
     if _is_window(spec):
-        return Window(group, spec.sliding_window)
+        return Window(group, spec.sliding_window + spec.extra_retained_tokens)  # those vLLM has blocks for as well
     if type(spec) is MambaSpec:
         return Window(replace(_in_pages(group), cache_dtype=_state_dtype(spec)), None)
     return None

@@ -16,11 +16,9 @@ from typing import Any
 
 import numpy as np
 import torch._dynamo
-from state_copies import copy_states_on_the_cpu
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.lora.request import LoRARequest
-from vllm.platforms import current_platform
 
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
@@ -36,8 +34,6 @@ def engine(job: dict[str, Any]) -> LLM:
     torch._dynamo.config.disable = (
         True  # for log-probabilities vLLM compiles a function, which takes longer than all else
     )
-    if current_platform.is_cpu():
-        copy_states_on_the_cpu()
     more: dict[str, Any] = {"skip_tokenizer_init": True}
     if job["manthan"] is not None:
         more["kv_transfer_config"] = {

@@ -17,10 +17,8 @@ from typing import Any
 
 import torch
 import vllm_engine  # sets the environment
-from state_copies import copy_states_on_the_cpu
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
-from vllm.platforms import current_platform
 from vllm.v1.engine.llm_engine import LLMEngine
 from vllm.v1.metrics.reader import Counter
 
@@ -165,8 +163,6 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    if current_platform.is_cpu():
-        copy_states_on_the_cpu()
     if job.get("latents"):
         from latent_model import allow_prefix_caching
 

@@ -63,6 +63,7 @@ KINDS = (
             "glm mtp",
             "tiny-llama eagle3",
             "tiny-llama draft_model",
+            "tiny-llama ngram",
             "gpt-oss ngram",
             "qwen3-next ngram",
         )
@@ -82,6 +83,19 @@ def test_sessions_return_with_a_draft_as_if_they_had_stayed_hot(kind: str, tmp_p
         assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
     assert all(turn["cached"] > 450 for turn in ours[1:])
     assert set(map(tuple, ours[0]["losses"].values())) == {(0.0, 0.0)}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["gpt-oss eagle", "qwen3-next mtp"])
+def test_a_prompt_that_ends_with_a_block_is_found_when_it_comes_again(kind: str, tmp_path: Path) -> None:
+    """All but that block, as in vLLM, which leaves out the last token no more where it computes a block again."""
+    model, options = proposed(kind, tmp_path)
+    block = 160 if "qwen" in kind else 32
+    prompt = [token % 991 + 10 for token in range(7, 7 + 640 * 7, 7)]
+    ours, _ = run(model, EXACT, prompts=[prompt, prompt, prompt], **options)
+    hot, _ = run(model, None, prompts=[prompt, prompt, prompt], **options)
+    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot] == [0, 640 - block, 640 - block]
+    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
 
 
 @pytest.mark.slow

@@ -65,20 +65,20 @@ def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault:
     assert all((good, beside) == (0, 0) for good, _, beside in failed), "nothing of it is used"
     assert again[0] == again[1] > 0
     assert again[2] > 0
-    assert found["turns"][2]["cached"] > 500
+    assert found["turns"][2]["cached"] > 450
 
 
 def test_an_aborted_request_s_load_leaves_the_session_as_it_was(ran: Ran) -> None:
     found = ran.faults["aborted"]
     assert found["causes"] == []
     assert [good for good, *_ in found["restored"]] == [blocks for _, blocks, _ in found["restored"]]
-    assert found["turns"][-1]["cached"] > 500
+    assert found["turns"][-1]["cached"] > 450
 
 
 def test_with_the_chain_hot_and_the_windows_lost_what_is_cold_is_restored(ran: Ran) -> None:
     found = ran.faults["windows_lost"]
     _, grown, again = (turn["cached"] for turn in found["turns"])
-    assert again == grown > 500, "up to where the session was cold, not to the end of what is hot"
+    assert again == grown > 450, "up to where the session was cold, not to the end of what is hot"
     assert found["restored"][0] == found["restored"][1]
 
 

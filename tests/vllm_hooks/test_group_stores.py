@@ -4,10 +4,12 @@ had stayed hot, and what cannot be read is recomputed."""
 import random
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import group_models
 import pytest
+from draft_model import proposed
 from redis_server import RedisServer, running
 from vllm_engine import BLOCK, Completion, Engine
 
@@ -55,9 +57,10 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 def engine(model: str, family: str, redis_server: RedisServer, kind: str = "host", **options: Any) -> Iterator[Engine]:
     """Sessions go cold after a second."""
     options = {"blocks": SIZES[family].pool, "idle_after_s": 1.0, "sweep_interval_s": 0.1} | options
+    flags = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     made = Engine(
         model=model,
-        flags={"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0},
+        flags=flags | options.pop("flags", {}),
         codec={"name": "k3v3", "sink_tokens": ALL, "guard": False},
         cold_store={"kind": kind, "max_bytes": "256MiB"},
         redis={"url": redis_server.url, "timeout_s": 2.0},
@@ -165,6 +168,34 @@ def test_a_session_outlives_its_engine(
         assert total(two, "prefetched_blocks") == loaded
         assert two.failures() == 0
     with engine(model, family, redis_server, **PATIENT) as hot:
+        assert_as_if_hot(alice, hot)
+
+
+@pytest.mark.parametrize("kind", ["gpt-oss eagle", "qwen3-next mtp"])
+def test_with_a_draft_too(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
+    """But beside windows it is not prefetched, since vLLM would not find it."""
+    redis_server.client.flushall()
+    model, flags = proposed(kind, tmp_path)
+    family, _ = kind.split()
+    alice, is_prefetched = Conversation("alice", family, 1), family == "qwen3-next"
+    with engine(model, family, redis_server, "redis", flags=flags) as one:
+        for _ in range(2):
+            alice.ask(one)
+            one.wait_until_cold(1)
+        assert total(one, "restores") == 1
+        assert one.failures() == 0
+        one.kill()
+    with engine(model, family, redis_server, "redis", flags=flags) as two:
+        alice.ask(two)
+        two.wait_until_cold(1)
+        fill(two, family)
+        prefetch(two, "alice")
+        alice.ask(two)
+        two.wait(lambda: total(two, "prefetch_hits") + total(two, "restores") == 2, "a return")
+        assert (total(two, "prefetch_hits"), total(two, "prefetches")) == (is_prefetched, is_prefetched)
+        assert two.failures() == 0
+    assert all(turn.told.cached_tokens > 0 for turn in alice.turns[1:])
+    with engine(model, family, redis_server, flags=flags, **PATIENT) as hot:
         assert_as_if_hot(alice, hot)
 
 

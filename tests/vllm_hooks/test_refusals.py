@@ -320,6 +320,13 @@ def test_blocks_of_all_groups_share_keys_where_they_have_as_many_tokens() -> Non
     assert not told(WINDOW).is_even
 
 
+def test_what_vllm_keeps_behind_a_window_for_a_draft_belongs_to_it() -> None:
+    """It has blocks for it, and takes them for computed once a load has ended."""
+    found = told(FULL, replace(WINDOW, sliding_window=64, extra_retained_tokens=2))
+    assert list(found.beside(5)) == [Part(1, at, 32 * at, 32 * at + 32) for at in (2, 3, 4)]
+    assert list(told(FULL, replace(WINDOW, sliding_window=64)).beside(5)) == list(found.beside(5))[1:]
+
+
 def test_windows_in_smaller_blocks() -> None:
     found = told(FULL, replace(WINDOW, block_size=16, sliding_window=40))
     assert found.hash_tokens == 16
