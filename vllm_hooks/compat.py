@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
-    from vllm.v1.engine.core import EngineCore, EngineCoreProc
+    from vllm.v1.engine.core import EngineCoreProc
 
     from manthan.vllm_hooks.adapters import Adapters
 
@@ -183,8 +183,8 @@ def engine_waker() -> Callable[[], None]:
     return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
 
 
-def _core_under_construction() -> "EngineCore | None":
-    """The scheduler half is built inside the engine core's constructor, so the core is found on the stack."""
+def _core_under_construction() -> Any:
+    """The EngineCore, or None: the scheduler half is built inside its constructor, so it is found on the stack."""
     from vllm.v1.engine.core import EngineCore
 
     frame = sys._getframe(1)
@@ -216,7 +216,7 @@ class SleepMode:
         self.keeps_weights = False
         """True while the prefix cache is emptied for a sleep that leaves the weights as they are."""
         self._before, self._due = before, 0
-        self._core: Any = _core_under_construction()
+        self._core = _core_under_construction()
         if self._core is not None and hasattr(self._core, "_reset_caches"):
             self._core.sleep = self._asleep(self._core.sleep)
             self._core._reset_caches = self._resetting(self._core._reset_caches)

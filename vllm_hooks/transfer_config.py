@@ -9,6 +9,7 @@ from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_conf
 from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
 
 if TYPE_CHECKING:
+    from vllm import EngineArgs
     from vllm.config import KVTransferConfig, VllmConfig
 
 CONNECTOR = "ManthanConnector"
@@ -83,7 +84,7 @@ def others(transfer: "KVTransferConfig") -> list[str]:
     return names
 
 
-def settings(config: "VllmConfig | Namespace") -> dict[str, Any] | None:
+def settings(config: "VllmConfig | EngineArgs | Namespace") -> dict[str, Any] | None:
     """What vLLM carries for Manthan to its processes, to be read and written; None where Manthan is off."""
     transfer = config.kv_transfer_config
     if transfer is None:
@@ -95,7 +96,7 @@ def settings(config: "VllmConfig | Namespace") -> dict[str, Any] | None:
     return extra if transfer.kv_connector == CONNECTOR else None
 
 
-def is_on(config: "VllmConfig | Namespace") -> bool:
+def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
     """Whether this engine, or the one that these flags are for, runs with Manthan."""
     return settings(config) is not None
 

@@ -129,6 +129,9 @@ class Engine:
             return AsyncLLM.from_engine_args(args)
 
         self.llm = self.start(start()).result(timeout=600)
+        self._registry = prometheus_client.CollectorRegistry(auto_describe=False)
+        for collector in set(prometheus_client.REGISTRY._collector_to_names):
+            self._registry.register(collector)  # until another engine's are there in their place
         self._requests = 0
 
     def run(self, coroutine: Coroutine[Any, Any, Any]) -> Any:
@@ -187,11 +190,11 @@ class Engine:
 
     def metric(self, name: str, **labels: str) -> float:
         labels = {"model_name": self.model, "engine": "0"} | labels
-        return prometheus_client.REGISTRY.get_sample_value(f"vllm:{name}", labels) or 0.0
+        return self._registry.get_sample_value(f"vllm:{name}", labels) or 0.0
 
     def failures(self) -> float:
         """Blocks that could not be stored or restored, whatever the cause."""
-        samples = [sample for family in prometheus_client.REGISTRY.collect() for sample in family.samples]
+        samples = [sample for family in self._registry.collect() for sample in family.samples]
         return sum(sample.value for sample in samples if sample.name == "vllm:manthan_failures_total")
 
     def sessions(self, state: str) -> float:
