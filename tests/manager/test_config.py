@@ -70,6 +70,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "host_bytes": 0,
             "disk_bytes": 0,
             "tiers": ["host", "redis"],
+            "encryption": {"key_file": ""},
         },
         "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
         "redis": {
@@ -138,7 +139,7 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
     value = "redis://there" if flag == "--manthan-redis-url" else "77"
-    assert flag in resolve_config(env={}, flags={flag: value}).sources.values()
+    assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
 
 
 @pytest.mark.parametrize(

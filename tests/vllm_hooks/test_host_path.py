@@ -149,10 +149,10 @@ class Broken(HostStore):
         super().__init__(1 << 20)
         self._error = error
 
-    def put_all(self, group: int, blocks: Any) -> Any:
+    def put_all(self, group: int, blocks: Any, tenant: str = "") -> Any:
         raise self._error
 
-    def read(self, group: int, keys: Any) -> Any:
+    def read(self, group: int, keys: Any, tenant: str = "") -> Any:
         raise self._error
 
 
