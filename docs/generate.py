@@ -30,13 +30,12 @@ def explanations() -> dict[str, str]:
     """The comment above each key of configs/default.yaml, as one paragraph, by dotted key."""
     found: dict[str, str] = {}
     comments: list[str] = []
-    group = ""
+    groups: list[str] = []
     for line in DEFAULTS.read_text(encoding="utf-8").splitlines():
         key = re.match(r"( *)(\w+):", line)
         if key:
-            name = f"{group}.{key[2]}" if key[1] else key[2]
-            group = group if key[1] else key[2]
-            found[name] = " ".join(comments)
+            groups = [*groups[: len(key[1]) // 2], key[2]]
+            found[".".join(groups)] = " ".join(comments)
         if line.strip().startswith("#"):
             comments.append(line.strip().removeprefix("#").strip())
         else:
@@ -57,7 +56,8 @@ def configuration() -> Iterator[str]:
     for group, model in GROUPS.items():
         yield f"\n## {group}\n\n{' '.join(filter(None, [texts.get(group, ''), shorthand(group)]))}"
         for name, field in model.model_fields.items():
-            yield from section(f"{group}.{name}", field, texts)
+            if f"{group}.{name}" in FIELDS:
+                yield from section(f"{group}.{name}", field, texts)
     yield "\n## Options of policies\n"
     yield "| option | of | type | default | must be |\n|---|---|---|---|---|"
     for policy in BUILTIN.values():
@@ -78,8 +78,8 @@ def section(key: str, field: FieldInfo, texts: dict[str, str]) -> Iterator[str]:
 
 def flag_of(key: str) -> str:
     """The flag of a key, or of the group that it is the shorthand of."""
-    group, _, name = key.partition(".")
-    is_short = bool(name) and GROUPS[group].shorthand == name
+    group, _, name = key.rpartition(".")
+    is_short = bool(group) and GROUPS[group].shorthand == name
     return FLAGS.get(key) or (FLAGS.get(group, "") if is_short else "")
 
 

@@ -176,8 +176,8 @@ class Driver(Generic[B]):
         """Codes of these keys, but for the last ones, which are computed again, are to be decoded into these blocks of
         the request; beside: those of other groups."""
         chain = () if self._group is None else (GroupBlocks(self._group, keys[: len(block_ids)], block_ids),)
-        load = Load(request_id, (*chain, *beside))
-        self.manager.restore_started(request_id, keys)
+        tenant = self.manager.restore_started(request_id, keys)
+        load = Load(request_id, (*chain, *beside), tenant=tenant)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
 
@@ -245,7 +245,7 @@ class Driver(Generic[B]):
         order = held.order
         group, _ = self._name(order)
         block_id = self._pool.block_id(held.block)
-        return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec)
+        return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec, order.tenant)
 
     def _name(self, order: SpillOrder) -> Name:
         return self._of_chain(order.key) if order.group is None else (order.group, order.key)

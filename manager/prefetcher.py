@@ -178,7 +178,7 @@ class Prefetcher(Generic[B]):
         for group, some in groupby(missing, itemgetter(0)):
             keys = [key for _, key in some]
             parts.append(GroupBlocks(group, keys, [self._pool.block_id(blocks[group, key]) for key in keys]))
-        load = Load(f"prefetch-{self._count}", parts, is_prefetch=True)
+        load = Load(f"prefetch-{self._count}", parts, is_prefetch=True, tenant=session.tenant)
         chain = {key: blocks[own, key] for key in session.keys}
         beside = {(group, key): blocks[group, key] for group, key, _ in session.beside}
         return UnderWay(session, chain, beside, load, frozenset(missing))

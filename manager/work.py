@@ -43,7 +43,7 @@ class SpillBlock(NamedTuple):
     """Encode this block of the paged cache and keep it under its key.
 
     first_token: the place of its first token in the chain. exact: how many of its first tokens are kept exact. codec:
-    its name; empty for the configured one.
+    its name; empty for the configured one. tenant: whose it is.
     """
 
     key: bytes
@@ -52,17 +52,19 @@ class SpillBlock(NamedTuple):
     first_token: int
     exact: int = 0
     codec: str = ""
+    tenant: str = ""
 
 
 class Load(NamedTuple):
     """Decode these codes into these blocks of the paged cache, for a request that waits for them.
 
-    is_prefetch: no request waits, and the id is our own.
+    is_prefetch: no request waits, and the id is our own. tenant: for whom it is.
     """
 
     request_id: str
     parts: Sequence[GroupBlocks]
     is_prefetch: bool = False
+    tenant: str = ""
 
     @property
     def blocks(self) -> int:

@@ -9,6 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
+from manthan.manager.stores.keyring import ring_of
 from manthan.vllm_hooks.compat import extend_engine_args, register_connector
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
@@ -19,6 +20,7 @@ from manthan.vllm_hooks.transfer_config import (
     CONNECTOR,
     CONNECTOR_MODULE,
     complete,
+    from_vllm_config,
     is_on,
     to_transfer_config,
     together,
@@ -43,6 +45,7 @@ HELP = {
     "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, disk, redis or tiered."),
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
     "--manthan-disk-path": ("FOLDER", "The folder of cold store disk, on a local file system; it is there already."),
+    "--manthan-encryption-key-file": ("FILE", "The keys that codes on a disk and in Redis are sealed with."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
 }
 
@@ -74,6 +77,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
+        ring_of(from_vllm_config(vllm_config).cold_store.encryption)
         check_disk(vllm_config)
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)

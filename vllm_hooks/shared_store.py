@@ -12,11 +12,13 @@ from manthan.codec import wire
 from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.stores.directory import Directory
+from manthan.manager.stores.keyring import PLAIN_NAMES, ring_of
 from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import FORMAT, Namespace
 from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
+from manthan.manager.stores.sealed import Sealer
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import is_codec_chosen, profile_digest
@@ -48,6 +50,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
     may_change = not config.cold_store.is_shared and is_codec_chosen(vllm_config)
     profile = "" if may_change else profile_digest(vllm_config)
+    ring = ring_of(config.cold_store.encryption)
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
@@ -61,6 +64,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "tensor_parallel": parallel.tensor_parallel_size // copies_of(vllm_config, groups),
             "block_hash": cache.prefix_caching_hash_algo,
             **({"profile": profile} if profile else {}),
+            **({"names": ring.names.mark} if ring is not None else {}),
             **({"group": group.index, "beside": beside} if beside else {}),
         },
     )
@@ -100,12 +104,14 @@ def make_directory(
         "format": FORMAT,
     }
     circuit = Circuit(ring)
-    client = connect(config.redis)
+    client, keys = connect(config.redis), ring_of(config.cold_store.encryption)
+    sealer = Sealer(keys, namespace.name) if keys is not None else None
+    names = sealer.names if sealer is not None else PLAIN_NAMES
 
     def make_index(of: Namespace) -> RedisIndex:
-        return RedisIndex(client, circuit, of, owner, shards, capacity, config.redis.ttl_s)
+        return RedisIndex(client, circuit, of, owner, shards, capacity, config.redis.ttl_s, names=names)
 
-    return RedisDirectory(make_index, namespace, circuit, facts, ring)
+    return RedisDirectory(make_index, namespace, circuit, facts, ring, sealer=sealer)
 
 
 def check_redis(vllm_config: "VllmConfig") -> None:

@@ -74,7 +74,7 @@ def _table(resolved: Resolved) -> Table:
 
 def _value(config: ManthanConfig, key: str) -> str:
     value: object = config
-    for name in key.split(".", 1):
+    for name in key.split("."):
         value = getattr(value, name)
     return value.human_readable() if isinstance(value, ByteSize) else str(value)
 

@@ -13,9 +13,10 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.console import make_console
-from manthan.manager.config.model import REDIS_PASSWORD, RedisConfig
+from manthan.manager.config.model import REDIS_PASSWORD, EncryptionConfig, RedisConfig
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
+from manthan.manager.stores.keyring import FIELD, KeyRing, ring_of
 from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect, in_a_sentence
 from manthan.manager.stores.redis.index import BATCH
 from manthan.manager.stores.redis.reader import BlockRow, Listing, NamespaceRow, Reader, SessionRow, Whole
@@ -40,6 +41,7 @@ def inspect(
     tls_ca_file: Annotated[str, typer.Option(help="The CA's certificate, if not one of the system's.")] = "",
     tls_cert_file: Annotated[str, typer.Option(help="A client certificate.")] = "",
     tls_key_file: Annotated[str, typer.Option(help="The client certificate's key.")] = "",
+    encryption_key_file: Annotated[str, typer.Option(help="The keys that sessions' ids are sealed with.")] = "",
     timeout: Annotated[float, typer.Option(help="Seconds to wait for an answer.")] = RedisConfig().timeout_s,
 ) -> None:
     """Show the sessions in a Redis. Nothing is changed there."""
@@ -56,9 +58,10 @@ def inspect(
     }
     try:
         config = resolve_config(env={}, flags={f"redis.{key}": value for key, value in values.items()}).config.redis
+        ring = ring_of(EncryptionConfig(key_file=encryption_key_file))
         if recount:
             raise typer.Exit(_check(config, namespace, as_json))
-        listings, wholes = _read(config, namespace, session, limit)
+        listings, wholes = _read(config, ring, namespace, session, limit)
     except ConfigError as error:
         typer.echo(_in_options(error), err=True)
         raise typer.Exit(1) from None
@@ -79,13 +82,15 @@ def _in_options(error: ConfigError) -> str:
         return f"{error.what}: correct URL, or start the server."
     keys = r"(?<![\w./])redis\.(" + "|".join(RedisConfig.model_fields) + r")\b"
     options = {"url": "URL", "timeout_s": "--timeout"}
-    sentence = str(error).removeprefix("argument: ")
+    sentence = str(error).removeprefix("argument: ").removeprefix(f"{FIELD}: ")
     return re.sub(keys, lambda key: options.get(key[1], "--" + key[1].replace("_", "-")), sentence)
 
 
-def _read(config: RedisConfig, name: str, session_id: str, limit: int) -> tuple[list[Listing], list[Whole]]:
+def _read(
+    config: RedisConfig, ring: KeyRing | None, name: str, session_id: str, limit: int
+) -> tuple[list[Listing], list[Whole]]:
     """Namespaces with their sessions; or, with a session's id, that session wherever there is one of this id."""
-    with _reader(config) as reader:
+    with _reader(config, ring) as reader:
         rows = _namespaces(config, reader, name)
         if not session_id:
             return [Listing(row, reader.sessions(row, limit)) for row in rows], []
@@ -111,13 +116,13 @@ def _check(config: RedisConfig, name: str, as_json: bool) -> int:
 
 
 @contextmanager
-def _reader(config: RedisConfig) -> Iterator[Reader]:
+def _reader(config: RedisConfig, ring: KeyRing | None = None) -> Iterator[Reader]:
     """Ask in this context; raises ConfigError for whatever is wrong with the server."""
     client = connect(config)
     try:
         check(client, config)
         with in_a_sentence(config):
-            yield Reader(client, config.prefix)
+            yield Reader(client, config.prefix, ring)
     finally:
         client.close()
 

@@ -145,6 +145,14 @@ class CodecConfig(_Group):
         return self.sink_tokens + self.window_tokens > 0
 
 
+class EncryptionConfig(_Group):
+    """The keys that codes and books are sealed with on a disk and in Redis."""
+
+    shorthand = "key_file"
+
+    key_file: str = Field(default="", description="the path of a file of keys; empty to store codes as they are")
+
+
 class ColdStoreConfig(_Group):
     """Where the codes of cold sessions are kept, and how many bytes they may take.
 
@@ -165,6 +173,7 @@ class ColdStoreConfig(_Group):
     tiers: Tiers = Field(
         default=("host", "redis"), description=f"a list of two or three of {', '.join(TIERS)}, in this order"
     )
+    encryption: EncryptionConfig = EncryptionConfig()
 
     @property
     def places(self) -> Sequence[str]:
@@ -210,6 +219,15 @@ class ColdStoreConfig(_Group):
             raise ValueError(
                 "cold_store.disk_bytes is disk in front of Redis, for cold_store.kind tiered with both as tiers, but "
                 f"{self._said}: use max_bytes"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def _check_encryption(self) -> Self:
+        if self.encryption.key_file and not self.is_lasting:
+            raise ValueError(
+                "cold_store.encryption.key_file is for codes on a disk and in Redis, but "
+                f"{self._said}: leave it out, or use disk, redis or tiered"
             )
         return self
 
@@ -326,25 +344,25 @@ class ManthanConfig(_Model):
         return self
 
 
+def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInfo]]:
+    """Every field of a model and of those in it, by dotted name, groups before what is in them."""
+    for name, field in model.model_fields.items():
+        yield prefix + name, field
+        if (group := _group(field)) is not None:
+            yield from _walk(group, f"{prefix}{name}.")
+
+
+def _group(field: FieldInfo) -> type[_Group] | None:
+    is_group = isinstance(field.annotation, type) and issubclass(field.annotation, _Group)
+    return field.annotation if is_group else None
+
+
 GROUPS: dict[str, type[_Group]] = {
-    name: field.annotation
-    for name, field in ManthanConfig.model_fields.items()
-    if isinstance(field.annotation, type) and issubclass(field.annotation, _Group)
+    key: group for key, field in _walk(ManthanConfig) if (group := _group(field)) is not None
 }
 """The nested models by their key."""
 
-
-def _fields() -> dict[str, FieldInfo]:
-    fields: dict[str, FieldInfo] = {}
-    for key, field in ManthanConfig.model_fields.items():
-        if key in GROUPS:
-            fields |= {f"{key}.{name}": inner for name, inner in GROUPS[key].model_fields.items()}
-        else:
-            fields[key] = field
-    return fields
-
-
-FIELDS = _fields()
+FIELDS = {key: field for key, field in _walk(ManthanConfig) if key not in GROUPS}
 """Every key that holds a value, by its dotted name: `idle_after_s`, `cold_store.max_bytes`."""
 
 

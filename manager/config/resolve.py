@@ -47,6 +47,7 @@ FLAG_KEYS = {
     "--manthan-cold-bytes": "cold_store.max_bytes",
     "--manthan-disk-path": "disk.path",
     "--manthan-redis-url": "redis.url",
+    "--manthan-encryption-key-file": "cold_store.encryption.key_file",
 }
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
@@ -199,11 +200,11 @@ def _override(given: dict[str, _Given], layer: dict[str, _Given]) -> None:
 def _nested(given: Mapping[str, _Given]) -> dict[str, Any]:
     nested: dict[str, Any] = {}
     for key, (value, _) in given.items():
-        group, _, inner = key.partition(".")
-        if inner:
-            nested.setdefault(group, {})[inner] = value
-        else:
-            nested[key] = value
+        *groups, name = key.split(".") if key in FIELDS else key.split(".", 1)
+        inside = nested
+        for group in groups:
+            inside = inside.setdefault(group, {})
+        inside[name] = value
     return nested
 
 

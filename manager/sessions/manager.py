@@ -52,7 +52,8 @@ PATIENCE = 2.0
 class SpillOrder(NamedTuple):
     """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
 
-    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains.
+    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains. tenant:
+    who has it stored.
     """
 
     key: bytes
@@ -61,6 +62,7 @@ class SpillOrder(NamedTuple):
     codec: str
     nbytes: int
     group: int | None = None
+    tenant: str = ""
 
 
 class Usage(NamedTuple):
@@ -294,10 +296,12 @@ class SessionMemoryManager:
         """How many of these keys, from the first on without a gap, can be restored."""
         return self._restores.match(keys)
 
-    def restore_started(self, request_id: str, keys: Sequence[bytes]) -> None:
+    def restore_started(self, request_id: str, keys: Sequence[bytes]) -> str:
         """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
-        dropped until it ends."""
+        dropped until it ends. Returns whose request it is."""
         self._restores.started(request_id, keys)
+        session = self._running.get(request_id)
+        return "" if session is None else session.tenant
 
     def restore_finished(
         self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()
@@ -436,7 +440,8 @@ class SessionMemoryManager:
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
         first_token = block.depth * self.shape.tokens_of(block.group)
-        return SpillOrder(block.key, first_token, encoding.exact, encoding.codec, encoding.nbytes, block.group)
+        exact, codec, nbytes = encoding.exact, encoding.codec, encoding.nbytes
+        return SpillOrder(block.key, first_token, exact, codec, nbytes, block.group, block.tenant)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
         """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its

@@ -301,6 +301,7 @@ class Prefetch(NamedTuple):
     session_id: str
     keys: Sequence[bytes]
     beside: Beside = ()
+    tenant: str = ""
 
 
 class Eviction(NamedTuple):

@@ -3,7 +3,7 @@
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -11,6 +11,8 @@ from numpy.typing import NDArray
 from manthan.manager.stores.arena import Arena, Extent, room, usable
 
 Buffer = NDArray[np.uint8]
+Found: TypeAlias = Buffer | str | None
+"""What was read: a block; the cause why what is there cannot be used, a metric label; or None, if nothing is there."""
 
 CHUNK = 64 << 20
 """Memory is taken in pieces of so many bytes, as it is needed."""
@@ -32,15 +34,15 @@ class ColdStore(ABC):
     """
 
     @abstractmethod
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        """Keep blocks; keys that are there already are replaced.
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        """Keep blocks; keys that are there already are replaced. tenant: whose they are, for a store that seals them.
 
         Returns those that were not kept, each with the cause, a metric label.
         """
 
     @abstractmethod
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        """The blocks, in order; None for each that is not there. Raises ColdStoreError where it cannot tell.
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        """The blocks, in order. tenant: who asks. Raises ColdStoreError where it cannot tell.
 
         Each is the reader's own, or never changes: it stays as it is when the block is dropped.
         """
@@ -152,7 +154,7 @@ class HostStore(FrontStore):
         self._memory = _Memory(self._arena.nbytes)
         self._blocks: dict[tuple[int, bytes], _Kept] = {}
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         return {key: STORE_FULL for key, buf in blocks.items() if not self._put((group, key), buf)}
 
     def _put(self, block: tuple[int, bytes], buf: Buffer) -> bool:
@@ -169,7 +171,7 @@ class HostStore(FrontStore):
             self._blocks[block] = kept
         return True
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         return (self._read((group, key)) for key in keys)
 
     def _read(self, block: tuple[int, bytes]) -> Buffer | None:

@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
 from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan")
@@ -123,12 +123,14 @@ class StoreServer:
     ) -> tuple[dict[str, Any], list[Buffer]]:
         group, keys = question["group"], [bytes.fromhex(key) for key in question["keys"]]
         if question["what"] == "put":
-            refused = store.put_all(group, dict(zip(keys, bufs, strict=True)))
+            refused = store.put_all(group, dict(zip(keys, bufs, strict=True)), question["tenant"])
             return {"refused": {key.hex(): cause for key, cause in refused.items()}}, []
         if question["what"] == "absent":
             return {"keys": [key.hex() for key in store.absent(group, keys)]}, []
-        found = {key: buf for key, buf in zip(keys, store.read(group, keys), strict=True) if buf is not None}
-        return {"keys": [key.hex() for key in found]}, list(found.values())
+        found = dict(zip(keys, store.read(group, keys, question["tenant"]), strict=True))
+        whole = {key: buf for key, buf in found.items() if isinstance(buf, np.ndarray)}
+        causes = {key.hex(): cause for key, cause in found.items() if isinstance(cause, str)}
+        return {"keys": [key.hex() for key in whole], "causes": causes}, list(whole.values())
 
 
 class ServingStore(ColdStore):
@@ -137,11 +139,11 @@ class ServingStore(ColdStore):
     def __init__(self, store: ColdStore, server: StoreServer) -> None:
         self.store, self._server = store, server
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        return self.store.put_all(group, blocks)
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return self.store.put_all(group, blocks, tenant)
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
-        return self.store.read(group, keys)
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+        return self.store.read(group, keys, tenant)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.store.absent(group, keys)
@@ -218,23 +220,23 @@ class RemoteStore(ColdStore):
     def __init__(self, name: str, room: Callable[[int], int]) -> None:
         self._links, self._room, self._emptied = _Links(name), room, 0
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused: dict[bytes, str] = {}
         for keys in _batches(list(blocks)):
             try:
-                answer, _ = self._ask("put", group, keys, [blocks[key] for key in keys])
+                answer, _ = self._ask("put", group, keys, tenant, [blocks[key] for key in keys])
             except ServedStoreError as error:
                 refused |= dict.fromkeys(keys, error.cause)
             else:
                 refused |= {bytes.fromhex(key): cause for key, cause in answer["refused"].items()}
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """Raises ServedStoreError."""
         for some in _batches(keys):
-            answer, bufs = self._ask("read", group, some)
-            found = dict(zip(map(bytes.fromhex, answer["keys"]), bufs, strict=True))
-            yield from map(found.get, some)
+            answer, bufs = self._ask("read", group, some, tenant)
+            found: dict[str, Found] = dict(zip(answer["keys"], bufs, strict=True)) | answer["causes"]
+            yield from (found.get(key.hex()) for key in some)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         """Raises ServedStoreError."""
@@ -260,10 +262,10 @@ class RemoteStore(ColdStore):
         return self._room(nbytes)
 
     def _ask(
-        self, what: str, group: int, keys: Sequence[bytes], bufs: Sequence[Buffer] = ()
+        self, what: str, group: int, keys: Sequence[bytes], tenant: str = "", bufs: Sequence[Buffer] = ()
     ) -> tuple[dict[str, Any], list[Buffer]]:
-        named = [key.hex() for key in keys]
-        return self._links.ask({"what": what, "group": group, "keys": named, "emptied": self._emptied}, bufs)
+        question = {"what": what, "group": group, "keys": [key.hex() for key in keys], "tenant": tenant}
+        return self._links.ask(question | {"emptied": self._emptied}, bufs)
 
 
 def _address(name: str) -> str:

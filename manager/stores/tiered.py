@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, FrontStore
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, FrontStore
 
 Name = tuple[int, bytes]
 """Of a block: its KV cache group, and its key."""
@@ -30,14 +30,14 @@ class TieredStore(ColdStore):
         """What is being written there, and by whom."""
         self._is_void = False
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
-        refused = self.behind.put_all(group, blocks)
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        refused = self.behind.put_all(group, blocks, tenant)
         for key, buf in blocks.items():
             if key not in refused:
-                self._keep((group, key), buf)
+                self._keep((group, key), buf, tenant)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
         """Raises what the store behind raises, when it comes to the first block that is not in front."""
         with self._lock:
             near = {key for key in keys if (group, key) in self._order}
@@ -45,26 +45,26 @@ class TieredStore(ColdStore):
                 if key in near:
                     self._order.move_to_end((group, key))
                     self._going.pop((group, key), None)
-        here = self._in_front(group, [key for key in keys if key in near])
-        far = self.behind.read(group, [key for key in keys if key not in near])
+        here = self._in_front(group, [key for key in keys if key in near], tenant)
+        far = self.behind.read(group, [key for key in keys if key not in near], tenant)
         for key in keys:
             if key in near:
                 yield next(here)
                 continue
             buf = next(far)
-            if buf is not None:
-                self._keep((group, key), buf)
+            if not (buf is None or isinstance(buf, str)):
+                self._keep((group, key), buf, tenant)
             yield buf
 
-    def _in_front(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
         """What is not to be had there, since it had to make room, or cannot be read, comes from behind."""
-        found = self.front.read(group, keys)
+        found = self.front.read(group, keys, tenant)
         for key in keys:
             try:
                 buf = next(found, None)
             except ColdStoreError:
                 buf = None
-            yield next(self.behind.read(group, [key])) if buf is None else buf
+            yield next(self.behind.read(group, [key], tenant)) if buf is None else buf
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.behind.absent(group, self.front.absent(group, keys))
@@ -102,7 +102,7 @@ class TieredStore(ColdStore):
         """What it takes of the store behind: what is in front beside that has a budget of its own."""
         return self.behind.room(nbytes)
 
-    def _keep(self, name: Name, buf: Buffer) -> None:
+    def _keep(self, name: Name, buf: Buffer, tenant: str) -> None:
         """In front, if it fits there and is not dropped meanwhile."""
         (group, key), mine = name, object()
         need = self.front.room(buf.nbytes)
@@ -110,7 +110,7 @@ class TieredStore(ColdStore):
             self._forget(name)
             self._coming[name] = mine
         self.front.drop(group, [key])
-        kept = need <= self.front.usable and self._make_room(need) and not self.front.put_all(group, {key: buf})
+        kept = need <= self.front.usable and self._make_room(need) and not self.front.put_all(group, {key: buf}, tenant)
         with self._lock:
             is_wanted = self._coming.get(name) is mine and not self._is_void
             if is_wanted:

@@ -70,6 +70,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "host_bytes": 0,
             "disk_bytes": 0,
             "tiers": ["host", "redis"],
+            "encryption": {"key_file": ""},
         },
         "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
         "redis": {
@@ -138,7 +139,7 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
     value = "redis://there" if flag == "--manthan-redis-url" else "77"
-    assert flag in resolve_config(env={}, flags={flag: value}).sources.values()
+    assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
 
 
 @pytest.mark.parametrize(
@@ -244,6 +245,10 @@ def test_watermarks_out_of_order_are_refused_with_both_sources(write: WriteYaml)
             "cold_store: {max_byte: 1}",
             "unknown key 'cold_store.max_byte' (did you mean 'cold_store.max_bytes'?)",
         ),
+        (
+            "cold_store: {encryption: {keyfile: /k}}",
+            "unknown key 'cold_store.encryption.keyfile' (did you mean 'cold_store.encryption.key_file'?)",
+        ),
         ("max_bytes: 1", "unknown key 'max_bytes' (did you mean 'cold_store.max_bytes'?)"),
         ("hot_pool: 0.5", "hot_pool must be a mapping with low_watermark and high_watermark, not 0.5"),
         ("- policy", "must be a mapping of keys to values, not a list"),
@@ -262,6 +267,15 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     assert refusal(flags={"zzz": 1}).startswith("argument: unknown key 'zzz' (valid: backend, codec, ")
+
+
+@pytest.mark.parametrize("kind", ["host", "device"])
+def test_keys_are_refused_where_nothing_is_sealed(kind: str) -> None:
+    flags = {"cold_store.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"}
+    assert refusal(flags=flags) == (
+        "argument, --manthan-encryption-key-file: cold_store.encryption.key_file is for codes on a disk and in Redis, "
+        f"but kind is {kind}: leave it out, or use disk, redis or tiered"
+    )
 
 
 def test_files_that_cannot_be_read_are_refused(tmp_path: Path) -> None:
@@ -301,6 +315,9 @@ def test_shorthands(write: WriteYaml) -> None:
     assert config.disk.path == "/x"
     given = {"policy": "mru", "cold_store": "disk", "disk": {"path": "/x"}, "codec": "zip"}
     assert config == ManthanConfig.model_validate(given)
+    sealed = load(write("cold_store: {kind: redis, encryption: /k}"))
+    assert sealed.cold_store.encryption.key_file == "/k"
+    assert sealed == load(env={"MANTHAN_COLD_STORE": "redis", "MANTHAN_COLD_STORE__ENCRYPTION": "/k"})
     assert load(write("cold_store: {max_bytes: 5}"), {"MANTHAN_COLD_STORE": "redis"}).cold_store.max_bytes == 5
 
 

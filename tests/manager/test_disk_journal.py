@@ -84,7 +84,7 @@ def test_a_chain_that_was_damaged_is_left_out(tmp_path: Path, caplog: pytest.Log
     with sqlite3.connect(journal.path) as db:
         db.execute("UPDATE sessions SET chain = substr(chain, 1, 60) WHERE id = 'a'")
     assert set(found(tmp_path)) == {"b"}
-    assert "session a cannot be read" in caplog.text
+    assert "1 sessions cannot be read, and are forgotten" in caplog.text
 
 
 def test_what_a_full_disk_did_not_take_is_written_when_it_does(

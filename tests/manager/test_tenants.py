@@ -43,7 +43,7 @@ def test_a_name_that_looks_like_another_tenant_s_is_not_its() -> None:
     engine.talk("x y", prefetch=["a/chat", "chat"])
     assert engine.manager.take_prefetches(99, engine.now) == []
     engine.talk("x y z", tenant="a", prefetch=["chat"])
-    assert engine.manager.take_prefetches(99, engine.now) == [Prefetch("a/chat", chain("a b c"))]
+    assert engine.manager.take_prefetches(99, engine.now) == [Prefetch("a/chat", chain("a b c"), tenant="a")]
 
 
 def test_a_remembered_session_is_its_tenant_s() -> None:

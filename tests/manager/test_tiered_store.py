@@ -37,11 +37,11 @@ class Behind(ColdStore):
         self.asked: list[bytes] = []
         self.is_down = False
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         self.blocks |= {(group, key): buf for key, buf in blocks.items() if key not in self.refuses}
         return {key: "store_oom" for key in blocks if key in self.refuses}
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         for key in keys:
             if self.is_down:
                 raise ColdStoreError
@@ -235,7 +235,7 @@ def test_three_tiers_let_go_in_the_order_that_was_said(behind: Behind, tmp_path:
 
 def test_what_is_dropped_while_it_is_written_is_not_there(behind: Behind) -> None:
     class Late(HostStore):
-        def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+        def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
             tiered.drop(group, blocks)
             return super().put_all(group, blocks)
 

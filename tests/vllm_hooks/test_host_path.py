@@ -3,13 +3,17 @@
 import threading
 import time
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from key_files import write_keys
 from paged_cache import cpu_blocks, paged, write
 
 from manthan.manager.stores.cold_store import ColdStoreError, HostStore
+from manthan.manager.stores.keyring import KeyRing
+from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer
 from manthan.vllm_hooks.messages import (
     GroupBlocks,
     GroupKeys,
@@ -56,9 +60,9 @@ class Worker:
         self.path.submit_spills(ManthanMetadata(spills=spills))
         return sorted(self.wait(len(keys)).spills)
 
-    def load(self, keys: list[bytes] = KEYS, is_prefetch: bool = False) -> LoadResult:
+    def load(self, keys: list[bytes] = KEYS, is_prefetch: bool = False, tenant: str = "") -> LoadResult:
         part = GroupBlocks(GROUP, keys, TARGETS[: len(keys)])
-        self.path.submit_loads(ManthanMetadata(loads=[Load("request", (part,), is_prefetch)]))
+        self.path.submit_loads(ManthanMetadata(loads=[Load("request", (part,), is_prefetch, tenant)]))
         [result] = self.wait().loads
         return result
 
@@ -117,6 +121,25 @@ def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Wor
     assert worker.taken() == ({"request"}, set(), {5, 6, 7})
 
 
+def test_blocks_whose_key_is_gone_are_told_all_at_once(start: Callable[..., Worker], tmp_path: Path) -> None:
+    """Or a session whose key was removed would fail once for each of its blocks."""
+    path = write_keys(tmp_path / "keys.yaml", "k1", tenants={"acme": ["a1"]})
+    worker = start()
+    worker.path.store = SealedStore(worker.store, Sealer(KeyRing(path), "place"), 0)
+    spills = [SpillBlock(key, GROUP, n, 32 * n, tenant="acme" if n in (1, 2) else "") for n, key in enumerate(KEYS)]
+    worker.path.submit_spills(ManthanMetadata(spills=spills))
+    nbytes = worker.blocks.format.max_nbytes(0)
+    assert [result.nbytes for result in worker.wait(4).spills] == [worker.store.room(nbytes + OVERHEAD)] * 4
+    assert worker.load(tenant="acme")[:3] == ("request", [], 4 * nbytes)
+    assert worker.load().failed == [(GROUP, KEYS[1], "no_key"), (GROUP, KEYS[2], "no_key")]
+    write_keys(path, "k1", tenants={"acme": []})
+    assert worker.load(tenant="acme").failed == [(GROUP, KEYS[1], "no_key"), (GROUP, KEYS[2], "no_key")]
+    worker.path.submit_spills(ManthanMetadata(spills=spills))
+    causes = {result.key: (result.cause, result.nbytes > 0) for result in worker.wait(4).spills}
+    good, refused = (None, True), ("no_key", False)
+    assert causes == dict(zip(KEYS, (good, refused, refused, good), strict=True))
+
+
 def test_a_load_that_fails_whole_has_no_failed_blocks(start: Callable[..., Worker]) -> None:
     worker = start(fails_whole=True)
     worker.spill()
@@ -149,10 +172,10 @@ class Broken(HostStore):
         super().__init__(1 << 20)
         self._error = error
 
-    def put_all(self, group: int, blocks: Any) -> Any:
+    def put_all(self, group: int, blocks: Any, tenant: str = "") -> Any:
         raise self._error
 
-    def read(self, group: int, keys: Any) -> Any:
+    def read(self, group: int, keys: Any, tenant: str = "") -> Any:
         raise self._error
 
 

@@ -16,6 +16,7 @@ from manthan.codec.gpu import klt_codec
 from manthan.codec.gpu.nvrtc import CompileError
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.codec.gpu.torch_codec import TorchPagedCodec
+from manthan.manager.stores.cold_store import Found
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker import paged_blocks
@@ -114,8 +115,9 @@ def with_byte(at: int, value: int) -> Callable[[Buffer], object]:
     return lambda buf: buf.__setitem__(at, value)
 
 
-HARM: dict[str, tuple[Callable[[Buffer], Buffer | None], str]] = {
+HARM: dict[str, tuple[Callable[[Buffer], Found], str]] = {
     "none": (lambda buf: None, "missing"),
+    "not to be opened": (lambda buf: "seal", "seal"),
     "nothing": (lambda buf: buf[:0], "truncated"),
     "no entry": (lambda buf: buf[:150], "truncated"),
     "a short end": (lambda buf: buf[:-16], "truncated"),

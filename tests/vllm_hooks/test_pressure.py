@@ -21,11 +21,11 @@ def slow_store(worker: Any, seconds: float) -> None:
     store = get_kv_transfer_group().worker.path.store
     read, put_all = type(store).read, type(store).put_all
 
-    def slow_read(group: int, keys: Any) -> Any:
+    def slow_read(group: int, keys: Any, tenant: str = "") -> Any:
         time.sleep(seconds)
         return read(store, group, keys)
 
-    def slow_put_all(group: int, blocks: Any) -> Any:
+    def slow_put_all(group: int, blocks: Any, tenant: str = "") -> Any:
         time.sleep(seconds * len(blocks))
         return put_all(store, group, blocks)
 
@@ -35,7 +35,7 @@ def slow_store(worker: Any, seconds: float) -> None:
 def broken_store(worker: Any) -> None:
     """From now on nothing can be put."""
 
-    def put_all(group: int, blocks: Any) -> None:
+    def put_all(group: int, blocks: Any, tenant: str = "") -> None:
         raise OSError("the store is on fire")
 
     get_kv_transfer_group().worker.path.store.put_all = put_all

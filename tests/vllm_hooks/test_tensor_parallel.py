@@ -89,7 +89,7 @@ def lose_an_exact_block(worker: Any, rank: int) -> None:
 
 
 def break_store(worker: Any, rank: int) -> None:
-    def put_all(group: int, blocks: Any) -> None:
+    def put_all(group: int, blocks: Any, tenant: str = "") -> None:
         raise OSError("this rank's store is on fire")
 
     if get_tensor_model_parallel_rank() == rank:

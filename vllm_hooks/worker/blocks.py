@@ -14,12 +14,14 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, WireError
 from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import PagedLayout
+from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
 
 logger = init_logger("vllm.manthan.worker")
 
-Buffer = NDArray[np.uint8]
+MISSING = "missing"
+"""The cause of a failure: nothing is there."""
 BATCH = 16
 """Blocks in a call: the first is stored, or decoded, while others wait."""
 
@@ -43,10 +45,9 @@ class Blocks(ABC):
         """The encoded blocks; for one that cannot be encoded, the cause, a metric label."""
 
     @abstractmethod
-    def decode_all(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
-    ) -> list[str | None]:
-        """Check encoded blocks and write them into the paged blocks; for one that cannot be used, the cause.
+    def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
+        """Check encoded blocks and write them into the paged blocks; for one that cannot be used, the cause, which may
+        stand in its place already.
 
         What follows such a block may be left as it is, and without a cause. A paged block is written to only after
         every check of its codes has passed.
@@ -204,12 +205,10 @@ class CpuBlocks(Blocks):
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
         return [self._encode(spill) for spill in spills]
 
-    def decode_all(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
-    ) -> list[str | None]:
+    def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
         causes: list[str | None] = [None] * len(keys)
         for n, (key, block_id, buf) in enumerate(zip(keys, block_ids, bufs, strict=True)):
-            causes[n] = "missing" if buf is None else self._decode(key, block_id, buf)
+            causes[n] = cause_of(buf) if buf is None or isinstance(buf, str) else self._decode(key, block_id, buf)
             if causes[n] is not None:
                 break
         return causes
@@ -235,6 +234,11 @@ class CpuBlocks(Blocks):
             return "decode"
         self._memory.scatter(block_id, keys, values)
         return None
+
+
+def cause_of(found: str | None) -> str:
+    """Why there is no block to decode."""
+    return MISSING if found is None else found
 
 
 def _encoded(format: BlockFormat, keys: Numbers, values: Numbers, spill: SpillBlock) -> Buffer:

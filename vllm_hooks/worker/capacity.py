@@ -13,6 +13,7 @@ from manthan.manager.stores import arena
 from manthan.manager.stores.arena import GRANULE
 from manthan.manager.stores.disk import segment
 from manthan.manager.stores.disk import store as disk
+from manthan.manager.stores.sealed import OVERHEAD
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu
 
@@ -68,7 +69,8 @@ def usable_nbytes(store: ColdStoreConfig, ranks: int, sizes: Collection[int], in
 
 def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
     """What an encoded block of so many bytes takes of the budget, at most."""
-    return segment.room if store.places[-1] == "disk" else arena.room
+    room = segment.room if store.places[-1] == "disk" else arena.room
+    return (lambda nbytes: room(nbytes + OVERHEAD)) if store.encryption.key_file else room
 
 
 def fast_tier(store: ColdStoreConfig, ranks: int) -> Fast | None:

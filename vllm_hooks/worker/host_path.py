@@ -2,12 +2,13 @@
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from itertools import islice
+from itertools import chain, islice
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from manthan.manager.stores.cold_store import ColdStore, ColdStoreError
+from manthan.manager.stores.cold_store import ColdStore, ColdStoreError, Found
 from manthan.vllm_hooks.messages import (
     FailedBlock,
     GroupBlocks,
@@ -17,15 +18,13 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
-from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
+from manthan.vllm_hooks.worker.blocks import MISSING, Blocks
 from manthan.vllm_hooks.worker.calibration import Calibration
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.streams import behind, model_event
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
-
-MISSING = "missing"
 
 
 class HostPath(WorkerPath):
@@ -105,10 +104,12 @@ class HostPath(WorkerPath):
                 if self._calibration is not None and spills[0].group == self._chain:
                     self._calibration.see(spills)
                 encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
-            bufs = {spill.key: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
-            refused = store.put_all(blocks.format.group, bufs) if bufs else {}
-            causes = {spill.key: buf for spill, buf in encoded.items() if isinstance(buf, str)} | refused
-            rooms = {key: store.room(len(buf)) for key, buf in bufs.items() if key not in refused}
+            bufs = {spill: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
+            causes = {spill.key: buf for spill, buf in encoded.items() if isinstance(buf, str)}
+            for tenant in dict.fromkeys(spill.tenant for spill in bufs):
+                theirs = {spill.key: buf for spill, buf in bufs.items() if spill.tenant == tenant}
+                causes |= store.put_all(blocks.format.group, theirs, tenant)
+            rooms = {spill.key: store.room(len(buf)) for spill, buf in bufs.items() if spill.key not in causes}
         except Exception as error:  # whatever it is costs these blocks, not the thread
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             causes, rooms = {spill.key: "internal" for spill in spills}, {}
@@ -123,7 +124,7 @@ class HostPath(WorkerPath):
         try:
             with behind(model, self._device):
                 for part in load.parts:
-                    self._load_part(part, store, loaded)
+                    self._load_part(part, store, load.tenant, loaded)
                     if loaded.failed:
                         break
         except ColdStoreError as error:
@@ -136,20 +137,24 @@ class HostPath(WorkerPath):
         if not load.is_prefetch:
             self._finished(load, loaded.good)
 
-    def _load_part(self, part: GroupBlocks, store: ColdStore, loaded: "_Loaded") -> None:
+    def _load_part(self, part: GroupBlocks, store: ColdStore, tenant: str, loaded: "_Loaded") -> None:
         """Decode the blocks of a group, up to the first that cannot be."""
         group, keys, block_ids = part
         blocks = self.blocks[group]
-        values = store.read(group, keys)
+        values = store.read(group, keys, tenant)
         for start in range(0, len(keys), blocks.batch):
             some = slice(start, start + blocks.batch)
             bufs = list(islice(values, blocks.batch))
             for n, cause in enumerate(blocks.decode_all(keys[some], block_ids[some], bufs), start):
                 if cause is not None:  # what follows is of no use
                     loaded.fail(cause)
-                    if cause == MISSING:  # where one is, there are more: not one a return, please
+                    # Where one is, there are more: not one a return, please.
+                    if cause == MISSING:
                         gone = store.absent(group, keys[n + 1 :])
                         loaded.failed += [FailedBlock(group, key, MISSING) for key in gone]
+                    elif isinstance(bufs[n - start], str):
+                        rest = zip(keys[n + 1 :], chain(bufs[n - start + 1 :], values), strict=True)
+                        loaded.failed += [FailedBlock(group, key, buf) for key, buf in rest if isinstance(buf, str)]
                     return
                 loaded.add(bufs[n - start])
 
@@ -163,10 +168,10 @@ class _Loaded:
         self.failed: list[FailedBlock] = []
         self._blocks = blocks
 
-    def add(self, buf: Buffer | None) -> None:
+    def add(self, buf: Found) -> None:
         """The next one is good, and has these codes."""
         self.good += 1
-        self.nbytes += 0 if buf is None else len(buf)
+        self.nbytes += len(buf) if isinstance(buf, np.ndarray) else 0
 
     def fail(self, cause: str) -> None:
         """The next one is not, unless one is known already; nor is the last one, if it happened behind that."""

@@ -12,8 +12,9 @@ from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
 from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import GOOD, PagedCodec, status_cause
+from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
-from manthan.vllm_hooks.worker.blocks import Blocks, Buffer
+from manthan.vllm_hooks.worker.blocks import Blocks, cause_of
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
 from manthan.vllm_hooks.worker.staging import Staging
 
@@ -57,21 +58,21 @@ class PagedBlocks(Blocks):
                 encoded[n] = made
         return encoded
 
-    def decode_all(
-        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Buffer | None]
-    ) -> list[str | None]:
+    def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
         causes: list[str | None] = [None] * len(bufs)
         fronts: list[tuple[Kind, int]] = []
+        good: list[Buffer] = []
         for buf in bufs:
-            front = self._front(buf)
-            if isinstance(front, str):
-                causes[len(fronts)] = front
+            front = cause_of(buf) if buf is None or isinstance(buf, str) else self._front(buf)
+            if buf is None or isinstance(buf, str) or isinstance(front, str):
+                causes[len(fronts)] = str(front)
                 break
             fronts.append(front)
+            good.append(buf)
         for kind, some in self._runs([kind for kind, _ in fronts]):
             part = slice(some.start, some.stop)
             first_tokens = [first_token for _, first_token in fronts[part]]
-            causes[part] = self._decode(kind, keys[part], block_ids[part], first_tokens, bufs[part])
+            causes[part] = self._decode(kind, keys[part], block_ids[part], first_tokens, good[part])
             if any(causes[part]):
                 break
         return causes
@@ -98,13 +99,13 @@ class PagedBlocks(Blocks):
         keys: Sequence[bytes],
         block_ids: Sequence[int],
         first_tokens: Sequence[int],
-        bufs: Sequence[Buffer | None],
+        bufs: Sequence[Buffer],
     ) -> list[str | None]:
         """Check and decode blocks of one form, as many as fit into the staging buffer; the causes of those that are
         bad."""
         codec, codes, host = kind.codec, self._buffers.staging.codes, self._buffers.host
         places = self._places(kind, len(keys))
-        sizes = [0 if buf is None else len(buf) for buf in bufs]
+        sizes = list(map(len, bufs))
         for place, buf, nbytes in zip(places, bufs, sizes, strict=True):
             host.numpy()[place][:nbytes] = buf
         codes[: places[-1].stop].copy_(host[: places[-1].stop], non_blocking=True)
@@ -113,11 +114,9 @@ class PagedBlocks(Blocks):
         codec.decode(batch, codes)
         return [status_cause(status) for status in batch.status.tolist()]  # waits
 
-    def _front(self, buf: Buffer | None) -> tuple[Kind, int] | str:
+    def _front(self, buf: Buffer) -> tuple[Kind, int] | str:
         """What kind of encoded block it is, and the place of its first token in its chain. It is what the block says,
         and compared with the rest of it later; or the cause why it cannot be right."""
-        if buf is None:
-            return "missing"
         try:
             front = wire.peek(buf)
         except WireError as error:

@@ -4,11 +4,13 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
-from manthan.manager.config.model import ColdStoreConfig, ConfigError
+from manthan.manager.config.model import ColdStoreConfig, ConfigError, ManthanConfig
 from manthan.manager.stores import arena
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.manager.stores.disk import segment
+from manthan.manager.stores.keyring import ring_of
 from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer
 from manthan.manager.stores.served import RemoteStore, ServingStore, StoreServer
 from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.disk_store import open_disk
@@ -23,7 +25,8 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> 
     """copies: see `manthan.vllm_hooks.replicas`. Raises ConfigError."""
     config = from_vllm_config(vllm_config)
     if config.cold_store.kind == "redis":  # which all ranks reach themselves
-        return make_redis(config, namespace, vllm_config.parallel_config.rank // copies)
+        shard = vllm_config.parallel_config.rank // copies
+        return _sealed(make_redis(config, namespace, shard), config, namespace, shard)
     return one_for_all(partial(_make_tiers, vllm_config, namespace, copies), vllm_config, copies)
 
 
@@ -48,9 +51,17 @@ def one_for_all(make: Callable[[], ColdStore], vllm_config: "VllmConfig", copies
 
 def _room_in(store: ColdStoreConfig) -> Callable[[int], int]:
     """What a block of so many bytes takes of the budget."""
+    more = OVERHEAD if store.encryption.key_file else 0
     if store.is_shared:
-        return lambda nbytes: nbytes
-    return segment.room if store.is_on_disk else arena.room
+        return lambda nbytes: nbytes + more
+    room = segment.room if store.is_on_disk else arena.room
+    return lambda nbytes: room(nbytes + more)
+
+
+def _sealed(store: ColdStore, config: ManthanConfig, namespace: Namespace, shard: int) -> ColdStore:
+    """The same, where codes are to be sealed at rest."""
+    ring = ring_of(config.cold_store.encryption)
+    return store if ring is None else SealedStore(store, Sealer(ring, namespace.name), shard)
 
 
 def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> ColdStore:
@@ -64,6 +75,7 @@ def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int) ->
     if cold.front_disk_bytes:
         front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // shards, shard)
         store = TieredStore(front, store)
+    store = _sealed(store, config, namespace, shard)
     if cold.front_bytes:
         store = TieredStore(HostStore(cold.front_bytes // shards), store)
     return store

@@ -10,9 +10,12 @@ import sqlite3
 import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+
+from manthan.manager.stores.sealed import NoKeyError, Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
 
@@ -28,6 +31,10 @@ CREATE TABLE IF NOT EXISTS sessions (
     facts TEXT NOT NULL,  -- JSON
     chain BLOB NOT NULL   -- what is stored of it; see _pack
 ) WITHOUT ROWID"""
+ID = "id"
+"""Among sealed facts, the session's; its row is called otherwise."""
+ABOUT = ("journal",)
+"""What sealed rows are about, besides what they are called."""
 _COUNTS = struct.Struct("<II")
 _BLOCK = struct.Struct("<HHII")
 
@@ -70,9 +77,11 @@ class JournalSession:
 
 
 class Journal:
-    """folder: where it lies. Raises OSError and sqlite3.Error where it cannot be opened."""
+    """folder: where it lies. sealer: of what it says; None to write that down as it is. Raises OSError and
+    sqlite3.Error where it cannot be opened."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
+        self._sealer = sealer
         folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JOURNAL
         self._news: dict[str, JournalSession] = {}
@@ -91,12 +100,19 @@ class Journal:
         self._thread.start()
 
     def sessions(self) -> Iterator[JournalSession]:
-        """All that were written. What cannot be read is left out."""
-        for session_id, facts, chain in self._db.execute("SELECT id, facts, chain FROM sessions"):
+        """All that were written. What cannot be read is left out, and removed."""
+        bad = []
+        for row_id, sealed_facts, sealed_chain in self._db.execute("SELECT id, facts, chain FROM sessions"):
             try:
-                yield JournalSession(session_id, json.loads(facts), _unpack(chain))
-            except (ValueError, struct.error):
-                logger.warning("Manthan: %s: session %s cannot be read.", self.path, session_id)
+                facts = json.loads(self._opened(sealed_facts, row_id, "facts"))
+                chain = _unpack(self._opened(sealed_chain, row_id, "chain"))
+                yield JournalSession(facts.pop(ID) if self._sealer is not None else row_id, facts, chain)
+            except (ValueError, KeyError, struct.error, SealError):
+                bad.append((row_id,))
+        if bad:
+            logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
+            with suppress(sqlite3.Error):
+                self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
         """These are not what they were."""
@@ -150,6 +166,31 @@ class Journal:
                         return
                     self._take_back(news, is_cleared)
 
+    def _row(self, session: JournalSession) -> "_Row":
+        """What is written of it. It is gone, too, if its tenant has lost its keys."""
+        sealer, chain = self._sealer, session.chain
+        packed = b"" if chain is not None and not chain.blocks else chain and _pack(chain)
+        if sealer is None:
+            return _Row(session.session_id, json.dumps(session.facts), packed)
+        row_id, tenant = sealer.names.session(session.session_id), str(session.facts.get("tenant", ""))
+        facts = json.dumps({**session.facts, ID: session.session_id}).encode()
+        try:
+            return _Row(
+                row_id,
+                sealer.seal(facts, tenant, *ABOUT, row_id, "facts"),
+                packed and sealer.seal(packed, tenant, *ABOUT, row_id, "chain"),
+            )
+        except NoKeyError:
+            return _Row(row_id, "", b"")
+
+    def _opened(self, value: bytes | str, row_id: str, part: str) -> bytes | str:
+        """Raises SealError, and ValueError for what was never sealed."""
+        if self._sealer is None:
+            return value
+        if isinstance(value, str):
+            raise ValueError("it is not sealed.")
+        return self._sealer.open(value, None, *ABOUT, row_id, part)
+
     def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
         """What could not be written is still to be, but for what was told since."""
         since, self._news = self._news, {} if self._is_cleared else news
@@ -159,10 +200,10 @@ class Journal:
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """All or nothing. Raises sqlite3.Error."""
-        told = [(s.session_id, json.dumps(s.facts), s.chain) for s in news]
-        kept = [(session_id, facts, _pack(chain)) for session_id, facts, chain in told if chain is not None]
-        same = [(facts, session_id) for session_id, facts, chain in told if chain is None]
-        gone = [(session_id,) for session_id, _, chain in told if chain is not None and not chain.blocks]
+        rows = list(map(self._row, news))
+        kept = [row for row in rows if row.chain]
+        same = [(row.facts, row.id) for row in rows if row.chain is None]
+        gone = [(row.id,) for row in rows if row.chain == b""]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if is_cleared:
@@ -175,6 +216,14 @@ class Journal:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+
+class _Row(NamedTuple):
+    """A session as it is written. chain: None if it is as it was; nothing if the session is gone."""
+
+    id: str
+    facts: bytes | str
+    chain: bytes | None
 
 
 def _pack(chain: JournalChain) -> bytes:

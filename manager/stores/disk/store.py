@@ -124,7 +124,7 @@ class DiskStore(FrontStore):
 
     # -- what is asked of it --------------------------------------------------------------------------
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused = {}
         for key, buf in blocks.items():
             try:
@@ -142,7 +142,7 @@ class DiskStore(FrontStore):
                 return dict.fromkeys(blocks, DiskError.cause)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         """Raises DiskError, and DiskSlowError, which says nothing about the blocks. Some are read ahead."""
         if self._stuck is not None and not self._stuck.done():
             raise DiskSlowError(f"{self.folder}: the disk does not answer.")

@@ -16,7 +16,8 @@ from manthan.manager.stores.cold_store import STORE_FULL, ColdStoreError
 from manthan.manager.stores.directory import Anchored, Answers, Directory, Needed, Room
 from manthan.manager.stores.redis.client import Circuit
 from manthan.manager.stores.redis.index import BATCH, Grant, RedisIndex, batches
-from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord
+from manthan.manager.stores.redis.schema import SESSION, BlockId, Namespace, SessionRecord
+from manthan.manager.stores.sealed import Sealer, sealed_text
 
 logger = logging.getLogger("vllm.manthan.redis")
 T = TypeVar("T")
@@ -42,7 +43,8 @@ class _Lookup(NamedTuple):
 class RedisDirectory(Directory):
     """make_index: what keeps the books of a namespace. facts: what the namespace and its sessions say of themselves.
 
-    ring: called on this directory's thread when there is something to take.
+    ring: called on this directory's thread when there is something to take. sealer: of what sessions are called; None
+    to call them what they are.
     """
 
     def __init__(
@@ -53,7 +55,9 @@ class RedisDirectory(Directory):
         facts: Mapping[str, object],
         ring: Callable[[], None],
         collect_s: float = COLLECT_S,
+        sealer: Sealer | None = None,
     ) -> None:
+        self._sealer = sealer
         self._make_index, self._circuit, self._facts, self._ring = make_index, circuit, facts, ring
         self._index = make_index(namespace)
         self._base = namespace
@@ -293,7 +297,7 @@ class RedisDirectory(Directory):
 
     def _save(self, index: RedisIndex, record: SessionRecord) -> None:
         session_id = record.session_id
-        name = self._names.get(session_id, session_id)
+        name = self._names.get(session_id) or self._name(session_id, session_id)
         if not record.chain:
             if name in self._saved:
                 index.forget(name)
@@ -301,11 +305,11 @@ class RedisDirectory(Directory):
             self._names.pop(session_id, None)
             return
         self._saved.add(name)
-        saved = index.save(record._replace(session_id=name), self._facts)
+        saved = index.save(record._replace(session_id=name), self._about(index, record, name))
         if saved.verdict == "conflict":
-            name = self._names[session_id] = f"{session_id}~{index.owner}"
+            name = self._name(session_id, f"{session_id}~{index.owner}")
             self._saved.add(name)
-            saved = index.save(record._replace(session_id=name), self._facts)
+            saved = index.save(record._replace(session_id=name), self._about(index, record, name))
         for absorbed in saved.absorbed:
             index.forget(absorbed, owned=False)
         if saved.lost:
@@ -313,6 +317,20 @@ class RedisDirectory(Directory):
                 if index is self._index:
                     self._answers.lost += saved.lost
             self._ring()
+
+    def _name(self, session_id: str, told: str) -> str:
+        """What a session is called in Redis from now on, where those who may know it call it what is told."""
+        name = told if self._sealer is None else self._sealer.names.session(told)
+        if name != session_id:
+            self._names[session_id] = name
+        return name
+
+    def _about(self, index: RedisIndex, record: SessionRecord, name: str) -> Mapping[str, object]:
+        """Further fields of a session's record."""
+        if self._sealer is None or record.info is None:
+            return self._facts
+        sealer = self._sealer.at(index.namespace.name)
+        return {**self._facts, "sealed": sealed_text(sealer, record.session_id, record.info.tenant, *SESSION, name)}
 
     def _log_state(self) -> None:
         if self._circuit.is_up is not self._was_up:

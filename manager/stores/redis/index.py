@@ -13,6 +13,7 @@ from typing import Any, NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Stranger
 from manthan.manager.stores.directory import Anchored, Needed, Room
+from manthan.manager.stores.keyring import PLAIN_NAMES, Names
 from manthan.manager.stores.redis.client import Circuit, Client, pipelined
 from manthan.manager.stores.redis.schema import (
     BOOKKEEPING,
@@ -77,8 +78,9 @@ class RedisIndex:
     """Bookkeeping of one namespace, as one engine.
 
     owner: the engine's name. ranks: shards of a block. budget: bytes that blocks and reservations of the namespace may
-    take, all ranks together. ttl_s: seconds that a session lives after its last use. Every method raises
-    StoreDownError, and StoreOomError where it writes.
+    take, all ranks together. ttl_s: seconds that a session lives after its last use. names: what blocks are called
+    there; sessions are given by what they are called. Every method raises StoreDownError, and StoreOomError where it
+    writes.
     """
 
     def __init__(
@@ -91,7 +93,9 @@ class RedisIndex:
         budget: int,
         ttl_s: float,
         pending_s: int = PENDING_S,
+        names: Names = PLAIN_NAMES,
     ) -> None:
+        self._names = names
         self._client, self._circuit = client, circuit
         self.namespace, self.owner, self.budget = namespace, owner, budget
         self._ranks, self._ttl, self._pending = ranks, round(ttl_s), pending_s
@@ -136,7 +140,7 @@ class RedisIndex:
         answers: list[Reserved] = []
         used = 0
         for some in batches(rooms, BATCH):
-            asked = [word for room in some for word in (member((room.group, room.key)), room.nbytes)]
+            asked = [word for room in some for word in (self._member((room.group, room.key)), room.nbytes)]
             used, *said = self._run("reserve", self.budget, self._pending, *asked)
             answers += [Reserved(Grant(grant), nbytes) for grant, nbytes in zip(said[::2], said[1::2], strict=True)]
         grants = zip(rooms, answers, strict=True)
@@ -144,7 +148,7 @@ class RedisIndex:
         return answers, used
 
     def _not_there(self, rooms: Sequence[Room]) -> list[Room]:
-        counts = self._pipelined([("EXISTS", *self._shards((room.group, room.key))) for room in rooms])
+        counts = self._pipelined([("EXISTS", *self._shards(self._called((room.group, room.key)))) for room in rooms])
         return [room for room, count in zip(rooms, counts, strict=True) if count < self._ranks]
 
     def save(self, record: SessionRecord, facts: Mapping[str, object]) -> Saved:
@@ -169,7 +173,7 @@ class RedisIndex:
             self._slack,
             len(fields) // 2,
             *fields,
-            *(word for block in held for word in (member(block.id), block.nbytes if block.stored else 0)),
+            *(word for block in held for word in (self._member(block.id), block.nbytes if block.stored else 0)),
             session=session_id,
         )
         verdict, expires, freed, lost, absorbed = answer
@@ -181,12 +185,15 @@ class RedisIndex:
             renewed = time.monotonic() if known is None or late else known.renewed
             self._saved[session_id] = _Known(b"" if lost else signature, len(record.chain), renewed)
             self._granted.difference_update(blocks)
-        return Saved(verdict.decode(), _blocks(lost), [name.decode() for name in absorbed if name])
+        ids = {self._member(block.id): block.id for block in held} if lost else {}
+        lost_blocks = [ids[name.decode()] for name in lost]
+        return Saved(verdict.decode(), lost_blocks, [name.decode() for name in absorbed if name])
 
     def _renew(self, blocks: Sequence[BlockId], expires: int) -> None:
         """Let codes live as long as the session, and a quarter longer, so that not each use must say so."""
         until = expires + self._ttl // 4
-        self._pipelined([("EXPIREAT", shard, until, "GT") for block in blocks for shard in self._shards(block)])
+        shards = (shard for block in blocks for shard in self._shards(self._called(block)))
+        self._pipelined([("EXPIREAT", shard, until, "GT") for shard in shards])
 
     def forget(self, session_id: str, *, owned: bool = True, until: float | None = None) -> bool:
         """Remove a session, if it is (`owned`) this engine's, and if it is to expire no later than `until`."""
@@ -200,7 +207,7 @@ class RedisIndex:
         """Delete blocks that no session holds; with `force`, because nobody can read them, also those that one does."""
         self._granted.difference_update(blocks)
         for some in batches(blocks, BATCH):
-            self._delete(_blocks(self._run("release", int(force), *map(member, some))))
+            self._delete(_blocks(self._run("release", int(force), *map(self._member, some))))
 
     def look_up(self, group: int, keys: Sequence[bytes]) -> list[int]:
         """The bytes of those of these blocks that are stored, from the first on without a gap. A miss costs one short
@@ -233,7 +240,7 @@ class RedisIndex:
 
     def _sizes(self, blocks: Sequence[BlockId]) -> list[int]:
         """The bytes of each, 0 for one that is not stored."""
-        found: list[int] = self._run("lookup", *map(member, blocks))
+        found: list[int] = self._run("lookup", *map(self._member, blocks))
         return found
 
     def collect(self) -> Collected:
@@ -271,7 +278,16 @@ class RedisIndex:
     def _slack(self) -> int:
         return max(60, self._ttl)
 
+    def _called(self, block: BlockId) -> BlockId:
+        """As it is called in the books."""
+        group, key = block
+        return group, self._names.block(key)
+
+    def _member(self, block: BlockId) -> str:
+        return member(self._called(block))
+
     def _delete(self, blocks: Sequence[BlockId]) -> None:
+        """As they are called in the books."""
         self._pipelined([("UNLINK", *self._shards(block)) for block in blocks])
 
     def _shards(self, block: BlockId) -> list[str]:
@@ -319,6 +335,7 @@ def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> l
     assert info is not None
     values = {
         "id": record.session_id,
+        **({"sealed": facts["sealed"]} if "sealed" in facts else {}),
         "state": info.state,
         "tokens": len(stored) * int(str(facts["block_tokens"])),
         "blocks": len(stored),

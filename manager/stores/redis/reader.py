@@ -8,9 +8,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from manthan.manager.stores.keyring import KeyRing
 from manthan.manager.stores.redis.client import Client, pipelined
 from manthan.manager.stores.redis.index import BATCH, batches, script_text
-from manthan.manager.stores.redis.schema import BOOKKEEPING, BlockId, Namespace, member, of_member
+from manthan.manager.stores.redis.schema import BOOKKEEPING, SESSION, BlockId, Namespace, member, of_member
+from manthan.manager.stores.sealed import Sealer, opened_text
 
 
 @dataclass(frozen=True)
@@ -81,8 +83,9 @@ class Whole:
 class Reader:
     """Asks many questions in one go. What has expired is decided by the server's clock."""
 
-    def __init__(self, client: Client, prefix: str) -> None:
-        self._client, self._prefix = client, prefix
+    def __init__(self, client: Client, prefix: str, ring: KeyRing | None = None) -> None:
+        """ring: the keys that names of sessions are sealed with, if they are to be told."""
+        self._client, self._prefix, self._ring = client, prefix, ring
         self._now: int = self._ask([("TIME",)])[0][0]
 
     def namespaces(self) -> list[NamespaceRow]:
@@ -110,7 +113,12 @@ class Reader:
         return sorted(self._sessions(ns, expires), key=lambda session: session.last_used, reverse=True)
 
     def session(self, row: NamespaceRow, session_id: str, limit: int) -> Whole | None:
-        """None if the namespace has none of this id."""
+        """None if the namespace has none of this id, be it what it is called in Redis."""
+        if self._ring is not None and session_id != (name := self._ring.names.session(session_id)):
+            return self._session(row, name, limit) or self._session(row, session_id, limit)
+        return self._session(row, session_id, limit)
+
+    def _session(self, row: NamespaceRow, session_id: str, limit: int) -> Whole | None:
         ns = self._at(row.name)
         [expires] = self._ask([("ZSCORE", ns.key("sessions"), session_id)])
         if expires is None or float(expires) <= self._now:
@@ -143,10 +151,17 @@ class Reader:
     def _sessions(self, ns: Namespace, expires: Mapping[str, float]) -> list[SessionRow]:
         records = self._ask([("HGETALL", ns.session(session_id)) for session_id in expires])
         return [
-            _session_row(ns.name, session_id, _record(record), math.ceil(until - self._now))
+            _session_row(ns.name, self._told(ns, session_id, record), _record(record), math.ceil(until - self._now))
             for (session_id, until), record in zip(expires.items(), records, strict=True)
             if record
         ]
+
+    def _told(self, ns: Namespace, name: str, record: Mapping[bytes, bytes]) -> str:
+        """A session's id, as far as the keys tell it."""
+        sealed = record.get(b"sealed")
+        if self._ring is None or sealed is None:
+            return name
+        return opened_text(Sealer(self._ring, ns.name), sealed, *SESSION, name) or name
 
     def _blocks(self, ns: Namespace, blocks: Sequence[BlockId], ranks: int) -> list[BlockRow]:
         states = self._states(ns, list(map(member, blocks)))

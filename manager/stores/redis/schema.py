@@ -12,6 +12,8 @@
     PREFIX {NAME}:tips                     hash: a chain's last block to its session
     PREFIX NAME:block:{KEY:GROUP}:RANK     string: one rank's encoded block, see manthan.codec.wire
 
+Where codes are sealed, ID and KEY are names that `manthan.manager.stores.keyring` makes of them.
+
 In the books a block is KEY:GROUP, its block key in hexadecimal and its KV cache group. It is in `blocks` or in
 `pending`, never in both, and has a size; the field `used_bytes` of `info` is what the sizes add up to.
 
@@ -32,6 +34,8 @@ from manthan.manager.sessions.session import SessionInfo
 BlockId: TypeAlias = tuple[int, bytes]
 """KV cache group and block key."""
 
+SESSION = ("session",)
+"""What the sealed name of a session is about, besides what the session is called."""
 FORMAT = 2
 """The version of this schema, which is part of a namespace's name."""
 BOOKKEEPING = ("info", "sessions", "blocks", "pending", "sizes", "users", "tips")

@@ -35,7 +35,7 @@ class RedisStore(ColdStore):
         self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
         self._nbytes: dict[int, int] = {}  # of a group's block, as the last ones were: those of one read are much alike
 
-    def put_all(self, group: int, blocks: Mapping[bytes, Buffer]) -> dict[bytes, str]:
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         refused: dict[bytes, str] = {}
         self._learn(group, [buf.nbytes for buf in blocks.values()])
         for some in batches(list(blocks.items()), self._batch(group)):
@@ -51,7 +51,7 @@ class RedisStore(ColdStore):
                     refused[key] = answer.cause if isinstance(answer, ColdStoreError) else StoreOomError.cause
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes]) -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
         """Raises StoreDownError. One batch is fetched while the one before it is used.
 
         If that did not take long enough for another thread to begin, this one fetches: it would only wait.
