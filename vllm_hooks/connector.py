@@ -1,5 +1,6 @@
 """The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +21,7 @@ from manthan.vllm_hooks.worker.half import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
@@ -86,6 +88,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.driver.holds_blocks
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool:
         self.scheduler.reset()

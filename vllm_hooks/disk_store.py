@@ -1,6 +1,7 @@
 """A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
 
 import time
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,6 +14,7 @@ from manthan.manager.stores.disk.journal import Journal
 from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
 from manthan.manager.stores.disk.segment import newest
 from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
+from manthan.manager.work import Name
 from manthan.vllm_hooks.orphans import end_with_parent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
@@ -66,9 +68,10 @@ class DiskBooks:
                 human_bytes(nbytes),
             )
 
-    def link(self, manager: SessionMemoryManager) -> JournalLink:
-        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down."""
-        link = JournalLink(Journal(self._folder), manager)
+    def link(self, manager: SessionMemoryManager, notes: MutableMapping[Name, bytes] | None) -> JournalLink:
+        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down; notes:
+        with what else is known of blocks."""
+        link = JournalLink(Journal(self._folder), manager, notes)
         began = time.monotonic()
         ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._parallel.world_size)]
         sizes = [{name: record.room for name, record in found.items()} for found in ranks]

@@ -19,6 +19,7 @@ from manthan.manager.sweeper import Sweeper
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
+from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
@@ -39,6 +40,7 @@ from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -98,6 +100,7 @@ class SchedulerHalf:
             is_shared=shared,
         )
         self.telemetry = Telemetry(self.manager)
+        self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
@@ -114,11 +117,13 @@ class SchedulerHalf:
         self._wake = engine_waker()
         self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
-        self._journal = self._books.link(self.manager) if self._books is not None and not shared else None
+        notes = None if self._events is None else self._events.notes
+        self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
-        self._pool = VllmPool(pool, self._group, self._block_size)
+        event = None if self._events is None else self._events.event
+        self._pool = VllmPool(pool, self._group, self._block_size, event)
         marks = self._config.hot_pool
         self.driver = Driver(
             self.manager,
@@ -136,6 +141,13 @@ class SchedulerHalf:
         self._sweeper.start()
         if self._directory is not None:
             self._directory.start()
+
+    def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
+        """What tells routers of what is cold, if that is wanted."""
+        config = self._vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        return KvEvents(self.manager, self.groups, kv_cache_config, self._config.cold_store.places[-1])
 
     def _guard(self) -> "Guard[KVCacheBlock] | None":
         """What sees to it that the codec is measured first, if that is wanted."""
@@ -193,6 +205,8 @@ class SchedulerHalf:
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
         keys = self._keys(request)
+        if self._events is not None and self._directory is not None:  # others may have stored what it asks for
+            self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
@@ -212,6 +226,8 @@ class SchedulerHalf:
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
+        if self._events is not None:
+            self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
@@ -267,7 +283,15 @@ class SchedulerHalf:
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        return self._rung or self._place is not None or self.driver.has_work
+        has_news = self._events is not None and self._events.has_news
+        return self._rung or self._place is not None or self.driver.has_work or has_news
+
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
+        if self._events is None:
+            return ()
+        self._notice_reset()
+        return self._events.take()
 
     def reset(self) -> None:
         """Empty the cold store: the KV that vLLM computes from now on is another's."""

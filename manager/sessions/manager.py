@@ -23,6 +23,7 @@ from manthan.manager.sessions.fast_tier import Fast, FastTier
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
@@ -148,6 +149,7 @@ class SessionMemoryManager:
         )
         self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
+        self.restorable = Restorable(self.table, self._anchors)
 
     @property
     def shape(self) -> MemoryShape:

@@ -11,13 +11,14 @@ import struct
 import threading
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 1
+SCHEMA = 2
 """Its version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
@@ -26,9 +27,11 @@ TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts TEXT NOT NULL,  -- JSON
-    chain BLOB NOT NULL   -- what is stored of it; see _pack
+    chain BLOB NOT NULL,  -- what is stored of it; see _pack
+    notes BLOB NOT NULL   -- of the blocks of that, if there are any; see _pack_notes
 ) WITHOUT ROWID"""
 _COUNTS = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
 _BLOCK = struct.Struct("<HHII")
 
 
@@ -55,6 +58,10 @@ class JournalChain(NamedTuple):
     blocks: tuple[JournalBlock, ...]
     anchors: tuple[JournalAnchor, ...] = ()
 
+    def all(self) -> Iterator[JournalBlock]:
+        """Those of the chain, and then those of each anchor."""
+        return chained(self.blocks, *(anchor.parts for anchor in self.anchors))
+
 
 GONE = JournalChain(())
 
@@ -62,11 +69,13 @@ GONE = JournalChain(())
 @dataclass(frozen=True)
 class JournalSession:
     """A session as the next process finds it. facts: what JSON can hold. chain: None if it is as it was; without blocks
-    if the session is gone."""
+    if the session is gone. notes: what else is known of each block of its chain and then of its anchors, in order, or
+    nothing; they are as they were where the chain is."""
 
     session_id: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     chain: JournalChain | None = GONE
+    notes: tuple[bytes, ...] = ()
 
 
 class Journal:
@@ -92,9 +101,9 @@ class Journal:
 
     def sessions(self) -> Iterator[JournalSession]:
         """All that were written. What cannot be read is left out."""
-        for session_id, facts, chain in self._db.execute("SELECT id, facts, chain FROM sessions"):
+        for session_id, facts, chain, notes in self._db.execute("SELECT id, facts, chain, notes FROM sessions"):
             try:
-                yield JournalSession(session_id, json.loads(facts), _unpack(chain))
+                yield JournalSession(session_id, json.loads(facts), _unpack(chain), _unpack_notes(notes))
             except (ValueError, struct.error):
                 logger.warning("Manthan: %s: session %s cannot be read.", self.path, session_id)
 
@@ -110,7 +119,7 @@ class Journal:
         """Over what was told before and is not written yet."""
         before = self._news.get(session.session_id)
         if session.chain is None and before is not None:
-            session = replace(session, chain=before.chain)
+            session = replace(session, chain=before.chain, notes=before.notes)
         self._news[session.session_id] = session
 
     def clear(self) -> None:
@@ -159,15 +168,15 @@ class Journal:
 
     def _write(self, news: Iterable[JournalSession], is_cleared: bool) -> None:
         """All or nothing. Raises sqlite3.Error."""
-        told = [(s.session_id, json.dumps(s.facts), s.chain) for s in news]
-        kept = [(session_id, facts, _pack(chain)) for session_id, facts, chain in told if chain is not None]
-        same = [(facts, session_id) for session_id, facts, chain in told if chain is None]
-        gone = [(session_id,) for session_id, _, chain in told if chain is not None and not chain.blocks]
+        told = [(s.session_id, json.dumps(s.facts), s.chain, s.notes) for s in news]
+        kept = [(name, facts, _pack(chain), _pack_notes(notes)) for name, facts, chain, notes in told if chain]
+        same = [(facts, name) for name, facts, chain, _ in told if chain is None]
+        gone = [(name,) for name, _, chain, _ in told if chain is not None and not chain.blocks]
         self._db.execute("BEGIN IMMEDIATE")
         try:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
-            self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", kept)
+            self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?)", kept)
             self._db.executemany("UPDATE sessions SET facts = ? WHERE id = ?", same)
             self._db.executemany("DELETE FROM sessions WHERE id = ?", gone)
             self._db.execute("COMMIT")
@@ -187,6 +196,22 @@ def _pack(chain: JournalChain) -> bytes:
 
 def _pack_block(block: JournalBlock) -> bytes:
     return _BLOCK.pack(len(block.key), block.group, block.at, block.exact) + block.key
+
+
+def _pack_notes(notes: Iterable[bytes]) -> bytes:
+    return b"".join(part for note in notes for part in (_LENGTH.pack(len(note)), note))
+
+
+def _unpack_notes(data: bytes) -> tuple[bytes, ...]:
+    """Raises struct.error or ValueError."""
+    notes, at = [], 0
+    while at < len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size + length
+        if at > len(data):
+            raise ValueError("the notes end within one.")
+        notes.append(data[at - length : at])
+    return tuple(notes)
 
 
 def _unpack(data: bytes) -> JournalChain:
