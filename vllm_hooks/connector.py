@@ -38,8 +38,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
 
-    _cache_hit_source = CacheHitSource.HOST
-
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
@@ -65,6 +63,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return self.scheduler.sources(request, num_external_tokens)
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
         return self.scheduler.step(

@@ -7,6 +7,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
@@ -22,7 +23,7 @@ from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
-from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.support import (
@@ -47,6 +48,14 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.manthan")
+
+SOURCES = {
+    "device": CacheHitSource.DEVICE,
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+"""What vLLM calls where codes come from, by tier: it has no name for a store that is reached over a network."""
 
 
 class SchedulerHalf:
@@ -216,6 +225,23 @@ class SchedulerHalf:
                 named = [self._key_of(part, request) for part in cold]
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:end], block_ids[self._group][hot:end], beside)
+
+    def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
+        """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
+        codes."""
+        store, load = self._config.cold_store, self.driver.load_of(request.request_id)
+        near, far = SOURCES[store.places[0]], SOURCES["host" if store.kind == "device" else store.places[-1]]
+        behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
+        return {source: count for source, count in ((near, tokens - behind), (far, behind)) if count}
+
+    def _behind(self, load: Load, tokens: int) -> int:
+        """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their
+        own, all are as far as what is farthest."""
+        moved = [self.manager.has_moved(key, group) for group, keys, _ in load.parts for key in keys]
+        if not self.groups.is_whole:
+            return tokens if any(moved) else 0
+        chain = next(len(part.keys) for part in load.parts if part.group == self._group)
+        return self._block_size * sum(moved[:chain])
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""

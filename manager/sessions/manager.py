@@ -457,6 +457,11 @@ class SessionMemoryManager:
         block = self.blocks.get(key)
         return block is not None and block.users > 0
 
+    def has_moved(self, key: bytes, group: int) -> bool:
+        """Whether a block's codes had to leave the fast tier."""
+        block = self.blocks.get(key, None if group == self.shape.group else group)
+        return block is not None and block.moved
+
     def is_hot(self, session_id: str) -> bool:
         """Whether there is such a session, and its KV is in the pool."""
         session = self.table.by_id.get(session_id)

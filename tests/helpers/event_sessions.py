@@ -97,7 +97,7 @@ class Router:
             self.talks = self.talks[-14:]
         talk = self.chance.choice(self.talks)
         if len(talk.tokens) > LONGEST or self.chance.random() < 0.1:
-            del talk.tokens[self.chance.randrange(len(talk.tokens)) :]
+            del talk.tokens[self.chance.randrange(len(talk.tokens) + 1) :]
         talk.tokens += self.words(150)
         return talk
 
