@@ -173,28 +173,28 @@ class Router:
 
     # -- what holds -------------------------------------------------------------------------------------
 
-    def check(self) -> set[Name]:
+    def check(self) -> None:
         """All is quiet: events and books agree, as soon as the last event has come."""
         if self.subscriber is None:
             self.subscriber = self._subscribe()
-        check_integrity(self.half.manager)
-        heard = self.subscriber
-        found = {(group, maybe_convert_block_hash(key)) for group, key in restorable(self.half.manager)}
-        until = time.monotonic() + PATIENCE_S
-        while (heard.hear() or heard.cold.keys()) != found:
-            if time.monotonic() > until:
-                raise AssertionError(
-                    f"{len(found - heard.cold.keys())} not told, {len(heard.cold.keys() - found)} gone"
-                )
+        heard, until = self.subscriber, time.monotonic() + PATIENCE_S
+        while (heard.hear() or heard.cold.keys()) != (found := self.restorable()):
+            missing, more = len(found - heard.cold.keys()), len(heard.cold.keys() - found)
+            assert time.monotonic() < until, f"of {len(found)} blocks {missing} were not told, and {more} more were"
             time.sleep(0.01)
             heard.catch_up()  # the last batch may be among those that were lost
+            self.settle()
+        check_integrity(self.half.manager)
         assert heard.after_clearing == found
-        for group, key in found if self.is_single else ():
-            parent = heard.cold[group, key].parent_block_hash
-            assert parent is None or (group, parent) in found
+        for name in found if self.is_single else ():
+            parent = heard.cold[name].parent_block_hash
+            assert parent is None or (name[0], parent) in found
         self.came["checks"] += 1
         self.came["most"] = max(self.came["most"], len(found))
-        return found
+
+    def restorable(self) -> set[Name]:
+        """By the manager's books."""
+        return {(group, maybe_convert_block_hash(key)) for group, key in restorable(self.half.manager)}
 
 
 def main() -> None:

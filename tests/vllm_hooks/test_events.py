@@ -11,6 +11,7 @@ from typing import Any
 
 import group_models
 import pytest
+import redis_server
 from scripts import run_script
 from vllm_engine import MODEL
 
@@ -53,6 +54,16 @@ def test_a_subscriber_knows_what_can_be_restored_also_after_a_restart(sockets: s
 def test_with_windows_what_anchors_are_made_of_is_told_too(sockets: str, tmp_path: Path) -> None:
     model = group_models.made("gpt-oss", tmp_path / "model")
     live(sockets, 3, {"cold_store": {"kind": "host", "max_bytes": "6MiB"}}, model=model, blocks=160, resets=True)
+
+
+@pytest.mark.slow
+def test_of_what_others_have_in_redis_each_tells_what_it_has_found(sockets: str, tmp_path: Path) -> None:
+    for server in redis_server.running(tmp_path):
+        redis = {"cold_store": {"kind": "redis", "max_bytes": "4MiB"}, "redis": {"url": server.url}}
+        assert live(sockets, 5, redis)["came"]["removed"] > 0
+        second = live(sockets, 5, redis, actions=15)
+        assert second["first"] == []
+        assert second["came"]["restored"] > 0
 
 
 @pytest.mark.slow

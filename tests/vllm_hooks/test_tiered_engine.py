@@ -89,7 +89,8 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         assert [ask(first, guest) for guest in range(GUESTS)] == [True] * GUESTS
         assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
         near, far = (SOURCES[tier] for tier in (tiers.split(",")[0], tiers.split(",")[-1]))
-        assert [set(restored_from(first, guest)) for guest in (GUESTS - 1, 0)] == [{near}, {far}]
+        assert set(restored_from(first, GUESTS - 1)) == {near}
+        assert restored_from(first, 0)[far] > 0, "of a tail at least"
         assert sum(sources(first).values()) == first.metric("external_prefix_cache_hits_total") > 0
     with engine(tiers, tmp_path, redis_server) as second:
         assert [ask(second, guest) for guest in range(GUESTS)] == [True] * GUESTS
