@@ -20,6 +20,7 @@ from vllm import EngineArgs, SamplingParams
 from vllm.config import KVEventsConfig
 from vllm.v1.core.kv_cache_utils import maybe_convert_block_hash
 from vllm.v1.engine.llm_engine import LLMEngine
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 
 from manthan.manager.sessions.integrity import check_integrity, restorable
 from manthan.vllm_hooks import kv_transfer_config
@@ -61,8 +62,10 @@ class Router:
         self._subscribe: Callable[[], Subscriber] = lambda: Subscriber(endpoint, replay, self.half.groups.hash_tokens)
         self.subscriber: Subscriber | None = None
         self.talks: list[Talk] = []
+        self.hinted: dict[str, bool] = {}
+        """By request, whether hints came with it: those are answered."""
         self.shared = [self.chance.randrange(10, 200) for _ in range(100)]
-        self.came = {"asked": 0, "restored": 0, "promised": 0, "checks": 0, "resets": 0, "most": 0}
+        self.came = {"asked": 0, "restored": 0, "promised": 0, "checks": 0, "enveloped": 0, "resets": 0, "most": 0}
 
     # -- what happens -----------------------------------------------------------------------------------
 
@@ -112,23 +115,29 @@ class Router:
                     blocks, talk = promised[output.request_id]
                     talk.tokens += output.outputs[0].token_ids
                     assert output.num_cached_tokens >= blocks * vllm_engine.BLOCK, "events have promised more"
+                    assert (output.kv_transfer_params is not None) == self.hinted.pop(output.request_id)
                     self.came["promised"] += blocks
                     self.came["restored"] += output.num_cached_tokens > 0
         self.settle()
 
     def add(self, talk: Talk) -> str:
-        hints = self.chance.choice(HINTS)
+        hints, is_enveloped = self.chance.choice(HINTS), self.chance.random() < 0.5
         params = SamplingParams(
             temperature=0,
             max_tokens=self.chance.randrange(1, 24),
             ignore_eos=True,
             detokenize=False,
-            extra_args={"kv_transfer_params": {"manthan": hints}} if hints else None,
+            extra_args=None if is_enveloped else {"kv_transfer_params": {"manthan": hints}},
         )
         request_id = f"request-{self.came['asked']}"
         self.came["asked"] += 1
         prompt = {"prompt_token_ids": list(talk.tokens)} | ({"cache_salt": talk.salt} if talk.salt else {})
-        self.engine.add_request(request_id, prompt, params, session_id=talk.name)
+        said = KvHintsEnvelope("0.1", request_id, [KvHintAction("1", "manthan.hints", "1.0", hints)])
+        self.engine.add_request(
+            request_id, prompt, params, session_id=talk.name, kv_hints=said if is_enveloped else None
+        )
+        self.hinted[request_id] = bool(hints)
+        self.came["enveloped"] += bool(is_enveloped and hints)
         return request_id
 
     def promised(self, talk: Talk) -> int:
