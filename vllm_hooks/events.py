@@ -200,7 +200,7 @@ class KvEvents:
             lora_id=lora_id,
             medium=medium,
             lora_name=lora_name,
-            extra_keys=[None if note.extra_keys is None else tuple(note.extra_keys)],
+            extra_keys=[None if note.extra_keys is None else tuple(map(_as_told, note.extra_keys))],
             group_idx=group,
             kv_cache_spec_kind=kind.name,
             kv_cache_spec_sliding_window=kind.window,
@@ -213,6 +213,10 @@ class KvEvents:
             by_group.setdefault(group, []).append(_hash(key))
         for group, hashes in by_group.items():
             yield BlockRemoved(hashes, self._medium, group, self._locality, OWNER)
+
+
+def _as_told(extra_key: Any) -> Any:
+    return tuple(extra_key) if isinstance(extra_key, list) else extra_key
 
 
 def _hash(key: bytes) -> "ExternalBlockHash":
