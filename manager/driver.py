@@ -181,6 +181,11 @@ class Driver(Generic[B]):
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
 
+    def load_of(self, request_id: str) -> Load | None:
+        """What is being restored for a request."""
+        restore = self._restores.get(request_id)
+        return None if restore is None else restore.load
+
     def finished(
         self,
         request_id: str,

@@ -2,7 +2,7 @@
 what an earlier one left."""
 
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -48,10 +48,19 @@ class Stored(NamedTuple):
 
 
 class JournalLink:
-    """Never waits. In the journal, times are seconds on a clock that the next engine has too: clock, Unix time."""
+    """Never waits. In the journal, times are seconds on a clock that the next engine has too: clock, Unix time.
 
-    def __init__(self, journal: Journal, manager: SessionMemoryManager, clock: Callable[[], float] = time.time) -> None:
-        self._journal, self._manager, self._clock = journal, manager, clock
+    notes: what somebody else knows of blocks, by group and key, to be kept with them; None where nobody does.
+    """
+
+    def __init__(
+        self,
+        journal: Journal,
+        manager: SessionMemoryManager,
+        notes: MutableMapping[Name, bytes] | None = None,
+        clock: Callable[[], float] = time.time,
+    ) -> None:
+        self._journal, self._manager, self._notes, self._clock = journal, manager, notes, clock
         self._told: dict[str, tuple[bytes, ...] | None] = {}
         """By session, the mark of what was told last of it; None if the journal has something else."""
         self._is_void = False
@@ -87,7 +96,8 @@ class JournalLink:
                 continue
             is_same = self._told.get(session_id) == stored.mark
             self._told[session_id] = stored.mark
-            yield JournalSession(session_id, _facts(session, offset), None if is_same else self._chain(stored))
+            chain = None if is_same else self._chain(stored)
+            yield JournalSession(session_id, _facts(session, offset), chain, self._noted(chain))
 
     def _stored(self, session: Session | None) -> Stored:
         if session is None:
@@ -101,6 +111,11 @@ class JournalLink:
     def _chain(self, stored: Stored) -> JournalChain:
         anchors = (JournalAnchor(anchor.depth, tuple(map(self._block, anchor.parts))) for anchor in stored.anchors)
         return JournalChain(tuple(map(self._block, stored.chain)), tuple(anchors))
+
+    def _noted(self, chain: JournalChain | None) -> tuple[bytes, ...]:
+        if self._notes is None or chain is None:
+            return ()
+        return tuple(self._notes.get((block.group, block.key), b"") for block in chain.all())
 
     def _block(self, block: Block) -> JournalBlock:
         group = self._manager.shape.main_group if block.group is None else block.group
@@ -122,6 +137,7 @@ class JournalLink:
         sizes = {name: weigh([rank[name] for rank in ranks]) for name in whole}
         written = list(self._journal.sessions())
         lengths = manager.adopt([left for each in written if (left := self._left(each, sizes, offset))], now)
+        self._take_notes(written)
         changes = dict(manager.elsewhere.take_changes())
         for each in written:
             is_whole = each.chain is not None and lengths.get(each.session_id) == len(each.chain.blocks)
@@ -131,6 +147,15 @@ class JournalLink:
         strays = {name for rank in ranks for name in rank if not self._is_needed(name)}
         manager.disown(strays)
         return Found(len(lengths), len(written), manager.blocks.cold, manager.blocks.cold_nbytes, len(strays))
+
+    def _take_notes(self, written: Iterable[JournalSession]) -> None:
+        """Those of blocks that the manager knows."""
+        main, known = self._manager.shape.main_group, self._manager.blocks.get
+        for each in written if self._notes is not None else ():
+            for block, note in zip(each.chain.all() if each.chain else (), each.notes, strict=False):
+                group = None if block.group == main else block.group
+                if note and self._notes is not None and (known(block.key, group) or known(block.key, block.group)):
+                    self._notes[block.group, block.key] = note
 
     def _is_needed(self, name: Name) -> bool:
         group, key = name

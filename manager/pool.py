@@ -27,9 +27,9 @@ class Pool(FreeQueue, Protocol[B]):
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""
 
-    def cache(self, block: B, key: bytes, parent: bytes | None, depth: int, group: int | None = None) -> None:
-        """A block, the one at `depth` of its chain, holds this from now on; `parent` is the key before it. group: of
-        which it becomes one; None for that of chains."""
+    def cache(self, block: B, key: bytes, depth: int, group: int | None = None) -> None:
+        """A block, the one at `depth` of its chain, holds this from now on. group: of which it becomes one; None for
+        that of chains."""
 
     def give_back(self, blocks: Sequence[B]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""

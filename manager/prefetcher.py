@@ -214,27 +214,24 @@ class Prefetcher(Generic[B]):
         vLLM does the same with a block that it has computed. Where somebody else has computed one meanwhile, the chain
         goes on with that one, and ours is not entered beside it.
         """
-        own, chain = self._group, ended.session.keys
-        parent: bytes | None = None
+        own = self._group
         for depth, (key, block) in enumerate(ended.blocks.items()):
             if (own, key) in failed or not self._manager.is_used(key):
                 return
             if (own, key) in ended.loading:
-                ended.blocks[key] = self._entered((own, key), block, parent, depth)
-            parent = key
+                ended.blocks[key] = self._entered((own, key), block, depth)
         for group, key, depth in ended.session.beside if not failed else ():
             name = group, key
             if name in ended.loading:
-                before = chain[depth - 1] if depth else None
-                ended.beside[name] = self._entered(name, ended.beside[name], before, depth)
+                ended.beside[name] = self._entered(name, ended.beside[name], depth)
 
-    def _entered(self, name: Name, block: B, parent: bytes | None, depth: int) -> B:
+    def _entered(self, name: Name, block: B, depth: int) -> B:
         """The block that holds this now; it is referenced."""
         if (other := self._hold(name)) is not None:
             self._pool.give_back([block])
             return other
         group, key = name
-        self._pool.cache(block, key, parent, depth, None if group == self._group else group)
+        self._pool.cache(block, key, depth, None if group == self._group else group)
         return block
 
     # -- what came of it ------------------------------------------------------------------------------

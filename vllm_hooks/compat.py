@@ -12,14 +12,12 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from vllm.distributed.kv_events import BlockStored
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
-    maybe_convert_block_hash,
 )
 
 from manthan.manager.sessions.pressure import BlockName
@@ -28,11 +26,13 @@ if TYPE_CHECKING:
     import torch
     from vllm import EngineArgs
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import BlockStored
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine.core import EngineCoreProc
 
+    from manthan.manager.work import Name
     from manthan.vllm_hooks.adapters import Adapters
 
 logger = init_logger("vllm.manthan")
@@ -291,9 +291,19 @@ class SleepMode:
 
 
 class VllmPool:
-    """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named."""
+    """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named.
 
-    def __init__(self, pool: "BlockPool", group: int, block_tokens: int) -> None:
+    event: what vLLM's KV events say of a block that is stored, by its name and the medium; None where they are off.
+    """
+
+    def __init__(
+        self,
+        pool: "BlockPool",
+        group: int,
+        block_tokens: int,
+        event: "Callable[[Name, str], BlockStored | None] | None" = None,
+    ) -> None:
+        self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
         self._hashes = pool.cached_block_hash_to_block
 
@@ -331,31 +341,14 @@ class VllmPool:
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)
 
-    def cache(
-        self, block: "KVCacheBlock", key: bytes, parent: bytes | None, depth: int, group: int | None = None
-    ) -> None:
+    def cache(self, block: "KVCacheBlock", key: bytes, depth: int, group: int | None = None) -> None:
         """Enter a block into the prefix cache, as vLLM does with one that it has computed."""
         group = self._group if group is None else group
         of_group = make_block_hash_with_group_id(BlockHash(key), group)
         block.set_block_hash(of_group, num_tokens=(depth + 1) * self._block_tokens)
         self._pool.cached_block_hash_to_block.insert(of_group, block)
-        if self._pool.enable_kv_cache_events:
-            self._announce(key, parent, group)
-
-    def _announce(self, key: bytes, parent: bytes | None, group: int) -> None:
-        """Tell who listens to vLLM's KV events of a block in the cache; as in vLLM's own offloading, without tokens."""
-        self._pool.kv_event_queue.append(
-            BlockStored(
-                block_hashes=[maybe_convert_block_hash(BlockHash(key))],
-                parent_block_hash=None if parent is None else maybe_convert_block_hash(BlockHash(parent)),
-                token_ids=[],
-                block_size=self._block_tokens,
-                lora_id=None,
-                medium=self._pool.medium,
-                lora_name=None,
-                group_idx=group,
-            )
-        )
+        if self._event is not None and (told := self._event((group, key), self._pool.medium)) is not None:
+            self._pool.kv_event_queue.append(told)
 
     def give_back(self, blocks: "Sequence[KVCacheBlock]") -> None:
         self._pool.free_blocks(blocks)

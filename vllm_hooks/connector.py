@@ -1,5 +1,6 @@
 """The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
@@ -20,6 +21,7 @@ from manthan.vllm_hooks.worker.half import WorkerHalf
 if TYPE_CHECKING:
     import torch
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
     from vllm.v1.core.block_pool import BlockPool
@@ -35,8 +37,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     SupportsHMA is declared so that vLLM keeps groups of layers apart.
     """
-
-    _cache_hit_source = CacheHitSource.HOST
 
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
@@ -64,6 +64,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
         self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
 
+    def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
+        return self.scheduler.sources(request, num_external_tokens)
+
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
         return self.scheduler.step(
             scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
@@ -86,6 +89,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.driver.holds_blocks
+
+    def take_events(self) -> "Iterable[KVCacheEvent]":
+        return self.scheduler.take_events()
 
     def reset_cache(self) -> bool:
         self.scheduler.reset()

@@ -1,7 +1,7 @@
 """A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
 
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -77,10 +77,11 @@ class DiskBooks:
                 human_bytes(nbytes),
             )
 
-    def link(self, manager: SessionMemoryManager) -> JournalLink:
-        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down."""
+    def link(self, manager: SessionMemoryManager, notes: MutableMapping[Name, bytes] | None) -> JournalLink:
+        """Sessions that an earlier server left are the manager's, and what becomes of its own is written down; notes:
+        with what else is known of blocks."""
         sealer = Sealer(self._ring, self._folder.name) if self._ring is not None else None
-        link = JournalLink(Journal(self._folder, sealer), manager)
+        link = JournalLink(Journal(self._folder, sealer), manager, notes)
         began = time.monotonic()
         ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._shards)]
         sizes = [dict(self._sizes(found)) for found in ranks]

@@ -8,6 +8,7 @@ from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
 from vllm.logger import init_logger
+from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
@@ -21,9 +22,10 @@ from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
+from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
-from manthan.vllm_hooks.messages import GroupBlocks, ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
@@ -41,6 +43,7 @@ from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
@@ -50,6 +53,13 @@ logger = init_logger("vllm.manthan")
 
 BEDTIME_S = 10.0
 """So long, at most, idle sessions go cold before the engine sleeps."""
+SOURCES = {
+    "device": CacheHitSource.DEVICE,
+    "host": CacheHitSource.HOST,
+    "disk": CacheHitSource.DISK,
+    "redis": CacheHitSource.EXTERNAL_UNSPECIFIED,
+}
+"""What vLLM calls where codes come from, by tier: it has no name for a store that is reached over a network."""
 
 
 class SchedulerHalf:
@@ -99,6 +109,7 @@ class SchedulerHalf:
             is_shared=shared,
         )
         self.telemetry = Telemetry(self.manager)
+        self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
@@ -122,11 +133,13 @@ class SchedulerHalf:
         """The weights with which the engine fell asleep, until it is known that they are the same; None otherwise."""
         self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
-        self._journal = self._books.link(self.manager) if self._books is not None and not shared else None
+        notes = None if self._events is None else self._events.notes
+        self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
 
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
-        self._pool = VllmPool(pool, self._group, self._block_size)
+        event = None if self._events is None else self._events.event
+        self._pool = VllmPool(pool, self._group, self._block_size, event)
         marks = self._config.hot_pool
         self.driver = Driver(
             self.manager,
@@ -146,6 +159,13 @@ class SchedulerHalf:
         self._sweeper.start()
         if self._directory is not None:
             self._directory.start()
+
+    def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
+        """What tells routers of what is cold, if that is wanted."""
+        config = self._vllm_config.kv_events_config
+        if config is None or not config.enable_kv_cache_events:
+            return None
+        return KvEvents(self.manager, self.groups, kv_cache_config, self._config.cold_store.places[-1])
 
     def _guard(self) -> "Guard[KVCacheBlock] | None":
         """What sees to it that the codec is measured first, if that is wanted."""
@@ -205,6 +225,8 @@ class SchedulerHalf:
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
         keys = self._keys(request)
+        if self._events is not None and self._directory is not None:  # others may have stored what it asks for
+            self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
         if tokens:
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
@@ -214,6 +236,23 @@ class SchedulerHalf:
                 named = [self._key_of(part, request) for part in cold]
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
+
+    def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
+        """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
+        codes."""
+        store, load = self._config.cold_store, self.driver.load_of(request.request_id)
+        near, far = SOURCES[store.places[0]], SOURCES["host" if store.kind == "device" else store.places[-1]]
+        behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
+        return {source: count for source, count in ((near, tokens - behind), (far, behind)) if count}
+
+    def _behind(self, load: Load, tokens: int) -> int:
+        """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their
+        own, all are as far as what is farthest."""
+        moved = [self.manager.has_moved(key, group) for group, keys, _ in load.parts for key in keys]
+        if not self.groups.is_whole:
+            return tokens if any(moved) else 0
+        chain = next(len(part.keys) for part in load.parts if part.group == self._group)
+        return self._block_size * sum(moved[:chain])
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
@@ -225,6 +264,8 @@ class SchedulerHalf:
         places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
         self._prepare_more()
+        if self._events is not None:
+            self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
         self.telemetry.answered(outcome)
         return answer_to(hints_of(request), outcome)
@@ -293,7 +334,15 @@ class SchedulerHalf:
             self.driver.rests = time.monotonic() > self._bedtime
         if self.driver.rests:
             return self.driver.holds_blocks
-        return self._rung or self._place is not None or self.driver.has_work
+        has_news = self._events is not None and self._events.has_news
+        return self._rung or self._place is not None or self.driver.has_work or has_news
+
+    def take_events(self) -> "Sequence[KVCacheEvent]":
+        """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
+        if self._events is None:
+            return ()
+        self._notice_reset()
+        return self._events.take()
 
     def reset(self) -> None:
         """vLLM's prefix cache is empty: so is the cold store then, unless the same weights go on computing."""

@@ -7,7 +7,7 @@ leaves out what the model thought), and, while not all of its chain is cold, the
 What a cold chain has behind its deepest anchor is worth nothing.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.orders import Orders
@@ -36,6 +36,10 @@ class Anchors:
         """That behind the block of this key."""
         return self._at.get(key)
 
+    def with_part(self, block: Block) -> Iterable[Anchor]:
+        """Those that a block of another group belongs to."""
+        return self._of.get(block, {}).values()
+
     def place(self, session: Session, depth: int, parts: Beside) -> Anchor:
         """The session wants one behind so many blocks of its chain."""
         last = session.chain[depth - 1]
@@ -61,8 +65,7 @@ class Anchors:
 
     def is_hot(self, block: Block) -> bool:
         """Whether a session whose KV is in the pool goes on with a block of some."""
-        anchors = self._of.get(block, {}).values()
-        return any(session.state in HOT_STATES for anchor in anchors for session in anchor.sessions)
+        return any(session.state in HOT_STATES for anchor in self.with_part(block) for session in anchor.sessions)
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
         """The session's chain is about to be shortened."""
@@ -79,7 +82,7 @@ class Anchors:
 
     def stored(self, block: Block) -> None:
         """A block of some is cold now."""
-        for anchor in list(self._of.get(block, {}).values()):
+        for anchor in list(self.with_part(block)):
             for session in anchor.sessions:
                 self._touch(session)
             self.settle(anchor)
@@ -107,7 +110,7 @@ class Anchors:
     def lost(self, block: Block, cause: DropCause) -> list[Session]:
         """A block of some is not to be had: they are none any more. Returns whose they were."""
         found: dict[Session, None] = {}
-        for anchor in list(self._of.get(block, {}).values()):
+        for anchor in list(self.with_part(block)):
             for session in list(anchor.sessions):
                 found[session] = None
                 self.leave(session, anchor, cause)
@@ -115,6 +118,7 @@ class Anchors:
 
     def _remove(self, anchor: Anchor, cause: DropCause) -> None:
         del self._at[anchor.key]
+        self._blocks.touch(anchor.key)
         self._standing.discard(anchor.key)
         idle = []
         for block in anchor.parts:

@@ -32,6 +32,8 @@ class BlockTable:
         """Bytes of the codes that had to leave the fast tier."""
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
+        self.changed: dict[tuple[int | None, bytes], None] | None = None
+        """By group and key, blocks that are not what they were in the cold store, where somebody asks for them."""
         self._count: Counter[CodeState] = Counter()
         self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
@@ -88,6 +90,11 @@ class BlockTable:
         """
         return bisect_left(range(len(keys)), True, key=lambda depth: keys[depth] not in self._blocks)
 
+    def touch(self, key: bytes, group: int | None = None) -> None:
+        """What is stored of the block, or behind it, is not what it was, or nobody needs it any more."""
+        if self.changed is not None:
+            self.changed[group, key] = None
+
     # -- who needs it ---------------------------------------------------------------------------------
 
     def pin(self, blocks: Iterable[Block], by: int) -> None:
@@ -107,6 +114,8 @@ class BlockTable:
     def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
         """Add to the block's counts, and keep the totals."""
         block.users += users
+        if users:
+            self.touch(block.key, block.group)
         self.move((block,), hot=hot, running=running)
         self._forget_if_unused(block)
 
@@ -147,6 +156,7 @@ class BlockTable:
     def _set(
         self, block: Block, code: CodeState, encoding: Encoding, old: Encoding | None, tenant: str | None = None
     ) -> None:
+        self.touch(block.key, block.group)
         if block.moved:
             self.mark_moved(block, False)
         was_exposed = block.exposed

@@ -9,11 +9,12 @@ from collections.abc import Iterator
 from manthan.manager.integrity import IntegrityError
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
+from manthan.manager.work import Name
 
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order, _restorable):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -177,3 +178,25 @@ def _order(manager: SessionMemoryManager) -> Findings:
     ends = [table.put_off.first] if table.put_off.first is not None else []
     soonest = min((*(when + manager.idle_after_s for when in since), *ends), default=None)
     yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"
+
+
+def _restorable(manager: SessionMemoryManager) -> Findings:
+    """What whoever listens was told of, up to the last news."""
+    if not manager.restorable.is_listened_to or manager.restorable.has_news:
+        return
+    told, found = set(manager.restorable.all()), set(restorable(manager))
+    yield told == found, f"{found - told} can be restored and was not told of, and {told - found} the other way round"
+
+
+def restorable(manager: SessionMemoryManager) -> Iterator[Name]:
+    """By group and key, the blocks that the cold store gives back, found anew."""
+    group = manager.shape.group
+    for session in manager.table.by_id.values():
+        keys = [block.key for block in session.chain]
+        length = manager.match(keys)
+        if group is not None:
+            yield from ((group, key) for key in keys[:length])
+        anchors = (manager._anchors.at(key) for key in keys[:length])
+        for anchor in anchors:
+            if anchor is not None and anchor.stands:
+                yield from ((part.group, part.key) for part in anchor.parts if part.group is not None)

@@ -23,6 +23,7 @@ from manthan.manager.sessions.fast_tier import Fast, FastTier
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
@@ -150,6 +151,7 @@ class SessionMemoryManager:
         )
         self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
+        self.restorable = Restorable(self.table, self._anchors)
 
     @property
     def shape(self) -> MemoryShape:
@@ -484,6 +486,11 @@ class SessionMemoryManager:
         """Whether a session's chain has the block."""
         block = self.blocks.get(key)
         return block is not None and block.users > 0
+
+    def has_moved(self, key: bytes, group: int) -> bool:
+        """Whether a block's codes had to leave the fast tier."""
+        block = self.blocks.get(key, None if group == self.shape.group else group)
+        return block is not None and block.moved
 
     def is_hot(self, session_id: str) -> bool:
         """Whether there is such a session, and its KV is in the pool."""

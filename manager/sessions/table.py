@@ -25,6 +25,8 @@ class SessionTable:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
+        self.grown: Callable[[Sequence[Block], int], None] | None = None
+        """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
@@ -121,11 +123,14 @@ class SessionTable:
         """Grow the chain of a HOT session."""
         self.touch(session)
         self.chains.remove(session)
+        start = len(session.chain)
         for key in keys:
             block = self.blocks.obtain(key, len(session.chain), session)
             self.blocks.change(block, users=+1, hot=+1, running=+1)
             session.chain.append(block)
         self.chains.add(session)
+        if self.grown is not None:
+            self.grown(session.chain, start)
 
     def truncate(self, session: Session, length: int) -> None:
         """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""

@@ -72,9 +72,7 @@ class SimulatedPool:
             self._users[block] = 1
         return blocks
 
-    def cache(
-        self, block: int, key: bytes, parent: bytes | None = None, depth: int = 0, group: int | None = None
-    ) -> None:
+    def cache(self, block: int, key: bytes, depth: int = 0, group: int | None = None) -> None:
         """A block, which had no key, has one from now on."""
         self._key[block] = key
         if self._cached.setdefault(key, block) != block:

@@ -10,8 +10,9 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from world import BESIDE_BOUNDS, IDLE_AFTER_S, SINK_TOKENS, WINDOW_TOKENS, World
 
 from manthan.manager.sessions.evictions import DOUBLINGS
-from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.integrity import check_integrity, restorable
 from manthan.manager.sessions.session import CodeState, SessionState
+from manthan.manager.work import Name
 
 POOL_BLOCKS = 12
 COLD_BLOCKS = 6
@@ -49,6 +50,9 @@ class Sessions(RuleBasedStateMachine):
         size = self.ranks, POOL_BLOCKS, self.cold_blocks
         self.world = World(*size, self.policy, 3, self.exact, self.shared, self.beside)
         self.manager = self.world.manager
+        self.manager.restorable.listen()
+        self.told: set[Name] = set()
+        """What can be restored, as far as news say."""
         self.texts = ["S"]  # of earlier conversations; the first is a system prompt
 
     # -- what happens -----------------------------------------------------------------------------------
@@ -158,6 +162,19 @@ class Sessions(RuleBasedStateMachine):
             states = {session.state for session in self.manager.table.by_id.values() if not session.requests}
             assert SessionState.IDLE not in states
 
+    @rule()
+    def hear_news(self) -> None:
+        news = self.manager.restorable.take()
+        assert self.told.isdisjoint(news.stored)
+        assert self.told.issuperset(news.removed)
+        self.told.update(news.stored)
+        self.told.difference_update(news.removed)
+        assert self.told.isdisjoint(news.forgotten)
+        assert self.told == set(restorable(self.manager))
+        places = {name: place for place, name in enumerate(news.stored)}
+        before = {name: (name[0], name[1][:-1]) for name in news.stored}
+        assert all(places[before[name]] < place for name, place in places.items() if before[name] in places)
+
     # -- what holds -------------------------------------------------------------------------------------
 
     @invariant()
@@ -224,10 +241,13 @@ class Sessions(RuleBasedStateMachine):
         assert not +self.world.pool.refs
         assert not +self.world.beside_pool.refs
         self.every_chain_is_offered()
+        self.hear_news()
         self.world.reset()
         self.step(0, 99)
         assert self.manager.blocks.reserved == len(self.manager.blocks) == len(self.manager._anchors) == 0
         assert not any(store.used for store in self.world.stores)
+        self.hear_news()
+        assert not self.told
 
     def every_chain_is_offered(self) -> None:
         """What is cold can be restored to its end, and with other groups no further than there is an anchor."""

@@ -20,7 +20,19 @@ from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, DropCause, Encoding, MemoryShape, Session, SessionState
 from manthan.manager.stores.disk.journal import Journal
+from manthan.manager.work import Name
 from manthan.policies import get_policy
+
+
+def note_of(name: Name) -> bytes:
+    return b"%d of " % name[0] + name[1]
+
+
+class Notes(dict[Name, bytes]):
+    """Something is known of every block; what is put in here comes from the journal."""
+
+    def get(self, name: Name, default: object = None) -> bytes:  # type: ignore[override]
+        return note_of(name)
 
 
 class Restarts(Sessions):
@@ -34,7 +46,8 @@ class Restarts(Sessions):
 
     def begin(self) -> None:
         self.journal = Journal(self.folder)
-        self.link = JournalLink(self.journal, self.manager, lambda: self.world.now)
+        self.notes = Notes()
+        self.link = JournalLink(self.journal, self.manager, self.notes, lambda: self.world.now)
         self.is_void = False
         step, reset = self.world.step, self.world.reset
 
@@ -67,9 +80,13 @@ class Restarts(Sessions):
         self.manager = self.world.manager
         self.world.stores, self.world.seen = dead.stores, dead.seen
         self.world.now, self.world.epoch, self.world.count = dead.now, dead.epoch, dead.count
+        self.manager.restorable.listen()
+        self.told.clear()
         self.begin()
         ranks = [{name: store.room(kept.nbytes) for name, kept in store._blocks.items()} for store in dead.stores]
         found = self.link.adopt(ranks, self.world.now)
+        known = {(block.group or 0, block.key) for block in self.manager.blocks}
+        assert dict(self.notes) == {name: note_of(name) for name in known}
         assert found.sessions == len(self.manager.table.by_id)
         assert {session.state for session in self.manager.table.by_id.values()} <= {SessionState.COLD}
         assert not (was_void and found.written)

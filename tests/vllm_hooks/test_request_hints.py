@@ -5,8 +5,10 @@ import asyncio
 from typing import Any
 
 import pytest
+from logged import warnings
 from vllm import SamplingParams
 from vllm.exceptions import VLLMClientError
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
 from manthan.manager.sessions.hints import NO_HINTS, Hints
@@ -111,6 +113,64 @@ def test_hints_of_a_request() -> None:
 def test_hints_that_nobody_checked_do_no_harm(params: object) -> None:
     assert hints_of(request_with(params)) is NO_HINTS
     assert tenant_of(request_with(params)) == ""
+
+
+def enveloped(*payloads: object, params: object = None, version: str = "1.0", salt: str | None = None) -> Request:
+    """A request with an action for each payload, between others that are not for Manthan."""
+    ours = [KvHintAction(str(n), "manthan.hints", version, payload) for n, payload in enumerate(payloads)]
+    others = [KvHintAction("x", "kv.fetch", "1.0", {"pin": True, "hashes": [1]})]
+    request = request_with(params, salt)
+    request.kv_hints = KvHintsEnvelope("0.1", "message", [*others, *ours, *others])
+    return request
+
+
+def test_what_the_client_leaves_open_an_orchestrator_may_say() -> None:
+    assert hints_of(enveloped()) == NO_HINTS
+    assert hints_of(enveloped({"pin": True, "priority": 3})) == Hints(pin=True, priority=3)
+    own = {"manthan": {"priority": -2, "pin": False, "release": False}}
+    asked = enveloped({"priority": 3, "pin": True, "ttl_s": 7, "prefetch": "b"}, {"release": True}, params=own)
+    assert hints_of(asked) == Hints(priority=-2, pin=False, ttl_s=7, prefetch=("b",))
+
+
+def test_of_an_orchestrator_s_actions_the_last_counts() -> None:
+    assert hints_of(enveloped({"ttl_s": 5, "priority": 1}, {"ttl_s": 9, "priority": None})) == Hints(
+        ttl_s=9, priority=1
+    )
+    assert hints_of(enveloped({"release": True}, {"release": False})) == NO_HINTS
+    assert hints_of(enveloped({"release": True}, {"pin": True})) == Hints(pin=True)
+
+
+def test_what_contradicts_the_client_is_left_out() -> None:
+    assert hints_of(enveloped({"release": True, "ttl_s": 3}, params={"manthan": {"pin": True}})) == Hints(
+        pin=True, ttl_s=3
+    )
+    over = hints_of(enveloped({"expect_return_s": 3, "priority": 1}, params={"manthan": {"release": True}}))
+    assert over == Hints(release=True, priority=1)
+
+
+@pytest.mark.parametrize(
+    ("payload", "version", "sentence"),
+    [
+        ({"pinn": True}, "1.0", "manthan.hints.payload: unknown hint 'pinn' (did you mean 'pin'?)"),
+        ({"ttl_s": -1}, "1.0", "manthan.hints.payload.ttl_s must be a number of seconds above 0, not -1"),
+        ([1], "1.0", "manthan.hints.payload must be a mapping of hints to values, not [1]"),
+        ({"pin": True}, "7", "manthan.hints has version '7', and must have 1.0"),
+    ],
+)
+def test_an_action_that_cannot_be_used_is_told_of_once_and_refuses_nobody(
+    payload: object, version: str, sentence: str
+) -> None:
+    request = enveloped(payload, params={"manthan": {"priority": 1}}, version=version)
+    with warnings() as said:
+        for _ in range(2):
+            assert hints_of(request) == Hints(priority=1)
+    assert said == [f"Manthan: an action of kv_hints is ignored: {sentence}."]
+
+
+def test_an_orchestrator_names_a_tenant_where_neither_client_nor_gateway_does() -> None:
+    assert tenant_of(enveloped({"tenant": "acme"}, salt="salt")) == "acme"
+    assert tenant_of(enveloped({"tenant": "acme"}, params={"manthan": {"tenant": "beta"}})) == "beta"
+    assert tenant_of(enveloped({"tenant": "acme"}, params=checked_behind_a_gateway(None))) == ""
 
 
 def test_who_pays() -> None:

@@ -1,5 +1,6 @@
 """Codes in several tiers, each with a budget of its own: RAM, a disk, Redis."""
 
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -10,6 +11,7 @@ from redis_server import RedisServer, running
 from vllm_engine import Engine, Table
 
 GUESTS = 8
+SOURCES = {"host": "host", "disk": "disk", "redis": "external_unspecified"}
 RAM, DISK = 1 << 20, 4 << 20
 """For two sessions, and for four: on disk a block takes whole pages."""
 
@@ -61,6 +63,18 @@ def ask(engine: Engine, guest: int) -> bool:
     return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32
 
 
+def sources(engine: Engine) -> Counter[str]:
+    """Restored tokens by where they came from, as vLLM counts them."""
+    name, others = "prompt_tokens_cached_by_source_total", ("host", "disk", "p2p", "external_unspecified")
+    return +Counter({source: int(engine.metric(name, source=source)) for source in others})
+
+
+def restored_from(engine: Engine, guest: int) -> Counter[str]:
+    before = sources(engine)
+    assert ask(engine, guest)
+    return sources(engine) - before
+
+
 @pytest.mark.parametrize(
     "tiers",
     [
@@ -81,8 +95,13 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
             assert 0 < tier.blocks < 17 * GUESTS
         assert [ask(first, guest) for guest in range(GUESTS)] == [True] * GUESTS
         assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
+        near, far = (SOURCES[tier] for tier in (tiers.split(",")[0], tiers.split(",")[-1]))
+        assert set(restored_from(first, GUESTS - 1)) == {near}
+        assert restored_from(first, 0)[far] > 0, "of a tail at least"
+        assert sum(sources(first).values()) == first.metric("external_prefix_cache_hits_total") > 0
     with engine(tiers, tmp_path, redis_server) as second:
         assert [ask(second, guest) for guest in range(GUESTS)] == [True] * GUESTS
+        assert set(sources(second)) == {far}
         assert second.failures() == 0
 
 

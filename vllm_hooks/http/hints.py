@@ -2,7 +2,8 @@
 
 A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked twice in the process that takes
 requests, once an engine with Manthan is made there: on every request's way to the engine, and before the server begins
-to answer, for a streamed answer has begun with status 200 by the former.
+to answer, for a streamed answer has begun with status 200 by the former. An orchestrator's are beside them in vLLM's
+own envelope, `kv_hints`: those are advice, and nobody's request is refused for them.
 """
 
 import difflib
@@ -17,6 +18,7 @@ from typing import TYPE_CHECKING, Any
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
+from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, parse_hints
@@ -29,9 +31,13 @@ if TYPE_CHECKING:
 
     from manthan.manager.sessions.session import Outcome
 
+logger = init_logger("vllm.manthan")
+
 PARAMS = "kv_transfer_params"
 ANSWER = {"session_id", "pinned", "refused"}
 """What a client is told of its hints."""
+ACTION, ACTION_VERSION = "manthan.hints", "1.0"
+"""An action of vLLM's `kv_hints` whose payload are hints."""
 MIDDLEWARE = f"{__name__}.HeaderKeeper"
 
 _headers: ContextVar[Iterable[tuple[bytes, bytes]]] = ContextVar("manthan_headers", default=())
@@ -134,11 +140,52 @@ def _tenant_in(header: str) -> str:
 
 
 def hints_of(request: "Request") -> Hints:
-    """A request's hints. What cannot be used was refused before; if it is here all the same, it says nothing."""
+    """A request's hints: the client's, and of what an orchestrator says in vLLM's envelope whatever is left open by
+    them. What cannot be used was refused before; if it is here all the same, it says nothing."""
     try:
-        return _hints_in(request.kv_transfer_params)
+        own = _hints_in(request.kv_transfer_params)
     except HintError:
-        return NO_HINTS
+        own = NO_HINTS
+    return own if request.kv_hints is None else _completed(own, request)
+
+
+def _completed(own: Hints, request: "Request") -> Hints:
+    """Own hints, and those of the envelope that do not contradict them; of its actions, the last one that says it."""
+    hints, said = own, dict.fromkeys(_own_names(request))
+    assert request.kv_hints is not None
+    for action in reversed(request.kv_hints.actions):
+        if action.action_type != ACTION:
+            continue  # other components'
+        try:
+            if action.action_version != ACTION_VERSION:
+                raise HintError(f"{ACTION} has version {action.action_version!r}, and must have {ACTION_VERSION}")
+            asked = parse_hints(action.payload)
+        except HintError as error:
+            logger.warning_once(
+                "Manthan: an action of kv_hints is ignored: %s.", str(error).replace(WHERE, f"{ACTION}.payload")
+            )
+            continue
+        for name in asked.given:
+            if name not in said:
+                hints = _with(hints, name, getattr(asked, name))
+        said |= dict.fromkeys(name for name, value in action.payload.items() if value is not None)
+    return hints
+
+
+def _own_names(request: "Request") -> Iterable[str]:
+    """The hints that the client, or the gateway's header, says something of."""
+    params = request.kv_transfer_params
+    own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
+    return [name for name, value in own.items() if value is not None] if isinstance(own, Mapping) else []
+
+
+def _with(hints: Hints, name: str, value: object) -> Hints:
+    """With one more, unless that contradicts what is there."""
+    given = {each: getattr(hints, each) for each in hints.given}
+    try:
+        return parse_hints(given | {name: value})
+    except HintError:
+        return hints
 
 
 def tenant_of(request: "Request") -> str:
@@ -146,10 +193,9 @@ def tenant_of(request: "Request") -> str:
 
     A cache salt is a secret: a name is made of it that tells nothing, and that only this process knows to make.
     """
-    params = request.kv_transfer_params
-    own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None
-    if isinstance(own, Mapping) and own.get("tenant") is not None:  # "" is what a header says that is not there
-        return hints_of(request).tenant
+    named = hints_of(request).tenant
+    if named or "tenant" in _own_names(request):  # "" is what a header says that is not there
+        return named
     if not request.cache_salt:
         return ""
     salt = request.cache_salt.encode("utf-8", "surrogatepass")

@@ -12,6 +12,7 @@ import threading
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
+from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,7 +21,7 @@ from manthan.manager.stores.sealed import NoKeyError, Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 1
+SCHEMA = 2
 """Its version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
@@ -29,13 +30,17 @@ TABLE = """
 CREATE TABLE IF NOT EXISTS sessions (
     id TEXT PRIMARY KEY,
     facts TEXT NOT NULL,  -- JSON
-    chain BLOB NOT NULL   -- what is stored of it; see _pack
+    chain BLOB NOT NULL,  -- what is stored of it; see _pack
+    notes BLOB NOT NULL   -- of the blocks of that, if there are any; see _pack_notes
 ) WITHOUT ROWID"""
 ID = "id"
 """Among sealed facts, the session's; its row is called otherwise."""
 ABOUT = ("journal",)
 """What sealed rows are about, besides what they are called."""
+PARTS = ("facts", "chain", "notes")
+"""Of a row, each sealed by itself."""
 _COUNTS = struct.Struct("<II")
+_LENGTH = struct.Struct("<I")
 _BLOCK = struct.Struct("<HHII")
 
 
@@ -62,6 +67,10 @@ class JournalChain(NamedTuple):
     blocks: tuple[JournalBlock, ...]
     anchors: tuple[JournalAnchor, ...] = ()
 
+    def all(self) -> Iterator[JournalBlock]:
+        """Those of the chain, and then those of each anchor."""
+        return chained(self.blocks, *(anchor.parts for anchor in self.anchors))
+
 
 GONE = JournalChain(())
 
@@ -69,11 +78,13 @@ GONE = JournalChain(())
 @dataclass(frozen=True)
 class JournalSession:
     """A session as the next process finds it. facts: what JSON can hold. chain: None if it is as it was; without blocks
-    if the session is gone."""
+    if the session is gone. notes: what else is known of each block of its chain and then of its anchors, in order, or
+    nothing; they are as they were where the chain is."""
 
     session_id: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     chain: JournalChain | None = GONE
+    notes: tuple[bytes, ...] = ()
 
 
 class Journal:
@@ -102,11 +113,12 @@ class Journal:
     def sessions(self) -> Iterator[JournalSession]:
         """All that were written. What cannot be read is left out, and removed."""
         bad = []
-        for row_id, sealed_facts, sealed_chain in self._db.execute("SELECT id, facts, chain FROM sessions"):
+        for row_id, *values in self._db.execute("SELECT id, facts, chain, notes FROM sessions"):
             try:
-                facts = json.loads(self._opened(sealed_facts, row_id, "facts"))
-                chain = _unpack(self._opened(sealed_chain, row_id, "chain"))
-                yield JournalSession(facts.pop(ID) if self._sealer is not None else row_id, facts, chain)
+                facts, chain, notes = (self._opened(*each, row_id) for each in zip(values, PARTS, strict=True))
+                found: dict[str, Any] = json.loads(facts)
+                session_id = found.pop(ID) if self._sealer is not None else row_id
+                yield JournalSession(session_id, found, _unpack(chain), _unpack_notes(notes))
             except (ValueError, KeyError, struct.error, SealError):
                 bad.append((row_id,))
         if bad:
@@ -126,7 +138,7 @@ class Journal:
         """Over what was told before and is not written yet."""
         before = self._news.get(session.session_id)
         if session.chain is None and before is not None:
-            session = replace(session, chain=before.chain)
+            session = replace(session, chain=before.chain, notes=before.notes)
         self._news[session.session_id] = session
 
     def clear(self) -> None:
@@ -170,22 +182,23 @@ class Journal:
         """What is written of it. It is gone, too, if its tenant has lost its keys."""
         sealer, chain = self._sealer, session.chain
         packed = b"" if chain is not None and not chain.blocks else chain and _pack(chain)
+        notes = _pack_notes(session.notes)
         if sealer is None:
-            return _Row(session.session_id, json.dumps(session.facts), packed)
+            return _Row(session.session_id, json.dumps(session.facts), packed, notes)
         row_id, tenant = sealer.names.session(session.session_id), str(session.facts.get("tenant", ""))
         facts = json.dumps({**session.facts, ID: session.session_id}).encode()
         try:
-            return _Row(
-                row_id,
-                sealer.seal(facts, tenant, *ABOUT, row_id, "facts"),
-                packed and sealer.seal(packed, tenant, *ABOUT, row_id, "chain"),
-            )
+            sealed = [
+                part and sealer.seal(part, tenant, *ABOUT, row_id, name)
+                for part, name in zip((facts, packed, notes), PARTS, strict=True)
+            ]
         except NoKeyError:
-            return _Row(row_id, "", b"")
+            return _Row(row_id, b"", b"", b"")
+        return _Row(row_id, sealed[0] or b"", sealed[1], sealed[2] or b"")
 
-    def _opened(self, value: bytes | str, row_id: str, part: str) -> bytes | str:
-        """Raises SealError, and ValueError for what was never sealed."""
-        if self._sealer is None:
+    def _opened(self, value: bytes | str, part: str, row_id: str) -> Any:
+        """The text of facts, the bytes of others. Raises SealError, and ValueError for what was never sealed."""
+        if self._sealer is None or not value:
             return value
         if isinstance(value, str):
             raise ValueError("it is not sealed.")
@@ -208,7 +221,7 @@ class Journal:
         try:
             if is_cleared:
                 self._db.execute("DELETE FROM sessions")
-            self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?)", kept)
+            self._db.executemany("INSERT OR REPLACE INTO sessions VALUES (?, ?, ?, ?)", kept)
             self._db.executemany("UPDATE sessions SET facts = ? WHERE id = ?", same)
             self._db.executemany("DELETE FROM sessions WHERE id = ?", gone)
             self._db.execute("COMMIT")
@@ -219,11 +232,13 @@ class Journal:
 
 
 class _Row(NamedTuple):
-    """A session as it is written. chain: None if it is as it was; nothing if the session is gone."""
+    """A session as it is written. chain: None if it is as it was, as the notes then are; nothing if the session is
+    gone."""
 
     id: str
     facts: bytes | str
     chain: bytes | None
+    notes: bytes
 
 
 def _pack(chain: JournalChain) -> bytes:
@@ -236,6 +251,22 @@ def _pack(chain: JournalChain) -> bytes:
 
 def _pack_block(block: JournalBlock) -> bytes:
     return _BLOCK.pack(len(block.key), block.group, block.at, block.exact) + block.key
+
+
+def _pack_notes(notes: Iterable[bytes]) -> bytes:
+    return b"".join(part for note in notes for part in (_LENGTH.pack(len(note)), note))
+
+
+def _unpack_notes(data: bytes) -> tuple[bytes, ...]:
+    """Raises struct.error or ValueError."""
+    notes, at = [], 0
+    while at < len(data):
+        (length,) = _LENGTH.unpack_from(data, at)
+        at += _LENGTH.size + length
+        if at > len(data):
+            raise ValueError("the notes end within one.")
+        notes.append(data[at - length : at])
+    return tuple(notes)
 
 
 def _unpack(data: bytes) -> JournalChain:
