@@ -358,7 +358,7 @@ def groups_of(
             "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
             "and sliding windows and states beside it; or one group of sliding windows."
         )
-    made = Groups(chains[0], windows, replicas=kv_cache_config.kv_tp_replicas)
+    made = Groups(chains[0], windows, replicas=getattr(kv_cache_config, "kv_tp_replicas", 1))
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, made.hash_tokens):
         raise UnsupportedError(
