@@ -183,10 +183,10 @@ class Journal:
         except NoKeyError:
             return _Row(row_id, "", b"")
 
-    def _opened(self, value: bytes | str, row_id: str, part: str) -> bytes | str:
+    def _opened(self, value: bytes | str, row_id: str, part: str) -> bytes:
         """Raises SealError, and ValueError for what was never sealed."""
         if self._sealer is None:
-            return value
+            return value.encode() if isinstance(value, str) else value
         if isinstance(value, str):
             raise ValueError("it is not sealed.")
         return self._sealer.open(value, None, *ABOUT, row_id, part)
