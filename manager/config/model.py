@@ -353,8 +353,8 @@ def _walk(model: type[_Model], prefix: str = "") -> Iterator[tuple[str, FieldInf
 
 
 def _group(field: FieldInfo) -> type[_Group] | None:
-    is_group = isinstance(field.annotation, type) and issubclass(field.annotation, _Group)
-    return field.annotation if is_group else None
+    found = field.annotation
+    return found if isinstance(found, type) and issubclass(found, _Group) else None
 
 
 GROUPS: dict[str, type[_Group]] = {

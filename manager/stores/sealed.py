@@ -56,7 +56,7 @@ class _Writer(NamedTuple):
 
     aead: AESGCM
     salt: bytes
-    count: Iterator[int]
+    before: Iterator[int]
     """How many messages there were before each."""
 
     @classmethod
@@ -91,17 +91,17 @@ class Sealer:
         if key is None:
             raise NoKeyError(f"tenant {tenant!r} has no key.")
         writer = self._writers.get(key.mark)
-        if writer is None or next(writer.count) >= MOST_MESSAGES:
+        if writer is None or next(writer.before) >= MOST_MESSAGES:
             writer = self._writers[key.mark] = _Writer.of(key)
         nonce = secrets.token_bytes(NONCE_NBYTES)
         head = _HEADER.pack(MAGIC, VERSION, key.mark, writer.salt, nonce)
-        sealed = writer.aead.encrypt(nonce, memoryview(data), self._bound(head, key, about))
+        sealed = writer.aead.encrypt(nonce, _view(data), self._bound(head, key, about))
         return head + sealed
 
     def open(self, value: Buffer | bytes, tenant: str | None, *about: About) -> bytes:
         """What was sealed about this. tenant: who asks; what was sealed with a tenant's own key is for nobody else.
         None for who keeps the books of all. Raises SealError, and NoKeyError."""
-        view = memoryview(value)
+        view = _view(value)
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
         head = bytes(view[: _HEADER.size])
@@ -119,6 +119,10 @@ class Sealer:
     def _bound(self, head: bytes, key: Key, about: Sequence[About]) -> bytes:
         """What is authenticated besides: no two lists of parts give the same bytes."""
         return head + b"".join(map(_part, (self.place, key.tenant, *about)))
+
+
+def _view(data: Buffer | bytes) -> memoryview:
+    return memoryview(data) if isinstance(data, bytes) else data.data
 
 
 @lru_cache(maxsize=1024)

@@ -196,10 +196,10 @@ class Journal:
             return _Row(row_id, b"", b"", b"")
         return _Row(row_id, sealed[0] or b"", sealed[1], sealed[2] or b"")
 
-    def _opened(self, value: bytes | str, part: str, row_id: str) -> Any:
-        """The text of facts, the bytes of others. Raises SealError, and ValueError for what was never sealed."""
+    def _opened(self, value: bytes | str, part: str, row_id: str) -> bytes:
+        """Raises SealError, and ValueError for what was never sealed."""
         if self._sealer is None or not value:
-            return value
+            return value.encode() if isinstance(value, str) else value
         if isinstance(value, str):
             raise ValueError("it is not sealed.")
         return self._sealer.open(value, None, *ABOUT, row_id, part)
