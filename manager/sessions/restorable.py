@@ -34,7 +34,6 @@ class Node:
     """
 
     key: bytes
-    depth: int
     parent: "Node | None" = None
     children: "dict[bytes, Node]" = field(default_factory=dict)
     is_stored: bool = False
@@ -124,19 +123,15 @@ class Restorable:
         for block in chain[start:]:
             node = self._nodes.get(block.key)
             if node is None:
-                node = self._nodes[block.key] = Node(block.key, block.depth)
+                node = self._nodes[block.key] = Node(block.key)
             if parent is not None and node.parent is not parent:
                 node.parent, parent.children[node.key] = parent, node
             parent = node
 
     def _forget(self, key: bytes) -> None:
         node = self._nodes.pop(key, None)
-        if node is None:
-            return
-        if node.parent is not None:
+        if node is not None and node.parent is not None:
             del node.parent.children[key]
-        for child in node.children.values():
-            child.parent = None
 
     def _look(self, key: bytes, block: Block | None) -> None:
         """See what became of a block of chains, and of the anchor behind it."""
@@ -154,8 +149,7 @@ class Restorable:
         waiting = [node]
         while waiting:
             node = waiting.pop()
-            is_behind = node.depth == 0 if node.parent is None else node.parent.is_reached
-            is_reached = node.is_stored and is_behind
+            is_reached = node.is_stored and (node.parent is None or node.parent.is_reached)
             if is_reached != node.is_reached:
                 self._note(self._group, node.key)
                 node.is_reached = is_reached
