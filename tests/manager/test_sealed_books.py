@@ -43,7 +43,8 @@ def path(tmp_path: Path) -> Path:
 
 def session(name: str, tenant: str = "", blocks: int = 3) -> JournalSession:
     chain = tuple(JournalBlock(KEYS[at], 1, at, 0) for at in range(blocks))
-    return JournalSession(name, {"tenant": tenant, "asked_id": name}, JournalChain(chain))
+    notes = tuple(b"note of " + block.key for block in chain)
+    return JournalSession(name, {"tenant": tenant, "asked_id": name}, JournalChain(chain), notes)
 
 
 def journal(folder: Path, path: Path, place: str = PLACE) -> Journal:
@@ -57,9 +58,9 @@ def found(folder: Path, path: Path, place: str = PLACE) -> dict[str, JournalSess
     return sessions
 
 
-def rows(folder: Path) -> dict[str, tuple[bytes, bytes]]:
+def rows(folder: Path) -> dict[str, tuple[bytes, ...]]:
     with sqlite3.connect(folder / "sessions.sqlite") as db:
-        return {name: (facts, chain) for name, facts, chain in db.execute("SELECT * FROM sessions")}
+        return {name: tuple(sealed) for name, *sealed in db.execute("SELECT id, facts, chain, notes FROM sessions")}
 
 
 ALICE, BOB = session("acme/alice", "acme"), session("bob")
@@ -86,13 +87,15 @@ def test_facts_change_alone_and_sessions_go(folder: Path, path: Path) -> None:
     made = journal(folder, path)
     made.tell([JournalSession("bob", {"tenant": "", "asked_id": "robert"}, None), JournalSession("acme/alice")])
     made.close()
-    assert found(folder, path) == {"bob": JournalSession("bob", {"tenant": "", "asked_id": "robert"}, BOB.chain)}
+    assert found(folder, path) == {
+        "bob": JournalSession("bob", {"tenant": "", "asked_id": "robert"}, BOB.chain, BOB.notes)
+    }
 
 
 def test_rows_do_not_open_in_each_other_s_place(folder: Path, path: Path) -> None:
     (first, one), (second, two) = rows(folder).items()
     with sqlite3.connect(folder / "sessions.sqlite") as db:
-        db.execute("UPDATE sessions SET facts = ?, chain = ? WHERE id = ?", (*two, first))
+        db.execute("UPDATE sessions SET facts = ?, chain = ?, notes = ? WHERE id = ?", (*two, first))
         db.execute("UPDATE sessions SET facts = ? WHERE id = ?", (two[1], second))
     assert one != two
     assert found(folder, path) == {}
@@ -119,7 +122,7 @@ def test_a_tenant_that_is_forgotten_has_no_sessions(folder: Path, path: Path) ->
 
 def test_what_is_not_sealed_is_not_taken(folder: Path, path: Path) -> None:
     with sqlite3.connect(folder / "sessions.sqlite") as db:
-        db.execute("INSERT INTO sessions VALUES ('carol', '{\"id\": \"carol\"}', x'0000000000000000')")
+        db.execute("INSERT INTO sessions VALUES ('carol', '{\"id\": \"carol\"}', x'0000000000000000', x'')")
     assert set(found(folder, path)) == {"acme/alice", "bob"}
 
 
