@@ -127,18 +127,22 @@ def _add(ring: dict[str, Any]) -> str:
 
 def _write(file: Path, said: dict[str, Any], like: os.stat_result | None) -> None:
     """All or nothing: a server may be reading it. like: whose mode and owner it gets."""
+    made = Path()
     try:
-        fd, path = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.absolute().parent)  # mode 0600
-        with os.fdopen(fd, "w", encoding="utf-8") as made:
-            made.write(HEAD + yaml.safe_dump(said, sort_keys=False))
-            made.flush()
+        fd, name = tempfile.mkstemp(prefix=f".{file.name}-", dir=file.absolute().parent)  # mode 0600
+        made = Path(name)
+        with os.fdopen(fd, "w", encoding="utf-8") as text:
+            text.write(HEAD + yaml.safe_dump(said, sort_keys=False))
+            text.flush()
             os.fsync(fd)
             if like is not None:
                 os.fchmod(fd, like.st_mode & 0o777)
                 if (like.st_uid, like.st_gid) != (os.geteuid(), os.getegid()):
                     os.fchown(fd, like.st_uid, like.st_gid)
-        os.replace(path, file.resolve())
+        made.replace(file.resolve())
     except OSError as error:
+        if made.is_file():
+            made.unlink()
         _end(f"{file} cannot be written: {error.strerror}.")
 
 
