@@ -142,7 +142,7 @@ class Router:
 
     def promised(self, talk: Talk) -> int:
         """How many blocks of a prompt a router would say are here, in the pool or cold."""
-        if self.subscriber is None or not self.is_single:
+        if self.subscriber is None or self.subscriber.is_deaf or not self.is_single:
             return 0
         group, here = self.half.groups.chain.index, 0
         for key in map(maybe_convert_block_hash, chain_hashes(talk.tokens[:-1], vllm_engine.BLOCK, talk.salt)):

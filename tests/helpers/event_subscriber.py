@@ -54,6 +54,10 @@ class Subscriber:
         """What is published until `connect` is not received."""
         self._socket.close(linger=0)
 
+    @property
+    def is_deaf(self) -> bool:
+        return bool(self._socket.closed)
+
     def hear(self) -> None:
         """All that has come, and what was published before that."""
         for seq, payload in self._received():
