@@ -27,7 +27,8 @@ from manthan.vllm_hooks import kv_transfer_config
 
 PATIENCE_S = 60.0
 LONGEST = 500
-HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 0.5}]
+# A time to live ends with a sweep here, never between two lives: the next would not find what it has ended.
+HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 3600}]
 
 
 class Talk:
