@@ -27,7 +27,8 @@ from manthan.vllm_hooks import kv_transfer_config
 
 PATIENCE_S = 60.0
 LONGEST = 500
-HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 0.5}]
+# A time to live ends with a sweep here, never between two lives: the next would not find what it has ended.
+HINTS: list[dict[str, Any]] = [{}, {}, {}, {"pin": True}, {"pin": False}, {"release": True}, {"ttl_s": 3600}]
 
 
 class Talk:
@@ -142,7 +143,7 @@ class Router:
 
     def promised(self, talk: Talk) -> int:
         """How many blocks of a prompt a router would say are here, in the pool or cold."""
-        if self.subscriber is None or not self.is_single:
+        if self.subscriber is None or self.subscriber.is_deaf or not self.is_single:
             return 0
         group, here = self.half.groups.chain.index, 0
         for key in map(maybe_convert_block_hash, chain_hashes(talk.tokens[:-1], vllm_engine.BLOCK, talk.salt)):

@@ -54,6 +54,10 @@ class Subscriber:
         """What is published until `connect` is not received."""
         self._socket.close(linger=0)
 
+    @property
+    def is_deaf(self) -> bool:
+        return bool(self._socket.closed)
+
     def hear(self) -> None:
         """All that has come, and what was published before that."""
         for seq, payload in self._received():
@@ -101,11 +105,13 @@ class Subscriber:
 
     def _stored(self, event: BlockStored) -> None:
         names = [(event.group_idx, key) for key in event.block_hashes]
-        self._check(event)
         if event.ownership != "manthan":
             assert event.medium == "GPU"
+            if len(event.token_ids) == len(names) * event.block_size:  # vLLM leaves out some of windows and states
+                self._check(event)
             self.pool.update(dict.fromkeys(names, event))
             return
+        self._check(event)
         self.seen["stored"] += len(names)
         assert self.cold.keys().isdisjoint(names), "a block is told of twice"
         self.cold.update(dict.fromkeys(names, event))

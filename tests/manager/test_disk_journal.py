@@ -6,6 +6,7 @@ import signal
 import sqlite3
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -45,6 +46,19 @@ def test_facts_alone_change_while_the_chain_stays(tmp_path: Path) -> None:
     journal.tell([JournalSession("b", {"tenant": "y"}, None), JournalSession("c", {}, None)])
     journal.close()
     assert found(tmp_path) == {"a": session("a", tenant="x"), "b": session("b", tenant="y")}
+
+
+def test_notes_of_blocks_stay_as_long_as_the_chain_does(tmp_path: Path) -> None:
+    journal, notes = Journal(tmp_path), (b"first", b"", bytes(300))
+    noted = {name: replace(session(name), notes=notes) for name in ("a", "b", "c")}
+    journal.tell(noted.values())
+    journal.tell([JournalSession("a", {"tenant": "x"}, None)])
+    journal.close()
+    journal = Journal(tmp_path)
+    journal.tell([JournalSession("b", {"tenant": "y"}, None), session("c", 5)])
+    journal.close()
+    there = found(tmp_path)
+    assert [there[name].notes for name in "abc"] == [notes, notes, ()]
 
 
 def test_what_was_cleared_is_gone_and_what_was_told_afterwards_is_there(tmp_path: Path) -> None:
