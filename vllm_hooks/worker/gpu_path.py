@@ -272,7 +272,8 @@ class GpuPath(WorkerPath):
         codes, ours = (
             (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
         )
-        keys, (group, *_), block_ids, first_tokens, (exact, *_), _ = zip(*spills, strict=True)
+        group, exact = spills[0].group, spills[0].exact
+        keys, block_ids, first_tokens = zip(*((s.key, s.block_id, s.first_token) for s in spills), strict=True)
         with torch.cuda.stream(lane.stream):
             batch = codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
             codec.encode(batch, codes)
