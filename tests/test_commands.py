@@ -269,12 +269,21 @@ def test_there_are_few_servers() -> None:
     assert 0 < len(servers()) <= MOST_SERVERS, "give a command in the documents the flags that another has"
 
 
-@pytest.mark.parametrize("one", servers(), ids=name_of)
+def with_slow_ones(all_of_them: list[Serve]) -> list[Any]:
+    slow = set(TABLE["slow_servers"])
+    return [
+        pytest.param(one, marks=pytest.mark.slow) if slow & {name for name, _ in one.flags} else one
+        for one in all_of_them
+    ]
+
+
+@pytest.mark.parametrize("one", with_slow_ones(servers()), ids=name_of)
 def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     reader = Reader(tmp_path / "reader", TABLE["replace"], TABLE["files"])
     if one.uses_redis:
         reader.use_redis(request.getfixturevalue("redis_server"))
-    flags = [reader.typed(f"{name} {value}", {"FOLDER": str(tmp_path)}).split() for name, value in sorted(one.flags)]
+    typed = (reader.typed(f"{name} {value}", {"FOLDER": str(tmp_path)}) for name, value in sorted(one.flags))
+    flags = [shlex.split(text) for text in typed]
     is_manthan = any("--manthan" in name for name, _ in one.flags)
     model = str(REPO / TABLE["replace"]["MODEL"])
     with VllmServer(model, [word for flag in flags for word in flag], tmp_path / "log", dict(one.variables)) as server:

@@ -209,13 +209,14 @@ class SleepMode:
 
     vLLM tells connectors of neither, so two of the engine core's methods are wrapped. Where they are others, nothing is
     known, and every reset is one for any reason.
-    before: called when the engine is about to sleep with its weights; what it begins is waited for.
+    before: called when the engine is about to sleep with its weights; what it begins is waited for. digest: of a
+    worker's weights.
     """
 
-    def __init__(self, before: Callable[[], None]) -> None:
+    def __init__(self, before: Callable[[], None], digest: Callable[[Any], str]) -> None:
         self.keeps_weights = False
         """True while the prefix cache is emptied for a sleep that leaves the weights as they are."""
-        self._before, self._due = before, 0
+        self._before, self._digest, self._due = before, digest, 0
         self._core = _core_under_construction()
         if self._core is not None and hasattr(self._core, "_reset_caches"):
             self._core.sleep = self._asleep(self._core.sleep)
@@ -230,10 +231,8 @@ class SleepMode:
 
     def weights(self) -> list[str] | None:
         """A digest of the weights that each rank has now; None if that cannot be told."""
-        from manthan.vllm_hooks.worker.weights import weights_digest
-
         try:
-            digests: list[str] = self._core.model_executor.collective_rpc(weights_digest)
+            digests: list[str] = self._core.model_executor.collective_rpc(self._digest)
         except Exception as error:  # whatever it is: a sleep must not fail for it
             logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
             return None

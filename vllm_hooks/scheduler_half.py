@@ -40,6 +40,7 @@ from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
+from manthan.vllm_hooks.worker.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -126,7 +127,7 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
-        self._sleep_mode = SleepMode(self._prepare_to_sleep)
+        self._sleep_mode = SleepMode(self._prepare_to_sleep, weights_digest)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
         self._slept_with: list[str] | None = None

@@ -57,8 +57,9 @@ class Evictions:
             self._orders.encode(part, encoding, session.tenant)
         self._anchors.settle(anchor)
 
-    def evict(self, session: Session, now: float) -> None:
-        """Queue what has no codes yet, tail first, so that the head stays hot for longest."""
+    def evict(self, session: Session, now: float, is_hot: bool = True) -> None:
+        """Queue what has no codes yet, tail first, so that the head stays hot for longest. is_hot: False if the pool
+        has lost what it had of it, all of which has codes."""
         if self._anchors.is_needed:
             self._cut_to_anchor(session)
             if not session.chain:
@@ -74,7 +75,7 @@ class Evictions:
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
             self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
-        if self._may_replace:
+        if self._may_replace and is_hot:
             self._replace(session)
         for block in session.chain:
             if block.in_flight:

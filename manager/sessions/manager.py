@@ -421,7 +421,7 @@ class SessionMemoryManager:
             if lost is not None:
                 self._pruning.cut(session, lost.depth, DropCause.ABANDONED)
             if session.chain and session.state is SessionState.IDLE:
-                self._evictions.evict(session, now)
+                self._evictions.evict(session, now, is_hot=False)
         self._later.clear()
         self._unheld.clear()
         self._orders.releases.clear()

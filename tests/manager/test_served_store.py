@@ -2,7 +2,6 @@
 
 import multiprocessing
 import os
-import random
 import secrets
 import threading
 from collections.abc import Iterator
@@ -11,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from store_players import play, refused
 
 from manthan.manager.stores.arena import GRANULE, room
 from manthan.manager.stores.cold_store import Buffer, ColdStoreError, HostStore
@@ -142,11 +142,6 @@ def test_what_fails_there_is_told_with_its_cause(ranks: Ranks, monkeypatch: pyte
     assert ranks.second.absent(0, KEYS[:1]) == KEYS[:1], "the next question is another one"
 
 
-def refused(name: str) -> None:
-    os.setuid(65534)
-    assert RemoteStore(name, room).put_all(0, {KEYS[0]: buffer(10)}) == {KEYS[0]: "store_down"}
-
-
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can become somebody else")
 def test_another_user_is_not_let_in() -> None:
     name, kept = secrets.token_hex(8), HostStore(BUDGET)
@@ -156,24 +151,6 @@ def test_another_user_is_not_let_in() -> None:
     other.join(60)
     assert (other.exitcode, kept.names()) == (0, [])
     first.close()
-
-
-def play(name: str, seed: int, blocks: int) -> None:
-    """Puts blocks of this seed from several threads, and reads each as it was put."""
-    store = RemoteStore(name, room)
-    rng = random.Random(seed)
-    bufs = {rng.randbytes(32): np.frombuffer(rng.randbytes(rng.randrange(1, 300_000)), np.uint8) for _ in range(blocks)}
-
-    def one(keys: list[bytes]) -> None:
-        assert store.put_all(1, {key: bufs[key] for key in keys}) == {}
-        for key, buf in zip(keys, store.read(1, keys), strict=True):
-            assert buf is not None
-            assert np.array_equal(buf, bufs[key])
-
-    with ThreadPoolExecutor(3) as threads:
-        keys = list(bufs)
-        list(threads.map(one, [keys[at : at + 11] for at in range(0, blocks, 11)]))
-    store.close()
 
 
 def test_processes_and_threads_at_once() -> None:

@@ -136,6 +136,7 @@ def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
         assert ask_all(third)[1] == 0
 
 
+@SLOW
 def test_two_ranks_find_theirs(tmp_path: Path) -> None:
     with engine(tmp_path, ranks=2) as first:
         assert ask_all(first)[1] == 0

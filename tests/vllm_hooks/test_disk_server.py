@@ -88,6 +88,7 @@ def test_sessions_of_a_server_that_was_killed_return(again: VllmServer, table) -
     print(f"{cached} of {full} full blocks came back: {said}")
 
 
+@pytest.mark.slow
 def test_another_server_is_refused_with_one_sentence(again: VllmServer, folder: Path, tmp_path: Path) -> None:
     with serve(folder, tmp_path / "run") as other:
         other.wait_until_dead(300)

@@ -52,7 +52,7 @@ def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any])
 
 
 KINDS = (
-    "gpt-oss eagle",
+    pytest.param("gpt-oss eagle", marks=pytest.mark.slow),
     "qwen3-next mtp",
     *(
         pytest.param(kind, marks=pytest.mark.slow)

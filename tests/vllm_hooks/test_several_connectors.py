@@ -135,7 +135,7 @@ def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:
     assert checked_params(answer, "") == answer
 
     class Request:
-        kv_transfer_params = answer
+        kv_transfer_params, kv_hints = answer, None
 
     assert not hints_of(Request()).given
     assert checked_params(answer, "X-Tenant-ID")["manthan"] == {"tenant": ""}

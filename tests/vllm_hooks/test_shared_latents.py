@@ -150,6 +150,7 @@ def test_latents_that_two_ranks_have_stored_are_found_by_one(
         assert engine.metric("manthan_cold_bytes") == nbytes
 
 
+@pytest.mark.slow
 def test_latents_are_in_redis_once(start_engine: Any, redis_server: RedisServer, model: str) -> None:
     store = {"kind": "redis", "max_bytes": "64MiB"}
     for engine in start_engine(model=model, cold_store=store, redis={"url": redis_server.url}, **MANTHAN):

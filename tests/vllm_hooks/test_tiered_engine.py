@@ -105,7 +105,8 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         assert second.failures() == 0
 
 
-@pytest.mark.parametrize("tiers", ["host,disk", pytest.param("host,disk,redis", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("tiers", ["host,disk", "host,disk,redis"])
 def test_a_reset_empties_all_of_them(tiers: str, tmp_path: Path, redis_server: RedisServer) -> None:
     redis_server.client.flushall()
     with engine(tiers, tmp_path, redis_server) as first:
