@@ -13,6 +13,7 @@ from disk_faults import Faults, resize, small_disk
 
 from manthan.benchmarks.server import VllmServer
 
+pytestmark = pytest.mark.slow
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 FLAGS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "2048"),
