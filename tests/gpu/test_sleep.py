@@ -14,7 +14,10 @@ from vllm_engine import Engine, Table, running
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
     options = {"blocks": 131, "idle_after_s": 600.0} | WAYS[request.param]
-    yield from running(**options, flags={"enable_sleep_mode": True})
+    for engine in running(**options, flags={"enable_sleep_mode": True}):
+        converse(engine, 1)
+        sleep(engine)  # whose first eviction compiles, and judges the codec: longer than an engine takes to fall asleep
+        yield engine
 
 
 @pytest.fixture(autouse=True)
