@@ -114,9 +114,11 @@ class PathSession:
         }
 
     def damage(self, group: int) -> None:
-        """One bit changes of one block of the group."""
-        found = [(tier, kept) for tier in self.path.tiers.all for (of, _), kept in tier._blocks.items() if of == group]
-        tier, kept = found[len(found) // 2]
+        """One bit changes of one block of the group; of the chain's, of its first, before which nothing can be kept."""
+        stored = [(name, tier, kept) for tier in self.path.tiers.all for name, kept in tier._blocks.items()]
+        found = {key: (tier, kept) for (of, key), tier, kept in stored if of == group}
+        [session] = self.half.manager.table.by_id.values()
+        tier, kept = found.get(session.chain[0].key) or list(found.values())[len(found) // 2]
         tier.codes[kept.extents[0].start + 300] ^= 1
 
     def chain_rows(self) -> torch.Tensor:

@@ -92,8 +92,9 @@ def test_a_draft_s_layers_are_kept_with_the_model_s(kind: str, tmp_path: Path) -
 
 
 @pytest.mark.slow
-def test_what_is_damaged_in_any_group_is_computed_anew(tmp_path: Path) -> None:
-    said = run("qwen3-next", tmp_path, "be_damaged")
-    assert len(said["damaged"]) == 4
-    assert said["causes"] == ["checksum"] * 4
+@pytest.mark.parametrize(("family", "groups"), [("qwen3-next", 4), ("latents", 1)])
+def test_what_is_damaged_in_any_group_is_computed_anew(family: str, groups: int, tmp_path: Path) -> None:
+    said = run(family, tmp_path, "be_damaged", coded=family == "latents", name="k4v4c", guard=False)
+    assert len(said["damaged"]) == groups
+    assert said["causes"] == ["checksum"] * groups
     assert all(answer == said["computed"] for answer in said["damaged"].values())
