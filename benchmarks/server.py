@@ -12,9 +12,9 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Self
+from typing import Protocol, Self
 
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, Reply, ServerError
 
@@ -38,6 +38,35 @@ CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content
 to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
 
 
+class Process(Protocol):
+    """What is needed of subprocess.Popen, of a process that leads a group: stop() reaches all that it starts."""
+
+    @property
+    def pid(self) -> int: ...
+    @property
+    def returncode(self) -> int | None: ...
+    def poll(self) -> int | None: ...
+    def wait(self, timeout: float | None = None) -> object: ...
+    def terminate(self) -> None: ...
+
+
+Launch = Callable[[Sequence[str], Mapping[str, str], Path], Process]
+"""Starts `vllm` with arguments and an environment, its output in a file."""
+
+
+def launch_vllm(arguments: Sequence[str], env: Mapping[str, str], log: Path) -> Process:
+    """The command, as a user starts it."""
+    with log.open("wb") as output:
+        return subprocess.Popen(
+            [*_vllm_command(), *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=dict(env),
+            start_new_session=True,
+        )
+
+
 class VllmServer(Endpoint):
     """`vllm serve MODEL` on a free port of this machine, with its output in a file.
 
@@ -45,13 +74,21 @@ class VllmServer(Endpoint):
     are not passed on: what a server does here depends on its flags alone.
     """
 
-    def __init__(self, model: str, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> None:
+    def __init__(
+        self,
+        model: str,
+        flags: Sequence[str],
+        log: Path,
+        env: dict[str, str] | None = None,
+        launch: Launch = launch_vllm,
+    ) -> None:
         self.log = log
         self.port = _free_port()
         super().__init__(f"http://127.0.0.1:{self.port}", model)
         self._flags = list(flags)
         self._env = env or {}
-        self._process: subprocess.Popen[bytes] | None = None
+        self._launch = launch
+        self._process: Process | None = None
         self._read_to = 0
 
     def __enter__(self) -> Self:
@@ -66,15 +103,8 @@ class VllmServer(Endpoint):
     def start(self) -> None:
         """Start the process; it answers some seconds later."""
         inherited = {name: value for name, value in os.environ.items() if not name.startswith("MANTHAN_")}
-        with self.log.open("wb") as log:
-            self._process = subprocess.Popen(
-                [*_vllm_command(), "serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self._flags],
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=subprocess.STDOUT,
-                env=ENVIRONMENT | inherited | self._env,
-                start_new_session=True,  # a group of its own, so that stop() reaches the engine's processes too
-            )
+        arguments = ["serve", self.model, "--host", "127.0.0.1", "--port", str(self.port), *self._flags]
+        self._process = self._launch(arguments, ENVIRONMENT | inherited | self._env, self.log)
 
     def wait_until_ready(self, timeout_s: float) -> None:
         """Return when the server answers; raises ServerError if it dies or takes too long."""

@@ -10,6 +10,7 @@ from typing import Any
 
 import examples
 import pytest
+from warm_server import warm_server
 
 from manthan.benchmarks.server import VllmServer
 
@@ -63,7 +64,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
     """`vllm serve` without Manthan, a pool of 64 blocks, 640 tokens at most."""
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "64", "--max-model-len", "640", "--enforce-eager"]
     log = tmp_path_factory.mktemp("plain") / "log"
-    with VllmServer(MODEL, [*flags, "--enable-prompt-tokens-details"], log) as server:
+    with warm_server(MODEL, [*flags, "--enable-prompt-tokens-details"], log) as server:
         server.wait_until_ready(START_S)
         yield server
         server.kill()  # a stop takes ten seconds
@@ -83,7 +84,7 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
     flags += ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
     flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
-    with VllmServer(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)
         yield server
         server.kill()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import httpx
 import pytest
+from warm_server import warm_server
 
 from manthan.benchmarks.server import Reply, VllmServer
 
@@ -26,7 +27,7 @@ def serve(folder: Path, log: Path, flags: Sequence[str] = ()) -> VllmServer:
     (log / "manthan.yaml").write_text(YAML)
     manthan = ["--manthan-config", str(log / "manthan.yaml"), "--manthan-cold-store", "disk"]
     manthan += ["--manthan-disk-path", str(folder), "--manthan-cold-bytes", "64MiB"]
-    return VllmServer(MODEL, [*FLAGS, *manthan, *flags], log / "log")
+    return warm_server(MODEL, [*FLAGS, *manthan, *flags], log / "log")
 
 
 def ask(server: VllmServer, prompt: str, session: str) -> Reply:
