@@ -40,6 +40,7 @@ demo: $(VENV)/.installed
 
 # configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed
+	$(BIN)/python deploy/generate.py
 	$(BIN)/python docs/generate.py
 
 clean:
