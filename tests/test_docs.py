@@ -153,7 +153,7 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
 def test_tests_and_files_that_are_named_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    folders = "benchmarks|codec|configs|manager|policies|tests|vllm_hooks"
+    folders = "benchmarks|codec|configs|deploy|manager|policies|tests|vllm_hooks"
     for file, name in re.findall(rf"`((?:{folders})/[\w/.-]+?\.(?:py|yaml|cu|lua))(?:::(\w+))?`", text):
         source = (REPO / file).read_text(encoding="utf-8")
         assert not name or f"def {name}(" in source, f"{file}::{name}"

@@ -234,8 +234,8 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
         self._begin_at_zero()
 
     def _begin_at_zero(self) -> None:
-        """Show counters and histograms before anything happens: of a series that begins with its first event, Prometheus
-        sees no increase by it. Gauges come with the first statistics."""
+        """Show counters and histograms before anything happens: of a series that begins with its first event,
+        Prometheus sees no increase by it. Gauges come with the first statistics."""
         for name, metric in METRICS.items():
             if metric.kind is not prometheus_client.Gauge:
                 for engine in self.per_engine_labelvalues.values():

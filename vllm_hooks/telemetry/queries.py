@@ -1,5 +1,6 @@
-"""What operators ask of METRICS, and when they want to be told, in PromQL: docs/metrics.md, the Grafana board and the alert
-rules of deploy/ are made of it (`make docs`).
+"""What operators ask of METRICS, and when they want to be told, in PromQL.
+
+docs/metrics.md, the Grafana board and the alert rules of deploy/ are made of it (`make docs`).
 
 Windows are written `[10m]` where the board may choose its own, and otherwise where the question is about a longer time.
 """
@@ -110,10 +111,7 @@ QUERIES: Mapping[str, tuple[Query, ...]] = {
             "Size of a restore",
             "How large is a restore, as codes?",
             "bytes",
-            {
-                "{{instance}}": "rate(vllm:manthan_restore_bytes_sum[10m]) "
-                "/ rate(vllm:manthan_restore_bytes_count[10m])"
-            },
+            {"{{instance}}": "rate(vllm:manthan_restore_bytes_sum[10m]) / rate(vllm:manthan_restore_bytes_count[10m])"},
         ),
         Query(
             "Prefetches that hit",
