@@ -159,6 +159,13 @@ def test_tests_and_files_that_are_named_exist(path: Path) -> None:
         assert not name or f"def {name}(" in source, f"{file}::{name}"
 
 
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
+def test_sequence_diagrams_have_no_semicolon(path: Path) -> None:
+    """It ends a statement of Mermaid's: the diagram would be an error message."""
+    drawn = blocks(path.read_text(encoding="utf-8"), "mermaid")
+    assert not [text for text in drawn if text.startswith("sequenceDiagram") and ";" in text]
+
+
 # -- what documents quote of the log ----------------------------------------------------------------------
 
 QUOTING = ("troubleshooting.md", "getting-started.md")
