@@ -1,6 +1,7 @@
 """A hook of mkdocs: what the documents link to outside of docs/ becomes a part of the site, below repository/.
 
-So a link works in a checkout and on the site. Code is shown on a page of its own.
+So a link works in a checkout and on the site. Code is shown on a page of its own. The navigation is the list in
+docs/README.md.
 """
 
 import posixpath
@@ -25,6 +26,18 @@ search: {{exclude: true}}
 {text}
 ```
 """
+
+
+def on_config(config: MkDocsConfig) -> MkDocsConfig:
+    """A section for each list of docs/README.md, by the line above it."""
+    config.nav = ["README.md"]
+    sections = re.findall(
+        r"^(.+):\n\n((?:[- ] .*\n)+)", (REPO / "docs" / "README.md").read_text(encoding="utf-8"), re.M
+    )
+    for heading, listed in sections:
+        links = re.findall(r"^- \[[^]]*\]\(([^)]+)\)", listed, re.M)
+        config.nav.append({heading: [place(_target("docs/README.md", link)) for link in links]})
+    return config
 
 
 def on_files(files: Files, config: MkDocsConfig) -> Files:
