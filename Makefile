@@ -1,6 +1,7 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
 # make test-all  the same with all tests                        make setup  the virtual environment only
-# make lint      ruff and mypy only                             make docs   the references in docs/ that are generated
+# make lint      ruff and mypy only                             make docs   what is generated in docs/ and deploy/
+# make site      the documents as a site, in build/site
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -18,14 +19,14 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --no-loadscope-reorder
 
-.PHONY: setup test test-all lint demo docs clean
+.PHONY: setup test test-all lint demo docs site clean
 
 setup: $(VENV)/.installed
 
-test: $(VENV)/.redis lint
+test: $(VENV)/.servers lint
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
-test-all: $(VENV)/.redis lint
+test-all: $(VENV)/.servers lint
 	$(PYTEST)
 
 # mypy reads the installed wheel, from a folder where the source folders do not shadow it.
@@ -38,9 +39,13 @@ lint: $(VENV)/.installed
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
 
-# configuration.md and metrics.md, from the code and configs/default.yaml.
+# configuration.md, metrics.md, the Grafana board and the alert rules, from the code and configs/default.yaml.
 docs: $(VENV)/.installed
+	$(BIN)/python deploy/generate.py
 	$(BIN)/python docs/generate.py
+
+site: $(VENV)/.installed
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis *.egg-info
@@ -54,6 +59,6 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 	$(BIN)/python -m pip install -qq --disable-pip-version-check --no-deps --force-reinstall $(WHEELS)/manthan_kv-*.whl
 	touch $@
 
-$(VENV)/.redis: $(VENV)/.dependencies
-	.ci/install_redis.sh
+$(VENV)/.servers: $(VENV)/.dependencies
+	.ci/install_servers.sh
 	touch $@

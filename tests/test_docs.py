@@ -153,10 +153,17 @@ def test_links_lead_somewhere(path: Path) -> None:
 @pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
 def test_tests_and_files_that_are_named_exist(path: Path) -> None:
     text = path.read_text(encoding="utf-8")
-    folders = "benchmarks|codec|configs|manager|policies|tests|vllm_hooks"
+    folders = "benchmarks|codec|configs|deploy|manager|policies|tests|vllm_hooks"
     for file, name in re.findall(rf"`((?:{folders})/[\w/.-]+?\.(?:py|yaml|cu|lua))(?:::(\w+))?`", text):
         source = (REPO / file).read_text(encoding="utf-8")
         assert not name or f"def {name}(" in source, f"{file}::{name}"
+
+
+@pytest.mark.parametrize("path", documents(), ids=lambda path: path.relative_to(REPO).as_posix())
+def test_sequence_diagrams_have_no_semicolon(path: Path) -> None:
+    """It ends a statement of Mermaid's: the diagram would be an error message."""
+    drawn = blocks(path.read_text(encoding="utf-8"), "mermaid")
+    assert not [text for text in drawn if text.startswith("sequenceDiagram") and ";" in text]
 
 
 # -- what documents quote of the log ----------------------------------------------------------------------

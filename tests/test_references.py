@@ -1,14 +1,14 @@
-"""docs/configuration.md and docs/metrics.md: current, complete, and about nothing that there is not."""
+"""docs/configuration.md, docs/metrics.md and deploy/: current, complete, and about nothing that there is not."""
 
-import importlib.util
 import re
 from pathlib import Path
 from types import ModuleType
 
 import pytest
 import yaml
+from deployment import DEPLOY, script
 
-from manthan.manager.config.model import FIELDS
+from manthan.manager.config.model import FIELDS, RedisConfig
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS, resolve_config
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.session import DropCause, SessionState
@@ -27,20 +27,18 @@ SERIES = {
 }
 
 
+DEPLOYED = [path for path in sorted(DEPLOY.rglob("*")) if path.is_file() and "__pycache__" not in path.parts]
+
+
 @pytest.fixture(scope="module")
 def generator() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("generate", DOCS / "generate.py")
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+    return script(DOCS / "generate.py")
 
 
 @pytest.mark.parametrize("name", ["configuration.md", "metrics.md"])
 def test_what_is_generated_is_current(name: str, generator: ModuleType) -> None:
     text = (DOCS / name).read_text(encoding="utf-8")
-    assert text == generator.with_generated(text, generator.DOCUMENTS[name]()), f"docs/{name} is old: run `make docs`"
+    assert text == generator.with_generated(text, generator.DOCUMENTS[name]), f"docs/{name} is old: run `make docs`"
 
 
 def test_every_key_is_there_with_an_explanation(generator: ModuleType) -> None:
@@ -98,3 +96,13 @@ def test_values_of_labels_are_those_of_the_code() -> None:
     assert causes == set(DropCause) - set(Hints.model_fields)
     dropped = set(re.findall(r'dropped_blocks_total\{cause="(\w+)"', METRICS_MD))
     assert dropped <= set(DropCause)
+
+
+@pytest.mark.parametrize("path", DEPLOYED, ids=lambda path: path.relative_to(DEPLOY).as_posix())
+def test_what_is_deployed_names_what_there_is(path: Path) -> None:
+    """Flags, variables and metrics of Manthan's."""
+    text = path.read_text(encoding="utf-8")
+    assert set(re.findall(r"--manthan-[a-z-]+", text)) <= {*FLAG_KEYS, "--manthan-config"}
+    variables = {ENV_PREFIX + key.replace(".", "__").upper() for key in FIELDS} | {RedisConfig().password_env}
+    assert set(re.findall(rf"\b{ENV_PREFIX}\w+", text)) <= variables
+    assert set(re.findall(r"vllm:manthan_\w+", text)) <= SERIES

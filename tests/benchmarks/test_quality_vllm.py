@@ -52,7 +52,7 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
         assert long == len(needles.prefix)
         chats = sum(chat.prefix(32) for chat in text.chats(CHATS, 400))
         assert arm["manthan"]["vllm:manthan_restored_blocks_total"] == (sum(short) + long + chats) / 32
-    assert "vllm:manthan_restored_blocks_total" not in report["arms"]["vllm"]["exact"]["manthan"]
+    assert report["arms"]["vllm"]["exact"]["manthan"].get("vllm:manthan_restored_blocks_total", 0) == 0
 
 
 @pytest.mark.slow

@@ -40,7 +40,8 @@ class Reader:
         self._variables: list[str] = []
         for name in LINKED:
             (self.folder / name).symlink_to(REPO / name)
-        shutil.copytree(REPO / "docs", self.folder / "docs")
+        for name in ("deploy", "docs"):  # `make docs` writes there
+            shutil.copytree(REPO / name, self.folder / name)
         (self.folder / ".venv").mkdir()
         (self.folder / ".venv" / ".installed").touch()
         for name, (source, lines) in files.items():

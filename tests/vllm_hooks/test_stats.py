@@ -1,7 +1,17 @@
 """What happens between two looks at the statistics is added up."""
 
+import functools
+from types import SimpleNamespace
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
+
+from manthan.codec.errors import WireError
+from manthan.manager.stores.cold_store import ColdStoreError
+from manthan.manager.stores.disk.store import DiskError
+from manthan.manager.stores.redis.client import StoreOomError
+from manthan.manager.stores.sealed import SealError
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.telemetry.metrics import ManthanStats
+from manthan.vllm_hooks.telemetry.metrics import FAILURE_CAUSES, ManthanPromMetrics, ManthanStats
 
 
 def test_counters_add_up_observations_queue_up_and_the_last_gauge_counts() -> None:
@@ -28,3 +38,36 @@ def test_counters_add_up_observations_queue_up_and_the_last_gauge_counts() -> No
     assert both.reduce() == {"Manthan restores": 1, "Manthan failures": 4, "Manthan evictions": 4}
     assert not both.is_empty()
     assert ManthanConnector.build_kv_connector_stats().is_empty()
+
+
+def test_what_counts_begins_at_zero() -> None:
+    """By every label value that is known; so the first event is an increase. A gauge at 0 would say what is not so."""
+    registry = CollectorRegistry()
+    kinds = {kind: functools.partial(kind, registry=registry) for kind in (Gauge, Counter, Histogram)}
+    prom = ManthanPromMetrics(
+        SimpleNamespace(kv_transfer_config=None), kinds, ["model_name", "engine"], {0: ["m", "0"]}
+    )
+    samples = [sample for family in registry.collect() for sample in family.samples]
+    assert {sample.value for sample in samples if not sample.name.endswith("_created")} == {0}
+    counters = {(sample.name, *sample.labels.values()) for sample in samples}
+    assert ("vllm:manthan_failures_total", "m", "0", "checksum") in counters
+    assert ("vllm:manthan_dropped_blocks_total", "m", "0", "budget") in counters
+    assert ("vllm:manthan_evictions_total", "m", "0") in counters
+    assert ("vllm:manthan_restore_seconds_count", "m", "0") in counters
+    assert not [name for name, *_ in counters if name == "vllm:manthan_cold_store_up"]
+    prom.observe({"gauges": {"cold_store_up": {"": 1.0}}, "counters": {"failures": {"checksum": 2, "new": 1}}})
+    labels = {"model_name": "m", "engine": "0"}
+    assert registry.get_sample_value("vllm:manthan_cold_store_up", labels) == 1
+    assert registry.get_sample_value("vllm:manthan_failures_total", labels | {"cause": "checksum"}) == 2
+    assert registry.get_sample_value("vllm:manthan_failures_total", labels | {"cause": "new"}) == 1
+
+
+def test_causes_of_failures_are_those_of_the_code() -> None:
+    """What a class of errors has as its cause; blocks that cannot be written are a mistake of the writer."""
+
+    def all_of(kind: type) -> set[type]:
+        return {kind}.union(*map(all_of, kind.__subclasses__()))
+
+    causes = {error.cause for error in all_of(WireError) | all_of(SealError) | all_of(ColdStoreError)}
+    assert {DiskError.cause, StoreOomError.cause} <= causes
+    assert causes - {"invalid", "header", "store"} <= set(FAILURE_CAUSES)

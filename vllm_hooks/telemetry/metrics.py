@@ -10,7 +10,9 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import DropCause
 from manthan.manager.work import Verdict
 
 _SECONDS = (
@@ -32,13 +34,22 @@ _SECONDS = (
     10.0,
 )
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
+FAILURE_CAUSES = (
+    *("store_full", "store_down", "store_oom", "disk", "encode", "decode", "missing", "reset", "internal"),
+    *("truncated", "trailing", "magic", "version", "old_format", "checksum", "codec", "size", "key", "fingerprint"),
+    *("seal", "no_key"),
+)
+"""Why blocks cannot be stored or restored."""
 
 
 class _Metric(NamedTuple):
+    """values: of a counter's label, those that are known beforehand."""
+
     kind: type[prometheus_client.Gauge] | type[prometheus_client.Counter] | type[prometheus_client.Histogram]
     text: str
     label: str | None = None
     buckets: tuple[float, ...] = ()
+    values: tuple[str, ...] = ()
 
 
 METRICS: dict[str, _Metric] = {
@@ -72,12 +83,24 @@ METRICS: dict[str, _Metric] = {
     "restored_blocks": _Metric(
         prometheus_client.Counter, "Blocks restored from the cold store, of all KV cache groups."
     ),
-    "dropped_blocks": _Metric(prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause"),
-    "failures": _Metric(prometheus_client.Counter, "Blocks that could not be stored or restored, by cause.", "cause"),
-    "lookups": _Metric(
-        prometheus_client.Counter, "Prompts looked up in a shared store: found, nothing, unanswered.", "outcome"
+    "dropped_blocks": _Metric(
+        prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
     ),
-    "hints": _Metric(prometheus_client.Counter, "Hints that requests gave, by hint.", "hint"),
+    "failures": _Metric(
+        prometheus_client.Counter,
+        "Blocks that could not be stored or restored, by cause.",
+        "cause",
+        values=FAILURE_CAUSES,
+    ),
+    "lookups": _Metric(
+        prometheus_client.Counter,
+        "Prompts looked up in a shared store: found, nothing, unanswered.",
+        "outcome",
+        values=("found", "nothing", "unanswered"),
+    ),
+    "hints": _Metric(
+        prometheus_client.Counter, "Hints that requests gave, by hint.", "hint", values=tuple(Hints.model_fields)
+    ),
     "pins_refused": _Metric(prometheus_client.Counter, "Pins refused for want of room: quotas.pinned_share."),
     "encode_seconds": _Metric(prometheus_client.Histogram, "Time to encode and store a block.", None, _SECONDS),
     "restore_seconds": _Metric(prometheus_client.Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
@@ -208,19 +231,28 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
             self._metrics[name] = kinds[metric.kind](
                 name=f"vllm:manthan_{name}", documentation=metric.text, labelnames=labels, **extra
             )
+        self._begin_at_zero()
+
+    def _begin_at_zero(self) -> None:
+        """Show counters and histograms before anything happens: of a series that begins with its first event,
+        Prometheus sees no increase by it. Gauges come with the first statistics."""
+        for name, metric in METRICS.items():
+            if metric.kind is not prometheus_client.Gauge:
+                for engine in self.per_engine_labelvalues.values():
+                    for value in metric.values if metric.label else ("",):
+                        self._child(name, engine, value)
+
+    def _child(self, name: str, engine: list[object], label: str) -> Any:
+        return self._metrics[name].labels(*engine, *([label] if METRICS[name].label else []))
 
     def observe(self, transfer_stats_data: dict[str, Any], engine_idx: int = 0) -> None:
         engine = self.per_engine_labelvalues[engine_idx]
-
-        def child(name: str, label: str) -> Any:
-            return self._metrics[name].labels(*engine, *([label] if METRICS[name].label else []))
-
         for name, values in transfer_stats_data.get("gauges", {}).items():
             for label, value in values.items():
-                child(name, label).set(value)
+                self._child(name, engine, label).set(value)
         for name, values in transfer_stats_data.get("counters", {}).items():
             for label, value in values.items():
-                child(name, label).inc(value)
+                self._child(name, engine, label).inc(value)
         for name, observed in transfer_stats_data.get("observations", {}).items():
             for value in observed:
-                child(name, "").observe(value)
+                self._child(name, engine, "").observe(value)

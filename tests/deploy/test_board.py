@@ -1,0 +1,87 @@
+"""The Grafana board and the alert rules: as they would be generated, whole, and understood by those who read them."""
+
+import json
+import re
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from deployment import DEPLOY, REPO, load, script
+from prometheus_server import promtool
+
+from manthan.vllm_hooks.telemetry.metrics import METRICS
+from manthan.vllm_hooks.telemetry.queries import ALERTS, QUERIES, Alert
+
+BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "manthan.json").read_text(encoding="utf-8"))
+ROWS = [panel for panel in BOARD["panels"] if panel["type"] == "row"]
+PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
+EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
+
+
+def test_what_is_generated_is_current() -> None:
+    for path, text in script(DEPLOY / "generate.py").generated().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(REPO)} is old: run `make docs`"
+
+
+def test_every_question_and_every_metric_is_on_the_board() -> None:
+    asked = [(query.title, query.question) for row in QUERIES.values() for query in row]
+    assert [(panel["title"], panel["description"]) for panel in PANELS][: len(asked)] == asked
+    assert [row["title"] for row in ROWS] == [*QUERIES, "All else"]
+    shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in re.findall(r"vllm:\w+", " ".join(EXPRESSIONS))}
+    assert {f"vllm:manthan_{name}" for name in METRICS} <= shown
+
+
+def test_panels_stand_side_by_side() -> None:
+    """None over another, none beyond Grafana's 24 columns; each has a number of its own."""
+    places = [panel["gridPos"] for panel in BOARD["panels"]]
+    cells = [(x, y) for p in places for x in range(p["x"], p["x"] + p["w"]) for y in range(p["y"], p["y"] + p["h"])]
+    assert len(cells) == len(set(cells))
+    assert max(x for x, _ in cells) < 24
+    assert all(one["y"] <= other["y"] for one, other in pairwise(places))
+    assert len({panel["id"] for panel in BOARD["panels"]}) == len(BOARD["panels"])
+
+
+def test_every_series_is_of_what_was_chosen() -> None:
+    """Models and servers, by the variables above the panels; all panels ask the data source that was chosen there."""
+    names = [variable["name"] for variable in BOARD["templating"]["list"]]
+    assert names == ["datasource", "model_name", "instance"]
+    for expression in EXPRESSIONS:
+        assert expression.count('{model_name=~"$model_name",instance=~"$instance"') == expression.count("vllm:")
+    for panel in PANELS:
+        for one in [panel, *panel["targets"]]:
+            assert one["datasource"] == {"type": "prometheus", "uid": "${datasource}"}
+
+
+def test_every_query_is_promql(tmp_path: Path) -> None:
+    """As rules, which promtool can check without a server."""
+    chosen = [expression.replace("$__rate_interval", "5m") for expression in EXPRESSIONS]
+    rules = [{"record": f"panel:{n}", "expr": expression} for n, expression in enumerate(chosen)]
+    (tmp_path / "rules.yaml").write_text(json.dumps({"groups": [{"name": "board", "rules": rules}]}))
+    promtool("check", "rules", tmp_path / "rules.yaml")
+
+
+def test_prometheus_takes_configuration_and_rules() -> None:
+    promtool("check", "config", DEPLOY / "prometheus" / "prometheus.yaml")
+
+
+def test_alerts_fire_when_they_should() -> None:
+    promtool("test", "rules", Path(__file__).with_name("alerts.yaml"))
+
+
+@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
+def test_it_is_tested_that_an_alert_fires_and_that_it_does_not(alert: Alert) -> None:
+    text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
+    assert re.search(rf"alertname: {alert.name}, exp_alerts: \[\]", text)
+    assert re.search(rf"alertname: {alert.name}\n +exp_alerts:\n +- exp_labels", text)
+
+
+def test_grafana_is_given_the_board_and_where_its_data_is() -> None:
+    [source] = load("grafana/provisioning/datasources/prometheus.yaml")["datasources"]
+    services = load("compose.yaml")["services"]
+    assert source["url"] == "http://prometheus:9090"
+    assert source["jsonData"]["timeInterval"] == load("prometheus/prometheus.yaml")["global"]["scrape_interval"]
+    [provider] = load("grafana/provisioning/dashboards/manthan.yaml")["providers"]
+    mounted = dict(volume.split(":")[:2] for volume in services["grafana"]["volumes"])
+    assert mounted["./grafana/manthan.json"] == f"{provider['options']['path']}/manthan.json"
+    assert mounted["./grafana/provisioning"] == "/etc/grafana/provisioning"

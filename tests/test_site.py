@@ -1,0 +1,61 @@
+"""The documents as a site: mkdocs.yml and its hook."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+REPO = Path(__file__).parents[1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """As `make site` builds it. A link to nothing, or to no heading, is a warning, and a warning ends it."""
+    folder = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", folder],
+        cwd=REPO,
+        env=os.environ | {"NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    return folder
+
+
+def test_every_document_is_a_page(site: Path) -> None:
+    for path in [*REPO.glob("*.md"), *(REPO / "docs").glob("*.md")]:
+        name = "" if path.name == "README.md" else f"{path.stem}/"
+        folder = site / "repository" if path.parent == REPO else site
+        assert (folder / name / "index.html").is_file(), path
+
+
+def test_links_lead_somewhere(site: Path) -> None:
+    """Of all pages; what leads out of docs/ in a checkout leads to a page too."""
+    seen = 0
+    for page in site.rglob("index.html"):
+        for link in re.findall(r'(?:href|src)="([^"#?]+)', page.read_text(encoding="utf-8")):
+            if re.match(r"\w+:", link):
+                continue
+            there = page.parent / link
+            assert there.is_file() or (there / "index.html").is_file(), f"{page.relative_to(site)}: {link}"
+            seen += "repository/" in link
+    assert seen > 20
+
+
+def test_diagrams_and_code_are_shown(site: Path) -> None:
+    assert 'class="mermaid"' in (site / "concepts" / "index.html").read_text(encoding="utf-8")
+    assert "class BlockShape" in re.sub(
+        "<[^>]+>", "", (site / "repository" / "codec" / "block.py" / "index.html").read_text(encoding="utf-8")
+    )
+
+
+def test_nothing_is_loaded_from_elsewhere(site: Path) -> None:
+    """But for links that a reader follows."""
+    for page in site.rglob("index.html"):
+        text = page.read_text(encoding="utf-8")
+        assert not re.findall(r'<(?:script|img|iframe)[^>]*src="https?:|<link[^>]*href="https?:', text), page
