@@ -33,7 +33,7 @@ class Wait:
 
     restore: Manthan's fetching and decoding. queue: until vLLM scheduled it, without that. compute: from then to the
     first token. rest: the API server, HTTP and the client. ahead: tokens of other prompts that were computed meanwhile.
-    Parts that nobody measured are None.
+    evicted: sessions that went cold in that time. Parts that nobody measured are None.
     """
 
     found: str
@@ -45,6 +45,7 @@ class Wait:
     restored_tokens: int
     missed_tokens: int
     ahead: int
+    evicted: int
 
 
 class Lines(NamedTuple):
@@ -96,6 +97,9 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
         restored_tokens=restored,
         missed_tokens=missed,
         ahead=ahead,
+        evicted=sum(
+            1 for found in lines.evictions.values() for _ in _between(found, one.sent_s, one.sent_s + one.ttft_s)
+        ),
     )
 
 
