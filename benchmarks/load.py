@@ -7,7 +7,7 @@ replayed in its own time. Time to the first token is what the client saw.
     manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
     manthan bench load --trace FILE --shrink 16 --speed 4
     manthan bench load --base-url http://HOST:PORT --tokens 4000
-    manthan bench load --plot-only FOLDER/load.json
+    manthan bench load --plot-only FOLDER/load.json OTHER/load.json
 
 See docs/load.md.
 """
@@ -90,19 +90,22 @@ def load(
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
     timeout: Annotated[float, typer.Option(help="No more requests are sent after so many seconds, per arm.")] = 900,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
-    plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
+    plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
 ) -> None:
     """What a user waits for the first token, while more chats come and return than the KV pool holds."""
     from manthan.benchmarks.load_chats import Replay
     from manthan.benchmarks.load_run import LoadOptions, run
 
+    if plot_only != bool(files):
+        raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
     replay = None if trace is None else Replay(trace, speed, shrink, requests)
     options = LoadOptions(
         arms, codecs, chats, tokens, turns, said, answer, think, str(thinking), arrive, replay, pool, read_size(memory),
         idle_after, model, shape, profile, block_size, base_url, shlex.split(flags), redis_url, seed, start_timeout,
         timeout, out,
     )  # fmt: skip
-    run(options, plot_only, context.params)
+    run(options, files or [], context.params)
 
 
 def read_size(text: str) -> int:

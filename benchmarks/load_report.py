@@ -12,7 +12,7 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.arms import merge_reports, save_plot, where
 from manthan.benchmarks.capacity_report import COLORS, GREYS, quantile
 
 QUANTILES = (0.50, 0.90, 0.99)
@@ -98,6 +98,11 @@ def _slow(waits: Sequence[dict[str, Any]]) -> Slow | None:
         Counter(wait["found"] for wait in slow),
         statistics.fmean(wait["ahead"] for wait in slow),
     )
+
+
+def merged(files: Sequence[Path]) -> dict[str, Any]:
+    """One report of several; see merge_reports."""
+    return merge_reports(files, "load", ("model", "made", "trace", "memory"), lambda run: run["arm"])
 
 
 # -- shown ----------------------------------------------------------------------------------------------

@@ -15,12 +15,12 @@ import typer
 from pydantic import ByteSize
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, read_report, write_report
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed, writer
-from manthan.benchmarks.load_report import show
+from manthan.benchmarks.load_report import merged, show
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
 from manthan.benchmarks.local_redis import redis_at
@@ -234,11 +234,11 @@ def run_given(options: LoadOptions, console: Console) -> tuple[Load, dict[str, A
 # -- all arms -------------------------------------------------------------------------------------------
 
 
-def run(options: LoadOptions, plot_only: Path | None, arguments: dict[str, Any]) -> None:
+def run(options: LoadOptions, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
     """The whole command; exits with 1 if an arm failed."""
     console = make_console()
-    if plot_only is not None:
-        return show(read_report(plot_only, "load"), plot_only.with_suffix(".png"), console)
+    if plot_only:
+        return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
     leave_on_signals()
     options.out.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
