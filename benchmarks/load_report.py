@@ -215,7 +215,8 @@ def _draw_returns(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> 
             )
     axes.set(xscale="log", ylim=(0, 1.02), xlabel="time to first token, ms", ylabel="share of returns")
     axes.set_title("Returns that have their first token by then", loc="left")
-    axes.legend(frameon=False, loc="lower right")
+    if any(one.returns for one in found):
+        axes.legend(frameon=False, loc="lower right")
     axes.grid(alpha=0.3, which="both")
 
 

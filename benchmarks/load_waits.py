@@ -9,22 +9,24 @@ from typing import NamedTuple
 from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.restore import KEPT_SHARE
 
-WENT_COLD = re.compile(r" (\d+\.\d{3}) \[.*\] Manthan: session (\S+) went cold after .* in (\d+) ms")
+WENT_COLD = re.compile(
+    r" (\d+\.\d{3}) \[.*\] Manthan: session (\S+) went cold after .* idle: \d+ blocks \((\d+) tokens\).* in (\d+) ms"
+)
 RESTORED = re.compile(
     r" (\d+\.\d{3}) \[.*\] Manthan: session (\S+) restored (\d+) of \d+ blocks \((\d+) tokens\).* in (\d+) ms"
 )
 
 FIRST, HOT, RESTORED_WHOLE, FETCHED = "first turn", "hot", "restored", "cached"
-NOT_COLD, GOING_COLD, GONE = "not cold yet", "going cold", "gone from the store"
+NOT_COLD, GOING_COLD, GONE = "overwritten before it was encoded", "going cold", "dropped from the store"
 RECOMPUTED = "recomputed"
 
 
 class Cold(NamedTuple):
-    """A session went cold, or came back. at_s: from the start of the load. tokens: that came back."""
+    """A session went cold, or came back, with so many tokens. at_s: from the start of the load."""
 
     at_s: float
     took_ms: float
-    tokens: int = 0
+    tokens: int
 
 
 @dataclass(frozen=True)
@@ -60,8 +62,8 @@ def read_log(log: Path | None, began: float) -> Lines:
     found = Lines({}, {})
     for line in log.read_text(errors="replace").splitlines() if log else ():
         if match := WENT_COLD.search(line):
-            at, session, took = match.groups()
-            found.evictions.setdefault(session, []).append(Cold(float(at) - began, float(took)))
+            at, session, tokens, took = match.groups()
+            found.evictions.setdefault(session, []).append(Cold(float(at) - began, float(took), int(tokens)))
         elif match := RESTORED.search(line):
             at, session, _, tokens, took = match.groups()
             found.restores.setdefault(session, []).append(Cold(float(at) - began, float(took), int(tokens)))
@@ -113,8 +115,8 @@ def _found(one: Asked, left_s: float, lines: Lines, full: int, restored: int, is
     if not is_ours:
         return RECOMPUTED
     evictions = lines.evictions.get(one.session, ())
-    if any(_between(evictions, left_s, one.sent_s)):
-        return GONE
+    if before := list(_between(evictions, left_s, one.sent_s)):
+        return GONE if before[-1].tokens >= KEPT_SHARE * full else NOT_COLD
     return GOING_COLD if any(_between(evictions, one.sent_s, one.sent_s + one.seconds)) else NOT_COLD
 
 

@@ -219,7 +219,14 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
     talk = Talk(1000.0, 3.0, 6, every, [], {})
     waits = explain(talk, read_log(log, talk.began), 32, is_ours=True)
     kinds = [wait.found for wait in waits]
-    assert kinds == ["restored", "hot", "going cold", "gone from the store", "not cold yet", "first turn"]
+    assert kinds == [
+        "restored",
+        "hot",
+        "going cold",
+        "dropped from the store",
+        "overwritten before it was encoded",
+        "first turn",
+    ]
     first = waits[0]
     assert (first.restore, first.queue, first.compute, first.rest) == (20.0, 30.0, 30.0, pytest.approx(20.0))
     assert (first.restored_tokens, first.missed_tokens, first.evicted) == (256, 0, 1)
