@@ -52,14 +52,12 @@ def load(
     codecs: Annotated[
         str, typer.Option(help="Of Manthan's arms, with commas between.", autocompletion=complete_codecs)
     ] = DEFAULT,
-    chats: Annotated[int, typer.Option(min=0, help="That come; 0: 24, on a GPU 64.")] = 0,
-    tokens: Annotated[int, typer.Option(min=0, help="Of a chat's first prompt; 0: 1024, on a GPU 8192.")] = 0,
+    chats: Annotated[int, typer.Option(min=0, help="That come; 0: 20, on a GPU 64.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
     turns: Annotated[int, typer.Option(min=1, help="Of each chat.")] = 3,
     said: Annotated[int, typer.Option(min=1, help="Tokens that a later turn adds.")] = 128,
     answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
-    think: Annotated[
-        float | None, typer.Option(min=0, help="Seconds between an answer and the next turn; default: 10, on a GPU 15.")
-    ] = None,
+    think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn.")] = 15,
     thinking: Annotated[Thinking, typer.Option(help="Always as long, or spread.")] = Thinking.fixed,
     arrive: Annotated[
         float | None, typer.Option(min=0, help="Seconds within which all chats come; default: twice --think.")
@@ -69,7 +67,7 @@ def load(
     shrink: Annotated[float, typer.Option(min=1, help="So many times fewer tokens than in the trace.")] = 1,
     requests: Annotated[int, typer.Option(min=0, help="The trace's first ones; 0: all.")] = 0,
     pool: Annotated[
-        int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 5 chats, on a GPU 10.")
+        int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 8 chats, on a GPU 10.")
     ] = 0,
     memory: Annotated[
         str, typer.Option(help="Beside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")

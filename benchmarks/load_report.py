@@ -19,6 +19,8 @@ QUANTILES = (0.50, 0.90, 0.99)
 SLOW_FROM = 0.90
 MOST_TURNS = 4
 """Later ones are shown together."""
+LONG_MS = 10_000
+"""A table with such waits is in seconds."""
 PARTS = {"queue": "vLLM's queue", "restore": "restore", "compute": "computing", "rest": "API, client"}
 PART_COLORS = dict(zip(PARTS, ("#a3acb5", "#2f6db5", "#d1663b", "#444444"), strict=True))
 OTHERS = ("plain", "wide", "offload", "lmcache")
@@ -136,19 +138,20 @@ def title(report: dict[str, Any]) -> str:
 
 
 def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
-    table = Table(title=f"{title(report)}: first token, p50/p90/p99, ms", box=SIMPLE)
+    scale, unit = (1e3, "s") if max(quantile(one.returns, 0.99) for one in found) >= LONG_MS else (1.0, "ms")
+    table = Table(title=f"{title(report)}: first token, p50/p90/p99, {unit}", box=SIMPLE)
     table.add_column("")
     turns = sorted({turn for one in found for turn in one.turns})
     for turn in turns:
         table.add_column(_turn_name(turn), justify="right", no_wrap=True)
     table.add_column("returns", justify="right", no_wrap=True)
-    for header in ("not computed\nof returns", "tokens/s", "right\nanswers", "errors"):
+    for header in ("not\ncomputed", "tokens/s", "right\nanswers", "errors"):
         table.add_column(header, justify="right")
     for one in found:
         table.add_row(
             one.arm,
-            *(_spread(one.turns.get(turn, [])) for turn in turns),
-            _spread(one.returns),
+            *(_spread(one.turns.get(turn, []), scale) for turn in turns),
+            _spread(one.returns, scale),
             f"{one.not_computed:.1%}",
             f"{one.rate:.0f}",
             f"{one.right} of {one.checked}" if one.checked else "",
@@ -161,8 +164,9 @@ def _turn_name(turn: int) -> str:
     return f"turn {turn}{' and later' if turn == MOST_TURNS else ''}"
 
 
-def _spread(times: Sequence[float]) -> str:
-    return "/".join(f"{quantile(times, share):.0f}" for share in QUANTILES) if times else ""
+def _spread(times: Sequence[float], scale: float) -> str:
+    digits = 0 if scale == 1 else 2
+    return "/".join(f"{quantile(times, share) / scale:.{digits}f}" for share in QUANTILES) if times else ""
 
 
 def slow_table(found: Sequence[Found]) -> Table:

@@ -43,13 +43,12 @@ class Sizes:
 
     chats: int
     tokens: int
-    think_s: float
     pool_chats: int
     memory: int
 
 
-GPU = Sizes(chats=64, tokens=8192, think_s=15, pool_chats=10, memory=20 << 30)
-CPU = Sizes(chats=24, tokens=1024, think_s=10, pool_chats=5, memory=0)
+GPU = Sizes(chats=64, tokens=8192, pool_chats=10, memory=20 << 30)
+CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
 
 
 @dataclass(frozen=True)
@@ -63,7 +62,7 @@ class LoadOptions:
     turns: int
     said: int
     answer: int
-    think: float | None
+    think: float
     thinking: str
     arrive: float | None
     replay: Replay | None
@@ -85,10 +84,9 @@ class LoadOptions:
     def made(self, on_gpu: bool) -> Made:
         """The chats, where none are replayed; raises BadParameter."""
         sizes = GPU if on_gpu else CPU
-        think_s = sizes.think_s if self.think is None else self.think
         return Made(
             self.chats or sizes.chats, self.tokens or sizes.tokens, self.turns, self.said, self.answer,
-            think_s, self.thinking, 2 * think_s if self.arrive is None else self.arrive, self.seed,
+            self.think, self.thinking, 2 * self.think if self.arrive is None else self.arrive, self.seed,
         )  # fmt: skip
 
 

@@ -262,6 +262,8 @@ def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
     assert read_arms("host, plain", False) == ["plain", "host"]
     assert read_arms("", True) == ["plain", "offload", "host"]
     assert cannot_run("device", True) == cannot_run("plain", False) == ""
+    assert cannot_run("lmcache", False) == "Arm lmcache is left out: it needs a GPU, and none was found here."
+    assert cannot_run("lmcache", True) == "Arm lmcache is left out: the package lmcache is not installed here."
     monkeypatch.setenv("PATH", "")
     assert "redis-server is not installed" in cannot_run("redis", False)
 
