@@ -140,7 +140,7 @@ def title(report: dict[str, Any]) -> str:
 def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     scale, unit = (1e3, "s") if max(quantile(one.returns, 0.99) for one in found) >= LONG_MS else (1.0, "ms")
     table = Table(title=f"{title(report)}: first token, p50/p90/p99, {unit}", box=SIMPLE)
-    table.add_column("")
+    table.add_column("", no_wrap=True)
     turns = sorted({turn for one in found for turn in one.turns})
     for turn in turns:
         table.add_column(_turn_name(turn), justify="right", no_wrap=True)
@@ -165,8 +165,8 @@ def _turn_name(turn: int) -> str:
 
 
 def _spread(times: Sequence[float], scale: float) -> str:
-    digits = 0 if scale == 1 else 2
-    return "/".join(f"{quantile(times, share) / scale:.{digits}f}" for share in QUANTILES) if times else ""
+    values = [quantile(times, share) / scale for share in QUANTILES] if times else []
+    return "/".join(f"{value:.{2 if scale > 1 and value < 10 else 1 if scale > 1 else 0}f}" for value in values)
 
 
 def slow_table(found: Sequence[Found]) -> Table:
