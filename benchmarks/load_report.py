@@ -21,6 +21,7 @@ MOST_TURNS = 4
 """Later ones are shown together."""
 LONG_MS = 10_000
 """A table with such waits is in seconds."""
+COMPACT: dict[str, Any] = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
 PARTS = {"queue": "vLLM's queue", "restore": "restore", "compute": "computing", "rest": "API, client"}
 PART_COLORS = dict(zip(PARTS, ("#a3acb5", "#2f6db5", "#d1663b", "#444444"), strict=True))
 OTHERS = ("plain", "wide", "offload", "lmcache")
@@ -139,7 +140,7 @@ def title(report: dict[str, Any]) -> str:
 
 def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
     scale, unit = (1e3, "s") if max(quantile(one.returns, 0.99) for one in found) >= LONG_MS else (1.0, "ms")
-    table = Table(title=f"{title(report)}: first token, p50/p90/p99, {unit}", box=SIMPLE)
+    table = Table(title=f"{title(report)}: first token, p50/p90/p99, {unit}", **COMPACT)
     table.add_column("", no_wrap=True)
     turns = sorted({turn for one in found for turn in one.turns})
     for turn in turns:
@@ -154,7 +155,7 @@ def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
             _spread(one.returns, scale),
             f"{one.not_computed:.1%}",
             f"{one.rate:.0f}",
-            f"{one.right} of {one.checked}" if one.checked else "",
+            f"{one.right}/{one.checked}" if one.checked else "",
             f"{one.errors}",
         )
     return table
@@ -170,8 +171,8 @@ def _spread(times: Sequence[float], scale: float) -> str:
 
 
 def slow_table(found: Sequence[Found]) -> Table:
-    table = Table(title="The slowest tenth of the returns: what they waited for, mean ms", box=SIMPLE)
-    table.add_column("")
+    table = Table(title="The slowest tenth of the returns: what they waited for, mean ms", **COMPACT)
+    table.add_column("", no_wrap=True)
     for header in ("returns", "first token", *PARTS.values(), "tokens of others\ncomputed meanwhile"):
         table.add_column(header, justify="right")
     table.add_column("found")
