@@ -22,8 +22,14 @@ MOST_TURNS = 4
 LONG_MS = 10_000
 """A table with such waits is in seconds."""
 COMPACT: dict[str, Any] = {"box": SIMPLE, "pad_edge": False, "collapse_padding": True}
-PARTS = {"queue": "vLLM's queue", "restore": "restore", "compute": "computing", "rest": "API, client"}
-PART_COLORS = dict(zip(PARTS, ("#a3acb5", "#2f6db5", "#d1663b", "#444444"), strict=True))
+PARTS = {
+    "queue": "queue",
+    "restore": "restore",
+    "after": "queue\nagain",
+    "compute": "computing",
+    "rest": "API,\nclient",
+}
+PART_COLORS = dict(zip(PARTS, ("#a3acb5", "#2f6db5", "#c9ced3", "#d1663b", "#444444"), strict=True))
 OTHERS = ("plain", "wide", "offload", "lmcache")
 
 
@@ -92,7 +98,7 @@ def _slow(waits: Sequence[dict[str, Any]]) -> Slow | None:
     means = {
         part: statistics.fmean(known)
         for part in PARTS
-        if (known := [wait[part] for wait in slow if wait[part] is not None])
+        if (known := [wait[part] for wait in slow if wait.get(part) is not None])
     }
     return Slow(
         len(slow),
@@ -197,6 +203,7 @@ def slow_table(found: Sequence[Found]) -> Table:
 def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
     """Left: what share of returns has its first token by when. Middle: by turn. Right: the slowest tenth's parts."""
     from matplotlib.figure import Figure
+    from matplotlib.lines import Line2D
 
     figure = Figure(figsize=(16, 5), layout="constrained")
     returns, turns, slow = figure.subplots(1, 3)
@@ -206,22 +213,23 @@ def draw(report: dict[str, Any], found: Sequence[Found]) -> Any:
     _draw_returns(returns, found, colors)
     _draw_turns(turns, found, colors)
     _draw_slow(slow, found)
+    handles = [Line2D([], [], color=colors[one.arm], lw=2, label=_label(one)) for one in found]
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, frameon=False)
     figure.suptitle(f"{title(report)}; {where(report)}", fontsize=9)
     return figure
+
+
+def _label(one: Found) -> str:
+    return f"{one.arm}: {one.not_computed:.0%} of returns' tokens not computed"
 
 
 def _draw_returns(axes: Any, found: Sequence[Found], colors: dict[str, str]) -> None:
     for one in found:
         times = np.sort(one.returns)
         if len(times):
-            label = f"{one.arm} ({one.not_computed:.0%} not computed)"
-            axes.step(
-                times, np.arange(1, len(times) + 1) / len(times), where="post", color=colors[one.arm], label=label
-            )
+            axes.step(times, np.arange(1, len(times) + 1) / len(times), where="post", color=colors[one.arm])
     axes.set(xscale="log", ylim=(0, 1.02), xlabel="time to first token, ms", ylabel="share of returns")
     axes.set_title("Returns that have their first token by then", loc="left")
-    if any(one.returns for one in found):
-        axes.legend(frameon=False, loc="lower right")
     axes.grid(alpha=0.3, which="both")
 
 
@@ -249,7 +257,7 @@ def _draw_slow(axes: Any, found: Sequence[Found]) -> None:
     left = np.zeros(len(shown))
     for part, name in PARTS.items():
         widths = np.array([slow.parts.get(part, 0.0) for _, slow in shown])
-        axes.barh(range(len(shown)), widths, left=left, color=PART_COLORS[part], label=name)
+        axes.barh(range(len(shown)), widths, left=left, color=PART_COLORS[part], label=name.replace("\n", " "))
         left += widths
     axes.set_yticks(range(len(shown)), [arm for arm, _ in shown])
     axes.invert_yaxis()

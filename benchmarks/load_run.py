@@ -202,7 +202,13 @@ def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]
     """Each request with what it waited for."""
     explained = iter(waits)
     requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
-    about = {"is_ours": is_ours, "wall_s": talk.wall_s, "planned": talk.planned, "requests": requests}
+    about = {
+        "is_ours": is_ours,
+        "began": talk.began,
+        "wall_s": talk.wall_s,
+        "planned": talk.planned,
+        "requests": requests,
+    }
     return about | {"samples": talk.samples, "counters": talk.counters}
 
 

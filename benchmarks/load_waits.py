@@ -33,15 +33,17 @@ class Cold(NamedTuple):
 class Wait:
     """Milliseconds of a time to the first token, and what the request found.
 
-    restore: Manthan's fetching and decoding. queue: until vLLM scheduled it, without that. compute: from then to the
-    first token. rest: the API server, HTTP and the client. ahead: tokens of other prompts that were computed meanwhile.
-    evicted: sessions that went cold in that time. Parts that nobody measured are None.
+    queue: until vLLM scheduled it, or until its restore began. restore: Manthan's fetching and decoding. after: from
+    then until vLLM scheduled it. compute: from there to the first token. rest: the API server, HTTP and the client.
+    ahead: tokens of other prompts that were computed meanwhile. evicted: sessions that went cold in that time. Parts
+    that nobody measured are None.
     """
 
     found: str
     ttft: float
-    restore: float | None
     queue: float | None
+    restore: float | None
+    after: float | None
     compute: float | None
     rest: float | None
     restored_tokens: int
@@ -88,12 +90,14 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
     full = min(one.known_tokens, one.prompt_tokens - 1) // block_size * block_size
     missed = max(0, full - one.cached_tokens)
     ttft = one.ttft_s * 1e3
+    after = _after(one, restores)
     server = None if one.queue_ms is None or one.first_ms is None else one.queue_ms + one.first_ms
     return Wait(
         found=_found(one, left_s, lines, full, restored, is_ours),
         ttft=ttft,
+        queue=None if one.queue_ms is None else max(0.0, one.queue_ms - restore - after),
         restore=restore if is_ours else None,
-        queue=None if one.queue_ms is None else max(0.0, one.queue_ms - restore),
+        after=after if is_ours else None,
         compute=one.first_ms,
         rest=None if server is None else max(0.0, ttft - server),
         restored_tokens=restored,
@@ -103,6 +107,16 @@ def _wait(one: Asked, left_s: float, lines: Lines, block_size: int, is_ours: boo
             1 for found in lines.evictions.values() for _ in _between(found, one.sent_s, one.sent_s + one.ttft_s)
         ),
     )
+
+
+def _after(one: Asked, restores: Sequence[Cold]) -> float:
+    """Milliseconds from the last restore's end until the request was scheduled, which was first_ms before its first
+    token."""
+    if not restores or one.first_ms is None or one.queue_ms is None:
+        return 0.0
+    scheduled_s = one.sent_s + one.ttft_s - one.first_ms / 1e3
+    left = one.queue_ms - sum(cold.took_ms for cold in restores)
+    return min(max(0.0, (scheduled_s - restores[-1].at_s) * 1e3), max(0.0, left))
 
 
 def _found(one: Asked, left_s: float, lines: Lines, full: int, restored: int, is_ours: bool) -> str:

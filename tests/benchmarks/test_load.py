@@ -11,7 +11,7 @@ from bench_command import is_png, refusal, report, run
 from manthan.benchmarks.capacity_arms import Memory
 from manthan.benchmarks.load_arms import ARMS, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, Replay, made_up, replayed, writer
-from manthan.benchmarks.load_report import Found, merged
+from manthan.benchmarks.load_report import PARTS, Found, merged
 from manthan.benchmarks.load_run import as_report
 from manthan.benchmarks.load_talk import Asked, Talk, Talker
 from manthan.benchmarks.load_waits import Lines, explain, read_log
@@ -71,7 +71,7 @@ def test_columns_are_consistent(found: dict[str, Any]) -> None:
             assert 0 < one["ttft_s"] <= one["seconds"]
             assert one["cached_tokens"] + one["wait"]["missed_tokens"] <= one["prompt_tokens"]
             wait = one["wait"]
-            parts = wait["queue"] + (wait["restore"] or 0.0) + wait["compute"] + wait["rest"]
+            parts = sum(wait[part] or 0.0 for part in PARTS)
             assert parts == pytest.approx(wait["ttft"], abs=1.5)  # the log says whole milliseconds
         assert of.slow is not None
         assert of.slow.mean_ms >= max(of.returns) / 2
@@ -228,7 +228,8 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
         "first turn",
     ]
     first = waits[0]
-    assert (first.restore, first.queue, first.compute, first.rest) == (20.0, 30.0, 30.0, pytest.approx(20.0))
+    assert (first.restore, first.compute, first.rest) == (20.0, 30.0, pytest.approx(20.0))
+    assert (first.queue, first.after) == (pytest.approx(10.0), pytest.approx(20.0))  # scheduled at 1002.070
     assert (first.restored_tokens, first.missed_tokens, first.evicted) == (256, 0, 1)
     assert first.ahead == 44 + 300 + 300 + 268 + 300
     assert [wait.missed_tokens for wait in waits] == [0, 0, 256, 256, 224, 0]
