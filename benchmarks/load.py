@@ -15,15 +15,17 @@ See docs/load.md.
 import shlex
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+import yaml
 from pydantic import ByteSize, TypeAdapter, ValidationError
 
 from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
 from manthan.benchmarks.shapes import PUBLIC
 from manthan.codec import DEFAULT
 from manthan.manager.commands.completion import complete_codecs, completes
+from manthan.manager.config.model import ManthanConfig
 
 
 class Thinking(StrEnum):
@@ -73,6 +75,9 @@ def load(
         str, typer.Option(help="Beside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
+    manthan: Annotated[
+        str, typer.Option(help="Further keys of Manthan's, as YAML: '{hot_pool: {low_watermark: 0.2}}'.")
+    ] = "",
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
     ] = None,
@@ -100,8 +105,8 @@ def load(
     replay = None if trace is None else Replay(trace, speed, shrink, requests)
     options = LoadOptions(
         arms, codecs, chats, tokens, turns, said, answer, think, str(thinking), arrive, replay, pool, read_size(memory),
-        idle_after, model, shape, profile, block_size, base_url, shlex.split(flags), redis_url, seed, start_timeout,
-        timeout, out,
+        idle_after, read_manthan(manthan), model, shape, profile, block_size, base_url, shlex.split(flags), redis_url,
+        seed, start_timeout, timeout, out,
     )  # fmt: skip
     run(options, files or [], context.params)
 
@@ -116,6 +121,18 @@ def read_size(text: str) -> int:
         found = 0
     if found <= 0:
         raise typer.BadParameter(f"--memory must be a size such as 20GiB, not {text!r}")
+    return found
+
+
+def read_manthan(text: str) -> dict[str, Any]:
+    """Keys of Manthan's configuration; raises BadParameter."""
+    try:
+        found = yaml.safe_load(text) if text else {}
+        ManthanConfig.model_validate(found)
+    except (yaml.YAMLError, ValidationError):
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"--manthan must be keys as in docs/configuration.md and their values, not {text!r}")
     return found
 
 

@@ -32,12 +32,13 @@ LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
 
 @dataclass(frozen=True)
 class Arms:
-    """What all arms have in common. profile: for codecs that take one. made_up: weights are, so no codec is judged."""
+    """What all arms have in common. more: keys of Manthan's. made_up: weights are, so no codec is judged."""
 
     memory: Memory
     longest: int
     requests: int
     idle_after_s: float
+    more: dict[str, Any]
     profile: Path | None
     made_up: bool
     redis: dict[str, str]
@@ -70,7 +71,7 @@ class Arms:
             shutil.rmtree(folder, ignore_errors=True)
             folder.mkdir(parents=True)
             options["disk"] = {"path": str(folder)}
-        return options
+        return options | self.more
 
     def _lmcache(self, arm: CapacityArm) -> CapacityArm:
         """In the engine's process, with its own RAM tier."""

@@ -69,6 +69,7 @@ class LoadOptions:
     pool: int
     memory: int
     idle_after: float
+    manthan: dict[str, Any]
     model: Path | None
     shape: str
     profile: Path | None
@@ -145,8 +146,8 @@ def choose_arms(options: LoadOptions, served: Served, load: Load, stack: ExitSta
         redis = {"url": url, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
         stack.callback(remove, url, redis["prefix"])
     common = Arms(
-        memory_of(options, served, load), load.longest, len(load.chats), options.idle_after, options.profile,
-        served.made_up, redis, options.out, options.flags,
+        memory_of(options, served, load), load.longest, len(load.chats), options.idle_after, options.manthan,
+        options.profile, served.made_up, redis, options.out, options.flags,
     )  # fmt: skip
     found: dict[str, CapacityArm | str] = {}
     for kind in kinds:

@@ -244,7 +244,18 @@ def test_a_wait_is_explained_by_the_log(tmp_path: Path) -> None:
 def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
     memory = Memory(3 << 30, 64, 1 << 30, 2 << 30)
     redis = {"url": "redis://there", "prefix": "bench:"}
-    arms = Arms(memory, 2000, 4, 1.0, tmp_path / "profile", False, redis, tmp_path, ["--seed", "1"])
+    arms = Arms(
+        memory,
+        2000,
+        4,
+        1.0,
+        {"hot_pool": {"low_watermark": 0.2}},
+        tmp_path / "profile",
+        False,
+        redis,
+        tmp_path,
+        ["--seed", "1"],
+    )
     made = {kind: arms.make(kind, "klt-6x" if kind == "host" else DEFAULT) for kind in ARMS}
     for kind, one in made.items():
         store = (one.manthan or {}).get("cold_store", {})
@@ -254,6 +265,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         assert one.kind == kind
         assert {"--seed", "--enable-per-request-metrics"} <= {*one.flags}
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
+    assert made["host"].manthan["hot_pool"] == {"low_watermark": 0.2}
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
     assert Path(made["disk"].manthan["disk"]["path"]).is_dir()
@@ -277,6 +289,7 @@ def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
             "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
         ),
         (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are k3v3,"),
+        (("--manthan", "{hot_pool: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
         (
             ("--tokens", "9000"),
