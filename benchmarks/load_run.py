@@ -180,13 +180,12 @@ def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, 
 def warm_up(server: Endpoint, options: LoadOptions, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
     """A chat of its own comes and returns, and all is forgotten: what a server does for the first time takes longer."""
     progress.begin("warm-up")
-    tokens = min(load.longest - 2 * options.answer, load.about["tokens"] or load.longest) // 2
     made = replace(
-        options.made(served.on_gpu), chats=1, tokens=max(tokens, 64), turns=2, said=16, think_s=0, arrive_s=0
+        options.made(served.on_gpu), chats=1, tokens=max(16, load.longest // 2), turns=1, answer=4, arrive_s=0
     )
-    (chat,) = made_up(replace(made, seed=options.seed + 1), writer(None, served.shape.vocabulary, options.seed + 1))
-    for turn in range(2):
-        talk = Talker(server, lambda: None, options.timeout).run([replace(chat, turns=chat.turns[turn : turn + 1])])
+    chats = made_up(made, writer(None, served.shape.vocabulary, options.seed + 1))
+    for _ in range(2):
+        talk = Talker(server, lambda: None, options.timeout).run(chats)
         for one in talk.asked:
             if one.error:
                 raise server.error(f"The server does not answer: {one.error}")
