@@ -17,7 +17,7 @@ from rich.console import Console
 
 from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
-from manthan.benchmarks.endpoint import Endpoint, ServerError
+from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed, writer
 from manthan.benchmarks.load_report import merged, show
@@ -33,6 +33,7 @@ from manthan.benchmarks.settle import until_settled
 
 ANSWER_TIMEOUT_S = 1800.0
 """A user who waits longer is not answered."""
+FORGET_S = 10.0
 SOON_S = 5.0
 """Nothing is waited for that goes cold later."""
 
@@ -190,7 +191,19 @@ def warm_up(server: Endpoint, options: LoadOptions, served: Served, load: Load, 
             if one.error:
                 raise server.error(f"The server does not answer: {one.error}")
         until_settled(server, all_cold=is_ours and options.idle_after <= SOON_S)
-    server.reset_prefix_cache()
+    forget(server)
+
+
+def forget(server: Endpoint) -> None:
+    """Everything; a connector may hold blocks for a moment after the last request."""
+    deadline = time.monotonic() + FORGET_S
+    while True:
+        try:
+            return server.reset_prefix_cache()
+        except ServerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
 
 
 def talk_to(endpoint: Endpoint, load: Load, options: LoadOptions, progress: Bar) -> Talk:
