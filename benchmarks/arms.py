@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -230,6 +230,28 @@ def read_report(path: Path, benchmark: str) -> dict[str, Any]:
     if report.get("benchmark") != benchmark:
         raise typer.BadParameter(f"--plot-only {path} is not a report of the benchmark {benchmark}")
     return report
+
+
+def merge_reports(
+    files: Sequence[Path], benchmark: str, alike: Sequence[str], key: Callable[[dict[str, Any]], Hashable]
+) -> dict[str, Any]:
+    """One report of several, whose `runs` are told apart by `key`; what a later file measured again goes before.
+
+    alike: what must be the same in all of them, besides the machine. Raises BadParameter.
+    """
+    reports = [read_report(file, benchmark) for file in files]
+    first = reports[0]
+    for file, report in zip(files, reports, strict=True):
+        both = {what: (report.get(what), first.get(what)) for what in alike} | {
+            "machine": (where(report), where(first))
+        }
+        for what, (one, other) in both.items():
+            if one != other:
+                raise typer.BadParameter(
+                    f"--plot-only {file} cannot be merged with {files[0]}: its {what} is {one}, not {other}"
+                )
+    runs = {key(run): run for report in reports for run in report["runs"]}
+    return first | {"runs": list(runs.values())}
 
 
 def save_plot(draw: Callable[[dict[str, Any]], Any], report: dict[str, Any], path: Path, console: Console) -> None:

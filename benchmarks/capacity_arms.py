@@ -37,7 +37,10 @@ class Memory:
 
 @dataclass(frozen=True)
 class CapacityArm:
-    """One way to keep sessions, in one budget. manthan: its configuration, if it is Manthan's."""
+    """One way to keep sessions, in one budget. manthan: its configuration, if it is Manthan's.
+
+    eager: see Served.flags.
+    """
 
     kind: str
     codec: str
@@ -46,15 +49,16 @@ class CapacityArm:
     manthan: dict[str, Any] | None = None
     flags: tuple[str, ...] = ()
     env: dict[str, str] = field(default_factory=dict)
+    eager: bool = True
 
     @property
     def name(self) -> str:
         return f"{self.kind} {self.codec}".strip()
 
-    def server(self, served: Served, out: Path) -> VllmServer:
+    def server(self, served: Served, out: Path, benchmark: str = "capacity") -> VllmServer:
         """Not started yet; its log and its configuration are written into this folder."""
-        stem = f"capacity-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
-        flags = [*served.flags(self.memory.pool_blocks, self.longest), *self.flags]
+        stem = f"{benchmark}-{self.name.replace(' ', '-')}-{ByteSize(self.memory.budget).human_readable()}"
+        flags = [*served.flags(self.memory.pool_blocks, self.longest, eager=self.eager), *self.flags]
         if self.manthan is not None:
             config = out / f"{stem}.yaml"
             config.write_text(yaml.safe_dump(self.manthan, sort_keys=False))
@@ -85,7 +89,14 @@ def make_arm(
 ) -> CapacityArm:
     """redis: url and prefix, for the arms in Redis. flags: of `vllm serve`, beside those that the arm needs."""
     memory = split(budget, served, tokens, small_pool=kind != PLAIN)
-    longest, more = tokens + SPARE_POSITIONS, tuple(flags)
+    return arm_in(memory, kind, codec, tokens + SPARE_POSITIONS, redis, flags)
+
+
+def arm_in(
+    memory: Memory, kind: str, codec: str, longest: int, redis: dict[str, str], flags: Sequence[str]
+) -> CapacityArm:
+    """The arm that has this memory; longest: tokens of a prompt with its answer."""
+    more = tuple(flags)
     if kind == PLAIN:
         return CapacityArm(kind, "", memory, longest, flags=more)
     if kind == OFFLOAD:
@@ -94,7 +105,7 @@ def make_arm(
     manthan: dict[str, Any] = {**MANTHAN, "min_tokens": 0, "codec": codec}
     manthan["cold_store"] = _cold_store(kind, memory.store_nbytes)
     if kind in IN_REDIS:
-        manthan["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{budget}:"}
+        manthan["redis"] = redis | {"prefix": f"{redis['prefix']}{kind}-{codec}-{memory.budget}:"}
     return CapacityArm(kind, codec, memory, longest, manthan, more)
 
 
@@ -123,7 +134,7 @@ def read_budgets(text: str) -> list[int]:
 def read_kinds(text: str, on_gpu: bool) -> list[str]:
     """Arms by name, plain vLLM first; raises BadParameter."""
     wanted = {part.strip() for part in text.split(",")} if text else {PLAIN, "host", *(ON_GPU_ONLY if on_gpu else ())}
-    _refuse_unknown("--arms", wanted, ARMS)
+    refuse_unknown("--arms", wanted, ARMS)
     if not on_gpu and wanted & {*ON_GPU_ONLY}:
         names = " and ".join(sorted(wanted & {*ON_GPU_ONLY}))
         raise typer.BadParameter(f"--arms {names} needs a GPU, and none was found here: name plain or host")
@@ -133,11 +144,11 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
 def read_codecs(text: str) -> list[str]:
     """Codecs by name; raises BadParameter."""
     wanted = [part.strip() for part in text.split(",")]
-    _refuse_unknown("--codecs", set(wanted), codec_names())
+    refuse_unknown("--codecs", set(wanted), codec_names())
     return wanted
 
 
-def _refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
+def refuse_unknown(flag: str, wanted: set[str], known: Sequence[str]) -> None:
     if unknown := sorted(wanted - {*known}):
         raise typer.BadParameter(f"{flag} {', '.join(unknown)} is unknown: there are {', '.join(known)}")
 

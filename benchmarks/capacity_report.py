@@ -8,13 +8,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import typer
 from pydantic import ByteSize
 from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.benchmarks.arms import read_report, save_plot, where
+from manthan.benchmarks.arms import merge_reports, save_plot, where
 
 PLAIN = "plain"
 RECOMPUTED_SHARE = 0.01
@@ -88,21 +87,8 @@ def gains(found: Sequence[Found]) -> dict[tuple[str, int], float]:
 
 
 def merged(files: Sequence[Path]) -> dict[str, Any]:
-    """One report of several; what a later file measured again goes before. Raises BadParameter."""
-    reports = [read_report(file, "capacity") for file in files]
-    first = reports[0]
-    for file, report in zip(files, reports, strict=True):
-        for what, (one, other) in {
-            "model": (report["model"], first["model"]),
-            "tokens": (report["tokens"], first["tokens"]),
-            "machine": (where(report), where(first)),
-        }.items():
-            if one != other:
-                raise typer.BadParameter(
-                    f"--plot-only {file} cannot be merged with {files[0]}: its {what} is {one}, not {other}"
-                )
-    runs = {(run["arm"], run["budget"]): run for report in reports for run in report["runs"]}
-    return first | {"runs": list(runs.values())}
+    """One report of several; see merge_reports."""
+    return merge_reports(files, "capacity", ("model", "tokens"), lambda run: (run["arm"], run["budget"]))
 
 
 # -- shown ----------------------------------------------------------------------------------------------

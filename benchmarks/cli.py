@@ -4,15 +4,19 @@ import typer
 
 from manthan.benchmarks.capacity import capacity
 from manthan.benchmarks.concurrency import concurrency
+from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.soak import soak
 
-bench = typer.Typer(no_args_is_help=True, help="Measure a vLLM server: sessions kept, users at a time, long runs.")
+bench = typer.Typer(
+    no_args_is_help=True, help="Measure a vLLM server: sessions kept, users at a time, what they wait, long runs."
+)
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
 
 bench.command("capacity")(capacity)
 bench.command("concurrency")(concurrency)
+bench.command("load")(load)
 bench.command("soak")(soak)
 
 

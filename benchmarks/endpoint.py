@@ -8,7 +8,7 @@ import contextlib
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,8 @@ class Reply:
     """What a request gave. cached_tokens: prompt tokens that were not computed, wherever their KV came from.
 
     reports_cached: whether the server says so at all. generated_tokens: of a reply that was left, the pieces that came.
-    Times are from sending the request.
+    Times are from sending the request. token_ids: of the answer, if they were asked for (`return_token_ids`).
+    timing: the server's own milliseconds, from one that was started with --enable-per-request-metrics.
     """
 
     text: str
@@ -44,6 +45,8 @@ class Reply:
     reports_cached: bool = True
     generated_tokens: int = 0
     seconds: float = 0.0
+    token_ids: tuple[int, ...] = ()
+    timing: dict[str, float] = field(default_factory=dict)
 
     @property
     def computed_tokens(self) -> int:
@@ -68,6 +71,10 @@ class Endpoint:
     def close(self) -> None:
         self._http.close()
 
+    def wait_for_answers(self, timeout_s: float) -> None:
+        """So long from now on, instead of what was said before."""
+        self._http.timeout = httpx.Timeout(timeout_s)
+
     # -- what it says of itself -----------------------------------------------------------------------
 
     def about(self) -> dict[str, Any]:
@@ -82,10 +89,12 @@ class Endpoint:
         except httpx.TransportError:
             return False
 
-    def samples(self) -> list[tuple[str, dict[str, str], float]]:
-        """/metrics: name, labels and value of each series."""
+    def samples(self, *names: str) -> list[tuple[str, dict[str, str], float]]:
+        """/metrics: name, labels and value of each series. names: how those begin that are wanted; all if none are."""
         with self._reachable():
             text = self._http.get("/metrics").text
+        if names:  # reading all of them takes long
+            text = "".join(f"{line}\n" for line in text.splitlines() if line.startswith(names))
         return [
             (sample.name, sample.labels, sample.value)
             for family in text_string_to_metric_families(text)
@@ -138,7 +147,8 @@ class Endpoint:
     ) -> Reply:
         body = {"model": self.model, "stream": True, "stream_options": {"include_usage": True}, **body}
         pieces: list[str] = []
-        usage: dict[str, Any] = {}
+        token_ids: list[int] = []
+        last: dict[str, Any] = {}
         ttft_s = 0.0
         began = time.perf_counter()
         with self._reachable(), self._http.stream("POST", path, json=body) as response:
@@ -149,10 +159,11 @@ class Endpoint:
                 if found and not pieces:
                     ttft_s = time.perf_counter() - began
                 pieces += found
-                usage = chunk.get("usage") or usage
+                token_ids += [token for choice in chunk["choices"] for token in choice.get("token_ids") or ()]
+                last |= {name: chunk[name] for name in ("usage", "metrics") if chunk.get(name)}
                 if leave_after and len(pieces) >= leave_after:
                     break
-        return _reply("".join(pieces), usage, ttft_s, time.perf_counter() - began, len(pieces))
+        return _reply("".join(pieces), token_ids, last, ttft_s, time.perf_counter() - began, len(pieces))
 
     def _events(self, response: httpx.Response) -> Iterator[dict[str, Any]]:
         for line in response.iter_lines():
@@ -181,7 +192,11 @@ class Endpoint:
         return f"at {self.url} did not answer a request"
 
 
-def _reply(text: str, usage: dict[str, Any], ttft_s: float, seconds: float, pieces: int) -> Reply:
+def _reply(
+    text: str, token_ids: Sequence[int], last: dict[str, Any], ttft_s: float, seconds: float, pieces: int
+) -> Reply:
+    """last: usage and metrics as the last piece had them."""
+    usage = last.get("usage", {})
     details = usage.get("prompt_tokens_details")
     return Reply(
         text,
@@ -191,4 +206,6 @@ def _reply(text: str, usage: dict[str, Any], ttft_s: float, seconds: float, piec
         details is not None,
         usage.get("completion_tokens", pieces),
         seconds,
+        tuple(token_ids),
+        {name: value for name, value in last.get("metrics", {}).items() if isinstance(value, float | int)},
     )

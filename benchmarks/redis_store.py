@@ -65,18 +65,28 @@ class Table:
         self._tokenizer = Tokenizer.from_file(str(Path(model, "tokenizer.json")))
         names = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
         self._values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(names, ENTRIES)}
-        lines = [f"{name} = {value}\n" for name, value in self._values.items()]
-        self.lines, count = "", len(self._ids(""))
-        for line in itertools.cycle(lines):  # a line is as many tokens alone as among others
-            if count >= tokens - QUESTION_TOKENS:
-                break
-            self.lines += line
-            count += len(self._ids(line)) - len(self._ids(""))
+        self.lines = self._entries(tokens - len(self._ids("")))
 
     def question(self, number: int) -> tuple[list[int], str]:
         """A prompt, and the right answer to it."""
         line, right = self.lookup(number)
         return self._ids(self.lines + line), right
+
+    def later(self, number: int, tokens: int) -> tuple[list[int], str]:
+        """What a later turn adds to a conversation, about so many tokens: lines again and a question; the answer."""
+        line, right = self.lookup(number)
+        return self._ids("\n" + self._entries(tokens) + line)[len(self._ids("")) :], right
+
+    def _entries(self, tokens: int) -> str:
+        """Lines, from the first on and over again, that leave room for a question."""
+        lines, count, begin = "", 0, len(self._ids(""))
+        for name, value in itertools.cycle(self._values.items()):  # a line is as many tokens alone as among others
+            if count >= tokens - QUESTION_TOKENS:
+                break
+            line = f"{name} = {value}\n"
+            lines += line
+            count += len(self._ids(line)) - begin
+        return lines
 
     def lookup(self, number: int) -> tuple[str, str]:
         """What comes after the lines of the table, and what it is to be answered with."""

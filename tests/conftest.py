@@ -18,7 +18,8 @@ MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 SHARE_SERVERS = (
-    *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py", "tests/deploy/test_stack.py"),
+    *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py", "tests/benchmarks/test_load.py"),
+    "tests/deploy/test_stack.py",
     *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
 )
 START_S = 600

@@ -1,0 +1,140 @@
+"""What a user of each system waits: chats that outgrow the KV pool, on plain vLLM, its offload and Manthan.
+
+Each arm is `vllm serve`, one after another, with the same KV pool and the same bytes beside it; or one server that runs
+already. The same chats come to each: many at a time, each thinks for a while after an answer and goes on. Or a trace is
+replayed in its own time. Time to the first token is what the client saw.
+
+    manthan bench load [--arms plain,offload,host] [--codecs wht-5x,k3v3] [--chats 64] [--tokens 8192] [--out FOLDER]
+    manthan bench load --trace FILE --shrink 16 --speed 4
+    manthan bench load --base-url http://HOST:PORT --tokens 4000
+    manthan bench load --plot-only FOLDER/load.json OTHER/load.json
+
+See docs/load.md.
+"""
+
+import shlex
+from enum import StrEnum
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+import yaml
+from pydantic import ByteSize, TypeAdapter, ValidationError
+
+from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
+from manthan.benchmarks.shapes import PUBLIC
+from manthan.codec import DEFAULT
+from manthan.manager.commands.completion import complete_codecs, completes
+from manthan.manager.config.model import ManthanConfig
+
+
+class Thinking(StrEnum):
+    """How long a user thinks: always as long, or exponentially distributed."""
+
+    fixed = "fixed"
+    exponential = "exponential"
+
+
+def _arms() -> tuple[str, ...]:
+    from manthan.benchmarks.load_arms import ARMS
+
+    return ARMS
+
+
+def load(
+    context: typer.Context,
+    arms: Annotated[
+        str,
+        typer.Option(
+            help="Of plain, wide, offload, lmcache, host, device, disk, redis, tiered; default: plain, wide, host; "
+            "on a GPU plain, offload, host.",
+            autocompletion=completes(_arms),
+        ),
+    ] = "",
+    codecs: Annotated[
+        str, typer.Option(help="Of Manthan's arms, with commas between.", autocompletion=complete_codecs)
+    ] = DEFAULT,
+    chats: Annotated[int, typer.Option(min=0, help="That come; 0: 20, on a GPU 64.")] = 0,
+    tokens: Annotated[int, typer.Option(min=0, help="Of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
+    turns: Annotated[int, typer.Option(min=1, help="Of each chat.")] = 3,
+    said: Annotated[int, typer.Option(min=1, help="Tokens that a later turn adds.")] = 128,
+    answer: Annotated[int, typer.Option(min=1, help="Tokens of an answer.")] = 64,
+    think: Annotated[float, typer.Option(min=0, help="Seconds between an answer and the next turn.")] = 15,
+    thinking: Annotated[Thinking, typer.Option(help="Always as long, or spread.")] = Thinking.fixed,
+    arrive: Annotated[
+        float | None, typer.Option(min=0, help="Seconds within which all chats come; default: twice --think.")
+    ] = None,
+    trace: Annotated[Path | None, typer.Option(help="Requests to replay instead, as `simulate` reads them.")] = None,
+    speed: Annotated[float, typer.Option(min=0.001, help="So many times faster than the trace.")] = 1,
+    shrink: Annotated[float, typer.Option(min=1, help="So many times fewer tokens than in the trace.")] = 1,
+    requests: Annotated[int, typer.Option(min=0, help="The trace's first ones; 0: all.")] = 0,
+    pool: Annotated[
+        int, typer.Option(min=0, help="Tokens that the KV pool holds; 0: those of 8 chats, on a GPU 10.")
+    ] = 0,
+    memory: Annotated[
+        str, typer.Option(help="Beside the pool, such as 20GiB; default: as the pool, on a GPU 20GiB.")
+    ] = "",
+    idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
+    manthan: Annotated[
+        str, typer.Option(help="Further keys of Manthan's, as YAML: '{hot_pool: {low_watermark: 0.2}}'.")
+    ] = "",
+    model: Annotated[
+        Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
+    ] = None,
+    shape: Annotated[
+        str, typer.Option(help=f"On a GPU without --model, made-up weights of {', '.join(PUBLIC)}.")
+    ] = DEFAULT_SHAPE,
+    profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
+    block_size: Annotated[int, typer.Option(min=0, help="Tokens of a block; 0: 32, on a GPU 16.")] = 0,
+    base_url: Annotated[str, typer.Option(help="A vLLM server that runs already; measured alone.")] = "",
+    flags: Annotated[str, typer.Option(help="Further flags of `vllm serve`, in one string.")] = "",
+    redis_url: Annotated[str, typer.Option(help="A running server for the arms in Redis; else one is started.")] = "",
+    seed: Annotated[int, typer.Option(help="Of the chats.")] = 0,
+    start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
+    timeout: Annotated[float, typer.Option(help="No more requests are sent after so many seconds, per arm.")] = 900,
+    out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
+    plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
+    files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
+) -> None:
+    """What a user waits for the first token, while more chats come and return than the KV pool holds."""
+    from manthan.benchmarks.load_chats import Replay
+    from manthan.benchmarks.load_run import LoadOptions, run
+
+    if plot_only != bool(files):
+        raise typer.BadParameter("--plot-only needs one or more JSON files, and files need --plot-only")
+    replay = None if trace is None else Replay(trace, speed, shrink, requests)
+    options = LoadOptions(
+        arms, codecs, chats, tokens, turns, said, answer, think, str(thinking), arrive, replay, pool, read_size(memory),
+        idle_after, read_manthan(manthan), model, shape, profile, block_size, base_url, shlex.split(flags), redis_url,
+        seed, start_timeout, timeout, out,
+    )  # fmt: skip
+    run(options, files or [], context.params)
+
+
+def read_size(text: str) -> int:
+    """`20GiB`, in bytes; 0 for nothing. Raises BadParameter."""
+    if not text:
+        return 0
+    try:
+        found = int(TypeAdapter(ByteSize).validate_python(text))
+    except ValidationError:
+        found = 0
+    if found <= 0:
+        raise typer.BadParameter(f"--memory must be a size such as 20GiB, not {text!r}")
+    return found
+
+
+def read_manthan(text: str) -> dict[str, Any]:
+    """Keys of Manthan's configuration; raises BadParameter."""
+    try:
+        found = yaml.safe_load(text) if text else {}
+        ManthanConfig.model_validate(found)
+    except (yaml.YAMLError, ValidationError):
+        found = None
+    if not isinstance(found, dict):
+        raise typer.BadParameter(f"--manthan must be keys as in docs/configuration.md and their values, not {text!r}")
+    return found
+
+
+if __name__ == "__main__":
+    typer.run(load)

@@ -1,0 +1,124 @@
+"""The arms of the load benchmark: all have the same KV pool, and the same bytes beside it."""
+
+import dataclasses
+import json
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from manthan.benchmarks.capacity_arms import (
+    IN_REDIS,
+    OFFLOAD,
+    ON_GPU_ONLY,
+    OURS,
+    PLAIN,
+    CapacityArm,
+    Memory,
+    arm_in,
+    refuse_unknown,
+)
+from manthan.codec.registry import needs_profile
+
+WIDE, LMCACHE, DISK = "wide", "lmcache", "disk"
+ARMS = (PLAIN, WIDE, OFFLOAD, LMCACHE, *OURS[:2], DISK, *OURS[2:])
+CPU_ARMS, GPU_ARMS = (PLAIN, WIDE, "host"), (PLAIN, OFFLOAD, "host")
+MANTHAN_ARMS = (*OURS, DISK)
+LOG_FORMAT = "%(levelname)s %(created).3f [%(filename)s:%(lineno)d] %(message)s"
+"""Of a server's log here: with the time to the millisecond, so that lines can be held against requests."""
+
+
+@dataclass(frozen=True)
+class Arms:
+    """What all arms have in common. more: keys of Manthan's. made_up: weights are, so no codec is judged."""
+
+    memory: Memory
+    longest: int
+    requests: int
+    idle_after_s: float
+    more: dict[str, Any]
+    profile: Path | None
+    made_up: bool
+    redis: dict[str, str]
+    out: Path
+    flags: Sequence[str]
+
+    def make(self, kind: str, codec: str) -> CapacityArm:
+        """codec: of Manthan's arms."""
+        memory = self.memory if kind != WIDE else _all_pool(self.memory)
+        base = kind if kind in (OFFLOAD, *MANTHAN_ARMS) else PLAIN
+        arm = arm_in(memory, base, codec, self.longest, self.redis, self._flags())
+        arm = dataclasses.replace(arm, kind=kind, eager=False, env={"VLLM_LOGGING_CONFIG_PATH": str(self._logging())})
+        if arm.manthan is not None:
+            return dataclasses.replace(arm, manthan=arm.manthan | self._manthan(kind, codec))
+        return self._lmcache(arm) if kind == LMCACHE else arm
+
+    def _flags(self) -> tuple[str, ...]:
+        return "--enable-per-request-metrics", "--max-num-seqs", str(min(256, self.requests)), *self.flags
+
+    def _manthan(self, kind: str, codec: str) -> dict[str, Any]:
+        """A profile is given or there is none: making one beside would take part in the measurement."""
+        profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
+        options: dict[str, Any] = {
+            "idle_after_s": self.idle_after_s,
+            "sweep_interval_s": min(0.2, self.idle_after_s / 2),
+            "codec": {"name": codec, "calibrate": False, "guard": not self.made_up, **profile},
+        }
+        if kind == DISK:
+            folder = self.out / f"load-disk-{codec}"
+            shutil.rmtree(folder, ignore_errors=True)
+            folder.mkdir(parents=True)
+            options["disk"] = {"path": str(folder)}
+        return options | self.more
+
+    def _lmcache(self, arm: CapacityArm) -> CapacityArm:
+        """In the engine's process, with its own RAM tier."""
+        connector = {"kv_connector": "LMCacheConnectorV1", "kv_role": "kv_both"}
+        env = {
+            "LMCACHE_LOCAL_CPU": "True",
+            "LMCACHE_MAX_LOCAL_CPU_SIZE": f"{self.memory.store_nbytes / 2**30:.6f}",
+            "PYTHONHASHSEED": "0",
+        }
+        return dataclasses.replace(
+            arm, flags=(*arm.flags, "--kv-transfer-config", json.dumps(connector)), env=arm.env | env
+        )
+
+    def _logging(self) -> Path:
+        path = self.out.resolve() / "load-logging.json"
+        handler = {"class": "logging.StreamHandler", "formatter": "load", "stream": "ext://sys.stdout"}
+        config = {
+            "version": 1,
+            "disable_existing_loggers": False,
+            "formatters": {"load": {"format": LOG_FORMAT}},
+            "handlers": {"load": handler},
+            "loggers": {"vllm": {"handlers": ["load"], "level": "INFO", "propagate": False}},
+        }
+        path.write_text(json.dumps(config, indent=1))
+        return path
+
+
+def _all_pool(memory: Memory) -> Memory:
+    """What the others have beside their pool is pool, too."""
+    block = memory.pool_nbytes // memory.pool_blocks
+    blocks = memory.budget // block
+    return Memory(memory.budget, blocks, blocks * block, 0)
+
+
+def read_arms(text: str, on_gpu: bool) -> list[str]:
+    """Arms by name, in the order of ARMS; raises BadParameter for a name that there is not."""
+    wanted = {part.strip() for part in text.split(",")} if text else {*(GPU_ARMS if on_gpu else CPU_ARMS)}
+    refuse_unknown("--arms", wanted, ARMS)
+    return [kind for kind in ARMS if kind in wanted]
+
+
+def cannot_run(kind: str, on_gpu: bool) -> str:
+    """Why this arm is left out here, in a sentence; empty if it is not."""
+    if kind in (*ON_GPU_ONLY, LMCACHE) and not on_gpu:  # LMCache 0.5.6 has no connector for a CPU, and stores nothing
+        return f"Arm {kind} is left out: it needs a GPU, and none was found here."
+    if kind == LMCACHE and find_spec("lmcache") is None:
+        return "Arm lmcache is left out: the package lmcache is not installed here."
+    if kind in IN_REDIS and shutil.which("redis-server") is None:
+        return f"Arm {kind} is left out: redis-server is not installed; install it, or name a server with --redis-url."
+    return ""

@@ -1,0 +1,180 @@
+"""Who talks to the servers of the load benchmark: when each chat comes, what it says, how long it thinks.
+
+Made-up chats come within some seconds, and think after each answer. Those of a trace are its requests, each at its
+time.
+All of it is settled before a server starts, so that each arm is asked the same.
+"""
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import NamedTuple, Protocol
+
+import typer
+
+from manthan.benchmarks.engines import random_tokens
+from manthan.benchmarks.redis_store import DIGITS, Table
+from manthan.benchmarks.served import Served
+from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
+
+FIXED, EXPONENTIAL = "fixed", "exponential"
+TRACE_SEED = 1_000_000_007
+"""Tokens of a trace's blocks have their own numbers, beside those of chats."""
+
+
+class Said(NamedTuple):
+    """What a user adds to the conversation: token ids, and how the right answer begins if there is one."""
+
+    tokens: list[int]
+    right: str | None = None
+
+
+@dataclass(frozen=True)
+class Turn:
+    """pause_s: from the end of the answer before until it is said. known: those of its tokens that were said before."""
+
+    said: Said
+    answer_tokens: int
+    pause_s: float = 0.0
+    known: int = 0
+
+
+@dataclass(frozen=True)
+class Chat:
+    """One conversation. name: for the server; empty if it is to find out. first: the number of its first turn."""
+
+    name: str
+    starts_s: float
+    turns: Sequence[Turn]
+    first: int = 1
+
+
+@dataclass(frozen=True)
+class Made:
+    """Chats that are made up. said: tokens that a user adds in a later turn. arrive_s: they all come within so long."""
+
+    chats: int
+    tokens: int
+    turns: int
+    said: int
+    answer: int
+    think_s: float
+    thinking: str
+    arrive_s: float
+    seed: int
+
+    @property
+    def longest(self) -> int:
+        """Tokens of the last prompt with its answer."""
+        return self.tokens + self.turns * self.answer + (self.turns - 1) * self.said
+
+
+class Writer(Protocol):
+    """Says what there is to say, about so many tokens."""
+
+    def __call__(self, chat: int, turn: int, tokens: int) -> Said: ...
+
+
+def writer(served: Served | None, vocabulary: int, seed: int) -> Writer:
+    """Tables to look things up in where the model can read, else random tokens."""
+    if served is None or served.made_up or not (served.folder / "tokenizer.json").exists():
+        return lambda chat, turn, tokens: Said(random_tokens(seed, 1000 * chat + turn, tokens, vocabulary))
+    folder = str(served.folder)
+
+    @cache
+    def table(chat: int, tokens: int) -> Table:
+        return Table(folder, tokens, f"{seed}-{chat}")
+
+    first: dict[int, int] = {}
+
+    def say(chat: int, turn: int, tokens: int) -> Said:
+        if turn == 0:
+            first[chat] = tokens
+            return Said(*table(chat, tokens).question(0))
+        return Said(*table(chat, first[chat]).later(turn, tokens))
+
+    return say
+
+
+def made_up(made: Made, say: Writer) -> list[Chat]:
+    """In the order of their arrival, which is even over the time that it takes."""
+    rng = random.Random(made.seed)
+    starts = sorted(rng.uniform(0, made.arrive_s) for _ in range(made.chats))
+    return [
+        Chat(f"chat-{chat}", starts_s, [_turn(made, say, rng, chat, turn) for turn in range(made.turns)])
+        for chat, starts_s in enumerate(starts)
+    ]
+
+
+def _turn(made: Made, say: Writer, rng: random.Random, chat: int, turn: int) -> Turn:
+    said = say(chat, turn, made.said if turn else made.tokens)
+    pause = rng.expovariate(1 / made.think_s) if made.thinking == EXPONENTIAL and made.think_s else made.think_s
+    answer = max(made.answer, DIGITS) if said.right else made.answer
+    return Turn(said, answer, pause if turn else 0.0)
+
+
+# -- a trace --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Replay:
+    """A trace, replayed. speed: so many times faster. shrink: prompts and answers so many times shorter.
+
+    requests: so many of the first ones; 0 for all.
+    """
+
+    trace: Path
+    speed: float
+    shrink: float
+    requests: int
+
+    def read(self) -> Trace:
+        """Raises BadParameter."""
+        try:
+            return read_trace(self.trace)
+        except TraceError as error:
+            raise typer.BadParameter(f"--trace {error}") from None
+
+
+def replayed(replay: Replay, trace: Trace, longest: int, vocabulary: int) -> list[Chat]:
+    """Each request by itself, at its time; those whose prompt and answer have more tokens than `longest` are left out.
+
+    The tokens of a block follow from its key, so that prompts share what the trace says that they share.
+    """
+    chosen = trace.requests[: replay.requests or None]
+    block = max(1, round(trace.block_tokens / replay.shrink))
+    numbers: dict[bytes, int] = {}
+    chats = []
+    for index, (request, turn) in enumerate(zip(chosen, _turns(chosen), strict=True)):
+        known_blocks = sum(key in numbers for key in request.keys[: request.prompt_blocks])
+        for key in request.keys:
+            numbers.setdefault(key, len(numbers))
+        answer = max(1, round(request.output_tokens / replay.shrink))
+        prompt = [
+            token
+            for key in request.keys[: request.prompt_blocks]
+            for token in random_tokens(TRACE_SEED, numbers[key], block, vocabulary)
+        ]
+        rest = max(1, round(request.input_tokens / replay.shrink) - len(prompt))
+        prompt += random_tokens(TRACE_SEED + 1, index, rest, vocabulary)
+        if len(prompt) + answer <= longest:
+            at = (request.at - chosen[0].at) / replay.speed
+            said = Turn(Said(prompt), answer, known=known_blocks * block)
+            chats.append(Chat(request.session or "", at, [said], turn))
+    return chats
+
+
+def _turns(requests: Sequence[TracedRequest]) -> Iterator[int]:
+    """The number of each request in its conversation: one more than that of the last whose prompt it begins with.
+
+    A prompt of one full block is no conversation: it may be a system prompt that all have.
+    """
+    ends: dict[bytes, int] = {}
+    for request in requests:
+        prompt = request.keys[: request.prompt_blocks]
+        before = next((ends[key] for key in reversed(prompt) if key in ends), 0)
+        yield before + 1
+        if len(prompt) > 1:
+            ends[prompt[-1]] = max(before + 1, ends.get(prompt[-1], 0))

@@ -1,0 +1,327 @@
+"""The load benchmark's run: one server after another, the same chats for each, a report."""
+
+import contextlib
+import secrets
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import typer
+from pydantic import ByteSize
+from rich.console import Console
+
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
+from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
+from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
+from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
+from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed, writer
+from manthan.benchmarks.load_report import merged, show
+from manthan.benchmarks.load_talk import Talk, Talker
+from manthan.benchmarks.load_waits import explain, read_log
+from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.progress import Bar
+from manthan.benchmarks.redis_store import remove
+from manthan.benchmarks.restore import SPARE_POSITIONS
+from manthan.benchmarks.restore import made_up as made_up_model
+from manthan.benchmarks.served import SAFE_VOCABULARY, Served
+from manthan.benchmarks.settle import until_settled
+
+ANSWER_TIMEOUT_S = 1800.0
+"""A user who waits longer is not answered."""
+FORGET_S = 10.0
+SOON_S = 5.0
+"""Nothing is waited for that goes cold later."""
+
+
+@dataclass(frozen=True)
+class Sizes:
+    """What is not said on the command line. memory: bytes beside the pool; 0 for as many as the pool has."""
+
+    chats: int
+    tokens: int
+    pool_chats: int
+    memory: int
+
+
+GPU = Sizes(chats=64, tokens=8192, pool_chats=10, memory=20 << 30)
+CPU = Sizes(chats=20, tokens=512, pool_chats=8, memory=0)
+
+
+@dataclass(frozen=True)
+class LoadOptions:
+    """What the command was asked for; see load.py."""
+
+    arms: str
+    codecs: str
+    chats: int
+    tokens: int
+    turns: int
+    said: int
+    answer: int
+    think: float
+    thinking: str
+    arrive: float | None
+    replay: Replay | None
+    pool: int
+    memory: int
+    idle_after: float
+    manthan: dict[str, Any]
+    model: Path | None
+    shape: str
+    profile: Path | None
+    block_size: int
+    base_url: str
+    flags: Sequence[str]
+    redis_url: str
+    seed: int
+    start_timeout: float
+    timeout: float
+    out: Path
+
+    def made(self, on_gpu: bool) -> Made:
+        """The chats, where none are replayed; raises BadParameter."""
+        sizes = GPU if on_gpu else CPU
+        return Made(
+            self.chats or sizes.chats, self.tokens or sizes.tokens, self.turns, self.said, self.answer,
+            self.think, self.thinking, 2 * self.think if self.arrive is None else self.arrive, self.seed,
+        )  # fmt: skip
+
+
+# -- what is asked, and of whom -------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Load:
+    """The chats, the tokens of the longest prompt with its answer, and what a report says of them."""
+
+    chats: list[Chat]
+    longest: int
+    about: dict[str, Any]
+
+
+def load_of(options: LoadOptions, served: Served | None, vocabulary: int, positions: int, on_gpu: bool) -> Load:
+    """positions: the most that the model has. Raises BadParameter for chats that it has no room for."""
+    made, most = options.made(on_gpu), positions - SPARE_POSITIONS
+    if options.replay is not None:
+        trace = options.replay.read()
+        chats = replayed(options.replay, trace, most, vocabulary)
+        if not chats:
+            raise typer.BadParameter(f"--trace {trace.name} has no request that fits {most} tokens: raise --shrink")
+        longest = max(len(turn.said.tokens) + turn.answer_tokens for chat in chats for turn in chat.turns)
+        taken = len(trace.requests[: options.replay.requests or None])
+        return Load(chats, longest, {"trace": trace.name, "left_out": taken - len(chats), "tokens": 0})
+    if made.longest > most:
+        raise typer.BadParameter(
+            f"--tokens {made.tokens} with {made.turns} turns makes prompts of {made.longest} tokens, but the model has "
+            f"{positions} positions"
+        )
+    chats = made_up(made, writer(served, vocabulary, options.seed))
+    return Load(chats, made.longest + SPARE_POSITIONS, {"made": asdict(made), "tokens": made.tokens, "left_out": 0})
+
+
+def memory_of(options: LoadOptions, served: Served, load: Load) -> Memory:
+    """The pool that all arms have, and what they have beside it."""
+    sizes = GPU if served.on_gpu else CPU
+    tokens = options.pool or sizes.pool_chats * (load.about["tokens"] or load.longest)
+    least = -(-load.longest // served.block_size) + 2
+    blocks = max(-(-tokens // served.block_size), least)
+    pool = blocks * served.block_nbytes
+    store = options.memory or sizes.memory or pool
+    return Memory(pool + store, blocks, pool, store)
+
+
+def choose_arms(options: LoadOptions, served: Served, load: Load, stack: ExitStack) -> dict[str, CapacityArm | str]:
+    """By name: each arm, or why it is left out. The stack ends what is begun for them."""
+    kinds, codecs = read_arms(options.arms, served.on_gpu), read_codecs(options.codecs)
+    reasons = {kind: cannot_run(kind, served.on_gpu) for kind in kinds}
+    if options.redis_url:
+        reasons |= dict.fromkeys(IN_REDIS, "")
+    redis: dict[str, str] = {}
+    if any(kind in IN_REDIS and not reasons[kind] for kind in kinds):
+        url = stack.enter_context(redis_at(options.redis_url))
+        redis = {"url": url, "prefix": f"manthan-bench-{secrets.token_hex(4)}:"}
+        stack.callback(remove, url, redis["prefix"])
+    common = Arms(
+        memory_of(options, served, load), load.longest, len(load.chats), options.idle_after, options.manthan,
+        options.profile, served.made_up, redis, options.out, options.flags,
+    )  # fmt: skip
+    found: dict[str, CapacityArm | str] = {}
+    for kind in kinds:
+        for codec in codecs if kind in MANTHAN_ARMS else [""]:
+            arm = reasons[kind] or common.make(kind, codec)
+            found[kind if isinstance(arm, str) else arm.name] = arm
+    return found
+
+
+# -- on one server --------------------------------------------------------------------------------------
+
+
+def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, console: Console) -> dict[str, Any]:
+    """One server: start it, warm it up, let the chats talk, end it."""
+    began = time.monotonic()
+    is_ours = arm.manthan is not None
+    with arm.server(served, options.out, "load") as server, Bar(console, shown(arm)) as progress:
+        server.wait_for_answers(ANSWER_TIMEOUT_S)
+        progress.begin("the server starts")
+        server.wait_until_ready(options.start_timeout)
+        start_s = time.monotonic() - began
+        warm_up(server, options, served, load, is_ours, progress)
+        talk = talk_to(server, load, options, progress)
+    waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
+    console.print(f"  {shown(arm)}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
+    found = as_json(arm) | {"start_s": round(start_s, 1), "block_size": served.block_size}
+    return found | as_report(talk, waits, is_ours)
+
+
+def warm_up(server: Endpoint, options: LoadOptions, served: Served, load: Load, is_ours: bool, progress: Bar) -> None:
+    """A chat of its own comes and returns, and all is forgotten: what a server does for the first time takes longer."""
+    progress.begin("warm-up")
+    made = replace(
+        options.made(served.on_gpu), chats=1, tokens=max(16, load.longest // 2), turns=1, answer=4, arrive_s=0
+    )
+    chats = made_up(made, writer(None, served.shape.vocabulary, options.seed + 1))
+    for _ in range(2):
+        talk = Talker(server, lambda: None, options.timeout).run(chats)
+        for one in talk.asked:
+            if one.error:
+                raise server.error(f"The server does not answer: {one.error}")
+        until_settled(server, all_cold=is_ours and options.idle_after <= SOON_S)
+    forget(server)
+
+
+def forget(server: Endpoint) -> None:
+    """Everything; a connector may hold blocks for a moment after the last request."""
+    deadline = time.monotonic() + FORGET_S
+    while True:
+        try:
+            return server.reset_prefix_cache()
+        except ServerError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(POLL_S)
+
+
+def talk_to(endpoint: Endpoint, load: Load, options: LoadOptions, progress: Bar) -> Talk:
+    progress.begin("the chats talk", sum(len(chat.turns) for chat in load.chats))
+    return Talker(endpoint, progress.step, options.timeout).run(load.chats)
+
+
+def as_report(talk: Talk, waits: Sequence[Any], is_ours: bool) -> dict[str, Any]:
+    """Each request with what it waited for."""
+    explained = iter(waits)
+    requests = [asdict(one) | ({} if one.error else {"wait": asdict(next(explained))}) for one in talk.asked]
+    about = {
+        "is_ours": is_ours,
+        "began": talk.began,
+        "wall_s": talk.wall_s,
+        "planned": talk.planned,
+        "requests": requests,
+    }
+    return about | {"samples": talk.samples, "counters": talk.counters}
+
+
+def said(talk: Talk) -> str:
+    """A load in a line."""
+    answered = sum(not one.error for one in talk.asked)
+    return f"{answered} of {talk.planned} requests answered in {talk.wall_s:.0f} s"
+
+
+def run_given(options: LoadOptions, console: Console) -> tuple[Load, dict[str, Any]]:
+    """A server that somebody else started, as it is."""
+    with contextlib.closing(Endpoint(options.base_url, timeout_s=ANSWER_TIMEOUT_S)) as endpoint:
+        positions = int(endpoint.about().get("max_model_len") or 1 << 20)
+        served, vocabulary = None, SAFE_VOCABULARY
+        if options.model is not None:
+            served = Served.choose(options.model, 1, options.model, False)
+            vocabulary = served.shape.vocabulary
+        load = load_of(options, served, vocabulary, positions, on_gpu=False)
+        with Bar(console, endpoint.url) as progress:
+            talk = talk_to(endpoint, load, options, progress)
+        is_ours = any(name.startswith("manthan_") for name in talk.counters)
+    console.print(f"  {options.base_url}: {said(talk)}", soft_wrap=True)
+    waits = explain(talk, read_log(None, talk.began), 1, is_ours)
+    return load, {"arm": options.base_url, "budget": None} | as_report(talk, waits, is_ours)
+
+
+# -- all arms -------------------------------------------------------------------------------------------
+
+
+def run(options: LoadOptions, plot_only: Sequence[Path], arguments: dict[str, Any]) -> None:
+    """The whole command; exits with 1 if an arm failed."""
+    console = make_console()
+    if plot_only:
+        return show(merged(plot_only), plot_only[0].with_suffix(".png"), console)
+    leave_on_signals()
+    options.out.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory() as folder, ExitStack() as stack:
+        if options.base_url:
+            report = run_one(options, arguments, console)
+        else:
+            report = run_arms(options, Path(folder), stack, arguments, console)
+    path = options.out / "load.json"
+    console.print(f"  {path}", soft_wrap=True)
+    show(report, path.with_suffix(".png"), console)
+    raise typer.Exit(1 if report["errors"] else 0)
+
+
+def run_one(options: LoadOptions, arguments: dict[str, Any], console: Console) -> dict[str, Any]:
+    try:
+        load, found = run_given(options, console)
+    except ServerError as error:
+        console.print(f"  {error}", style="red", markup=False, soft_wrap=True)
+        raise typer.Exit(1) from None
+    report = new_report("load", arguments, [], {}, {}) | {"model": options.base_url} | load.about
+    report |= {"left_out_arms": {}, "runs": [found]}
+    write_report(report, options.out)
+    return report
+
+
+def run_arms(
+    options: LoadOptions, folder: Path, stack: ExitStack, arguments: dict[str, Any], console: Console
+) -> dict[str, Any]:
+    on_gpu = bool(machine()["gpu"])
+    model = options.model or (made_up_model(folder / f"{options.shape}-shape", options.shape, 0) if on_gpu else None)
+    served = Served.choose(model, options.block_size, folder, on_gpu)
+    load = load_of(options, served, served.shape.vocabulary, served.shape.positions, on_gpu)
+    arms = choose_arms(options, served, load, stack)
+    left_out = {name: arm for name, arm in arms.items() if isinstance(arm, str)}
+    for reason in left_out.values():
+        console.print(f"  {reason}", soft_wrap=True)
+    jobs = {
+        name: partial(run_arm, options, served, load, arm) for name, arm in arms.items() if isinstance(arm, CapacityArm)
+    }
+    memory = memory_of(options, served, load)
+    about = {"model": served.name, "left_out_arms": left_out, "memory": asdict(memory)} | load.about
+    requests = sum(len(chat.turns) for chat in load.chats)
+    sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]
+    console.print(f"  {len(load.chats)} chats, {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
+    return run_all(jobs, options, about, arguments, console)
+
+
+def run_all(
+    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
+    options: LoadOptions,
+    about: dict[str, Any],
+    arguments: dict[str, Any],
+    console: Console,
+) -> dict[str, Any]:
+    """Each arm in turn. The report is written after each, so that what was found outlives a run that is broken off."""
+    runs: list[dict[str, Any]] = []
+    errors: dict[str, str] = {}
+    report: dict[str, Any] = {}
+    for name, job in jobs.items():
+        try:
+            runs.append(job(console))
+        except ServerError as error:
+            errors[name] = str(error)
+            console.print(error.log_tail, markup=False, soft_wrap=True)
+            log = f" (log: {error.log})" if error.log else ""
+            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
+        report = new_report("load", arguments, [], {}, errors) | about | {"runs": runs}
+        write_report(report, options.out)
+    return report or new_report("load", arguments, [], {}, errors) | about | {"runs": runs}

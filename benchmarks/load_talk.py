@@ -1,0 +1,192 @@
+"""Chats talk to a server, all at once, each in its own time; what each request waited for is written down."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from manthan.benchmarks.endpoint import Endpoint, Reply, ServerError
+from manthan.benchmarks.load_chats import Chat, Turn
+
+SAMPLE_S = 2.0
+WATCHED = (
+    "vllm:num_requests_running",
+    "vllm:num_requests_waiting",
+    "vllm:kv_cache_usage_perc",
+    "vllm:manthan_sessions",
+    "vllm:manthan_cold_bytes",
+)
+COUNTED = (
+    "vllm:num_preemptions_total",
+    "vllm:prompt_tokens_cached_by_source_total",
+    "vllm:external_prefix_cache",
+    "vllm:manthan_",
+)
+
+
+@dataclass(frozen=True)
+class Asked:
+    """A request that was sent. Seconds from the start of the load, tokens, and the server's own milliseconds.
+
+    known_tokens: of the prompt, those that the server had computed before. queue_ms: until it was scheduled, and a load
+    from beyond the pool was done. first_ms: from then to the first token. error: empty if it was answered.
+    """
+
+    chat: int
+    session: str
+    turn: int
+    sent_s: float
+    known_tokens: int
+    prompt_tokens: int
+    ttft_s: float = 0.0
+    seconds: float = 0.0
+    cached_tokens: int = 0
+    generated_tokens: int = 0
+    queue_ms: float | None = None
+    first_ms: float | None = None
+    right: bool | None = None
+    error: str = ""
+
+
+@dataclass(frozen=True)
+class Talk:
+    """What a load was. began: on the machine's clock, as in a server's log. planned: requests that were to be sent."""
+
+    began: float
+    wall_s: float
+    planned: int
+    asked: list[Asked]
+    samples: list[dict[str, float]]
+    counters: dict[str, float]
+
+
+class Talker:
+    """Has chats talk to one server. step: called after each request."""
+
+    def __init__(self, endpoint: Endpoint, step: Callable[[], None], deadline_s: float) -> None:
+        self._endpoint, self._step, self._deadline_s = endpoint, step, deadline_s
+        self._asked: list[Asked] = []
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def run(self, chats: Sequence[Chat]) -> Talk:
+        """All of them, until each has said all. Raises ServerError if the server is not there any more at the end."""
+        before = self._counters()
+        began, self._zero = time.time(), time.perf_counter()
+        with self._sampled() as samples, ThreadPoolExecutor(max(1, len(chats))) as pool:
+            try:
+                jobs = [pool.submit(self._chat, index, chat) for index, chat in enumerate(chats)]
+                for job in jobs:
+                    job.result()
+            finally:
+                self._over.set()
+        wall_s = self._now()
+        counters = {name: value - before.get(name, 0.0) for name, value in self._counters().items()}
+        planned = sum(len(chat.turns) for chat in chats)
+        return Talk(began, wall_s, planned, sorted(self._asked, key=lambda one: one.sent_s), samples, counters)
+
+    def _now(self) -> float:
+        return time.perf_counter() - self._zero
+
+    # -- a chat -----------------------------------------------------------------------------------------
+
+    def _chat(self, index: int, chat: Chat) -> None:
+        """A chat one of whose requests failed ends there."""
+        history: list[int] = []
+        computed = 0
+        due = chat.starts_s
+        for number, turn in enumerate(chat.turns):
+            self._over.wait(max(0.0, due + turn.pause_s - self._now()))
+            if self._over.is_set() or self._now() > self._deadline_s:
+                return
+            history += turn.said.tokens
+            reply = self._ask(index, chat, chat.first + number, turn, history, max(computed, turn.known))
+            if reply is None:
+                return
+            due = self._now()
+            computed = len(history) + reply.generated_tokens - 1
+            history += reply.token_ids
+
+    def _ask(self, index: int, chat: Chat, number: int, turn: Turn, prompt: list[int], known: int) -> Reply | None:
+        named: dict[str, Any] = {"session_id": chat.name} if chat.name else {}
+        what = {"chat": index, "session": chat.name, "turn": number, "sent_s": self._now(), "known_tokens": known}
+        reply = None
+        try:
+            reply = self._endpoint.complete(
+                prompt,
+                max_tokens=turn.answer_tokens,
+                temperature=0,
+                ignore_eos=True,
+                return_token_ids=True,
+                **named,
+            )
+            self._check(reply)
+            asked = Asked(
+                **what,
+                prompt_tokens=reply.prompt_tokens,
+                ttft_s=reply.ttft_s,
+                seconds=reply.seconds,
+                cached_tokens=reply.cached_tokens,
+                generated_tokens=reply.generated_tokens,
+                queue_ms=reply.timing.get("queue_time_ms"),
+                first_ms=reply.timing.get("time_to_first_token_ms"),
+                right=None if turn.said.right is None else reply.text.startswith(turn.said.right),
+            )
+        except ServerError as error:
+            asked = Asked(**what, prompt_tokens=len(prompt), error=str(error))
+        with self._lock:
+            self._asked.append(asked)
+            self._step()
+        return reply
+
+    def _check(self, reply: Reply) -> None:
+        """What is missing would be missing in all answers."""
+        if not reply.reports_cached:
+            raise self._endpoint.error(
+                f"The server at {self._endpoint.url} does not say how much of a prompt it had cached: start it with "
+                "--enable-prompt-tokens-details."
+            )
+        if len(reply.token_ids) != reply.generated_tokens:
+            raise self._endpoint.error(
+                f"The server at {self._endpoint.url} does not say the token ids of its answers (return_token_ids)."
+            )
+
+    # -- meanwhile --------------------------------------------------------------------------------------
+
+    @contextmanager
+    def _sampled(self) -> Iterator[list[dict[str, float]]]:
+        """What the server says of itself every SAMPLE_S."""
+        samples: list[dict[str, float]] = []
+
+        def look() -> None:
+            while not self._over.wait(SAMPLE_S):
+                try:
+                    found = self._endpoint.samples(*WATCHED)
+                except ServerError:
+                    continue  # who asks it something finds out, too
+                samples.append({"at_s": round(self._now(), 2)} | _by_name(found))
+
+        watcher = threading.Thread(target=look, daemon=True)
+        watcher.start()
+        try:
+            yield samples
+        finally:
+            self._over.set()
+            watcher.join()
+
+    def _counters(self) -> dict[str, float]:
+        found = self._endpoint.samples(*COUNTED)
+        return _by_name([one for one in found if one[0].endswith(("_total", "_sum", "_count"))])
+
+
+def _by_name(samples: Sequence[tuple[str, dict[str, str], float]]) -> dict[str, float]:
+    """Values by name and the label that tells them apart, without vLLM's prefix."""
+    values: dict[str, float] = {}
+    for name, labels, value in samples:
+        label = next((labels[one] for one in ("state", "cause", "source") if one in labels), "")
+        key = name.removeprefix("vllm:") + (f"{{{label}}}" if label else "")
+        values[key] = values.get(key, 0.0) + value
+    return values
