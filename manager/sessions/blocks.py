@@ -7,6 +7,9 @@ from itertools import chain
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
+ELSEWHERE = "\0"
+"""Whose codes are that another engine has stored. No tenant can be called so, and their bytes count towards no share."""
+
 
 class BlockTable:
     """Blocks of chains by key, and those of other KV cache groups by group and key. All changes go through here, so
