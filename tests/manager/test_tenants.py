@@ -128,8 +128,8 @@ def test_made_up_names_tell_nothing_of_how_many_others_were_made_up() -> None:
         engine.talk(f"{tenant}0 x", tenant=tenant)
         engine.talk(f"{tenant}1 x", "chat", tenant)
         engine.talk(f"{tenant}2 x", "chat", tenant)
-    told = engine.talk("c0 x", tenant="c", priority=1), engine.talk("c1 x", "chat", "c"), engine.talk("c2 x", "chat", "c")
-    assert [outcome.session_id for outcome in told] == ["anonymous-1", "chat", "chat~2"]
+    told = [engine.talk(f"c{n} x", name, "c").session_id for n, name in enumerate([None, "chat", "chat"])]
+    assert told == ["anonymous-1", "chat", "chat~2"]
 
 
 def test_pins_of_a_tenant_keep_to_its_share() -> None:
@@ -137,8 +137,8 @@ def test_pins_of_a_tenant_keep_to_its_share() -> None:
     assert engine.talk("a0 b c d", "one", "b", pin=True).pinned
     refused = engine.talk("a1 b c d", "two", "b", pin=True).refused
     assert refused == (
-        "pin is refused: pinned sessions may take 419 bytes of the cold store (quotas.pinned_share is 0.5, the tenant's "
-        "share 0.4), 400 are taken, and this session needs 400"
+        "pin is refused: pinned sessions may take 419 bytes of the cold store (quotas.pinned_share is 0.5, the "
+        "tenant's share 0.4), 400 are taken, and this session needs 400"
     )
     assert engine.talk("a2 b c d", "three", "a", pin=True).pinned
     check_integrity(engine.manager)
