@@ -94,8 +94,7 @@ class SchedulerHalf:
         owner = engine_name()
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
-        if config.quotas.isolate:
-            salt_requests(salts_of(config).of, PARAMS)
+        salt_requests(salts_of(config).of, PARAMS)
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
             chosen.policy,

@@ -8,7 +8,7 @@ from itertools import chain
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
 ELSEWHERE = "\0"
-"""Whose codes are that another engine has stored. No tenant can be called so, and their bytes count towards no share."""
+"""Whose codes are that another engine has stored: they count towards no share, and no tenant can be called so."""
 
 
 class BlockTable:

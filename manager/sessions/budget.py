@@ -162,8 +162,8 @@ class ColdBudget:
         said = f"quotas.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
         if own + needed > (allowed := int(whole * part * self.nbytes)):
             return (
-                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are taken, "
-                f"and this session needs {needed}"
+                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"taken, and this session needs {needed}"
             )
         if sum(others.values()) + needed > int(whole * self.nbytes):
             return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"

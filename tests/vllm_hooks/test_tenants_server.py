@@ -44,12 +44,14 @@ def ask(
 
 def count(server: VllmServer, name: str, **labels: str) -> float:
     samples = server.samples()
-    return sum(value for found, has, value in samples if found == f"vllm:manthan_{name}" and labels.items() <= has.items())
+    found = [(has, value) for full, has, value in samples if full == f"vllm:manthan_{name}"]
+    return sum(value for has, value in found if labels.items() <= has.items())
 
 
 def wait_until_cold(server: VllmServer) -> None:
     """All that has room; then nothing of it is hot any more."""
-    server.wait_for(lambda: not sum(count(server, "sessions", state=s) for s in ("hot", "idle", "evicting")), 120, "rest")
+    states = ("hot", "idle", "evicting")
+    server.wait_for(lambda: not sum(count(server, "sessions", state=s) for s in states), 120, "rest")
     ask(server, "", "x " * 3900)
 
 
@@ -109,9 +111,10 @@ def test_made_up_names_do_not_tell_how_many_others_have(server, table) -> None:
 
 
 def test_hints_are_about_one_s_own_sessions(server, table) -> None:
-    prompt, right = table(63).question(1)
+    prompt = table(63).question(1)[0]
     short = prompt[:300]
-    assert ask(server, LEFT, short, "kept", {"pin": True}).told == {"session_id": "kept", "pinned": True, "refused": None}
+    pinned = {"session_id": "kept", "pinned": True, "refused": None}
+    assert ask(server, LEFT, short, "kept", {"pin": True}).told == pinned
     ask(server, LEFT, prompt, "expected")
     for tenant in ANYBODY_ELSE:
         for name in ("kept", "left/kept", "expected"):
@@ -127,7 +130,7 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     assert is_whole(ask(server, LEFT, prompt, "expected"))
     told = ask(server, LEFT, short, "kept", {"priority": 1})
     assert is_whole(told)
-    assert told.told == {"session_id": "kept", "pinned": True, "refused": None}
+    assert told.told == pinned
     ask(server, LEFT, short, "kept", {"release": True})
 
 

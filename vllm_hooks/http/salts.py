@@ -23,14 +23,17 @@ PURPOSE = "cache salts of tenants"
 
 
 class Salts:
-    """key: of the digest that salts are, 64 bytes at most: who has it not cannot tell a tenant or a salt by them."""
+    """key: of the digest that salts are, 64 bytes at most: who has it not cannot tell a tenant or a salt by them.
+    isolate: whether tenants have salts of their own; in any case nobody comes by another's, which another engine may
+    have stored by."""
 
-    def __init__(self, key: bytes) -> None:
-        self._key = key
+    def __init__(self, key: bytes, isolate: bool = True) -> None:
+        self._key, self._isolate = key, isolate
 
     def of(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:
         """The salt of a request with these kv_transfer_params, kv_hints and salt; nobody's keep their own, or none."""
-        tenant, own = hints_of(Asked(params, envelope, salt)).tenant, salt or ""
+        tenant = hints_of(Asked(params, envelope, salt)).tenant if self._isolate else ""
+        own = salt or ""
         if not tenant and not own.startswith(MARK):
             return salt
         parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, own)]
@@ -39,7 +42,8 @@ class Salts:
 
 
 def salts_of(config: ManthanConfig) -> Salts:
-    """Those of an engine: the same at the next start, and on other engines, where they find what is stored by them."""
-    if (ring := ring_of(config.cold_store.encryption)) is not None:
-        return Salts(ring.names.key_for(PURPOSE))
-    return Salts(PURPOSE.encode() if config.cold_store.is_lasting else secrets.token_bytes(32))
+    """Those of an engine; where codes outlive it, they are the same at its next start, and on all that share them."""
+    store, isolate = config.cold_store, config.quotas.isolate
+    if (ring := ring_of(store.encryption)) is not None:
+        return Salts(ring.names.key_for(PURPOSE), isolate)
+    return Salts(PURPOSE.encode() if store.is_lasting else secrets.token_bytes(32), isolate)
