@@ -185,6 +185,8 @@ class BlockTable:
         taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
         self.reserved += taken
         self.reserved_of[block.tenant] += taken
+        if not self.reserved_of[block.tenant]:
+            del self.reserved_of[block.tenant]
 
     def _forget_if_unused(self, block: Block) -> None:
         if block.users or block.reserves:

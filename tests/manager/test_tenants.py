@@ -132,6 +132,20 @@ def test_made_up_names_tell_nothing_of_how_many_others_were_made_up() -> None:
     assert told == ["anonymous-1", "chat", "chat~2"]
 
 
+def test_a_tenant_without_sessions_takes_no_memory() -> None:
+    engine = Engine(shares=Shares(tenant=0.5))
+    for n in range(3):
+        engine.talk("a b c", "chat", f"made up {n}", ttl_s=15)
+    engine.evict()
+    table, blocks = engine.manager.table, engine.manager.blocks
+    assert (len(table.cold_of), len(blocks.reserved_of)) == (3, 1)
+    engine.sweep()
+    assert (table.cold_of, table.by_id, blocks.reserved_of) == ({}, {}, {})
+    engine.talk("a b c", "chat", "made up 1")
+    assert engine.evict()
+    check_integrity(engine.manager)
+
+
 def test_pins_of_a_tenant_keep_to_its_share() -> None:
     engine = Engine(capacity=20, shares=Shares(pinned=0.5, tenants={"a": 0.4, "b": 0.4}))
     assert engine.talk("a0 b c d", "one", "b", pin=True).pinned
