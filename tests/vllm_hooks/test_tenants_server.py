@@ -76,6 +76,13 @@ def test_nor_with_the_same_salt(server, table) -> None:
     assert ask(server, LEFT, prompt).blocks == 0  # as vLLM has it, a salt is another prefix
 
 
+def test_nor_by_a_beam_search_which_hands_no_hints_on(server, table) -> None:
+    prompt, right = table(66).question(1)
+    assert ask(server, LEFT, prompt, use_beam_search=True, n=2).text == right
+    assert ask(server, "", prompt).blocks == 0
+    assert is_whole(ask(server, LEFT, prompt))
+
+
 def test_nor_what_is_cold(server, table) -> None:
     prompt, right = table(52).question(1)
     ask(server, LEFT, prompt)
