@@ -9,7 +9,7 @@ import pytest
 from manthan.benchmarks.server import VllmServer
 
 LEFT, RIGHT = "left", "right"
-ANYBODY_ELSE = [RIGHT, "", "left/", "Left", "no-room"]
+ANYBODY_ELSE = [RIGHT, "", "left/", "Left", "%"]
 
 
 @pytest.fixture(scope="module")
