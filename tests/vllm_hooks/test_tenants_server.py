@@ -105,7 +105,7 @@ def test_a_name_is_one_s_own(server, table) -> None:
     for name in ("left/chat", "/left/chat", "chat"):
         told = ask(server, "", table(59).question(1)[0], name, {"release": True}).told
         assert told is not None
-        assert told["session_id"] in (name, f"{name}~2")
+        assert told["session_id"].partition("~")[0] == name
     told = ask(server, LEFT, prompts[LEFT], "chat", {"priority": 1}).told
     assert told == {"session_id": "chat", "pinned": False, "refused": None}
 
@@ -163,7 +163,7 @@ def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None
     assert count(server, "dropped_blocks_total", cause="budget") > before + 50
     assert is_whole(ask(server, LEFT, prompts[0], "left's"))
     found = [ask(server, RIGHT, prompt, f"right's {n}").blocks for n, prompt in reversed(list(enumerate(prompts)))]
-    assert 0 < sum(found) <= 50
+    assert 0 < sum(found) < 80  # of 8 * 17; a profile that was made meanwhile makes codes smaller
 
 
 @pytest.mark.parametrize("hints", [{"tenant": LEFT}, {"tenant": "manthan-"}])
