@@ -21,6 +21,7 @@ SHARE_SERVERS = (
     *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py", "tests/benchmarks/test_load.py"),
     "tests/deploy/test_stack.py",
     *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
+    "tests/vllm_hooks/test_tenants_server.py",
 )
 START_S = 600
 """Long enough for a start beside all that other tests do."""
@@ -73,7 +74,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
 
 SERVED = """
 {idle_after_s: 30, sweep_interval_s: 0.1, min_tokens: 64,
- quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0}}}
+ quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0, left: 0.5, right: 0.02}}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 
 

@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+import msgspec
 from vllm.logger import init_logger
 from vllm.v1.core.kv_cache_utils import (
     BlockHash,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
     from vllm.v1.engine.core import EngineCoreProc
+    from vllm.v1.kv_hints import KvHintsEnvelope
 
     from manthan.manager.work import Name
     from manthan.vllm_hooks.adapters import Adapters
@@ -169,6 +171,28 @@ def tell_adapters_apart(adapters: "Adapters") -> None:
             return add_lora(self, adapter)
 
     kv_cache_utils._gen_lora_extra_hash_keys, core.add_lora = keys, with_content
+
+
+def salt_requests(salt: "Callable[[Any, KvHintsEnvelope | None, str | None], str | None]", params_key: str) -> None:
+    """Have each request of the engine under construction take the cache salt that `salt` makes of its `params_key`, its
+    envelope and its own salt.
+
+    vLLM hashes a request where it makes it of what came in, before any connector hears of it.
+    """
+    from vllm.v1.engine import EngineCoreRequest
+
+    core = _core_under_construction()
+    if core is None:  # somebody else makes the requests, in tests
+        return
+    preprocess = core.preprocess_add_request
+
+    @functools.wraps(preprocess)
+    def with_salt(request: EngineCoreRequest) -> Any:
+        extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+        salted = salt(extra.get(params_key), request.kv_hints, request.cache_salt)
+        return preprocess(msgspec.structs.replace(request, cache_salt=salted))
+
+    core.preprocess_add_request = with_salt
 
 
 def engine_waker() -> Callable[[], None]:

@@ -20,10 +20,11 @@ from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, tell_adapters_apart
+from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, salt_requests, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
-from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
+from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
+from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.replicas import copies_of
@@ -93,6 +94,7 @@ class SchedulerHalf:
         owner = engine_name()
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
+        salt_requests(salts_of(config).of, PARAMS)
         chosen = choose_policy(config.policy)
         self.manager = SessionMemoryManager(
             chosen.policy,

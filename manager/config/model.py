@@ -298,7 +298,7 @@ class RedisConfig(_Group):
 
 
 class QuotasConfig(_Group):
-    """How much of the cold store pinned sessions, and those of one tenant, may take."""
+    """How much of the cold store pinned sessions, and those of one tenant, may take; and what tenants share."""
 
     pinned_share: Share = Field(default=0.25, description=_COLD_SHARE)
     default_share: Share = Field(default=1.0, description=_COLD_SHARE)
@@ -308,6 +308,7 @@ class QuotasConfig(_Group):
     header: HeaderName = Field(
         default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
     )
+    isolate: bool = Field(default=True, description="true or false")
 
 
 class PrefetchConfig(_Group):

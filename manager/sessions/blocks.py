@@ -7,6 +7,9 @@ from itertools import chain
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
+ELSEWHERE = "\0"
+"""Whose codes are that another engine has stored: they count towards no share, and no tenant can be called so."""
+
 
 class BlockTable:
     """Blocks of chains by key, and those of other KV cache groups by group and key. All changes go through here, so
@@ -182,6 +185,8 @@ class BlockTable:
         taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
         self.reserved += taken
         self.reserved_of[block.tenant] += taken
+        if not self.reserved_of[block.tenant]:
+            del self.reserved_of[block.tenant]
 
     def _forget_if_unused(self, block: Block) -> None:
         if block.users or block.reserves:

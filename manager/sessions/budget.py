@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
+from manthan.manager.sessions.blocks import ELSEWHERE
 from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.place import Place
@@ -15,7 +16,11 @@ from manthan.policies import EvictionPolicy
 
 
 class Shares(NamedTuple):
-    """Of the cold store's budget, how much pinned sessions may take together, and each tenant; 1 for all of it."""
+    """Of the cold store's budget, how much pinned sessions may take together, and each tenant; 1 for all of it.
+
+    Of its share, a tenant's pinned sessions may take as much as all may of the whole: where shares add up to no more
+    than 1, nobody's pins keep others from theirs.
+    """
 
     pinned: float = 0.25
     tenant: float = 1.0
@@ -23,7 +28,7 @@ class Shares(NamedTuple):
 
     def of_tenant(self, tenant: str) -> float:
         """The share of one tenant; who is nobody's tenant has no quota of its own."""
-        return self.tenants.get(tenant, self.tenant if tenant else 1.0)
+        return self.tenants.get(tenant, 1.0 if tenant in ("", ELSEWHERE) else self.tenant)
 
 
 class ColdBudget:
@@ -139,19 +144,29 @@ class ColdBudget:
 
     def pin(self, session: Session) -> str:
         """Pin a session, or keep it pinned as it grows; returns in a sentence why not, if so."""
-        pinned = self._pruning.pinned
-        allowed = int(self.shares.pinned * self.nbytes)
-        others = sum(pinned.values()) - pinned.get(session.session_id, 0)
         needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain) + session.beside_nbytes
-        if others + needed > allowed:
+        if refused := self._refusal(session, needed):
             self.unpin(session)
-            return (
-                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store (quotas.pinned_share is "
-                f"{self.shares.pinned:g}), {others} are taken, and this session needs {needed}"
-            )
+            return refused
         session.pinned = True
-        pinned[session.session_id] = needed
+        self._pruning.pinned[session.session_id] = needed
         self._table.leave_cold(session)
+        return ""
+
+    def _refusal(self, session: Session, needed: int) -> str:
+        """Why the session cannot be pinned, if so: in words that tell its tenant nothing of what others have."""
+        pinned, sessions, tenant = self._pruning.pinned, self._table.by_id, session.tenant
+        others = {name: nbytes for name, nbytes in pinned.items() if name != session.session_id}
+        own = sum(nbytes for name, nbytes in others.items() if sessions[name].tenant == tenant)
+        whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
+        said = f"quotas.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
+        if own + needed > (allowed := int(whole * part * self.nbytes)):
+            return (
+                f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
+                f"taken, and this session needs {needed}"
+            )
+        if sum(others.values()) + needed > int(whole * self.nbytes):
+            return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
         return ""
 
     def unpin(self, session: Session) -> None:

@@ -1,7 +1,8 @@
 """Which session a request belongs to: the one of its tenant whose chain it extends."""
 
 from bisect import bisect_left
-from collections.abc import Container, Sequence
+from collections import defaultdict
+from collections.abc import Container, Iterator, Sequence
 from itertools import count
 
 from manthan.manager.sessions.session import Block, Session, qualified
@@ -77,8 +78,8 @@ class ChainIndex:
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
         self._tips: dict[tuple[str, bytes], dict[str | None, Session]] = {}  # by tenant and key
         self._sorted: dict[tuple[str, str | None], SortedChains] = {}  # by tenant and name; None for all of a tenant
-        self._anonymous = count(1)
-        self._forks = count(2)
+        self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
+        self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     def find(self, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> Session | None:
         """The session that these keys belong to; None means a new one or a fork.
@@ -128,9 +129,9 @@ class ChainIndex:
     def new_id(self, asked_id: str | None, tenant: str, taken: Container[str]) -> str:
         """What the client called it, with a number behind it for a fork; `anonymous-N` without a name."""
         if asked_id is None:
-            names = (f"{self._anonymous_name}{n}" for n in self._anonymous)
+            names = (f"{self._anonymous_name}{n}" for n in self._anonymous[tenant])
         else:
-            names = (asked_id if n == 1 else f"{asked_id}~{next(self._forks)}" for n in count(1))
+            names = (asked_id if n == 1 else f"{asked_id}~{next(self._forks[tenant])}" for n in count(1))
         return next(name for told in names if (name := qualified(told, tenant)) not in taken)
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
 from manthan.manager.sessions.anchors import Anchors
+from manthan.manager.sessions.blocks import ELSEWHERE
 from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
@@ -72,7 +73,7 @@ class Elsewhere:
     def _store(self, block: Block | None, nbytes: int) -> None:
         """Another engine had it stored."""
         if block is not None and block.code is CodeState.NONE and block.users:
-            self._blocks.store(block, Encoding(nbytes), tenant="")
+            self._blocks.store(block, Encoding(nbytes), ELSEWHERE)
             if self._table.front is not None:
                 self._blocks.mark_moved(block, True)
             self.nbytes = max(0, self.nbytes - nbytes)

@@ -253,12 +253,20 @@ class Session:
     @property
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
-        return self.session_id.removeprefix(qualified("", self.tenant))
+        return self.session_id.removeprefix(_owner(self.tenant, self.session_id))
 
 
 def qualified(told_id: str, tenant: str) -> str:
-    """A session's id among those of all tenants, of whom two may call theirs alike."""
-    return f"{tenant}/{told_id}" if tenant else told_id
+    """A session's id among those of all tenants, of whom two may call theirs alike: no two of tenant and told id make
+    the same, or who has a name would keep another tenant from it."""
+    return _owner(tenant, told_id) + told_id
+
+
+def _owner(tenant: str, name: str) -> str:
+    """What stands before the names of a tenant's sessions; before nobody's only where they look like a tenant's."""
+    if tenant:
+        return tenant.replace("%", "%25").replace("/", "%2F") + "/"
+    return "/" if "/" in name else ""
 
 
 class SessionInfo(NamedTuple):

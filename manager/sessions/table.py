@@ -41,7 +41,8 @@ class SessionTable:
         self.cold = Place(make_policy)
         """Sessions that may have codes, but for those that are pinned, or had nothing to give in their turn."""
         self.cold_of: dict[str, Place] = {}
-        """The same for each tenant that has a quota."""
+        """The same for each tenant that has a quota, and sessions."""
+        self._sessions_of: Counter[str] = Counter()  # by tenant
         self.front: FastTier | None = None
         """Sessions that have codes in the fast tier, where there is one in front of a slower one."""
 
@@ -55,8 +56,7 @@ class SessionTable:
     def adopt(self, session_id: str, asked_id: str | None, tenant: str, created: float, last_used: float) -> Session:
         """The same of an id that nobody has yet."""
         session = Session(session_id, asked_id, created=created, last_used=last_used, tenant=tenant)
-        self.by_id[session_id] = session
-        self.states[session.state] += 1
+        self._enter(session)
         return session
 
     def revive(self, session: Session) -> None:
@@ -65,8 +65,12 @@ class SessionTable:
             session.session_id = self.chains.new_id(session.asked_id, session.tenant, self.by_id)
         session.state, session.pending = SessionState.HOT, 0
         session.retry_after, session.refusals = 0.0, 0
+        self._enter(session)
+
+    def _enter(self, session: Session) -> None:
         self.by_id[session.session_id] = session
         self.states[session.state] += 1
+        self._sessions_of[session.tenant] += 1
 
     def touch(self, session: Session) -> None:
         """The session, or what is stored of it, is not what it was."""
@@ -217,3 +221,7 @@ class SessionTable:
         self.leave_cold(session)
         if self.front is not None:
             self.front.forget(session.session_id)
+        self._sessions_of[session.tenant] -= 1
+        if not self._sessions_of[session.tenant]:  # tenants may be as many as clients make up
+            del self._sessions_of[session.tenant]
+            self.cold_of.pop(session.tenant, None)

@@ -98,6 +98,10 @@ class Names:
         digest = hmac.digest(self._sessions, session_id.encode("utf-8", "surrogatepass"), "sha256")
         return ("anonymous-" if session_id.startswith("anonymous-") else "") + digest[:16].hex()
 
+    def key_for(self, purpose: str) -> bytes:
+        """A key for names of another kind, which last as long as these do."""
+        return derived(self._secret, purpose) if self._secret else b""
+
 
 PLAIN_NAMES = Names()
 

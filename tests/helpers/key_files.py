@@ -20,10 +20,15 @@ def ring(*ids: str, current: str | None = None, of: str = "") -> dict[str, Any]:
 
 
 def write_keys(
-    path: Path, *ids: str, current: str | None = None, tenants: Mapping[str, Sequence[str]] = {}, of: str = ""
+    path: Path,
+    *ids: str,
+    current: str | None = None,
+    tenants: Mapping[str, Sequence[str]] = {},
+    of: str = "",
+    names: str = "names",
 ) -> Path:
     """A file with these keys, the last of which is current if none is said; so of tenants."""
-    said = {"names": secret("names"), **ring(*ids, current=current, of=of)}
+    said = {"names": secret(names), **ring(*ids, current=current, of=of)}
     if tenants:
         said["tenants"] = {name: ring(*own, of=name) if own else {"keys": {}} for name, own in tenants.items()}
     return write(path, said)

@@ -191,6 +191,19 @@ def test_what_others_store_takes_back_no_pin_and_no_codes() -> None:
     check_integrity(engine.manager)
 
 
+def test_what_others_have_stored_counts_towards_nobody_s_share() -> None:
+    engine = Shared(capacity=10, shares=Shares(tenant=0.3, tenants={"": 0.3}))
+    engine.talk("n o", "chat")
+    engine.evict()
+    engine.find(engine.start("a b c d e", "chat", "acme"), "a b c d e")
+    engine.find(engine.start("x y z", "chat", "globex"), "x y")
+    check_integrity(engine.manager)
+    engine.talk("s", "another")
+    engine.evict()
+    assert engine.manager.take_drops() == []
+    assert {"n", "o", "s", "a", "e", "x"} <= engine.cold()
+
+
 def test_a_session_that_came_here_is_no_stranger() -> None:
     engine = Shared(capacity=2)
     engine.talk("a b", "alice")

@@ -1,14 +1,21 @@
-"""A session, its names and its blocks belong to one tenant: nobody else can name, read, grow, pin or release it."""
+"""A session, its names and its blocks belong to one tenant: nobody else can name, read, grow, pin or release it.
+
+Where tenants are isolated, no key of one is a key of another: here a chain's first word then has the tenant in it.
+"""
 
 from collections.abc import Sequence
 from typing import Any
 
 import hypothesis.strategies as st
+import pytest
 from engine import Engine, chain
+from examples import examples
 from hypothesis import given, settings
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import Drop, DropCause, Prefetch
+from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.session import Drop, DropCause, Prefetch, qualified
+from manthan.policies import policy_names
 
 NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
 LEAD_S = 2.0
@@ -38,7 +45,8 @@ def test_a_name_of_two_tenants_is_two_sessions_and_each_is_told_its_own() -> Non
 def test_a_name_that_looks_like_another_tenant_s_is_not_its() -> None:
     engine = Engine(prefetch_lead_s=LEAD_S)
     engine.talk("a b c", "chat", tenant="a")
-    assert engine.talk("a b c d", "a/chat", release=True).session_id != "a/chat"
+    assert engine.talk("a b c d", "a/chat", release=True).session_id == "a/chat"  # as nobody is told it
+    assert engine.chains() == {"a/chat": "a b c"}
     engine.evict()
     engine.talk("x y", prefetch=["a/chat", "chat"])
     assert engine.manager.take_prefetches(99, engine.now) == []
@@ -92,64 +100,185 @@ def test_blocks_that_two_tenants_use_stay_until_neither_does() -> None:
     assert engine.chains() == {"b/chat": "sys b"}
 
 
+def test_who_takes_a_name_keeps_nobody_else_from_it() -> None:
+    engine = Engine(prefetch_lead_s=LEAD_S)
+    assert engine.talk("a b", "chat/1", tenant="a", priority=1).session_id == "chat/1"
+    assert engine.talk("c d", "1", tenant="a/chat", priority=1).session_id == "1"
+    assert engine.talk("e f", "a/chat/1", priority=1).session_id == "a/chat/1"
+    assert engine.talk("g h", "/a/chat/1", priority=1).session_id == "/a/chat/1"
+    assert set(engine.chains()) == {"a/chat/1", "a%2Fchat/1", "/a/chat/1", "//a/chat/1"}
+    engine.evict()
+    for tenant, told, text in [("a", "chat/1", "a b"), ("a/chat", "1", "c d"), ("", "a/chat/1", "e f")]:
+        engine.talk("x y", tenant=tenant, prefetch=[told])
+        [prefetch] = engine.manager.take_prefetches(2, engine.now)
+        assert (prefetch.keys, prefetch.tenant) == (chain(text), tenant)
+
+
+NAME = st.text("a/%", max_size=5)
+
+
+@given(NAME, NAME, NAME, NAME)
+def test_no_two_of_tenant_and_name_make_the_same_id(tenant: str, name: str, other: str, alike: str) -> None:
+    assert (qualified(name, tenant) == qualified(alike, other)) == ((tenant, name) == (other, alike))
+
+
+def test_made_up_names_tell_nothing_of_how_many_others_were_made_up() -> None:
+    engine = Engine()
+    for tenant in ("a", "b", "b", ""):
+        engine.talk(f"{tenant}0 x", tenant=tenant)
+        engine.talk(f"{tenant}1 x", "chat", tenant)
+        engine.talk(f"{tenant}2 x", "chat", tenant)
+    told = [engine.talk(f"c{n} x", name, "c").session_id for n, name in enumerate([None, "chat", "chat"])]
+    assert told == ["anonymous-1", "chat", "chat~2"]
+
+
+def test_a_tenant_without_sessions_takes_no_memory() -> None:
+    engine = Engine(shares=Shares(tenant=0.5))
+    for n in range(3):
+        engine.talk("a b c", "chat", f"made up {n}", ttl_s=15)
+    engine.evict()
+    table, blocks = engine.manager.table, engine.manager.blocks
+    assert (len(table.cold_of), len(blocks.reserved_of)) == (3, 1)
+    engine.sweep()
+    assert (table.cold_of, table.by_id, blocks.reserved_of) == ({}, {}, {})
+    engine.talk("a b c", "chat", "made up 1")
+    assert engine.evict()
+    check_integrity(engine.manager)
+
+
+def test_pins_of_a_tenant_keep_to_its_share() -> None:
+    engine = Engine(capacity=20, shares=Shares(pinned=0.5, tenants={"a": 0.4, "b": 0.4}))
+    assert engine.talk("a0 b c d", "one", "b", pin=True).pinned
+    refused = engine.talk("a1 b c d", "two", "b", pin=True).refused
+    assert refused == (
+        "pin is refused: pinned sessions may take 419 bytes of the cold store (quotas.pinned_share is 0.5, the "
+        "tenant's share 0.4), 400 are taken, and this session needs 400"
+    )
+    assert engine.talk("a2 b c d", "three", "a", pin=True).pinned
+    check_integrity(engine.manager)
+
+
+def test_a_refused_pin_says_nothing_of_what_others_have() -> None:
+    engine = Engine(capacity=20, shares=Shares(pinned=0.25))
+    assert engine.talk("a0 b c", "one", "a", pin=True).pinned
+    refused = engine.talk("b0 b c", "two", "b", pin=True).refused
+    assert refused == (
+        "pin is refused: 300 bytes are not left of what all tenants' pinned sessions may take (quotas.pinned_share is "
+        "0.25)"
+    )
+    assert "524 bytes of the cold store" in engine.talk("b0 b c d e f", "two", "b", pin=True).refused
+
+
 # -- whatever another tenant does ---------------------------------------------------------------------
 
+TENANTS = ("a", "b", "", "a/chat")
 TEXT = st.text("xy", min_size=1, max_size=5)
+HINTS: list[dict[str, object]] = [
+    {},
+    {},
+    {"pin": True},
+    {"pin": False},
+    {"release": True},
+    {"ttl_s": 30},
+    {"priority": 1},
+    {"expect_return_s": 20},
+    {"prefetch": ["chat", "a/chat", "anonymous-1", "chat~2", "1"]},
+]
 TALK = st.fixed_dictionaries(
     {
-        "tenant": st.sampled_from(["a", "a", "b", ""]),
+        "tenant": st.sampled_from(["a", *TENANTS]),
         "prompt": TEXT,
         "answer": st.text("xy", max_size=2),
-        "name": st.sampled_from([None, None, "chat", "other", "b/chat"]),
-        "hints": st.sampled_from(
-            [
-                {},
-                {},
-                {"pin": True},
-                {"pin": False},
-                {"release": True},
-                {"ttl_s": 30},
-                {"priority": 1},
-                {"expect_return_s": 20},
-                {"prefetch": ["chat", "a/chat", "anonymous-1", "chat~2"]},
-            ]
-        ),
+        "name": st.sampled_from([None, None, "chat", "other", "a/chat", "chat/1", "1", "anonymous-1", "chat~2"]),
+        "hints": st.sampled_from(HINTS),
+        "reads": st.booleans(),
         "ends": st.integers(0, 3),  # events later
     }
 )
-EVENTS = st.lists(st.one_of(TALK, TALK, st.sampled_from(["evict", "prefetch"])), max_size=14)
+EVENTS = st.lists(st.one_of(TALK, TALK, st.sampled_from(["evict", "evict", "prefetch"])), max_size=16)
+NONE_SHARED = Shares(pinned=0.5, tenant=0.25, tenants={"": 0.25})
+"""All of the store, between TENANTS: one of them can use its share up, and pins too."""
 
 
-def told(events: Sequence[Any], of: str, *, alone: bool) -> list[object]:
-    """What a tenant is told, and what its sessions are after each event; `alone`, without the others' requests."""
-    engine = Engine(capacity=10_000, prefetch_lead_s=LEAD_S, shares=Shares(pinned=1.0))
-    ends: dict[str, tuple[int, str, str]] = {}
-    seen: list[object] = []
-    for now, event in enumerate([*events, *["wait"] * 4]):
-        engine.now += 1
-        for request, (when, text, tenant) in list(ends.items()):
+class Watched:
+    """An engine, and what one tenant of it learns: all that it is told, and all that it has."""
+
+    def __init__(self, of: str, isolated: bool, policy: str) -> None:
+        quotas = {"capacity": 24, "shares": NONE_SHARED} if isolated else {"capacity": 10_000, "shares": Shares(1.0)}
+        self.engine = Engine(policy=policy, prefetch_lead_s=LEAD_S, **quotas)
+        self.of, self.isolated, self.seen = of, isolated, list[object]()
+        self.ends: dict[str, tuple[int, str, str]] = {}
+
+    def key_text(self, text: str, tenant: str) -> str:
+        return (f"{tenant}:" if self.isolated else "") + " ".join(text)
+
+    def start(self, now: int, event: Any) -> None:
+        tenant, manager = event["tenant"], self.engine.manager
+        text = self.key_text(event["prompt"], tenant)
+        self.engine.requests = now
+        request = self.engine.start(text, event["name"], tenant, **event["hints"])
+        restorable = chain(text)[: manager.match(chain(text))] if event["reads"] else []
+        if restorable:
+            manager.restore_started(request, restorable)
+            manager.restore_finished(request)
+        if tenant == self.of and self.isolated:
+            self.seen.append(restorable)
+        self.ends[request] = now + event["ends"], self.key_text(event["prompt"] + event["answer"], tenant), tenant
+
+    def finish(self, now: int) -> None:
+        for request, (when, text, tenant) in list(self.ends.items()):
             if when <= now:
-                outcome = engine.finish(request, text)
-                del ends[request]
-                if tenant == of:
-                    seen.append(outcome and outcome[1:])
+                del self.ends[request]
+                outcome = self.engine.finish(request, text)
+                if tenant == self.of:
+                    self.seen.append(outcome)
+
+    def prefetch(self) -> None:
+        for prefetch in self.engine.manager.take_prefetches(1000, self.engine.now):
+            self.engine.manager.prefetch_finished(prefetch.session_id, True, (), self.engine.now)
+            if prefetch.tenant == self.of:
+                self.seen.append(prefetch)
+
+    def look(self) -> None:
+        manager = self.engine.manager
+        check_integrity(manager)
+        manager.take_drops()
+        for s in manager.table.by_id.values():
+            if s.tenant == self.of:
+                codes = [(b.key, b.code if self.isolated else None) for b in s.chain]
+                self.seen.append((s.session_id, s.told_id, s.asked_id, codes, s.state, s.uses, sorted(s.requests)))
+                self.seen.append((s.pinned, s.priority, s.ttl_s, s.expected))
+
+
+def learned(events: Sequence[Any], of: str, *, alone: bool, isolated: bool, policy: str = "lru") -> list[object]:
+    """What a tenant learns while these things happen; `alone`, without the others' requests."""
+    watched = Watched(of, isolated, policy)
+    for now, event in enumerate([*events, *["wait"] * 4, "evict"]):
+        watched.engine.now += 1
+        watched.finish(now)
         if event == "evict":
-            engine.evict()
+            watched.engine.evict()
         elif event == "prefetch":
-            for prefetch in engine.manager.take_prefetches(1000, engine.now):
-                engine.manager.prefetch_finished(prefetch.session_id, True, (), engine.now)
+            watched.prefetch()
         elif event != "wait" and not (alone and event["tenant"] != of):
-            prompt, answer = " ".join(event["prompt"]), " ".join(event["prompt"] + event["answer"])
-            engine.requests = now
-            request = engine.start(prompt, event["name"], event["tenant"], **event["hints"])
-            ends[request] = (now + event["ends"], answer, event["tenant"])
-        sessions = [s for s in engine.manager.table.by_id.values() if s.tenant == of]
-        seen.append([(s.asked_id, [b.key for b in s.chain], s.state, s.uses, sorted(s.requests)) for s in sessions])
-        seen.append([(s.pinned, s.priority, s.ttl_s, s.expected) for s in sessions])
-    return seen
+            watched.start(now, event)
+        watched.look()
+    return watched.seen
 
 
-@settings(max_examples=300, deadline=None, derandomize=True)
+@settings(max_examples=examples(300), deadline=None, derandomize=True)
 @given(EVENTS)
 def test_what_a_tenant_does_changes_nothing_of_another_s(events: list[Any]) -> None:
-    assert told(events, "a", alone=False) == told(events, "a", alone=True)
+    """Also where those who send the same prompt share its blocks, with room for all of them."""
+    for of in ("a", ""):
+        assert learned(events, of, alone=False, isolated=False) == learned(events, of, alone=True, isolated=False)
+
+
+@pytest.mark.parametrize("policy", policy_names())
+@settings(max_examples=examples(100), deadline=None, derandomize=True)
+@given(EVENTS)
+def test_nobody_s_codes_are_pushed_out_by_others_where_shares_add_up_to_one(policy: str, events: list[Any]) -> None:
+    for of in ("a", ""):
+        assert learned(events, of, alone=False, isolated=True, policy=policy) == learned(
+            events, of, alone=True, isolated=True, policy=policy
+        )

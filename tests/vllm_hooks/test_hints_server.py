@@ -92,6 +92,10 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
         reply = post(server, "/v1/completions", {"pin": pin}, session_id=session, prompt=f"{session} {text}")
         return reply.json()["kv_transfer_params"]["manthan"]
 
+    def refusals() -> float:
+        return server.metrics().get("vllm:manthan_pins_refused_total", 0)
+
+    before = refusals()
     assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None}
     refusal = told("frank", 4 * TEXT, True)
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
@@ -101,7 +105,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
         refusal["refused"],
     )
     assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
-    server.wait_for(lambda: server.metrics()["vllm:manthan_pins_refused_total"] == 1, 60, "count the refusal")
+    server.wait_for(lambda: refusals() == before + 1, 60, "count the refusal")
 
 
 @pytest.mark.parametrize("stream", [False, True], ids=["whole", "streamed"])

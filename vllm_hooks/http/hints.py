@@ -14,7 +14,7 @@ import secrets
 from argparse import Namespace
 from collections.abc import Awaitable, Callable, Iterable, Mapping
 from contextvars import ContextVar
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from pydantic import ValidationError
 from vllm.exceptions import VLLMClientError
@@ -27,6 +27,7 @@ from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_o
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+    from vllm.v1.kv_hints import KvHintsEnvelope
     from vllm.v1.request import Request
 
     from manthan.manager.sessions.session import Outcome
@@ -46,6 +47,14 @@ _salt_key = secrets.token_bytes(16)
 
 class RequestHintError(VLLMClientError, ValueError):
     """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
+
+
+class Asked(NamedTuple):
+    """What of a request says whose it is, before vLLM has made it."""
+
+    kv_transfer_params: Any
+    kv_hints: "KvHintsEnvelope | None"
+    cache_salt: str | None
 
 
 class HeaderKeeper:
@@ -139,7 +148,7 @@ def _tenant_in(header: str) -> str:
 # -- where requests are scheduled ---------------------------------------------------------------------
 
 
-def hints_of(request: "Request") -> Hints:
+def hints_of(request: "Request | Asked") -> Hints:
     """A request's hints: the client's, and of what an orchestrator says in vLLM's envelope whatever is left open by
     them. What cannot be used was refused before; if it is here all the same, it says nothing."""
     try:
@@ -149,7 +158,7 @@ def hints_of(request: "Request") -> Hints:
     return own if request.kv_hints is None else _completed(own, request)
 
 
-def _completed(own: Hints, request: "Request") -> Hints:
+def _completed(own: Hints, request: "Request | Asked") -> Hints:
     """Own hints, and those of the envelope that do not contradict them; of its actions, the last one that says it."""
     hints, said = own, dict.fromkeys(_own_names(request))
     assert request.kv_hints is not None
@@ -172,7 +181,7 @@ def _completed(own: Hints, request: "Request") -> Hints:
     return hints
 
 
-def _own_names(request: "Request") -> Iterable[str]:
+def _own_names(request: "Request | Asked") -> Iterable[str]:
     """The hints that the client, or the gateway's header, says something of."""
     params = request.kv_transfer_params
     own = params.get(EXTRA_KEY) if isinstance(params, Mapping) else None

@@ -1,0 +1,93 @@
+"""Cache salts of tenants: of any two, whatever their clients send, they are two; and what it means to have none."""
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import hypothesis.strategies as st
+import pytest
+from hypothesis import example, given
+from key_files import write_keys
+from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
+from vllm_engine import Engine, running
+
+from manthan.manager.config.resolve import ManthanConfig
+from manthan.vllm_hooks.http.salts import MARK, Salts, salts_of
+
+SALTS = Salts(b"key")
+NAME = st.text("ab\x00\x01-", max_size=4)
+SALT = st.none() | NAME.filter(bool)  # vLLM has no empty ones
+
+
+def said(tenant: str | None) -> dict[str, Any]:
+    return {"manthan": {"tenant": tenant}}
+
+
+@example("a", "bc", "ab", "c")
+@given(NAME.filter(str.isprintable), SALT, NAME.filter(str.isprintable), SALT)
+def test_two_tenants_have_no_salt_in_common(tenant: str, salt: str | None, other: str, theirs: str | None) -> None:
+    one, another = SALTS.of(said(tenant), None, salt), SALTS.of(said(other), None, theirs)
+    assert (one == another) == ((tenant, salt) == (other, theirs))
+    for guess in filter(None, (one, another)):
+        if tenant != other:
+            assert SALTS.of(said(other), None, guess) != one
+        assert (SALTS.of(None, None, guess) == guess) == (not guess.startswith(MARK))
+
+
+def test_nobody_s_salt_stays_what_it_is() -> None:
+    for params in (None, {}, said(None), said(""), {"manthan": {"pin": True}}):
+        assert SALTS.of(params, None, None) is None
+        assert SALTS.of(params, None, "own") == "own"
+
+
+def test_who_forges_a_salt_has_one_of_its_own() -> None:
+    theirs = SALTS.of(said("acme"), None, None)
+    assert theirs is not None
+    for mine in (SALTS, Salts(b"key", isolate=False)):
+        assert mine.of(None, None, theirs) not in (theirs, None)
+        assert mine.of(None, None, theirs) == mine.of(None, None, theirs)
+    assert Salts(b"key", isolate=False).of(said("acme"), None, "own") == "own"
+
+
+def test_a_tenant_that_an_orchestrator_names() -> None:
+    envelope = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "manthan.hints", "1.0", {"tenant": "acme"})])
+    assert SALTS.of(None, envelope, None) == SALTS.of(said("acme"), None, None)
+    assert SALTS.of(said("beta"), envelope, None) == SALTS.of(said("beta"), None, None)
+
+
+def salt(**store: Any) -> str | None:
+    """What an engine that starts now gives acme."""
+    config = ManthanConfig.model_validate({"cold_store": store, "disk": "/codes"})
+    return salts_of(config).of(said("acme"), None, "own")
+
+
+def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
+    assert salt() != salt()
+    assert salt(kind="disk") == salt(kind="disk") == salt(kind="redis")
+    keys, others = (str(write_keys(tmp_path / f"{name}.yaml", "k1", names=name)) for name in ("ours", "theirs"))
+    sealed = salt(kind="disk", encryption=keys)
+    assert sealed == salt(kind="redis", encryption=keys)
+    assert sealed not in (salt(kind="disk"), salt(kind="disk", encryption=others))
+
+
+@pytest.fixture(scope="module")
+def open_engine() -> Iterator[Engine]:
+    """Whose tenants share what they send."""
+    yield from running(blocks=131, idle_after_s=3600, quotas={"isolate": False, "tenants": {"acme": 0.5}})
+
+
+def test_without_isolation_prefixes_are_shared_and_names_are_not(open_engine: Engine, table) -> None:
+    prompt, right = table(5).question(1)
+    assert open_engine.ask(prompt, "chat", tenant="acme").cached_tokens == 0
+    for tenant in ("acme", "beta", None):
+        answer = open_engine.ask(prompt, "chat", tenant=tenant)
+        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
+    assert sum(open_engine.sessions(state) for state in ("hot", "idle")) == 3
+
+
+def test_beside_tenants_that_share_nothing(engine: Engine, table) -> None:
+    prompt, right = table(5).question(1)
+    for tenant in ("acme", "beta", None):
+        for cached in (False, True):
+            answer = engine.ask(prompt, "chat", tenant=tenant)
+            assert (answer.text, answer.cached_tokens > 0) == (right, cached)

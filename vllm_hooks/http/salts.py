@@ -1,0 +1,49 @@
+"""Cache salts of tenants: no two of them share a prefix in vLLM's cache, in the cold store or in KV events.
+
+vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow; these hashes are the
+keys of whatever knows blocks. A request of a tenant gets a salt made of the tenant's name and of the salt that its
+client gave, so who sends another's prompt, name or salt still asks for blocks of its own.
+"""
+
+import hashlib
+import secrets
+from typing import TYPE_CHECKING, Any
+
+from manthan.manager.config.resolve import ManthanConfig
+from manthan.manager.stores.keyring import ring_of
+from manthan.vllm_hooks.http.hints import Asked, hints_of
+
+if TYPE_CHECKING:
+    from vllm.v1.kv_hints import KvHintsEnvelope
+
+MARK = "manthan-"
+"""What all of them begin with. Nobody else has one that does: a client's that does is made anew, too."""
+NBYTES = 24
+PURPOSE = "cache salts of tenants"
+
+
+class Salts:
+    """key: of the digest that salts are, 64 bytes at most: who has it not cannot tell a tenant or a salt by them.
+    isolate: whether tenants have salts of their own; in any case nobody comes by another's, which another engine may
+    have stored by."""
+
+    def __init__(self, key: bytes, isolate: bool = True) -> None:
+        self._key, self._isolate = key, isolate
+
+    def of(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:
+        """The salt of a request with these kv_transfer_params, kv_hints and salt; nobody's keep their own, or none."""
+        tenant = hints_of(Asked(params, envelope, salt)).tenant if self._isolate else ""
+        own = salt or ""
+        if not tenant and not own.startswith(MARK):
+            return salt
+        parts = [part.encode("utf-8", "surrogatepass") for part in (tenant, own)]
+        said = b"".join(len(part).to_bytes(4, "little") + part for part in parts)
+        return MARK + hashlib.blake2b(said, digest_size=NBYTES, key=self._key).hexdigest()
+
+
+def salts_of(config: ManthanConfig) -> Salts:
+    """Those of an engine; where codes outlive it, they are the same at its next start, and on all that share them."""
+    store, isolate = config.cold_store, config.quotas.isolate
+    if (ring := ring_of(store.encryption)) is not None:
+        return Salts(ring.names.key_for(PURPOSE), isolate)
+    return Salts(PURPOSE.encode() if store.is_lasting else secrets.token_bytes(32), isolate)
