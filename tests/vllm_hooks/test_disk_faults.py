@@ -1,5 +1,5 @@
-"""The disk fails, is full, is slow or is only read from, while sessions come and go: answers stay right, and when it is
-well again, it is in use again."""
+"""The disk fails, hangs, is full, slow, or only read from, while sessions come and go: answers stay right, and when it
+is well again, it is in use again."""
 
 import os
 import random
@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from disk_faults import Faults, resize, small_disk
-from server_sessions import failures, restored, wait_until_cold
+from server_sessions import failures, has_no, restored, wait_until_cold
 
 from manthan.benchmarks.server import VllmServer
 
@@ -103,6 +103,22 @@ def test_a_disk_that_takes_two_seconds_for_each_block(server: VllmServer, guests
     before = failures(server)["store_down"]
     guests.ask_all()
     assert failures(server)["store_down"] > before, "everybody has waited for the disk"
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang-writes"])
+def test_a_disk_whose_calls_do_not_return(
+    server: VllmServer, guests: Guests, faults: Faults, table, fault: str
+) -> None:
+    """New sessions stay hot, and those that are there come from it, or are computed."""
+    before, read = failures(server)["store_down"], restored(server)
+    faults.now(fault)
+    strangers = Guests(server, table, 20 + len(fault))
+    for _ in range(3):
+        guests.ask_all()
+        strangers.ask_all()
+    server.wait_for(lambda: failures(server)["store_down"] > before, 60, "notice it")
+    assert (restored(server) > read) == (fault == "hang-writes")
+    server.wait_for(lambda: has_no(server, ["evicting"]), 60, "let sessions be idle again")
 
 
 def test_a_disk_that_is_full(server: VllmServer, guests: Guests, folder: Path, table) -> None:
