@@ -3,36 +3,33 @@
 Each way writes so many incompressible blocks with some threads, lets them be synced, has the page cache forget them,
 and reads them back in another order; then once more from the page cache. By turns, several rounds. `plain` writes and
 reads one preallocated file at given offsets with the same threads, and looks at nothing; `direct` the same with
-O_DIRECT.
+O_DIRECT. With RAM in front of the disk, blocks that were read once are read again: they have moved up.
 
     python benchmarks/disk_store.py [--folder FOLDER] [--size 1GiB] [--block 400KiB] [--threads 4] [--opened 100000]
-        [--out FOLDER]
+        [--promoted 64MiB] [--out FOLDER]
 """
 
 import mmap
 import os
 import random
-import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any, Protocol
 
 import numpy as np
 import typer
-from numpy.typing import NDArray
-from pydantic import ByteSize, TypeAdapter
-from rich.box import SIMPLE
-from rich.table import Table
 
-from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
+from manthan.benchmarks.arms import OUT, make_console
+from manthan.benchmarks.rates import Block, Rates, nbytes_of, show_rates, some_blocks, timed, write_rates
+from manthan.manager.stores.cold_store import HostStore
 from manthan.manager.stores.disk.segment import PAGE, newest
 from manthan.manager.stores.disk.store import DiskStore
+from manthan.manager.stores.tiered import TieredStore
 
-Block = NDArray[np.uint8]
+FIRST, SECOND = "first return, from disk", "second return, from RAM"
 PUT, COLD, WARM = "written and synced", "read from disk", "read from the page cache"
 OPENED_NBYTES = 13_000
 
@@ -114,7 +111,8 @@ def one_round(
     count, nbytes = size // blocks[0].nbytes, blocks[0].nbytes
     order = random.Random(0).sample(range(count), count)
     with tempfile.TemporaryDirectory(dir=folder) as own, ThreadPoolExecutor(threads) as pool:
-        way, found = make(Path(own), size, nbytes), {}
+        way = make(Path(own), size, nbytes)
+        found: dict[str, float] = {}
 
         def get(number: int) -> None:
             block = way.get(number)
@@ -134,7 +132,8 @@ def one_round(
 def opening(folder: Path, count: int) -> dict[str, float]:
     """Seconds that a server takes to find so many blocks again: the store is opened, and headers are read once more for
     the scheduler. With the page cache as it is, and after it has forgotten them."""
-    block, found = np.random.default_rng(0).integers(0, 256, OPENED_NBYTES, np.uint8), {}
+    block = np.random.default_rng(0).integers(0, 256, OPENED_NBYTES, np.uint8)
+    found: dict[str, float] = {}
     with tempfile.TemporaryDirectory(dir=folder) as own:
         size = 2 * count * 2 * OPENED_NBYTES + (64 << 20)
         store = DiskStore(Path(own), size)
@@ -152,11 +151,28 @@ def opening(folder: Path, count: int) -> dict[str, float]:
     return found
 
 
-@contextmanager
-def timed(found: dict[str, float], step: str, nbytes: int) -> Iterator[None]:
-    began = time.perf_counter()
-    yield
-    found[step] = nbytes / (time.perf_counter() - began) / 1e9
+def promotion(folder: Path, blocks: list[Block], size: int) -> dict[str, float]:
+    """GB/s at which a session of so many bytes is read, as for a restore but not decoded: when it has left the RAM in
+    front of the disk, and the page cache too; and once more, when it has moved up."""
+    found: dict[str, float] = {}
+    session = {n.to_bytes(32, "little"): blocks[n % len(blocks)] for n in range(size // blocks[0].nbytes)}
+    nbytes = sum(block.nbytes for block in session.values())
+    with tempfile.TemporaryDirectory(dir=folder) as own:
+        disk, ram = DiskStore(Path(own), 2 * size + (64 << 20)), HostStore(size + (64 << 20))
+        for store in (disk, ram):
+            assert not store.put_all(0, session)
+        ram.drop(0, session)  # the system has given the memory
+        disk.sync()
+        forget(Path(own))
+        tiers = TieredStore(ram, disk)
+        for step in (FIRST, SECOND):
+            with timed(found, step, nbytes):
+                for buf in tiers.read(0, list(session)):
+                    assert isinstance(buf, np.ndarray)
+                    buf.copy()  # whoever decodes it reads it all
+            assert len(ram.names()) == len(session)
+        tiers.close()
+    return found
 
 
 def forget(folder: Path) -> None:
@@ -176,29 +192,30 @@ def main(
     threads: Annotated[int, typer.Option(min=1, help="That write and read.")] = 4,
     rounds: Annotated[int, typer.Option(min=1, help="Of all ways by turns.")] = 5,
     opened: Annotated[int, typer.Option(min=0, help="Blocks of a store that is opened again; 0 for none.")] = 0,
+    promoted: Annotated[str, typer.Option(help="Of a session that is read twice, with RAM in front.")] = "64MiB",
     out: Annotated[Path, typer.Option(help="Folder for the JSON.")] = OUT,
 ) -> None:
     """Measure writing and reading of blocks on a disk."""
     console = make_console()
-    total, each = (int(TypeAdapter(ByteSize).validate_python(text)) for text in (size, block))
-    rng = np.random.default_rng(0)
-    blocks = [rng.integers(0, 256, each, np.uint8) for _ in range(8)]
-    found: dict[str, dict[str, list[float]]] = {name: {PUT: [], COLD: [], WARM: []} for name in WAYS}
+    total, each, session = map(nbytes_of, (size, block, promoted))
+    blocks = some_blocks(each)
+    found: Rates = {name: {PUT: [], COLD: [], WARM: []} for name in WAYS}
+    tiers: Rates = {"RAM in front of the disk": {FIRST: [], SECOND: []}}
     for number in range(rounds):
         for name, make in WAYS.items():
             console.print(f"round {number + 1} of {rounds}: {name}")
             for step, rate in one_round(make, folder, blocks, total, threads).items():
                 found[name][step].append(rate)
-    table = Table("GB/s", PUT, COLD, WARM, box=SIMPLE)
-    for name, steps in found.items():
-        table.add_row(name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in steps.values()))
-    console.print(table)
+        for name, steps in tiers.items():
+            console.print(f"round {number + 1} of {rounds}: {name}")
+            for step, rate in promotion(folder, blocks, session).items():
+                steps[step].append(rate)
+    show_rates(console, found)
+    show_rates(console, tiers)
     seconds = opening(folder, opened) if opened else {}
     for name, taken in seconds.items():
         console.print(f"  {opened:,} blocks found again in {taken:.1f} s, {name}")
-    out.mkdir(parents=True, exist_ok=True)
-    path = write_report(new_report("disk_store", context.params, [], {"ways": found, "opened": seconds}, {}), out)
-    console.print(f"  {path}", soft_wrap=True)
+    write_rates(console, "disk_store", context, {"ways": found, "tiers": tiers, "opened": seconds}, out)
 
 
 if __name__ == "__main__":

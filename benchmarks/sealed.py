@@ -11,7 +11,6 @@ opened.
 import base64
 import random
 import secrets
-import statistics
 import tempfile
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -22,13 +21,10 @@ from typing import Annotated
 import numpy as np
 import typer
 import yaml
-from pydantic import ByteSize, TypeAdapter
-from rich.box import SIMPLE
-from rich.table import Table
 
-from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
-from manthan.benchmarks.disk_store import timed
+from manthan.benchmarks.arms import OUT, make_console
 from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.rates import Rates, nbytes_of, show_rates, some_blocks, timed, write_rates
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.cold_store import Buffer, ColdStore, Found
 from manthan.manager.stores.disk.store import DiskStore
@@ -120,9 +116,8 @@ def main(
 ) -> None:
     """Measure what sealing costs."""
     console = make_console()
-    total, each = (int(TypeAdapter(ByteSize).validate_python(text)) for text in (size, block))
-    rng = np.random.default_rng(0)
-    blocks = [rng.integers(0, 256, each, np.uint8) for _ in range(8)]
+    total, each = map(nbytes_of, (size, block))
+    blocks = some_blocks(each)
     with ExitStack() as stack:
         own = Path(stack.enter_context(tempfile.TemporaryDirectory(dir=folder)))
         sealer = Sealer(key_ring(own), PLACE)
@@ -133,19 +128,14 @@ def main(
         for name, store in (("disk", disk), ("Redis", redis)):
             stack.callback(store.close)
             ways |= {f"{name}, as they are": store, f"{name}, sealed": SealedStore(store, sealer, 0)}
-        found: dict[str, dict[str, list[float]]] = {name: {WRITTEN: [], READ: []} for name in ways}
+        found: Rates = {name: {WRITTEN: [], READ: []} for name in ways}
         for number in range(rounds + 1):
             for name in ways if number % 2 else reversed(ways):
                 console.print(f"round {number} of {rounds}: {name}")
                 for step, rate in one_round(ways[name], blocks, total // each, threads).items():
                     found[name][step] += [rate] if number else []  # one more warms up
-    table = Table("GB/s", WRITTEN, READ, box=SIMPLE)
-    for name, steps in found.items():
-        table.add_row(name, *(f"{statistics.median(r):.2f} ({min(r):.2f} to {max(r):.2f})" for r in steps.values()))
-    console.print(table)
-    out.mkdir(parents=True, exist_ok=True)
-    path = write_report(new_report("sealed", context.params, [], {"ways": found}, {}), out)
-    console.print(f"  {path}", soft_wrap=True)
+    show_rates(console, found)
+    write_rates(console, "sealed", context, {"ways": found}, out)
 
 
 if __name__ == "__main__":

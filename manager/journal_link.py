@@ -63,6 +63,9 @@ class JournalLink:
         self._journal, self._manager, self._notes, self._clock = journal, manager, notes, clock
         self._told: dict[str, tuple[bytes, ...] | None] = {}
         """By session, the mark of what was told last of it; None if the journal has something else."""
+        self._gaps: dict[str, Block] = {}
+        """By cold session, the first block of its chain without codes. Another session has it hot, and whoever encodes
+        it then knows nothing of this one."""
         self._is_void = False
         manager.elsewhere.listen()
 
@@ -70,9 +73,11 @@ class JournalLink:
 
     def tell(self, now: float) -> None:
         """Write down what has changed since the last call."""
-        changes = self._manager.elsewhere.take_changes()
+        changes = dict(self._manager.elsewhere.take_changes())
         if not self._is_void:
-            self._journal.tell(list(self._records(changes, now)))
+            closed = [session_id for session_id, block in self._gaps.items() if _has_codes(block)]
+            changes |= {session_id: self._manager.table.by_id.get(session_id) for session_id in closed}
+            self._journal.tell(list(self._records(changes.items(), now)))
 
     def reset(self) -> None:
         """The KV is void. What is computed from now on may be of other weights than those that the next engine has: it
@@ -83,9 +88,10 @@ class JournalLink:
     def close(self) -> None:
         self._journal.close()
 
-    def _records(self, changes: Sequence[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
+    def _records(self, changes: Iterable[tuple[str, Session | None]], now: float) -> Iterator[JournalSession]:
         offset = self._clock() - now
         for session_id, session in changes:
+            self._mind_gap(session_id, session)
             if session is not None and session.state is SessionState.EVICTING:
                 continue  # it changes again when that has ended
             stored = self._stored(session)
@@ -99,10 +105,17 @@ class JournalLink:
             chain = None if is_same else self._chain(stored)
             yield JournalSession(session_id, _facts(session, offset), chain, self._noted(chain))
 
+    def _mind_gap(self, session_id: str, session: Session | None) -> None:
+        self._gaps.pop(session_id, None)
+        if session is not None and session.state is SessionState.COLD:
+            gap = next((block for block in session.chain if not _has_codes(block)), None)
+            if gap is not None:
+                self._gaps[session_id] = gap
+
     def _stored(self, session: Session | None) -> Stored:
         if session is None:
             return Stored([], [])
-        chain = list(takewhile(lambda block: block.code is CodeState.COLD or block.old is not None, session.chain))
+        chain = list(takewhile(_has_codes, session.chain))
         anchors = [anchor for anchor in session.anchors if anchor.depth <= len(chain) and anchor.stands]
         if self._needs_anchors:
             chain = chain[: anchors[-1].depth] if anchors else []
@@ -165,7 +178,7 @@ class JournalLink:
     def _left(self, written: JournalSession, sizes: Mapping[Name, int], offset: float) -> LeftSession | None:
         """What of it is there; None if that is of no use, or it says too little of itself."""
         blocks, anchors = written.chain or GONE
-        chain = list(takewhile(lambda block: self._has_codes(block, sizes), blocks))
+        chain = list(takewhile(lambda block: self._was_stored(block, sizes), blocks))
         codes: dict[Part, Encoding] = {(None, block.key): self._code(block, sizes) for block in chain}
         standing = []
         for depth, parts in anchors:
@@ -179,7 +192,7 @@ class JournalLink:
         except (KeyError, TypeError):
             return None
 
-    def _has_codes(self, block: JournalBlock, sizes: Mapping[Name, int]) -> bool:
+    def _was_stored(self, block: JournalBlock, sizes: Mapping[Name, int]) -> bool:
         """Whether a chain's block has what it is to have."""
         return self._manager.shape.group is None or (block.group, block.key) in sizes
 
@@ -187,6 +200,10 @@ class JournalLink:
         if self._manager.shape.group is None:
             return NO_CODES
         return Encoding(sizes[block.group, block.key], block.exact)
+
+
+def _has_codes(block: Block) -> bool:
+    return block.code is CodeState.COLD or block.old is not None
 
 
 def _facts(session: Session, offset: float) -> dict[str, object]:

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
@@ -24,7 +24,18 @@ from manthan.vllm_hooks.kv_dtype import FP8
 if TYPE_CHECKING:
     from manthan.vllm_hooks.support import Group, Groups
 
-Room = Callable[[int], int]
+
+class Shards(NamedTuple):
+    """Of a block: on so many ranks, of which `copies` have the same one, which is stored once. room: what an encoded
+    one of so many bytes takes in the cold store, that of RAM and GPU memory unless it is said."""
+
+    ranks: int
+    copies: int = 1
+    room: Callable[[int], int] = room
+
+    @property
+    def stored(self) -> int:
+        return self.ranks // self.copies
 
 
 def block_shape(group: "Group") -> BlockShape:
@@ -54,38 +65,30 @@ def block_format(
     return BlockFormat(codec, block_shape(group), fingerprint, group.index, facts)
 
 
-def memory_shape(
-    codec: CodecConfig,
-    group: "Group",
-    ranks: int,
-    profile: Profile | None = None,
-    room: Room = room,
-    copies: int = 1,
-) -> MemoryShape:
-    """A block's worth, all ranks together. profile: that of the codec, if it takes one. room: what an encoded block of
-    so many bytes takes in the cold store, that of RAM and GPU memory unless it is said. copies: how many ranks have the
-    same block, of which one stores it. Raises ConfigError."""
-    tokens, shards = group.spec.block_size, ranks // copies
-    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, shards)) for rank in range(shards)]
+def memory_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> MemoryShape:
+    """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
+    tokens, count, room = group.spec.block_size, shards.stored, shards.room
+    facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {
-        exact: shards * max(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)
+        exact: count * max(room(form.max_nbytes(exact)) for form in made) for exact in exact_counts(codec, tokens)
     }
     typical = sum(room(form.expected_nbytes(0)) for form in made)
-    return MemoryShape(tokens, group.page_nbytes * ranks, bounds, group.index, typical=typical)
+    return MemoryShape(tokens, group.page_nbytes * shards.ranks, bounds, group.index, typical=typical)
 
 
 def with_windows(
-    shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", ranks: int, room: Room = room
+    shapes: Sequence[MemoryShape], codec: CodecConfig, groups: "Groups", shards: Shards
 ) -> list[MemoryShape]:
-    """The same with what blocks of other groups take. shapes: of the configured codec, and of those that may follow."""
+    """The same with what blocks of other groups take, of which each rank has its own. shapes: of the configured codec,
+    and of those that may follow."""
     names = [codec.name, *finer_codecs(codec.name)]
     tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
-    hot = {window.group.index: window.group.page_nbytes * ranks for window in groups.windows}
+    hot = {window.group.index: window.group.page_nbytes * shards.ranks for window in groups.windows}
     settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
-    made = []
+    each, made = shards._replace(copies=1), []
     for at, shape in enumerate(shapes):
-        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, ranks, room) for w in groups.others}
+        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, each) for w in groups.others}
         if not groups.is_whole:
             beside[groups.chain.index] = shape.bounds
             shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
@@ -93,12 +96,12 @@ def with_windows(
     return made
 
 
-def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", ranks: int, room: Room) -> Mapping[int, int]:
+def _bounds(codec: CodecConfig, names: Sequence[str], group: "Group", shards: Shards) -> Mapping[int, int]:
     """Of blocks of another group in this codec, or, without one, with all tokens exact."""
     if not names and not group.is_packed:
-        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, ranks, room=room)[-1].bounds
+        return fallback_shapes(codec.model_copy(update={"name": FALLBACK}), group, shards)[-1].bounds
     name = codec_beside(names[0] if names else EXACT, group, codec.state)
-    found = memory_shape(codec.model_copy(update={"name": name}), group, ranks, room=room).bounds
+    found = memory_shape(codec.model_copy(update={"name": name}), group, shards).bounds
     return {0: found[0]} if group.is_packed else found
 
 
@@ -140,21 +143,16 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
 
 
 def fallback_shapes(
-    codec: CodecConfig,
-    group: "Group",
-    ranks: int,
-    profile: Profile | None = None,
-    room: Room = room,
-    copies: int = 1,
+    codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None
 ) -> list[MemoryShape]:
     """The same in the codecs that the guard may choose instead, and with all tokens exact."""
     finer = [
-        replace(memory_shape(codec.model_copy(update={"name": name}), group, ranks, None, room, copies), codec=name)
+        replace(memory_shape(codec.model_copy(update={"name": name}), group, shards), codec=name)
         for name in finer_codecs(codec.name)
     ]
     tokens = group.spec.block_size
-    whole = ranks // copies * room(block_format(EXACT, group).max_nbytes(tokens))
-    exact = memory_shape(codec, group, ranks, profile, room, copies)
+    whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(tokens))
+    exact = memory_shape(codec, group, shards, profile)
     return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 
 

@@ -25,7 +25,7 @@ from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
-from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
+from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import settled_profile
@@ -77,11 +77,9 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
-        self._room = room_in(config.cold_store)
-        self._copies = copies_of(vllm_config, self.groups)
-        self._shards = self._ranks // self._copies
-        self._shape = memory_shape(config.codec, group, self._ranks, self._profile, self._room, self._copies)
-        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._ranks, self._room)
+        self._shards = Shards(self._ranks, copies_of(vllm_config, self.groups), room_in(config.cold_store))
+        self._shape = memory_shape(config.codec, group, self._shards, self._profile)
+        [self._shape] = with_windows([self._shape], config.codec, self.groups, self._shards)
         capacity = self._capacity(self._shape)
         check_capacity(config, self._shape, capacity)
         shared = config.cold_store.is_shared
@@ -104,7 +102,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tier(config.cold_store, self._shards),
+            fast=fast_tier(config.cold_store, self._shards.stored),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
@@ -116,9 +114,9 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
-            self._books = DiskBooks(vllm_config, config, namespace.name, self._shards)
+            self._books = DiskBooks(vllm_config, config, namespace.name, self._shards.stored)
         if namespace is not None and shared:
-            made = vllm_config, config, namespace, self._shape, capacity, owner, self._shards
+            made = vllm_config, config, namespace, self._shape, capacity, owner, self._shards.stored
             directory = make_directory(*made, self._ring)
             beside = self._places if self.groups.windows else None
             self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
@@ -157,7 +155,7 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            weigh=sum if self._config.cold_store.is_shared else on_each(self._shards),
+            weigh=sum if self._config.cold_store.is_shared else on_each(self._shards.stored),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -175,18 +173,17 @@ class SchedulerHalf:
         if not self._config.codec.guard:
             return None
         codec = self._config.codec
-        beside = self._kv_group, self._ranks, self._profile, self._room, self._copies
-        shapes = [self._shape, *fallback_shapes(codec, *beside)]
-        shapes = with_windows(shapes, codec, self.groups, self._ranks, self._room)
+        shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
+        shapes = with_windows(shapes, codec, self.groups, self._shards)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
         return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self._config.cold_store
-        sizes = {nbytes // self._shards for nbytes in shape.sizes}
+        sizes = {nbytes // self._shards.stored for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._shards, sizes, in_arenas)
+        return usable_nbytes(store, self._shards.stored, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 

@@ -1,5 +1,6 @@
-/* A disk that fails when it is told to: preloaded, it stands before the calls with which segments are read and written.
-   What happens is in the file that DISK_FAULT names: eio, enospc, erofs or slow, and anything else for a good disk. */
+/* A disk that fails when it is told to: preloaded, it stands before the calls with which segments are read and written,
+   and the journal is written. What happens is in the file that DISK_FAULT names: eio, enospc, erofs, slow, hang (nothing
+   returns until it is another fault), hang-writes (reads do), and anything else for a good disk. The journal only hangs. */
 
 #define _GNU_SOURCE
 #include <dlfcn.h>
@@ -12,18 +13,29 @@
 #include <sys/uio.h>
 #include <unistd.h>
 
+static void told(char *what, size_t size) {
+    memset(what, 0, size);
+    const char *name = getenv("DISK_FAULT");
+    int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
+    if (file < 0) return;
+    if (read(file, what, size - 1) < 0) what[0] = 0;
+    close(file);
+}
+
+static int hangs(const char *what, int is_write) {
+    return !strcmp(what, "hang") || (is_write && !strcmp(what, "hang-writes"));
+}
+
 static int fault(int fd, int is_write) {
-    char link[64], path[4096], what[16] = "";
+    char link[64], path[4096], what[16];
     snprintf(link, sizeof link, "/proc/self/fd/%d", fd);
     ssize_t length = readlink(link, path, sizeof path - 1);
     if (length < 0) return 0;
     path[length] = 0;
-    if (!strstr(path, "/rank-")) return 0;
-    const char *name = getenv("DISK_FAULT");
-    int file = name ? open(name, O_RDONLY | O_CLOEXEC) : -1;
-    if (file < 0) return 0;
-    if (read(file, what, sizeof what - 1) < 0) what[0] = 0;
-    close(file);
+    int is_segment = strstr(path, "/rank-") != NULL;
+    if (!is_segment && !strstr(path, "/sessions.sqlite")) return 0;
+    for (told(what, sizeof what); hangs(what, is_write); told(what, sizeof what)) usleep(50000);
+    if (!is_segment) return 0;
     if (!strncmp(what, "eio", 3)) return EIO;
     if (is_write && !strncmp(what, "enospc", 6)) return ENOSPC;
     if (is_write && !strncmp(what, "erofs", 5)) return EROFS;
@@ -31,10 +43,10 @@ static int fault(int fd, int is_write) {
     return 0;
 }
 
-#define GUARDED(name, is_write, parameters, arguments)                          \
-    ssize_t name parameters {                                                  \
-        static ssize_t(*real) parameters;                                      \
-        if (!real) real = (ssize_t(*) parameters)dlsym(RTLD_NEXT, #name);      \
+#define GUARDED(type, name, is_write, parameters, arguments)                    \
+    type name parameters {                                                     \
+        static type(*real) parameters;                                         \
+        if (!real) real = (type(*) parameters)dlsym(RTLD_NEXT, #name);         \
         int error = fault(fd, is_write);                                       \
         if (error) {                                                           \
             errno = error;                                                     \
@@ -43,14 +55,19 @@ static int fault(int fd, int is_write) {
         return real arguments;                                                 \
     }
 
+#define ONE (int fd, const void *piece, size_t count, off64_t at)
 #define VECTOR (int fd, const struct iovec *pieces, int count, off64_t at)
 #define VECTOR2 (int fd, const struct iovec *pieces, int count, off64_t at, int flags)
 
-GUARDED(preadv, 0, VECTOR, (fd, pieces, count, at))
-GUARDED(preadv64, 0, VECTOR, (fd, pieces, count, at))
-GUARDED(preadv2, 0, VECTOR2, (fd, pieces, count, at, flags))
-GUARDED(preadv64v2, 0, VECTOR2, (fd, pieces, count, at, flags))
-GUARDED(pwritev, 1, VECTOR, (fd, pieces, count, at))
-GUARDED(pwritev64, 1, VECTOR, (fd, pieces, count, at))
-GUARDED(pwritev2, 1, VECTOR2, (fd, pieces, count, at, flags))
-GUARDED(pwritev64v2, 1, VECTOR2, (fd, pieces, count, at, flags))
+GUARDED(ssize_t, preadv, 0, VECTOR, (fd, pieces, count, at))
+GUARDED(ssize_t, preadv64, 0, VECTOR, (fd, pieces, count, at))
+GUARDED(ssize_t, preadv2, 0, VECTOR2, (fd, pieces, count, at, flags))
+GUARDED(ssize_t, preadv64v2, 0, VECTOR2, (fd, pieces, count, at, flags))
+GUARDED(ssize_t, pwrite, 1, ONE, (fd, piece, count, at))
+GUARDED(ssize_t, pwrite64, 1, ONE, (fd, piece, count, at))
+GUARDED(ssize_t, pwritev, 1, VECTOR, (fd, pieces, count, at))
+GUARDED(ssize_t, pwritev64, 1, VECTOR, (fd, pieces, count, at))
+GUARDED(ssize_t, pwritev2, 1, VECTOR2, (fd, pieces, count, at, flags))
+GUARDED(ssize_t, pwritev64v2, 1, VECTOR2, (fd, pieces, count, at, flags))
+GUARDED(int, fdatasync, 1, (int fd), (fd))
+GUARDED(int, fsync, 1, (int fd), (fd))

@@ -27,8 +27,10 @@ class Faults:
         return {"LD_PRELOAD": str(self._library), "DISK_FAULT": str(self._told)}
 
     def now(self, fault: str) -> None:
-        """eio, enospc, erofs, slow, or nothing."""
-        self._told.write_text(fault)
+        """eio, enospc, erofs, slow, hang, hang-writes, or nothing."""
+        new = self._told.with_suffix(".new")
+        new.write_text(fault)
+        new.replace(self._told)
 
 
 @contextmanager

@@ -7,6 +7,9 @@ from pathlib import Path
 from typing import Any
 
 import yaml
+from typer.testing import CliRunner
+
+from manthan.manager.cli import app
 
 
 def secret(name: str) -> str:
@@ -40,3 +43,8 @@ def write(path: Path, said: object) -> Path:
     made.write_text(said if isinstance(said, str) else yaml.safe_dump(said, sort_keys=False), encoding="utf-8")
     made.replace(path)
     return path
+
+
+def manthan_keys(*words: object) -> None:
+    result = CliRunner().invoke(app, ["keys", *map(str, words)])
+    assert result.exit_code == 0, result.output

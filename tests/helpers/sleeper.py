@@ -7,6 +7,8 @@ from vllm_engine import Answer, Engine, Table
 
 OTHER = 1 + 2**-6
 """What turns weights into others that answer alike."""
+MOMENTS = ["before the cache is back", "when all is back"]
+"""At which weights change."""
 
 
 def sleep(engine: Engine, level: int = 1, mode: str = "abort") -> None:
@@ -37,3 +39,18 @@ def asked_again(engine: Engine, told: list[tuple[Table, Answer]]) -> list[int]:
         assert answer.text == right
         found.append(answer.cached_tokens)
     return found
+
+
+def asked_again_of_other_weights(engine: Engine, moment: str) -> list[int]:
+    """The same of one conversation after a sleep in parts, in which the weights changed; they are as before then."""
+    told = converse(engine)
+    sleep(engine)
+    wake(engine, "weights")
+    if moment == MOMENTS[1]:
+        wake(engine, "kv_cache")
+    engine.on_worker(turned, OTHER)
+    wake(engine)
+    try:
+        return asked_again(engine, told[:1])
+    finally:
+        engine.on_worker(turned, 1 / OTHER)

@@ -324,6 +324,58 @@ def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.
     store.close()
 
 
+@pytest.mark.parametrize(("call", "sync_s"), [("pwritev", 5.0), ("fdatasync", 0.0)])
+def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, call: str, sync_s: float
+) -> None:
+    store = DiskStore(folder, 4 * MIB, sync_s=sync_s, timeout_s=0.1)
+    assert store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1)}) == {}
+    begun, hung, real = threading.Event(), threading.Event(), getattr(os, call)
+
+    def hang(*arguments: object) -> object:
+        begun.set()
+        assert hung.wait(60)
+        return real(*arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, call, hang)
+        assert store.put_all(0, {KEYS[2]: numbers(2), KEYS[3]: numbers(3)}) == dict.fromkeys(KEYS[2:4], "store_down")
+        assert begun.is_set()
+        begun.clear()
+        assert store.put_all(0, {KEYS[1]: numbers(4)}) == {KEYS[1]: "store_down"}
+        assert not begun.is_set(), "it is not asked once more"
+        assert np.array_equal(get(store, KEYS[1]), numbers(1)), "what was there stays, and is read"
+        assert store.absent(0, KEYS[:4]) == KEYS[2:4]
+        hung.set()
+    while store.put_all(0, {KEYS[5]: numbers(5)}):
+        time.sleep(0.01)
+    assert set(store.blocks()) == {(0, KEYS[number]) for number in (0, 1, 5)}
+    store.check()
+    store.close()
+
+
+def test_who_writes_much_to_a_slow_disk_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, real = DiskStore(folder, 4 * MIB, timeout_s=1.0), os.pwritev
+
+    def slow(*arguments: object) -> int:
+        time.sleep(0.1)
+        return real(*arguments)
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", slow)
+        assert store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:15])}) == {}
+    store.close()
+
+
+def test_a_disk_that_hangs_does_not_keep_a_store_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hung = DiskStore(folder, 4 * MIB, timeout_s=0.1), threading.Event()
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", lambda *_: hung.wait(60))
+        assert store.put_all(0, {KEYS[0]: numbers(0)}) == {KEYS[0]: "store_down"}
+        store.close()
+        hung.set()
+
+
 # -- a process that is killed ---------------------------------------------------------------------------
 
 

@@ -7,11 +7,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from key_files import write_keys
+from key_files import manthan_keys, write_keys
 from redis_server import RedisServer, running
-from typer.testing import CliRunner
 
-from manthan.manager.cli import app
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores import sealed
 from manthan.manager.stores.cold_store import Buffer, ColdStore, HostStore
@@ -202,11 +200,6 @@ def test_no_flipped_bit_nor_missing_byte_is_accepted(seal: Callable[..., SealedS
 
 
 # -- keys that change ---------------------------------------------------------------------------------
-
-
-def manthan_keys(*words: object) -> None:
-    result = CliRunner().invoke(app, ["keys", *map(str, words)])
-    assert result.exit_code == 0, result.output
 
 
 def test_keys_are_rotated_under_traffic(seal: Callable[..., SealedStore], path: Path) -> None:

@@ -1,5 +1,7 @@
 """A store in front of another: what is where, and what comes from behind."""
 
+import os
+import threading
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -242,3 +244,14 @@ def test_what_is_dropped_while_it_is_written_is_not_there(behind: Behind) -> Non
     tiered = TieredStore(Late(MIB), behind)
     tiered.put_all(0, blocks_of(100))
     assert (tiered.front.used, list(tiered._order), tiered._coming) == (0, [], {})
+
+
+def test_a_disk_in_front_that_hangs_is_done_without(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store, hung = TieredStore(DiskStore(tmp_path / "disk", 4 * MIB, timeout_s=0.1), Behind()), threading.Event()
+    blocks = blocks_of(5000, 5000)
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", lambda *_: hung.wait(60))
+        assert store.put_all(0, blocks) == {}
+        assert same(store.read(0, list(blocks)), blocks, list(blocks))
+        store.close()
+        hung.set()

@@ -1,5 +1,5 @@
-"""The disk fails, is full, is slow or is only read from, while sessions come and go: answers stay right, and when it is
-well again, it is in use again."""
+"""The disk fails, hangs, is full, slow, or only read from, while sessions come and go: answers stay right, and when it
+is well again, it is in use again."""
 
 import os
 import random
@@ -7,9 +7,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import pytest
 from disk_faults import Faults, resize, small_disk
+from server_sessions import failures, has_no, restored, wait_until_cold
 
 from manthan.benchmarks.server import VllmServer
 
@@ -41,28 +41,11 @@ class Guests:
             reply = self.server.chat([{"role": "user", "content": prompt}], session_id=name, **ANSWER)
             assert reply.text == right
 
-    def wait_until_cold(self) -> None:
-        def all_are() -> bool:
-            text = httpx.get(f"{self.server.url}/metrics").text
-            return all(f'state="{state}"}} 0.0' in text for state in ("hot", "idle", "evicting"))
-
-        self.server.wait_for(all_are, 60, "have everybody go cold")
-
     def all_return(self) -> bool:
-        self.wait_until_cold()
+        wait_until_cold(self.server)
         before = restored(self.server)
         self.ask_all()
         return restored(self.server) - before >= 16 * GUESTS
-
-
-def restored(server: VllmServer) -> float:
-    return server.metrics().get("vllm:manthan_restored_blocks_total", 0)
-
-
-def failures(server: VllmServer, cause: str) -> float:
-    lines = httpx.get(f"{server.url}/metrics").text.splitlines()
-    found = [line for line in lines if "manthan_failures_total" in line and f'cause="{cause}"' in line]
-    return sum(float(line.rpartition(" ")[2]) for line in found)
 
 
 @pytest.fixture(scope="module")
@@ -95,7 +78,7 @@ def guests(server: VllmServer, faults: Faults, table, request: pytest.FixtureReq
     guests = Guests(server, table, sum(request.node.name.encode()))
     guests.ask_all()
     server.wait_for(guests.all_return, 120, "have everybody return")
-    guests.wait_until_cold()
+    wait_until_cold(server)
     yield guests
     faults.now("")
     server.wait_for(guests.all_return, 120, "have everybody return when the disk is well again")
@@ -106,31 +89,47 @@ def test_the_disk_does_not_do_what_it_is_asked(
     server: VllmServer, guests: Guests, faults: Faults, table, fault: str, cause: str
 ) -> None:
     faults.now(fault)
-    before = failures(server, cause)
+    before = failures(server)[cause]
     strangers = Guests(server, table, 7 + len(fault))
     for _ in range(3):
         guests.ask_all()
         strangers.ask_all()
         time.sleep(0.5)
-    server.wait_for(lambda: failures(server, cause) > before, 60, "notice it")
+    server.wait_for(lambda: failures(server)[cause] > before, 60, "notice it")
 
 
 def test_a_disk_that_takes_two_seconds_for_each_block(server: VllmServer, guests: Guests, faults: Faults) -> None:
     faults.now("slow")
-    before = failures(server, "store_down")
+    before = failures(server)["store_down"]
     guests.ask_all()
-    assert failures(server, "store_down") > before, "everybody has waited for the disk"
+    assert failures(server)["store_down"] > before, "everybody has waited for the disk"
+
+
+@pytest.mark.parametrize("fault", ["hang", "hang-writes"])
+def test_a_disk_whose_calls_do_not_return(
+    server: VllmServer, guests: Guests, faults: Faults, table, fault: str
+) -> None:
+    """New sessions stay hot, and those that are there come from it, or are computed."""
+    before, read = failures(server)["store_down"], restored(server)
+    faults.now(fault)
+    strangers = Guests(server, table, 20 + len(fault))
+    for _ in range(3):
+        guests.ask_all()
+        strangers.ask_all()
+    server.wait_for(lambda: failures(server)["store_down"] > before, 60, "notice it")
+    assert (restored(server) > read) == (fault == "hang-writes")
+    server.wait_for(lambda: has_no(server, ["evicting"]), 60, "let sessions be idle again")
 
 
 def test_a_disk_that_is_full(server: VllmServer, guests: Guests, folder: Path, table) -> None:
     used = sum(path.stat().st_blocks * 512 for path in folder.rglob("*") if path.is_file())
     resize(folder, used + MIB)
-    before = failures(server, "store_full")
+    before = failures(server)["store_full"]
     strangers = [Guests(server, table, 50 + number) for number in range(4)]
     for each in strangers:
         each.ask_all()
         time.sleep(0.5)
-    server.wait_for(lambda: failures(server, "store_full") > before, 60, "notice it")
+    server.wait_for(lambda: failures(server)["store_full"] > before, 60, "notice it")
     guests.ask_all()
     resize(folder, 80 * MIB)
 

@@ -6,8 +6,8 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-import httpx
 import pytest
+from server_sessions import failures, restored, wait_until_cold
 from warm_server import warm_server
 
 from manthan.benchmarks.server import Reply, VllmServer
@@ -34,14 +34,6 @@ def ask(server: VllmServer, prompt: str, session: str) -> Reply:
     return server.chat([{"role": "user", "content": prompt}], session_id=session, **ANSWER)
 
 
-def wait_until_quiet(server: VllmServer) -> None:
-    def is_quiet() -> bool:
-        text = httpx.get(f"{server.url}/metrics").text
-        return all(f'state="{state}"}} 0.0' in text for state in ("hot", "idle", "evicting"))
-
-    server.wait_for(is_quiet, 60, "become quiet")
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("disk")
@@ -56,7 +48,7 @@ def killed(folder: Path, table, tmp_path_factory: pytest.TempPathFactory) -> Ite
         for seed in GUESTS:
             prompt, right = table(seed).question(1)
             assert ask(server, prompt, f"guest-{seed}").text == right
-        wait_until_quiet(server)
+        wait_until_cold(server)
         with ThreadPoolExecutor(4) as pool:
             for seed in range(100, 116):
                 pool.submit(ask, server, table(seed).question(1)[0], f"noise-{seed}")
@@ -83,8 +75,8 @@ def test_sessions_of_a_server_that_was_killed_return(again: VllmServer, table) -
         full += (reply.prompt_tokens - 1) // 32
         cached += reply.cached_tokens // 32
     assert cached >= 0.95 * full
-    assert again.metrics()["vllm:manthan_restored_blocks_total"] == cached
-    assert again.metrics().get("vllm:manthan_failures_total", 0) == 0
+    assert restored(again) == cached
+    assert not failures(again)
     [said] = [line for line in again.new_log_lines() if "sessions of an earlier server are cold again" in line]
     print(f"{cached} of {full} full blocks came back: {said}")
 

@@ -20,6 +20,8 @@ MANTHAN = {
 }
 FAMILIES = {"gpt-oss": "float32", "qwen3-next": "bfloat16"}
 """With their dtype: vLLM's CPU build computes states in bf16 only, where answers may depend on how the prompt came."""
+LEAST = {"qwen3-next mtp": 480}
+"""Tokens of a returning session that come from Manthan: 500 but for MTP, whose states stand every 160 tokens."""
 ONCE = ("unreadable", "missing", "corrupted")
 """Faults that a load meets."""
 
@@ -28,6 +30,7 @@ class Ran:
     """What an engine with Manthan told of all faults, and one without it, asked the same prompts one by one."""
 
     def __init__(self, family: str, folder: Path) -> None:
+        self.least = LEAST.get(family, 500)
         name, _, method = family.partition(" ")
         model, options = proposed(family, folder) if method else (group_models.made(name, folder), {})
         job = {"model": model, "batched_tokens": 2048, "engine": {"dtype": FAMILIES[name], **options}}
@@ -65,20 +68,20 @@ def test_a_load_that_fails_is_told_under_its_cause_and_computed(ran: Ran, fault:
     assert all((good, beside) == (0, 0) for good, _, beside in failed), "nothing of it is used"
     assert again[0] == again[1] > 0
     assert again[2] > 0
-    assert found["turns"][2]["cached"] > 450
+    assert found["turns"][2]["cached"] >= ran.least
 
 
 def test_an_aborted_request_s_load_leaves_the_session_as_it_was(ran: Ran) -> None:
     found = ran.faults["aborted"]
     assert found["causes"] == []
     assert [good for good, *_ in found["restored"]] == [blocks for _, blocks, _ in found["restored"]]
-    assert found["turns"][-1]["cached"] > 450
+    assert found["turns"][-1]["cached"] >= ran.least
 
 
 def test_with_the_chain_hot_and_the_windows_lost_what_is_cold_is_restored(ran: Ran) -> None:
     found = ran.faults["windows_lost"]
     _, grown, again = (turn["cached"] for turn in found["turns"])
-    assert again == grown > 450, "up to where the session was cold, not to the end of what is hot"
+    assert again == grown >= ran.least, "up to where the session was cold, not to the end of what is hot"
     assert found["restored"][0] == found["restored"][1]
 
 

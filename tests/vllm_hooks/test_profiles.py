@@ -29,7 +29,7 @@ from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.cold_store import HostStore
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.memory import block_format, memory_shape
+from manthan.vllm_hooks.memory import Shards, block_format, memory_shape
 from manthan.vllm_hooks.messages import GroupBlocks, Load, SpillBlock
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile, wants_profile
 from manthan.vllm_hooks.shared_store import namespace_of
@@ -138,14 +138,14 @@ def test_another_profile_is_another_fingerprint_and_another_place_in_redis(tiny_
 def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     """All ranks together; the bound is that of the codec without a profile, or so."""
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
-    shape = memory_shape(codec, group(), 1, profile)
-    centred = memory_shape(CodecConfig(name="k4v2c", sink_tokens=4), group(), 1)
+    shape = memory_shape(codec, group(), Shards(1), profile)
+    centred = memory_shape(CodecConfig(name="k4v2c", sink_tokens=4), group(), Shards(1))
     assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
     assert centred.cold_nbytes == centred.bounds[0]
     for exact in (0, 4):
         assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.1)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
-        memory_shape(codec, group(3), 1, profile)
+        memory_shape(codec, group(3), Shards(1), profile)
 
 
 # -- a worker -----------------------------------------------------------------------------------------

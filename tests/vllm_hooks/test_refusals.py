@@ -31,7 +31,7 @@ from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.memory import codec_beside, memory_shape
+from manthan.vllm_hooks.memory import Shards, codec_beside, memory_shape
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
@@ -403,7 +403,7 @@ def test_a_cold_store_too_small_for_a_block(exact: dict[str, int], nbytes: int) 
     """Of the largest kind that this configuration makes: with the tokens that are kept exact."""
     config = load_config(flags={"codec": {"name": "lloyd3", **exact}, "cold_store.max_bytes": nbytes - 1})
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-    shape = memory_shape(config.codec, Group(0, spec, 4), ranks=1)
+    shape = memory_shape(config.codec, Group(0, spec, 4), Shards(1))
     check_capacity(config, shape, capacity=nbytes)
     with pytest.raises(
         ConfigError, match=rf"cold_store.max_bytes is {nbytes - 1}, but one encoded block .* takes {nbytes} bytes"

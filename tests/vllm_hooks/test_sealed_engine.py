@@ -5,12 +5,9 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from key_files import write_keys
+from key_files import manthan_keys, write_keys
 from redis_server import RedisServer, running
-from typer.testing import CliRunner
 from vllm_engine import Engine, Table
-
-from manthan.manager.cli import app
 
 GUESTS = {"alice-doe": "acme", "bob-poole": "", "carol-sue": "acme", "dave-smith": ""}
 
@@ -53,10 +50,6 @@ def ask(engine: Engine, name: str) -> bool:
 
 def all_are_cold(engine: Engine) -> None:
     engine.wait(lambda: engine.sessions("cold") == len(GUESTS), "all sessions cold")
-
-
-def manthan_keys(*words: object) -> None:
-    assert CliRunner().invoke(app, ["keys", *map(str, words)]).exit_code == 0
 
 
 def at_rest(kind: str, folder: Path, server: RedisServer) -> bytes:

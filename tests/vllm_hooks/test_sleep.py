@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 from redis_server import RedisServer
-from sleeper import OTHER, asked_again, converse, sleep, turned, wake
+from sleeper import MOMENTS, asked_again, asked_again_of_other_weights, converse, sleep, wake
 from vllm_engine import Answer, Engine, Table, running
 
 STORES = [
@@ -57,19 +57,9 @@ def test_what_was_cold_stays_over_two_sleeps_in_parts(engine: Engine) -> None:
     assert min(asked_again(engine, told)) > 400
 
 
-@pytest.mark.parametrize("moment", ["before the cache is back", "when all is back"])
+@pytest.mark.parametrize("moment", MOMENTS)
 def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None:
-    told = converse(engine)
-    sleep(engine)
-    wake(engine, "weights")
-    if moment == "when all is back":
-        wake(engine, "kv_cache")
-    engine.on_worker(turned, OTHER)
-    wake(engine)
-    try:
-        assert asked_again(engine, told[:1]) == [0]
-    finally:
-        engine.on_worker(turned, 1 / OTHER)
+    assert asked_again_of_other_weights(engine, moment) == [0]
 
 
 @pytest.mark.parametrize("how", ["level 2", "a pause that clears the cache", "a reset meanwhile"])

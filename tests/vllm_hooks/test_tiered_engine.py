@@ -34,8 +34,12 @@ def engine(tiers: str, folder: Path, redis_server: RedisServer) -> Iterator[Engi
     store = {"kind": "tiered", "tiers": tiers, "max_bytes": "64MiB"}
     store |= {"host_bytes": RAM} if "host" in tiers else {}
     store |= {"disk_bytes": DISK} if "disk" in tiers and last != "disk" else {}
-    disk, redis = {"path": str(folder)}, {"url": redis_server.url}
-    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, disk=disk, redis=redis)
+    more: dict[str, Any] = {
+        "disk": {"path": str(folder)},
+        "redis": {"url": redis_server.url},
+        "prefetch": {"lead_s": 1},
+    }
+    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, **more)
     try:
         yield made
         made.kill()
@@ -54,10 +58,21 @@ def fronts(worker: Any) -> list[tuple[int, int, int]]:
     return found
 
 
-def ask(engine: Engine, guest: int) -> bool:
+def keys_in_fronts(worker: Any) -> list[list[str]]:
+    """Of each tier in front of another, the blocks."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    store, found = get_kv_transfer_group().worker.path.store, []
+    while hasattr(store, "front"):
+        found.append([key.hex() for _, key in store.front.names()])
+        store = store.behind
+    return found
+
+
+def ask(engine: Engine, guest: int, **hints: Any) -> bool:
     """Whether the guest has returned."""
     prompt, right = Table(guest).question(2)
-    answer = engine.ask(prompt, f"guest-{guest}")
+    answer = engine.ask(prompt, f"guest-{guest}", **hints)
     assert answer.text == right
     engine.wait(lambda: not any(map(engine.sessions, ("hot", "idle", "evicting"))), "only cold sessions")
     return answer.cached_tokens >= (answer.prompt_tokens - 1) // 32 * 32
@@ -97,7 +112,16 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
         near, far = (SOURCES[tier] for tier in (tiers.split(",")[0], tiers.split(",")[-1]))
         assert set(restored_from(first, GUESTS - 1)) == {near}
+        before = first.on_worker(keys_in_fronts)
         assert restored_from(first, 0)[far] > 0, "of a tail at least"
+        after = first.on_worker(keys_in_fronts)
+        assert all(set(new) - set(old) for new, old in zip(after, before, strict=True)), "it is in every tier"
+        assert set(restored_from(first, 0)) == {near}
+        prefetches = first.metric("manthan_prefetches_total")
+        ask(first, 0, prefetch=["guest-1"])
+        first.wait(lambda: first.metric("manthan_prefetches_total") > prefetches, "a prefetch")
+        first.wait_until_cold(GUESTS)
+        assert set(restored_from(first, 1)) == {near}, "it was expected"
         assert sum(sources(first).values()) == first.metric("external_prefix_cache_hits_total") > 0
     with engine(tiers, tmp_path, redis_server) as second:
         assert [ask(second, guest) for guest in range(GUESTS)] == [True] * GUESTS

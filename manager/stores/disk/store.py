@@ -17,7 +17,8 @@ import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import IO, NamedTuple
@@ -35,6 +36,7 @@ from manthan.manager.stores.disk.segment import (
     segments,
     sync_folder,
 )
+from manthan.manager.stores.disk.writers import HangsError, Writers
 from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan.disk")
@@ -94,7 +96,8 @@ class DiskStore(FrontStore):
 
     sync_s: seconds after which what was written is on the disk at the latest; 0 for before it is confirmed. What was
     dropped may be found again after a restart, until it is dropped again. timeout_s: how long a reader waits for the
-    disk, all in all. Raises FolderInUseError, and OSError where the folder cannot be used.
+    disk, all in all, and a writer for any answer of it. Raises FolderInUseError, and OSError where the folder cannot be
+    used.
     """
 
     def __init__(self, folder: Path, max_bytes: int, sync_s: float = 5.0, timeout_s: float = 10.0) -> None:
@@ -114,7 +117,7 @@ class DiskStore(FrontStore):
         folder.mkdir(parents=True, exist_ok=True)
         self._folder_lock = _locked(folder)
         self._open()
-        self._readers = ThreadPoolExecutor(READERS, "manthan-disk")
+        self._readers, self._writers = ThreadPoolExecutor(READERS, "manthan-disk"), Writers(timeout_s)
         self._stuck: Future[Buffer | None] | None = None
         """What a reader has given up waiting for."""
         self._closing = False
@@ -125,15 +128,27 @@ class DiskStore(FrontStore):
     # -- what is asked of it --------------------------------------------------------------------------
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
-        refused = {}
+        batch = _Batch(group, blocks)
+        try:
+            return self._writers.run(partial(self._put_batch, batch))
+        except HangsError:
+            with self._lock:
+                batch.is_given_up = True
+                for name in batch.begun:
+                    self._forget(name)
+            logger.warning("Manthan: %s: blocks are not kept: the disk does not answer.", self.folder)
+            return dict.fromkeys(blocks, DiskSlowError.cause)
+
+    def _put_batch(self, batch: "_Batch") -> dict[bytes, str]:
+        group, blocks, refused = batch.group, batch.blocks, {}
         for key, buf in blocks.items():
             try:
-                if not self._put((group, key), buf):
+                if not self._put((group, key), buf, batch):
                     refused[key] = STORE_FULL
             except OSError as error:
                 refused[key] = STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
                 logger.warning("Manthan: %s: a block could not be written: %s", self.folder, error.strerror)
-        if not self._sync_s:
+        if not (self._sync_s or batch.is_given_up):
             try:
                 self.sync()
             except OSError as error:
@@ -186,14 +201,21 @@ class DiskStore(FrontStore):
         return self
 
     def close(self) -> None:
+        if self._closing:
+            return
         self._closing = True
         self._is_due.set()
         self._readers.shutdown(wait=False, cancel_futures=True)
         self._syncer.join(CLOSE_S)
-        if self._syncer.is_alive():
+        try:
+            if self._syncer.is_alive():
+                raise HangsError
+            self._writers.run(self._tidy)
+        except HangsError:
             logger.warning("Manthan: %s: the disk does not answer; it is left as it is.", self.folder)
             return
-        self._tidy()
+        finally:
+            self._writers.shutdown()
         with self._appending, self._lock:
             self._index.clear()
             self._logs.clear()
@@ -232,6 +254,7 @@ class DiskStore(FrontStore):
             segments = [log.segment for log in self._logs.values()]
         for segment in segments:
             segment.sync()
+            self._writers.answered()
 
     def check(self) -> None:
         """Raise IntegrityError if its books do not agree with themselves. Nothing may be under way."""
@@ -267,11 +290,14 @@ class DiskStore(FrontStore):
                     self._forget(name)
                     self._keep(name, _Kept(segment, record))
 
-    def _put(self, name: Name, buf: Buffer) -> bool:
+    def _put(self, name: Name, buf: Buffer, batch: "_Batch") -> bool:
         """Raises OSError."""
         need = room(buf.nbytes)
         with self._appending:
             with self._lock:
+                if batch.is_given_up:
+                    return False
+                batch.begun.append(name)
                 self._forget(name)
                 if self._used() + need > self.usable:
                     return False
@@ -286,8 +312,9 @@ class DiskStore(FrontStore):
                 log.writing -= 1
                 log.alive -= need
                 self._written.notify_all()
+        self._writers.answered()
         with self._lock:
-            if self._logs.get(log.segment.number) is not log:  # all was cleared meanwhile
+            if batch.is_given_up or self._logs.get(log.segment.number) is not log:  # all was cleared meanwhile
                 return False
             self._forget(name)  # somebody else may have put it meanwhile
             self._keep(name, kept)
@@ -388,6 +415,7 @@ class DiskStore(FrontStore):
             with self._lock:
                 last.writing -= 1
                 last.alive -= need
+        self._writers.answered()
         with self._lock:
             if self._index.get(name) is kept:
                 self._forget(name)
@@ -435,6 +463,16 @@ class DiskStore(FrontStore):
         kept = self._index.pop(name, None)
         if kept is not None:
             self._logs[kept.segment.number].alive -= kept.record.room
+
+
+@dataclass(eq=False)
+class _Batch:
+    """What is put at once. is_given_up: nobody waits for it any more, and none of it is kept."""
+
+    group: int
+    blocks: Mapping[bytes, Buffer]
+    begun: list[Name] = field(default_factory=list)
+    is_given_up: bool = False
 
 
 @dataclass(eq=False)
