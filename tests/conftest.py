@@ -18,7 +18,8 @@ PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 SHARE_SERVERS = (
     *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py"),
-    *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
+    *("tests/vllm_hooks/test_doctor_server.py", "tests/vllm_hooks/test_hints_server.py"),
+    "tests/vllm_hooks/test_server.py",
 )
 START_S = 600
 """Long enough for a start beside all that other tests do."""

@@ -38,6 +38,7 @@ from manthan.vllm_hooks.support import (
 )
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
+from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.weights import weights_digest
@@ -109,7 +110,7 @@ class SchedulerHalf:
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
         )
-        self.telemetry = Telemetry(self.manager)
+        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places))
         self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
@@ -191,6 +192,7 @@ class SchedulerHalf:
     def new_request(self, request: "Request") -> None:
         self._notice_reset()
         hints = hints_of(request)
+        self.telemetry.began(request)
         self.telemetry.hinted(hints)
         self.driver.started(
             request.request_id,
@@ -237,6 +239,9 @@ class SchedulerHalf:
                 named = [self._key_of(part, request) for part in cold]
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
+            if self.telemetry.traces is not None:
+                tiers = [source.name.lower() for source in self.sources(request, tokens)]
+                self.telemetry.traces.restoring(request.request_id, tiers)
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
@@ -268,7 +273,7 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
-        self.telemetry.answered(outcome)
+        self.telemetry.ended(request, outcome)
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:

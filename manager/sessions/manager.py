@@ -371,12 +371,12 @@ class SessionMemoryManager:
         ):
             self._evictions.evict(first, now)
 
-    def relieve(self, wanted: int, now: float) -> bool:
+    def relieve(self, wanted: int, now: float, request_id: str = "") -> bool:
         """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way.
 
-        Returns whether any session was chosen.
+        request_id: of the request that needs the room; empty for nobody's. Returns whether any session was chosen.
         """
-        return self.may_evict and self._evictions.relieve(wanted, now)
+        return self.may_evict and self._evictions.relieve(wanted, now, request_id)
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""

@@ -16,6 +16,7 @@ from manthan.vllm_hooks.doctor.hashing import check_hashing
 from manthan.vllm_hooks.doctor.versions import check_vllm
 
 SERVER, STORE = "server", "cold store"
+UP = "vllm:manthan_cold_store_up"
 TIMEOUT_S = 20.0
 
 
@@ -33,10 +34,9 @@ class Server:
     def version(self) -> str:
         return str(self._json("/version")["version"])
 
-    def samples(self) -> list[Sample]:
-        """What is on /metrics."""
-        families = text_string_to_metric_families(self._ask("/metrics"))
-        return [sample for family in families for sample in family.samples]
+    def metrics(self) -> dict[str, list[Sample]]:
+        """What is on /metrics, by name; those that nobody has counted yet are there without samples."""
+        return {family.name: family.samples for family in text_string_to_metric_families(self._ask("/metrics"))}
 
     def render(self, messages: Sequence[Message], *, asks: bool, minutes: int = 0) -> list[int]:
         """A server's clock is its own: `minutes` are of no effect."""
@@ -82,41 +82,39 @@ def check_server(server: Server, config: ManthanConfig) -> Iterator[Finding]:
     """Whether Manthan is on there, and how it goes."""
     try:
         yield check_vllm(server.version())._replace(check="server's vLLM")
-        samples = server.samples()
+        metrics = server.metrics()
     except ConfigError as error:
         yield Finding(SERVER, Mark.WRONG, str(error))
         return
-    up = _value(samples, "vllm:manthan_cold_store_up")
-    if up is None:
+    if UP not in metrics:
         yield Finding(
             SERVER,
             Mark.WRONG,
             f"{server.url} runs without Manthan: start it with a --manthan-… flag, such as --manthan-policy lru.",
         )
         return
-    cold, failed = (_value(samples, name) or 0 for name in ("vllm:manthan_sessions", "vllm:manthan_failures_total"))
-    yield Finding(SERVER, Mark.OK, f"{server.url} runs with Manthan, and has {cold:.0f} sessions.")
-    if not up:
-        yield Finding(STORE, Mark.WRONG, f"the cold store of {server.url} does not answer: see its log for why.")
-    elif failed:
-        causes = ", ".join(sorted({s.labels.get("cause", "") for s in samples if _is_failure(s)}))
-        yield Finding(
+    sessions = sum(sample.value for sample in metrics.get("vllm:manthan_sessions", ()))
+    yield Finding(SERVER, Mark.OK, f"{server.url} runs with Manthan, and has {sessions:.0f} sessions.")
+    yield _store(server, metrics)
+    for sample in metrics.get("vllm:cache_config", metrics.get("vllm:cache_config_info", ())):
+        yield check_hashing(config.cold_store, sample.labels["prefix_caching_hash_algo"])
+
+
+def _store(server: Server, metrics: dict[str, list[Sample]]) -> Finding:
+    """How its cold store does."""
+    if any(sample.value == 0 for sample in metrics[UP]):
+        return Finding(STORE, Mark.WRONG, f"that of {server.url} does not answer: see the server's log for why.")
+    failures = [sample for sample in metrics.get("vllm:manthan_failures", ()) if _counts(sample)]
+    if failures:
+        count, causes = sum(one.value for one in failures), ", ".join(sorted({one.labels["cause"] for one in failures}))
+        return Finding(
             STORE,
             Mark.WARNING,
-            f"{failed:.0f} blocks could not be stored or read ({causes}): see docs/troubleshooting.md.",
+            f"{count:.0f} blocks could not be stored or read ({causes}): see docs/troubleshooting.md.",
         )
-    else:
-        yield Finding(STORE, Mark.OK, "no block failed since the server was started.")
-    told = next((s.labels for s in samples if s.name == "vllm:cache_config_info"), {})
-    if algorithm := told.get("prefix_caching_hash_algo"):
-        yield check_hashing(config.cold_store, algorithm)
+    return Finding(STORE, Mark.OK, "no block failed since the server was started.")
 
 
-def _is_failure(sample: Sample) -> bool:
-    return sample.name == "vllm:manthan_failures_total" and sample.value > 0
-
-
-def _value(samples: Sequence[Sample], name: str) -> float | None:
-    """The sum over labels; None where there is no such metric."""
-    values = [sample.value for sample in samples if sample.name == name]
-    return sum(values) if values else None
+def _counts(sample: Sample) -> bool:
+    """Whether it is a counter, not the time since when it counts, and above 0."""
+    return sample.name.endswith("_total") and sample.value > 0
