@@ -207,7 +207,7 @@ def conversation(lengths: Lengths, count: int, has_calls: bool) -> Iterator[list
             function = {"name": "look_up", "arguments": {"ship": f"ship {number}", "day": number}}
             call = {"type": "function", "function": function}
             messages.append({"role": "assistant", "content": "", "tool_calls": [call]})
-            messages.append({"role": "tool", "content": text(lengths.question, 2 * number)})
+            messages.append({"role": "tool", "content": text(lengths.question, 200 + number)})
         answer, thought = text(lengths.answer, 5 * number), text(lengths.thought, 3 * number)
         messages.append({"role": "assistant", "content": answer, "reasoning_content": thought})
         yield [*first, *messages]

@@ -240,16 +240,18 @@ class SchedulerHalf:
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
             if self.telemetry.traces is not None:
-                tiers = [source.name.lower() for source in self.sources(request, tokens)]
-                self.telemetry.traces.restoring(request.request_id, tiers)
+                self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
         codes."""
-        store, load = self._config.cold_store, self.driver.load_of(request.request_id)
-        near, far = SOURCES[store.places[0]], SOURCES["host" if store.kind == "device" else store.places[-1]]
+        return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
+
+    def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
+        store, load = self._config.cold_store, self.driver.load_of(request_id)
+        near, far = store.places[0], "host" if store.kind == "device" else store.places[-1]
         behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
-        return {source: count for source, count in ((near, tokens - behind), (far, behind)) if count}
+        return {tier: count for tier, count in ((near, tokens - behind), (far, behind)) if count}
 
     def _behind(self, load: Load, tokens: int) -> int:
         """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their

@@ -6,10 +6,19 @@ from manthan.manager.sessions.session import Session
 from manthan.manager.sessions.table import SessionTable
 
 
-def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str, now: float) -> Session:
-    """The tenant's session that these prompt keys extend, one remembered whose KV is gone, or a new one.
+def attribute(
+    table: SessionTable,
+    keys: Sequence[bytes],
+    asked_id: str | None,
+    tenant: str,
+    now: float,
+    is_shared: bool = False,
+) -> Session:
+    """The tenant's session that these prompt keys extend, one remembered whose KV is gone, one whose last answer comes
+    back changed, or a new one.
 
     A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
+    is_shared: whether other engines may go on from an old answer, which is another session's then.
     """
     found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
@@ -20,6 +29,8 @@ def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, 
         return remembered
     if found is not None:
         return found
+    if not is_shared and (continued := _with_changed_answer(table, keys, asked_id, tenant)) is not None:
+        return continued
     session = table.create(asked_id, tenant, now)
     _inherit(table, session, keys)
     return session
@@ -51,6 +62,26 @@ def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes
     if asked_id is not None or session.asked_id is not None or not 0 < length < len(keys):
         return False
     return table.chains.of(session.tenant).has_several(keys[:length])
+
+
+def _with_changed_answer(
+    table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str
+) -> Session | None:
+    """The session of this name whose whole last prompt these keys repeat, and not its answer: the template has left out
+    what the model thought, or the client has changed it. Without a name, nobody knows that it is not somebody else.
+
+    The block in which the prompt ended may have tokens of the answer's beginning.
+    """
+    if asked_id is None:
+        return None
+    known, origin = table.chains.of(tenant, asked_id).nearest(keys)
+    if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
+        return None
+    prompt = origin.tokens - origin.answer_tokens
+    if known < prompt // table.shape.block_tokens - 1:
+        return None
+    origin.left_tokens = (len(origin.chain) - known) * table.shape.block_tokens
+    return origin
 
 
 def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:

@@ -116,7 +116,7 @@ class SessionMemoryManager:
         is_shared: bool = False,
     ) -> None:
         make_policy = policy.family(options)
-        self.idle_after_s = idle_after_s
+        self.idle_after_s, self._is_shared = idle_after_s, is_shared
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
         self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
@@ -201,8 +201,11 @@ class SessionMemoryManager:
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
         self.budget.enter_tenant(tenant)
-        session = attribute(self.table, keys, asked_id, tenant, now)
+        session = attribute(self.table, keys, asked_id, tenant, now, self._is_shared)
         self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
+        kept = common_prefix(session.chain, keys)
+        if kept < min(len(session.chain), len(keys)):  # its last answer came back changed: nobody asks for the old one
+            self._pruning.cut(session, kept, DropCause.ABANDONED)
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
