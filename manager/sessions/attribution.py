@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 
+from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.session import Session
 from manthan.manager.sessions.table import SessionTable
 
@@ -42,6 +43,17 @@ def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenan
     return None if found is None or _is_common_start(table, found, keys, asked_id) else found
 
 
+def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int, is_shared: bool = False) -> int:
+    """How many blocks of its chain a session keeps whose is a request with these keys, of a prompt of so many tokens:
+    all, or as many as both begin with where its last answer came back changed. Then the prompt is longer than the last
+    one, and not so long as that with its answer."""
+    length = common_prefix(session.chain, keys)
+    if length < min(len(session.chain), len(keys)):
+        return length
+    is_next = asked_id is not None and tokens > _last_prompt(session) and not (is_shared or session.requests)
+    return length if is_next else len(session.chain)
+
+
 def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -> None:
     """Write down what a request that begins says of its session; policies learn from it.
 
@@ -77,11 +89,12 @@ def _with_changed_answer(
     known, origin = table.chains.of(tenant, asked_id).nearest(keys)
     if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
         return None
-    prompt = origin.tokens - origin.answer_tokens
-    if known < prompt // table.shape.block_tokens - 1:
-        return None
-    origin.left_tokens = (len(origin.chain) - known) * table.shape.block_tokens
-    return origin
+    return origin if known >= _last_prompt(origin) // table.shape.block_tokens - 1 else None
+
+
+def _last_prompt(session: Session) -> int:
+    """How many tokens it had."""
+    return session.tokens - session.answer_tokens
 
 
 def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from manthan.manager.sessions.adoption import Adoption, LeftSession
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.attribution import attribute, begin, find
+from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.elsewhere import Elsewhere
@@ -202,10 +202,13 @@ class SessionMemoryManager:
         known = self.blocks.known(keys) * self.shape.block_tokens
         self.budget.enter_tenant(tenant)
         session = attribute(self.table, keys, asked_id, tenant, now, self._is_shared)
-        self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
-        kept = common_prefix(session.chain, keys)
-        if kept < min(len(session.chain), len(keys)):  # its last answer came back changed: nobody asks for the old one
-            self._pruning.cut(session, kept, DropCause.ABANDONED)
+        prompt = self._tokens(keys, tokens)
+        length = kept(session, keys, asked_id, prompt, self._is_shared)
+        if left := (len(session.chain) - length) * self.shape.block_tokens:
+            session.left_tokens = left
+        self._begin_use(session, request_id, now, prompt, known)
+        if left:  # nobody asks for the old answer any more
+            self._pruning.cut(session, length, DropCause.ABANDONED)
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints

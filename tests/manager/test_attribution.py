@@ -165,6 +165,19 @@ def test_the_block_in_which_a_prompt_ends_may_differ() -> None:
     assert engine.chains() == {"s": "sys a b"}
 
 
+def test_a_next_prompt_that_ends_within_the_old_answer_s_block() -> None:
+    engine = Engine()
+    manager = engine.manager
+    manager.request_started("q", chain("a b"), "s", 0.0, tokens=35)
+    manager.request_finished("q", chain("a b think thought"), 0.0, tokens=70)
+    manager.request_started("again", chain("a b"), "s", 1.0, tokens=35)  # another answer is wanted: both may be
+    assert engine.chains() == {"s": "a b think thought"}
+    manager.request_finished("again", chain("a b other"), 1.0, tokens=50)
+    assert engine.chains() == {"s": "a b think thought", "s~2": "a b other"}
+    manager.request_started("next", chain("a b"), "s", 2.0, tokens=45)
+    assert sorted(engine.chains().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
+
+
 def test_a_question_aside_leaves_the_conversation_alone() -> None:
     engine = Engine()
     engine.talk("sys a b c d", "s")
