@@ -50,7 +50,7 @@ def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: 
     length = common_prefix(session.chain, keys)
     if length < min(len(session.chain), len(keys)):
         return length
-    is_next = asked_id is not None and tokens > _last_prompt(session) and not (is_shared or session.requests)
+    is_next = asked_id is not None and 0 < session.prompt_tokens < tokens and not (is_shared or session.requests)
     return length if is_next else len(session.chain)
 
 
@@ -63,7 +63,7 @@ def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -
         session.gap = max(0.0, now - session.last_used)
     before = session.tokens if session.tokens and not session.left_tokens else known_tokens
     session.added_tokens = max(0, prompt_tokens - before)
-    session.tokens = prompt_tokens
+    session.tokens = session.prompt_tokens = prompt_tokens
     session.uses += 1
     session.expected = None
 
@@ -81,20 +81,14 @@ def _with_changed_answer(
 ) -> Session | None:
     """The session of this name whose whole last prompt these keys repeat, and not its answer: the template has left out
     what the model thought, or the client has changed it. Without a name, nobody knows that it is not somebody else.
-
-    The block in which the prompt ended may have tokens of the answer's beginning.
     """
     if asked_id is None:
         return None
     known, origin = table.chains.of(tenant, asked_id).nearest(keys)
     if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
         return None
-    return origin if known >= _last_prompt(origin) // table.shape.block_tokens - 1 else None
-
-
-def _last_prompt(session: Session) -> int:
-    """How many tokens it had."""
-    return session.tokens - session.answer_tokens
+    prompt = origin.prompt_tokens
+    return origin if prompt and known >= prompt // table.shape.block_tokens else None
 
 
 def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:

@@ -229,6 +229,8 @@ class Session:
     gap: float | None = None
     tokens: int = 0
     """Tokens of the conversation when its last request ended, or of the prompt while one runs."""
+    prompt_tokens: int = 0
+    """Of its last prompt; 0 where that is not known."""
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0

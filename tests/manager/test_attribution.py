@@ -158,13 +158,6 @@ def test_nothing_is_left_of_what_was_left_out() -> None:
     assert engine.manager.usage.cold_blocks == len(f"{prompt} x".split()) == len(engine.session("s").chain)
 
 
-def test_the_block_in_which_a_prompt_ends_may_differ() -> None:
-    engine = Engine()
-    engine.finish(engine.start("sys a b end+think", "s"), "sys a b end+think thought answer")
-    engine.start("sys a b end+answer c", "s")
-    assert engine.chains() == {"s": "sys a b"}
-
-
 def test_a_next_prompt_that_ends_within_the_old_answer_s_block() -> None:
     engine = Engine()
     manager = engine.manager

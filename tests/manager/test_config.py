@@ -90,6 +90,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
         "quotas": {"pinned_share": 0.25, "default_share": 1, "tenants": {}, "header": ""},
         "prefetch": {"enabled": True, "lead_s": 2},
+        "log": {"format": "text"},
     }
 
 
