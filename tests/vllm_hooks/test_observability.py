@@ -26,7 +26,7 @@ CROWD = [{"session": f"user-{number}", "prompt": number, "tokens": 620, "trace":
 def converse(turns: list[Any], manthan: Any, endpoint: str | None = None, log: str = "text") -> tuple[Any, str]:
     """What the script reports, and all that it printed besides."""
     job = {"turns": turns, "manthan": manthan, "endpoint": endpoint, "log": log}
-    out, err = run_script("traced_sessions.py", job)
+    out, err = run_script("traced_sessions.py", job, TRACEPARENT=f"00-{'a' * 32}-{'b' * 16}-01")  # of vLLM's own start
     said, _, report = out.rpartition('{"found"')
     return json.loads('{"found"' + report), said + err
 

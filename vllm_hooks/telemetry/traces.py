@@ -33,7 +33,9 @@ class Traces:
     """One engine's. tiers: where codes go, the fastest first. vLLM has set up who takes spans."""
 
     def __init__(self, tiers: Sequence[str]) -> None:
-        self._tiers = tiers
+        from opentelemetry.context import Context  # it is there: tracing is on
+
+        self._tiers, self._none = tiers, Context()
         self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
         self._begun: dict[str, _Begun] = {}
 
@@ -90,9 +92,10 @@ class Traces:
         self._span(EVICT, began, now, attributes, eviction.request_id or "")
 
     def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
-        """In the trace of that request, if it came with one and has not ended."""
+        """In the trace of that request, if it came with one and has not ended; else in none, since vLLM would take that
+        of its own start."""
         context = extract_trace_context(self._headers.get(request_id))
-        instrument_manual(name, began, ended, attributes, context)
+        instrument_manual(name, began, ended, attributes, self._none if context is None else context)
 
 
 def make_traces(vllm_config: "VllmConfig", tiers: Sequence[str]) -> Traces | None:
