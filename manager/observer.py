@@ -10,7 +10,7 @@ from manthan.manager.work import Load, LoadResult, Name, SpillResult, Verdict
 class Restored(NamedTuple):
     """A restore, or a prefetch, that has ended: so many blocks of its chain are hot again; `causes` of what failed.
 
-    beside: blocks of other KV cache groups that came back with them.
+    beside: blocks of other KV cache groups that came back with them. request_id: for whom; of a prefetch our own.
     """
 
     session_id: str
@@ -20,6 +20,7 @@ class Restored(NamedTuple):
     causes: Collection[str]
     is_prefetch: bool = False
     beside: int = 0
+    request_id: str = ""
 
     @classmethod
     def of(
@@ -34,7 +35,7 @@ class Restored(NamedTuple):
         if shape.beside and failed:
             good = beside = 0
         causes = list(failed.values())
-        return cls(session_id, len(chain), good, answers, causes, load.is_prefetch, beside)
+        return cls(session_id, len(chain), good, answers, causes, load.is_prefetch, beside, load.request_id)
 
 
 class Observer:

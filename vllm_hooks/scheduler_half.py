@@ -39,6 +39,7 @@ from manthan.vllm_hooks.support import (
 )
 from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
+from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.weights import weights_digest
@@ -109,7 +110,7 @@ class SchedulerHalf:
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
         )
-        self.telemetry = Telemetry(self.manager)
+        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places))
         self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
@@ -190,6 +191,7 @@ class SchedulerHalf:
     def new_request(self, request: "Request") -> None:
         self._notice_reset()
         hints = hints_of(request)
+        self.telemetry.began(request)
         self.telemetry.hinted(hints)
         self.driver.started(
             request.request_id,
@@ -236,14 +238,19 @@ class SchedulerHalf:
                 named = [self._key_of(part, request) for part in cold]
                 beside.append(GroupBlocks(group, named, [ids[part.at] for part in cold]))
             self.driver.restoring(request.request_id, keys[hot:found], block_ids[self._group][hot:end], beside)
+            if self.telemetry.traces is not None:
+                self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
         codes."""
-        store, load = self._config.cold_store, self.driver.load_of(request.request_id)
-        near, far = SOURCES[store.places[0]], SOURCES["host" if store.kind == "device" else store.places[-1]]
+        return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
+
+    def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
+        store, load = self._config.cold_store, self.driver.load_of(request_id)
+        near, far = store.places[0], "host" if store.kind == "device" else store.places[-1]
         behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
-        return {source: count for source, count in ((near, tokens - behind), (far, behind)) if count}
+        return {tier: count for tier, count in ((near, tokens - behind), (far, behind)) if count}
 
     def _behind(self, load: Load, tokens: int) -> int:
         """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their
@@ -267,7 +274,7 @@ class SchedulerHalf:
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
-        self.telemetry.answered(outcome)
+        self.telemetry.ended(request, outcome)
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:

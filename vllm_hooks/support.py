@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
+from manthan.manager.config.model import ColdStoreConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import (
@@ -64,8 +65,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
-    is_lasting, hash_algo = config.cold_store.is_lasting, cache.prefix_caching_hash_algo
-    store = f"cold_store.kind is {config.cold_store.kind}"
+    hashes = hash_refusal(config.cold_store, cache.prefix_caching_hash_algo)
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
         (device == "cpu" and on_device, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
@@ -94,11 +94,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
             current_platform.is_rocm() and not is_plain(cache),
             f"--kv-cache-dtype {cache.cache_dtype} was never tried on ROCm, whose fp8 may be of another kind; use auto",
         ),
-        (
-            is_lasting and "xxhash" in hash_algo and not os.environ.get("PYTHONHASHSEED"),
-            f"{store}, but --prefix-caching-hash-algo {hash_algo} gives the same tokens another key in each process: "
-            "set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256",
-        ),
+        (bool(hashes), hashes),
         (not cache.enable_prefix_caching, "prefix caching is off; remove --no-enable-prefix-caching"),
         (
             parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1,
@@ -307,6 +303,16 @@ def check_version(version: str) -> None:
             f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for "
             f"{' and '.join(RELEASES)} and no other: install vllm{VLLM}."
         )
+
+
+def hash_refusal(store: ColdStoreConfig, algorithm: str) -> str:
+    """Why the keys that this --prefix-caching-hash-algo gives blocks are of no use to such a store; "" if they are."""
+    if not store.is_lasting or "xxhash" not in algorithm or os.environ.get("PYTHONHASHSEED"):
+        return ""
+    return (
+        f"cold_store.kind is {store.kind}, but --prefix-caching-hash-algo {algorithm} gives the same tokens another "
+        "key in each process: set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256"
+    )
 
 
 def latent_of(vllm_config: "VllmConfig") -> int:

@@ -1,4 +1,7 @@
-"""Commands of packages: entry points of the group `manthan.commands`, each a name and a typer.Typer."""
+"""Commands of packages: entry points of the group `manthan.commands`, each a name and a typer.Typer.
+
+A Typer of one command, and no callback, is that command; any other is a group of them.
+"""
 
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any
@@ -32,7 +35,8 @@ def _load(point: EntryPoint) -> Any:
         group = point.load()
         if not isinstance(group, typer.Typer):
             raise TypeError(f"it must be a typer.Typer, not {group!r}")
-        command = typer.main.get_group(group)
+        group._add_completion = False
+        command = typer.main.get_command(group)
     except Exception as error:  # whatever another's module does when it is imported
         command = _refusal(_why(point, error))
     command.name = point.name

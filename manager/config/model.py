@@ -318,6 +318,14 @@ class PrefetchConfig(_Group):
     lead_s: Number = Field(default=2.0, ge=0, description="a plain number of seconds, 0 or more, such as 2")
 
 
+class LogConfig(_Group):
+    """How Manthan's lines in vLLM's log look."""
+
+    shorthand = "format"
+
+    format: Literal["text", "json"] = Field(default="text", description="text or json")
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
@@ -334,6 +342,7 @@ class ManthanConfig(_Model):
     hot_pool: HotPoolConfig = HotPoolConfig()
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    log: LogConfig = LogConfig()
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:

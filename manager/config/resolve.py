@@ -48,6 +48,7 @@ FLAG_KEYS = {
     "--manthan-disk-path": "disk.path",
     "--manthan-redis-url": "redis.url",
     "--manthan-encryption-key-file": "cold_store.encryption.key_file",
+    "--manthan-log-format": "log.format",
 }
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")

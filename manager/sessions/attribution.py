@@ -2,14 +2,24 @@
 
 from collections.abc import Sequence
 
+from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.session import Session
 from manthan.manager.sessions.table import SessionTable
 
 
-def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str, now: float) -> Session:
-    """The tenant's session that these prompt keys extend, one remembered whose KV is gone, or a new one.
+def attribute(
+    table: SessionTable,
+    keys: Sequence[bytes],
+    asked_id: str | None,
+    tenant: str,
+    now: float,
+    is_shared: bool = False,
+) -> Session:
+    """The tenant's session that these prompt keys extend, one remembered whose KV is gone, one whose last answer comes
+    back changed, or a new one.
 
     A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
+    is_shared: whether other engines may go on from an old answer, which is another session's then.
     """
     found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
@@ -20,6 +30,8 @@ def attribute(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, 
         return remembered
     if found is not None:
         return found
+    if not is_shared and (continued := _with_changed_answer(table, keys, asked_id, tenant)) is not None:
+        return continued
     session = table.create(asked_id, tenant, now)
     _inherit(table, session, keys)
     return session
@@ -31,6 +43,17 @@ def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenan
     return None if found is None or _is_common_start(table, found, keys, asked_id) else found
 
 
+def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int, is_shared: bool = False) -> int:
+    """How many blocks of its chain a session keeps whose is a request with these keys, of a prompt of so many tokens:
+    all, or as many as both begin with where its last answer came back changed. Then the prompt is longer than the last
+    one, and not so long as that with its answer."""
+    length = common_prefix(session.chain, keys)
+    if length < min(len(session.chain), len(keys)):
+        return length
+    is_next = asked_id is not None and 0 < session.prompt_tokens < tokens and not (is_shared or session.requests)
+    return length if is_next else len(session.chain)
+
+
 def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -> None:
     """Write down what a request that begins says of its session; policies learn from it.
 
@@ -40,7 +63,7 @@ def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -
         session.gap = max(0.0, now - session.last_used)
     before = session.tokens if session.tokens and not session.left_tokens else known_tokens
     session.added_tokens = max(0, prompt_tokens - before)
-    session.tokens = prompt_tokens
+    session.tokens = session.prompt_tokens = prompt_tokens
     session.uses += 1
     session.expected = None
 
@@ -51,6 +74,21 @@ def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes
     if asked_id is not None or session.asked_id is not None or not 0 < length < len(keys):
         return False
     return table.chains.of(session.tenant).has_several(keys[:length])
+
+
+def _with_changed_answer(
+    table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str
+) -> Session | None:
+    """The session of this name whose whole last prompt these keys repeat, and not its answer: the template has left out
+    what the model thought, or the client has changed it. Without a name, nobody knows that it is not somebody else.
+    """
+    if asked_id is None:
+        return None
+    known, origin = table.chains.of(tenant, asked_id).nearest(keys)
+    if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
+        return None
+    prompt = origin.prompt_tokens
+    return origin if prompt and known >= prompt // table.shape.block_tokens else None
 
 
 def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:

@@ -57,15 +57,16 @@ class Evictions:
             self._orders.encode(part, encoding, session.tenant)
         self._anchors.settle(anchor)
 
-    def evict(self, session: Session, now: float, is_hot: bool = True) -> None:
+    def evict(self, session: Session, now: float, is_hot: bool = True, request_id: str | None = None) -> None:
         """Queue what has no codes yet, tail first, so that the head stays hot for longest. is_hot: False if the pool
-        has lost what it had of it, all of which has codes."""
+        has lost what it had of it, all of which has codes. request_id: see Eviction."""
         if self._anchors.is_needed:
             self._cut_to_anchor(session)
             if not session.chain:
                 return
         self._table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
+        session.evict_for = request_id
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is CodeState.NONE]
         wanted = list(map(self.wanted, needed))
@@ -129,7 +130,7 @@ class Evictions:
         freed, self._orders.has_freed = self._orders.has_freed, False
         self._table.take_up(now, earlier=freed)
 
-    def relieve(self, wanted: int, now: float) -> bool:
+    def relieve(self, wanted: int, now: float, request_id: str = "") -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
         goal = max(0, self._blocks.exposed - wanted)
         chosen = False
@@ -137,7 +138,7 @@ class Evictions:
             for session in self._table.hot_victims():
                 if session.retry_after <= now and any(block.exposed for block in reversed(session.chain)):
                     self._table.hot.evicted(session.session_id)
-                    self.evict(session, now)
+                    self.evict(session, now, request_id=request_id)
                     chosen = True
                     if self._blocks.exposed <= goal:
                         break
@@ -249,6 +250,7 @@ class Evictions:
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
                 exact=sum(block.encoding.exact > 0 for block in session.chain),
+                request_id=session.evict_for,
             )
         )
 

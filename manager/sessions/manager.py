@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from manthan.manager.sessions.adoption import Adoption, LeftSession
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.attribution import attribute, begin, find
+from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.elsewhere import Elsewhere
@@ -116,7 +116,7 @@ class SessionMemoryManager:
         is_shared: bool = False,
     ) -> None:
         make_policy = policy.family(options)
-        self.idle_after_s = idle_after_s
+        self.idle_after_s, self._is_shared = idle_after_s, is_shared
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
         self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
@@ -201,8 +201,14 @@ class SessionMemoryManager:
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
         self.budget.enter_tenant(tenant)
-        session = attribute(self.table, keys, asked_id, tenant, now)
-        self._begin_use(session, request_id, now, self._tokens(keys, tokens), known)
+        session = attribute(self.table, keys, asked_id, tenant, now, self._is_shared)
+        prompt = self._tokens(keys, tokens)
+        length = kept(session, keys, asked_id, prompt, self._is_shared)
+        if left := (len(session.chain) - length) * self.shape.block_tokens:
+            session.left_tokens = left
+        self._begin_use(session, request_id, now, prompt, known)
+        if left:  # nobody asks for the old answer any more
+            self._pruning.cut(session, length, DropCause.ABANDONED)
         self._running[request_id] = session
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
@@ -371,12 +377,12 @@ class SessionMemoryManager:
         ):
             self._evictions.evict(first, now)
 
-    def relieve(self, wanted: int, now: float) -> bool:
+    def relieve(self, wanted: int, now: float, request_id: str = "") -> bool:
         """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way.
 
-        Returns whether any session was chosen.
+        request_id: of the request that needs the room; empty for nobody's. Returns whether any session was chosen.
         """
-        return self.may_evict and self._evictions.relieve(wanted, now)
+        return self.may_evict and self._evictions.relieve(wanted, now, request_id)
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""

@@ -86,7 +86,7 @@ class Pressure:
         short = needed - self.runway.length(needed)
         if short <= 0:
             return False
-        self._manager.relieve(short - self._manager.on_their_way, now)
+        self._manager.relieve(short - self._manager.on_their_way, now, request_id)
         waited = now - self._waiting_since.setdefault(request_id, now)
         are_coming = self._manager.on_their_way > 0 or not self._manager.may_evict
         return are_coming and waited < ADMISSION_WAIT_S

@@ -221,12 +221,16 @@ class Session:
     evict_began: float = 0.0
     evict_encoded: int = 0
     evict_nbytes: int = 0
+    evict_for: str | None = None
+    """See Eviction.request_id."""
 
     # What policies are told; see SessionView.
     uses: int = 0
     gap: float | None = None
     tokens: int = 0
     """Tokens of the conversation when its last request ended, or of the prompt while one runs."""
+    prompt_tokens: int = 0
+    """Of its last prompt; 0 where that is not known."""
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
@@ -316,7 +320,8 @@ class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
     beside: blocks of other KV cache groups that it goes on from. hot_nbytes: what all of these took in the pool.
-    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds.
+    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds. request_id: of
+    the request that needed the room; empty where memory was short for all, None for a session that was idle for long.
     """
 
     session_id: str
@@ -330,6 +335,7 @@ class Eviction(NamedTuple):
     idle_s: float
     took_s: float
     exact: int
+    request_id: str | None = None
 
 
 class DropCause(StrEnum):

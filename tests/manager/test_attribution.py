@@ -3,7 +3,7 @@
 from engine import SHAPE, Engine, chain
 
 from manthan.manager.sessions.remembered import Remembered
-from manthan.manager.sessions.session import Block, Session
+from manthan.manager.sessions.session import Block, DropCause, Session
 from manthan.policies import SessionView
 
 
@@ -127,3 +127,68 @@ def test_a_name_is_known_by_that_name_or_none() -> None:
     assert remembered.find([b"k"], None, "") is remembered.find([b"k"], "s", "") is not None
     assert remembered.find([b"k"], "other", "") is None
     assert remembered.find([b"k"], "s", "somebody") is None
+
+
+# -- answers that come back changed -----------------------------------------------------------------------
+
+
+def test_a_session_whose_thinking_is_left_out_goes_on() -> None:
+    engine = Engine()
+    engine.finish(engine.start("sys a b", "s"), "sys a b think1 think2 answer")
+    engine.evict()
+    engine.now += 1
+    request = engine.start("sys a b answer c", "s")
+    assert engine.chains() == {"s": "sys a b"}
+    assert (view(engine, "s").uses, view(engine, "s").left_tokens) == (2, 3 * 16)
+    [dropped] = engine.manager.take_drops()
+    assert ({*dropped.keys}, dropped.cause) == ({*chain("sys a b think1 think2 answer")[3:]}, DropCause.ABANDONED)
+    engine.finish(request, "sys a b answer c think3 answer2")
+    assert engine.chains() == {"s": "sys a b answer c think3 answer2"}
+
+
+def test_nothing_is_left_of_what_was_left_out() -> None:
+    engine = Engine()
+    prompt = "sys a"
+    for turn in range(20):
+        engine.finish(engine.start(prompt, "s"), f"{prompt} think{turn} thought{turn} answer{turn}")
+        engine.evict()
+        engine.manager.take_drops()
+        prompt += f" answer{turn} question{turn}"
+    assert set(engine.chains()) == {"s"}
+    assert engine.manager.usage.cold_blocks == len(f"{prompt} x".split()) == len(engine.session("s").chain)
+
+
+def test_a_next_prompt_that_ends_within_the_old_answer_s_block() -> None:
+    engine = Engine()
+    manager = engine.manager
+    manager.request_started("q", chain("a b"), "s", 0.0, tokens=35)
+    manager.request_finished("q", chain("a b think thought"), 0.0, tokens=70)
+    manager.request_started("again", chain("a b"), "s", 1.0, tokens=35)  # another answer is wanted: both may be
+    assert engine.chains() == {"s": "a b think thought"}
+    manager.request_finished("again", chain("a b other"), 1.0, tokens=50)
+    assert engine.chains() == {"s": "a b think thought", "s~2": "a b other"}
+    manager.request_started("next", chain("a b"), "s", 2.0, tokens=45)
+    assert sorted(engine.chains().values()) in (["a b", "a b other"], ["a b", "a b think thought"])
+
+
+def test_a_question_aside_leaves_the_conversation_alone() -> None:
+    engine = Engine()
+    engine.talk("sys a b c d", "s")
+    engine.talk("sys title t", "s")
+    assert engine.chains() == {"s": "sys a b c d", "s~2": "sys title t"}
+
+
+def test_nor_is_one_that_runs_cut_short() -> None:
+    engine = Engine()
+    engine.talk("sys a b think", "s")
+    engine.start("sys a b think c", "s")
+    engine.start("sys a b answer c", "s")
+    assert engine.chains()["s"] == "sys a b think"
+
+
+def test_without_a_name_it_may_be_somebody_else() -> None:
+    engine = Engine()
+    engine.talk("sys a b think")
+    engine.talk("sys a b answer c")
+    assert sorted(engine.chains().values()) == ["sys a b answer c", "sys a b think"]
+    assert view(engine, "anonymous-2").uses == 2  # its history is known all the same

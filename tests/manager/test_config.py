@@ -90,6 +90,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
         "quotas": {"pinned_share": 0.25, "default_share": 1, "tenants": {}, "header": "", "isolate": True},
         "prefetch": {"enabled": True, "lead_s": 2},
+        "log": {"format": "text"},
     }
 
 
@@ -138,7 +139,7 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
-    value = "redis://there" if flag == "--manthan-redis-url" else "77"
+    value = {"--manthan-redis-url": "redis://there", "--manthan-log-format": "json"}.get(flag, "77")
     assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
 
 

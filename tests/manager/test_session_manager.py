@@ -73,7 +73,7 @@ def test_an_eviction_is_accounted_for(engine: Engine) -> None:
     engine.now += 2
     engine.stored(keys)
     (eviction,) = engine.manager.take_evictions()
-    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0)
+    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0, None)
     assert engine.manager.take_evictions() == []
 
 

@@ -12,6 +12,15 @@ from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.vllm_hooks.settled import wants_profile
+from manthan.vllm_hooks.telemetry.structured import (
+    CODEC_MEASURED,
+    EVICTED,
+    NOT_STORED,
+    PREFETCHED,
+    RESTORED,
+    STARTED,
+    fields,
+)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -71,6 +80,16 @@ def announce(
         f" at {config.redis.url if store.is_shared else config.disk.path} as {place}" if place else "",
         capacity // shape.coded_nbytes * shape.block_tokens,
         config.idle_after_s,
+        extra=fields(
+            STARTED,
+            policy=config.policy.name,
+            codec=codec.name,
+            ratio=round(shape.ratio, 2),
+            cold_store=store.kind,
+            budget_bytes=int(store.max_bytes),
+            budget_tokens=capacity // shape.coded_nbytes * shape.block_tokens,
+            idle_after_seconds=config.idle_after_s,
+        ),
     )
     if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
@@ -96,12 +115,26 @@ def tell_eviction(eviction: "Eviction") -> None:
         eviction.encoded,
         eviction.took_s * 1e3,
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
+        extra=fields(
+            EVICTED,
+            session_id=eviction.session_id,
+            blocks=eviction.blocks,
+            blocks_beside=eviction.beside,
+            blocks_encoded=eviction.encoded,
+            blocks_exact=eviction.exact,
+            tokens=eviction.tokens,
+            hot_bytes=eviction.hot_nbytes,
+            cold_bytes=eviction.cold_nbytes,
+            idle_seconds=round(eviction.idle_s, 3),
+            seconds=round(eviction.took_s, 6),
+            reason="idle" if eviction.request_id is None else "pressure",
+        ),
     )
 
 
 def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     """What came back of a session; vLLM recomputes the rest."""
-    causes = ", ".join(sorted(set(restored.causes)))
+    causes, seconds = ", ".join(sorted(set(restored.causes))), max((one.seconds for one in restored.answers), default=0)
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
         restored.session_id,
@@ -110,8 +143,20 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         restored.blocks,
         restored.good * shape.block_tokens,
         _beside(restored.beside),
-        max((answer.seconds for answer in restored.answers), default=0.0) * 1e3,
+        seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
+        extra=fields(
+            PREFETCHED if restored.is_prefetch else RESTORED,
+            session_id=restored.session_id,
+            request_id=restored.request_id,
+            blocks=restored.blocks,
+            blocks_restored=restored.good,
+            blocks_beside=restored.beside,
+            tokens=restored.good * shape.block_tokens,
+            cold_bytes=sum(answer.nbytes for answer in restored.answers),
+            seconds=round(seconds, 6),
+            causes=sorted(set(restored.causes)),
+        ),
     )
 
 
@@ -121,7 +166,8 @@ def tell_verdict(verdict: "Verdict") -> None:
         return
     said = ", then ".join(map(_fidelity, verdict.measured))
     if verdict.place == 0:
-        logger.info("Manthan: codec %s is faithful on this model: %s", verdict.codec, said)
+        told = fields(CODEC_MEASURED, codec=verdict.codec, is_faithful=True)
+        logger.info("Manthan: codec %s is faithful on this model: %s", verdict.codec, said, extra=told)
         return
     logger.warning(
         "Manthan: codec %s is not faithful on this model, and %s; choose another with `codec: {name: ...}`, or have it "
@@ -129,6 +175,7 @@ def tell_verdict(verdict: "Verdict") -> None:
         verdict.measured[0].codec,
         "all tokens are kept exact" if verdict.codec == EXACT else f"{verdict.codec} is used instead",
         said,
+        extra=fields(CODEC_MEASURED, codec=verdict.codec, is_faithful=False),
     )
 
 
@@ -154,5 +201,7 @@ class Complaints:
         for cause in causes:
             self._unsaid[cause] += 1
             if now >= self._quiet_until.get(cause, 0.0):
-                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, self._unsaid.pop(cause))
+                count = self._unsaid.pop(cause)
+                told = fields(NOT_STORED, cause=cause, blocks=count)
+                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count, extra=told)
                 self._quiet_until[cause] = now + QUIET_S

@@ -1,6 +1,7 @@
-"""What happens, told to metrics and to the log."""
+"""What happens, told to metrics, to the log, and to traces where these are on."""
 
 from collections.abc import Collection, Sequence
+from typing import TYPE_CHECKING
 
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.sessions.hints import Hints
@@ -9,13 +10,17 @@ from manthan.manager.sessions.session import Drop, Eviction, Outcome
 from manthan.manager.work import SpillResult, Verdict
 from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
+from manthan.vllm_hooks.telemetry.traces import Traces
+
+if TYPE_CHECKING:
+    from vllm.v1.request import Request
 
 
 class Telemetry(Observer):
-    """One engine's."""
+    """One engine's. traces: None where tracing is off."""
 
-    def __init__(self, manager: SessionMemoryManager) -> None:
-        self._manager = manager
+    def __init__(self, manager: SessionMemoryManager, traces: Traces | None = None) -> None:
+        self._manager, self.traces = manager, traces
         self._stats = StatsRecorder(manager)
         self._complaints = Complaints()
 
@@ -23,13 +28,20 @@ class Telemetry(Observer):
         """Metrics since the last call, for vLLM to carry to where they are shown."""
         return self._stats.take()
 
+    def began(self, request: "Request") -> None:
+        """A request came."""
+        if self.traces is not None:
+            self.traces.began(request.request_id, request.trace_headers)
+
     def hinted(self, hints: Hints) -> None:
         """A request came with these hints."""
         if hints.given:
             self._stats.count_all("hints", hints.given)
 
-    def answered(self, outcome: Outcome | None) -> None:
+    def ended(self, request: "Request", outcome: Outcome | None) -> None:
         """A request ended, and this came of its hints."""
+        if self.traces is not None:
+            self.traces.ended(request.request_id)
         if outcome is not None and outcome.refused:
             self._stats.count("pins_refused")
 
@@ -49,6 +61,8 @@ class Telemetry(Observer):
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
         tell_eviction(eviction)
+        if self.traces is not None:
+            self.traces.evicted(eviction)
 
     def dropped(self, drop: Drop) -> None:
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
@@ -64,6 +78,8 @@ class Telemetry(Observer):
             self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
         self._stats.count_all("failures", restored.causes)
         tell_restore(restored, self._manager.shape)
+        if self.traces is not None:
+            self.traces.restored(restored, self._manager.shape)
 
     def prefetch_hit(self) -> None:
         self._stats.count("prefetch_hits")

@@ -25,6 +25,10 @@ from manthan.manager.stores.disk.journal import JOURNAL
 LOCK = "lock"
 
 
+class FolderBusyError(ConfigError):
+    """A folder that another server has."""
+
+
 def check_folder(path: str, patience_s: float = 0.0) -> None:
     """Raise ConfigError for a folder that cannot be used, be it that another server has it.
 
@@ -100,5 +104,5 @@ def _is_ours(lock: Path) -> bool:
     return holder == str(os.getpid()) or bool({*parents} & {str(os.getpid()), str(os.getppid())})
 
 
-def _in_use(path: Path) -> ConfigError:
-    return ConfigError(f"disk.path is {str(path)!r}, which another server uses: give each a folder of its own.")
+def _in_use(path: Path) -> FolderBusyError:
+    return FolderBusyError(f"disk.path is {str(path)!r}, which another server uses: give each a folder of its own.")

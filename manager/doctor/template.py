@@ -1,0 +1,120 @@
+"""Whether a chat template rewrites history: where the next turn's prompt parts from what a conversation's KV is of.
+
+A session's KV is of the tokens of a prompt and of the answer as the model said it. The next prompt is made anew of
+messages. What it repeats, token by token from the first one on, is found again; what is behind that is computed.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple, Protocol, TypeAlias
+
+from manthan.manager.doctor.finding import Finding, Mark
+
+TEMPLATE = "chat template"
+Message: TypeAlias = dict[str, Any]
+
+QUESTION = "Which city is the capital of France? Answer in one sentence."
+THOUGHT = "The user asks for a capital. Of France that is Paris, so I say so in one sentence."
+ANSWER = "The capital of France is Paris."
+NEXT = "And which one is that of Italy?"
+THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
+"""What templates call a message's thinking."""
+A_DAY = 27 * 60
+"""And some hours: in minutes."""
+AROUND = 8
+"""So many tokens are shown around the place."""
+
+
+class Renderer(Protocol):
+    """A model's tokenizer and chat template."""
+
+    def render(self, messages: Sequence[Message], *, asks: bool, minutes: int = 0) -> list[int]:
+        """The tokens of a conversation. asks: with what has the model answer. minutes: so much later than at first."""
+
+    def encode(self, text: str) -> list[int]:
+        """The tokens of a text, no special ones added."""
+
+    def decode(self, tokens: Sequence[int]) -> str:
+        """Their text, special ones included."""
+
+
+class Parting(NamedTuple):
+    """of: what was tried. kept: how many of a turn's `tokens` the next prompt begins with. before, was, comes: the text
+    up to there, what the turn went on with, and what the next prompt goes on with."""
+
+    of: str
+    kept: int
+    tokens: int
+    before: str = ""
+    was: str = ""
+    comes: str = ""
+
+    @property
+    def rewrites(self) -> bool:
+        """The last token may be joined with what follows, which is no rewriting."""
+        return self.kept < self.tokens - 1
+
+
+def common(first: Sequence[int], second: Sequence[int]) -> int:
+    """How many tokens both begin with."""
+    pairs = zip(first, second, strict=False)
+    return next((at for at, (one, other) in enumerate(pairs) if one != other), min(len(first), len(second)))
+
+
+def said(renderer: Renderer, messages: Sequence[Message], answer: Message, thought: str = "") -> list[int]:
+    """The tokens whose KV there is when the model has given this answer, nothing dropped of it.
+
+    thought: what it thought, which the message has too. Where the template does not show that, it stands between the
+    usual tags.
+    """
+    prompt = renderer.render(messages, asks=True)
+    asked, shown = renderer.decode(prompt), renderer.decode(renderer.render([*messages, answer], asks=False))
+    final = answer["content"].rpartition("</think>")[2].lstrip()
+    if shown.startswith(asked) and thought in shown[len(asked) :]:
+        text = shown[len(asked) : shown.rfind(final) + len(final)]  # as the template itself writes it
+    else:
+        opened = "" if asked.rstrip().endswith("<think>") else "<think>\n"
+        text = f"{opened}{thought}\n</think>\n\n{final}" if thought else final
+    return [*prompt, *renderer.encode(text)]
+
+
+def partings(renderer: Renderer) -> list[Parting]:
+    """What becomes of a turn in the next one: of a plain answer, also on another day, and of one with thinking, which
+    the client sends back apart, where the template knows of that, or between tags within the answer."""
+    asked, then = [{"role": "user", "content": QUESTION}], {"role": "user", "content": NEXT}
+    plain = {"role": "assistant", "content": ANSWER}
+    apart = plain | dict.fromkeys(THOUGHT_KEYS, THOUGHT)
+    within = plain | {"content": f"<think>\n{THOUGHT}\n</think>\n\n{ANSWER}"}
+    shown = renderer.decode(renderer.render([*asked, apart], asks=False))
+    tried = [("plain answers", plain, "", 0), ("another day", plain, "", A_DAY)]
+    if THOUGHT in shown:
+        tried.append(("thinking", apart, THOUGHT, 0))
+    if THOUGHT not in shown or "<think>" in shown:  # not where thinking is in a channel of its own
+        tried.append(("thinking within the answer", within, THOUGHT, 0))
+    found = []
+    for of, answer, thought, minutes in tried:
+        again = renderer.render([*asked, answer, then], asks=True, minutes=minutes)
+        found.append(_parting(renderer, of, said(renderer, asked, answer, thought), again))
+    return found
+
+
+def _parting(renderer: Renderer, of: str, first: Sequence[int], second: Sequence[int]) -> Parting:
+    kept = common(first, second)
+    texts = first[max(0, kept - AROUND) : kept], first[kept : kept + AROUND], second[kept : kept + AROUND]
+    return Parting(of, kept, len(first), *map(renderer.decode, texts))
+
+
+def check_template(renderer: Renderer) -> Finding:
+    """Renders two turns, and says where they part."""
+    found = partings(renderer)
+    worst = min(found, key=lambda one: one.kept / one.tokens if one.rewrites else 1.0)
+    if not worst.rewrites:
+        tried = ", ".join(one.of for one in found)
+        return Finding(TEMPLATE, Mark.OK, f"the next prompt repeats the turn before it, token by token ({tried}).")
+    also = ", ".join(f"{one.of}: {one.kept} of {one.tokens}" for one in found if one.rewrites and one is not worst)
+    return Finding(
+        TEMPLATE,
+        Mark.WRONG,
+        f"it rewrites history ({worst.of}): the next prompt repeats {worst.kept} of a turn's {worst.tokens} tokens, up "
+        f"to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was{f' ({also})' if also else ''}; "
+        "what is behind that is computed anew in each turn: use a template that only appends (--chat-template).",
+    )

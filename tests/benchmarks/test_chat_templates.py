@@ -1,0 +1,55 @@
+"""What of a conversation is found again, by its chat template: the figures of docs/templates.md."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+from typer.testing import CliRunner
+
+from manthan.benchmarks.chat_templates import BEHAVIOURS, Lengths, conversation, main
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "templates.md").read_text(encoding="utf-8")
+
+
+@pytest.fixture(scope="module")
+def measured() -> dict[str, dict[str, Any]]:
+    app = typer.Typer()
+    app.command()(main)
+    done = CliRunner().invoke(app, [MODEL, "--json"])
+    assert done.exit_code == 0, done.output
+    return {each["name"]: each for each in json.loads(done.stdout)}
+
+
+def test_what_only_appends_loses_nothing(measured: dict[str, dict[str, Any]]) -> None:
+    whole = {name for name, each in measured.items() if each["kept"] == 1.0}
+    assert whole == {
+        "keeps all, thinking too",
+        "the date at the front, the same day",
+        "tools at the front, always the same",
+        "trims answers",
+        "tool calls as the model wrote them",
+    }
+
+
+def test_what_changes_the_beginning_loses_nearly_all(measured: dict[str, dict[str, Any]]) -> None:
+    assert measured["the time at the front"]["kept"] < 0.05
+    assert all(0 < each["kept"] <= 1 and each["computed"] > 0 for each in measured.values())
+
+
+def test_the_document_has_these_figures(measured: dict[str, dict[str, Any]]) -> None:
+    rows = re.findall(r"^\| (.+?) \| ([\d.]+%) \| ([\d.]+%) \| (\d+) \|$", DOCUMENT, re.MULTILINE)
+    assert rows == [
+        (name, f"{each['kept']:.1%}", f"{each['last']:.1%}", f"{each['computed']:.0f}")
+        for name, each in measured.items()
+    ]
+
+
+def test_every_turn_says_something_else() -> None:
+    turns = list(conversation(Lengths(), 8, has_calls=True))
+    said = [message["content"] for turn in turns for message in turn if message["content"]]
+    assert len(set(said)) == len(said)
+    assert len({each.name for each in BEHAVIOURS}) == len(BEHAVIOURS)

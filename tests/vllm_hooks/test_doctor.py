@@ -1,0 +1,174 @@
+"""`manthan doctor` on set-ups that are broken, one way each, and on one that is not."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import yaml
+from key_files import write_keys
+from redis_server import RedisServer, running
+from typer.testing import CliRunner
+from vllm_engine import MODEL
+
+from manthan.benchmarks.chat_templates import BEHAVIOURS, DROPS_BEFORE_QUESTION, KEEPS
+from manthan.manager.cli import app
+from manthan.manager.config.resolve import load_config
+from manthan.manager.doctor.finding import Mark
+from manthan.vllm_hooks.doctor.hashing import check_hashing
+from manthan.vllm_hooks.doctor.model import check_model
+from manthan.vllm_hooks.doctor.tokenizer import LocalRenderer, load_renderer
+from manthan.vllm_hooks.doctor.versions import check_gpus, check_vllm
+
+
+def examine(*words: object) -> tuple[int, dict[str, dict[str, str]]]:
+    """The exit status, and what was found by what was looked at."""
+    done = CliRunner().invoke(app, ["doctor", "--json", *map(str, words)])
+    found: dict[str, Any] = json.loads(done.stdout)
+    assert found["healthy"] is (done.exit_code == 0)
+    return done.exit_code, {one["check"]: one for one in found["findings"]}
+
+
+def wrong(path: Path, *words: object, **options: object) -> dict[str, str]:
+    """What is said to be wrong with such a configuration, by what was looked at."""
+    file = path / "manthan.yaml"
+    file.write_text(yaml.safe_dump(options))
+    status, found = examine("--config", file, *words)
+    said = {check: one["said"] for check, one in found.items() if one["mark"] == "wrong"}
+    assert status == int(bool(said))
+    return said
+
+
+def test_nothing_is_wrong() -> None:
+    done = CliRunner().invoke(app, ["doctor"])
+    assert done.exit_code == 0, done.output
+    lines = done.stdout.splitlines()
+    assert lines[-1] == "Nothing is wrong."
+    marks = {line[3:18].strip(): line[0] for line in lines[:-2]}
+    assert marks["vLLM"] == marks["configuration"] == marks["RAM"] == marks["block hashes"] == "✓"
+    assert marks["Redis"] == marks["disk"] == marks["chat template"] == "–"
+
+
+# -- broken, one way each ---------------------------------------------------------------------------------
+
+
+def test_another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    info = tmp_path / "site" / "vllm-0.31.2.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: vllm\nVersion: 0.31.2\n")
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert wrong(tmp_path, "--model", MODEL) == {
+        "vLLM": "Manthan cannot be used here: vLLM is 0.31.2, but this version of Manthan was made for 0.32 and 0.33 "
+        "and no other: install vllm>=0.32,<0.34."
+    }
+
+
+def test_more_codes_than_ram(tmp_path: Path) -> None:
+    said = wrong(tmp_path, cold_store={"max_bytes": "50TiB"})
+    assert set(said) == {"RAM"}
+    assert "cold_store.max_bytes is 50.0TiB, but this machine has" in said["RAM"]
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
+    said = wrong(tmp_path, cold_store={"kind": "disk", "max_bytes": "1MiB"}, disk={"path": str(tmp_path / "x")})
+    assert said == {
+        "disk": f"disk.path is '{tmp_path}/x', but there is no such folder: name one that is there, on a local file "
+        "system."
+    }
+
+
+def test_keys_that_everybody_may_read(tmp_path: Path) -> None:
+    keys = write_keys(tmp_path / "keys.yaml", "k1")
+    keys.chmod(0o644)
+    store = {"kind": "disk", "max_bytes": "1MiB", "encryption": {"key_file": str(keys)}}
+    said = wrong(tmp_path, cold_store=store, disk={"path": str(tmp_path)})
+    assert said == {
+        "encryption": f"cold_store.encryption.key_file: {keys} has mode 0644, with which others than its owner may "
+        "read or change it: chmod 600 it."
+    }
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
+    yield from running(tmp_path_factory.mktemp("redis"), "--maxmemory", "8mb")
+
+
+def test_redis_without_room(server: RedisServer, tmp_path: Path) -> None:
+    said = wrong(tmp_path, cold_store={"kind": "redis", "max_bytes": "8MiB"}, redis={"url": server.url})
+    assert said == {
+        "Redis memory": "maxmemory is 8.0MiB, but 10.0MiB are needed, a quarter more than cold_store.max_bytes, "
+        "8.0MiB: raise it, or lower max_bytes."
+    }
+
+
+def test_redis_without_a_server(tmp_path: Path) -> None:
+    said = wrong(tmp_path, cold_store={"kind": "redis"}, redis={"url": "redis://127.0.0.1:1/0"})
+    assert set(said) == {"Redis"}
+    assert "correct redis.url, start the server" in said["Redis"]
+
+
+def test_hashes_that_differ_by_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+    options = {"cold_store": {"kind": "disk", "max_bytes": "1MiB"}, "disk": {"path": str(tmp_path)}}
+    said = wrong(tmp_path, "--prefix-caching-hash-algo", "xxhash", **options)
+    assert set(said) == {"block hashes"}
+    assert "gives the same tokens another key in each process: set the environment variable" in said["block hashes"]
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    assert check_hashing(load_config(tmp_path / "manthan.yaml").cold_store, "xxhash").mark is Mark.OK
+
+
+def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
+    template = tmp_path / "template.jinja"
+    template.write_text(DROPS_BEFORE_QUESTION)
+    said = wrong(tmp_path, "--model", MODEL, "--chat-template", template)
+    assert set(said) == {"chat template"}
+    assert said["chat template"].startswith("it rewrites history (thinking): the next prompt repeats ")
+    assert "and goes on with 'The capital of France" in said["chat template"]
+    template.write_text(KEEPS)
+    assert wrong(tmp_path, "--model", MODEL, "--chat-template", template) == {}
+
+
+def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
+    said = wrong(tmp_path, idle_after=3)
+    assert said == {
+        "configuration": f"{tmp_path}/manthan.yaml: unknown key 'idle_after' (did you mean 'idle_after_s'?)"
+    }
+
+
+# -- parts ------------------------------------------------------------------------------------------------
+
+
+def test_no_vllm_at_all() -> None:
+    assert check_vllm(None).said.startswith("vLLM is not installed in this environment: pip install 'manthan-kv[vllm]'")
+
+
+@pytest.mark.parametrize("options", [{"backend": "cuda"}, {"cold_store.kind": "device"}])
+def test_what_needs_a_gpu_on_a_machine_without(options: dict[str, str]) -> None:
+    import torch
+
+    if torch.version.cuda is not None:
+        pytest.skip("torch is made for GPUs")
+    [found] = check_gpus(load_config(env={}, flags=options))
+    key, value = next(iter(options.items()))
+    assert (found.mark, f"but {key} is {value}, which needs a GPU" in found.said) == (Mark.WRONG, True)
+
+
+def test_a_model_is_served_or_not(tmp_path: Path) -> None:
+    assert check_model(MODEL, None).said.startswith(f"{MODEL} is served with codec wht-5x, in blocks of ")
+    (tmp_path / "config.json").write_text("{}")
+    found = check_model(str(tmp_path), None)
+    assert (found.mark, found.said.startswith(f"vLLM does not serve {tmp_path}: ")) == (Mark.WRONG, True)
+
+
+def test_a_model_without_a_template(tmp_path: Path) -> None:
+    status, found = examine("--model", MODEL, "--chat-template", tmp_path / "none.jinja")
+    assert status == 1
+    assert "none.jinja, which cannot be read" in found["chat template"]["said"]
+
+
+@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.name)
+def test_every_template_of_the_benchmark_renders(behaviour: Any) -> None:
+    renderer = LocalRenderer(load_renderer(MODEL).tokenizer, behaviour.template)
+    shown = renderer.decode(renderer.render([{"role": "user", "content": "Where?"}], asks=True))
+    assert "Where?" in shown

@@ -1,0 +1,104 @@
+"""Spans of evictions and restores, where vLLM traces requests (`--otlp-traces-endpoint`).
+
+A restore's span is in the trace that its request came with, beside vLLM's own `llm_request`, and so is that of an
+eviction for which a request waits. Other evictions, and prefetches, are traces of their own.
+"""
+
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from vllm.tracing import extract_trace_context, instrument_manual, is_tracing_available
+
+if TYPE_CHECKING:
+    from vllm.config import VllmConfig
+
+    from manthan.manager.observer import Restored
+    from manthan.manager.sessions.session import Eviction, MemoryShape
+
+NANO = 1_000_000_000
+EVICT, RESTORE, PREFETCH = "manthan.evict", "manthan.restore", "manthan.prefetch"
+REQUEST_ID = "gen_ai.request.id"
+"""vLLM's own name for it."""
+
+
+class _Begun(NamedTuple):
+    """A restore: when, in nanoseconds since 1970, and which tiers have its codes."""
+
+    at: int
+    tiers: Sequence[str]
+
+
+class Traces:
+    """One engine's. tiers: where codes go, the fastest first. vLLM has set up who takes spans."""
+
+    def __init__(self, tiers: Sequence[str]) -> None:
+        from opentelemetry.context import Context  # it is there: tracing is on
+
+        self._tiers, self._none = tiers, Context()
+        self._headers: dict[str, Mapping[str, str] | None] = {}  # by id of a request that has not ended
+        self._begun: dict[str, _Begun] = {}
+
+    def began(self, request_id: str, headers: Mapping[str, str] | None) -> None:
+        """A request came, with these trace headers."""
+        self._headers[request_id] = headers
+
+    def ended(self, request_id: str) -> None:
+        self._headers.pop(request_id, None)
+        self._begun.pop(request_id, None)
+
+    def restoring(self, request_id: str, tiers: Sequence[str]) -> None:
+        """Codes in these tiers are about to be read for a request."""
+        self._begun[request_id] = _Begun(time.time_ns(), tiers)
+
+    def restored(self, restored: "Restored", shape: "MemoryShape") -> None:
+        """Of a restore, or a prefetch, whose times on the ranks are known."""
+        now, longest = time.time_ns(), max((answer.seconds for answer in restored.answers), default=0.0)
+        begun = self._begun.pop(restored.request_id, _Begun(now - int(longest * NANO), self._tiers))
+        attributes = {
+            "manthan.session_id": restored.session_id,
+            "manthan.blocks": restored.blocks,
+            "manthan.blocks_restored": restored.good,
+            "manthan.blocks_beside": restored.beside,
+            "manthan.tokens": restored.good * shape.block_tokens,
+            "manthan.bytes": sum(answer.nbytes for answer in restored.answers),
+            "manthan.tier": ",".join(begun.tiers),
+            "manthan.load_seconds": longest,
+        }
+        if restored.causes:
+            attributes["manthan.causes"] = sorted(set(restored.causes))
+        if not restored.is_prefetch:
+            attributes[REQUEST_ID] = restored.request_id
+        self._span(PREFETCH if restored.is_prefetch else RESTORE, begun.at, now, attributes, restored.request_id)
+
+    def evicted(self, eviction: "Eviction") -> None:
+        """A session is cold."""
+        now = time.time_ns()
+        attributes = {
+            "manthan.session_id": eviction.session_id,
+            "manthan.blocks": eviction.blocks,
+            "manthan.blocks_encoded": eviction.encoded,
+            "manthan.blocks_beside": eviction.beside,
+            "manthan.tokens": eviction.tokens,
+            "manthan.bytes": eviction.cold_nbytes,
+            "manthan.bytes_hot": eviction.hot_nbytes,
+            "manthan.tier": ",".join(self._tiers),
+            "manthan.idle_seconds": eviction.idle_s,
+            "manthan.reason": "idle" if eviction.request_id is None else "pressure",
+        }
+        if eviction.request_id:
+            attributes[REQUEST_ID] = eviction.request_id
+        began = now - int(eviction.took_s * NANO)
+        self._span(EVICT, began, now, attributes, eviction.request_id or "")
+
+    def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
+        """In the trace of that request, if it came with one and has not ended; else in none, since vLLM would take that
+        of its own start."""
+        context = extract_trace_context(self._headers.get(request_id))
+        instrument_manual(name, began, ended, attributes, self._none if context is None else context)
+
+
+def make_traces(vllm_config: "VllmConfig", tiers: Sequence[str]) -> Traces | None:
+    """None where tracing is off: then nothing is kept, and nothing is asked but that."""
+    endpoint = vllm_config.observability_config.otlp_traces_endpoint
+    return Traces(tiers) if endpoint is not None and is_tracing_available() else None
