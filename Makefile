@@ -22,10 +22,10 @@ PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --no-loadsco
 
 setup: $(VENV)/.installed
 
-test: $(VENV)/.redis lint
+test: $(VENV)/.redis $(VENV)/.chromium lint
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
-test-all: $(VENV)/.redis lint
+test-all: $(VENV)/.redis $(VENV)/.chromium lint
 	$(PYTEST)
 
 # mypy reads the installed wheel, from a folder where the source folders do not shadow it.
@@ -56,4 +56,8 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 
 $(VENV)/.redis: $(VENV)/.dependencies
 	.ci/install_redis.sh
+	touch $@
+
+$(VENV)/.chromium: $(VENV)/.dependencies
+	.ci/install_chromium.sh
 	touch $@
