@@ -25,8 +25,6 @@ FILES = {
     for file in resources.files(__package__).joinpath("page").iterdir()
     if PurePath(file.name).suffix in KINDS
 }
-PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
-"""What may be fetched without an API key."""
 
 
 def page_router() -> APIRouter:

@@ -5,7 +5,7 @@ import { STATES } from "./sessions.js";
 import { ago, byId, bytes, clock, count, make, plural, share, write } from "./text.js";
 
 const WRONG = 12; // lines kept of what went wrong
-const FIRST = 10; // shown of the policy's order
+const FIRST = 20; // shown of the policy's order
 const FULL = 0.97; // codes are dropped before the last byte is taken
 
 export class Glance {

@@ -2,10 +2,9 @@
 
 import { serverNow, show } from "./api.js";
 import { Buttons, expected, mark, whereCold } from "./sessions.js";
-import { ago, byId, bytes, clock, count, make, plural, span, write } from "./text.js";
+import { ago, byId, bytes, clock, count, make, plural, share, span, write } from "./text.js";
 
 const IN_POOL = new Set(["turn", "restored", "prefetched"]);
-const OUT = new Set(["evicted", "dropped", "released"]);
 const STRIP = { width: 1000, height: 40 };
 
 export class Life {
@@ -85,19 +84,15 @@ function sum(events) {
 }
 
 function line(event) {
-  const costs = [
-    event.tokens !== null && plural(event.tokens, "token"),
-    event.blocks !== null && plural(event.blocks, "block"),
-    event.bytes !== null && bytes(event.bytes),
-    event.seconds !== null && span(event.seconds),
-    event.saved_tokens && `saved ${plural(event.saved_tokens, "token")}`,
-  ].filter(Boolean);
   return make("li", {},
     make("time", { datetime: new Date(event.at * 1000).toISOString() }, clock(event.at)),
     make("b", { class: `kind ${event.kind}` }, event.kind),
     make("span", {}, event.text),
-    make("span", { class: "costs dim" }, costs.join(" · ")));
+    make("span", { class: "cost dim" }, [costOf(event), gainOf(event)].filter(Boolean).join(" ")));
 }
+
+const costOf = (event) => (event.seconds && event.kind !== "turn" ? `took ${span(event.seconds)}` : "");
+const gainOf = (event) => (event.saved_tokens && event.kind === "turn" ? `saved ${share(event.saved_tokens, event.tokens)}` : "");
 
 // When the session was in the pool (tall) and when it was cold (low), from the first event that is known until now.
 function strip(events) {
@@ -119,9 +114,14 @@ function strip(events) {
   return [picture, axis, legend];
 }
 
+// Codes that are lost are no loss of what is in the pool.
 function stateAfter(events) {
-  const last = events.findLast((event) => IN_POOL.has(event.kind) || OUT.has(event.kind));
-  if (!last) return null;
-  if (last.kind === "evicted") return "cold";
-  return OUT.has(last.kind) ? null : "hot";
+  let state = null;
+  let coded = 0;
+  for (const { kind, blocks } of events) {
+    if (IN_POOL.has(kind)) state = "hot";
+    if (kind === "evicted") [state, coded] = ["cold", blocks];
+    if (kind === "dropped" && state === "cold" && blocks >= coded) state = null;
+  }
+  return state;
 }

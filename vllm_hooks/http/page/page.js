@@ -195,11 +195,14 @@ function askForKey() {
   dialog.showModal();
 }
 
-async function findTenantHeader() {
+// A gateway that says itself who the tenant is also keeps the configuration from being read: then nobody is asked.
+async function start() {
+  credentials.header = "";
   const config = await get("config").catch(() => ({}));
   credentials.header = config["quotas.header"]?.value || "";
   byId("tenant-field").hidden = !credentials.header;
   byId("tenant-field").title = `Sent as ${credentials.header}`;
+  ask();
 }
 
 // -- at the start -------------------------------------------------------------------------------------
@@ -232,8 +235,7 @@ function useKey(key) {
   credentials.key = key;
   locked = false;
   byId("key-dialog").close();
-  findTenantHeader();
-  ask();
+  start();
 }
 
 function tellAge() {
@@ -248,5 +250,5 @@ byId("key-button").hidden = !credentials.key;
 listen();
 table.sorted(sorting.sort, sorting.order);
 setInterval(tellAge, 1000);
-findTenantHeader();
-showAs(table);
+byId("view").append(table.element);
+start();

@@ -106,7 +106,8 @@ class Row {
     this.buttons.update(session);
     write(this.name, session.id);
     this.open.title = session.id;
-    write(this.owner, session.tenant ? `of ${session.tenant}` : "");
+    const isInName = session.id.startsWith(`${session.tenant}/`); // as those see it who see all tenants
+    write(this.owner, session.tenant && !isInName ? `of ${session.tenant}` : "");
     write(this.pin, session.pinned ? "pinned" : "");
     write(this.cells[2], count(session.tokens));
     write(this.cells[3], session.hot_bytes ? bytes(session.hot_bytes) : "–");

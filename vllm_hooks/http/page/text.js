@@ -17,7 +17,7 @@ export function bytes(number) {
 
 export function span(seconds) {
   for (const [size, unit] of TIMES) if (seconds >= size) return `${Math.floor(seconds / size)} ${unit}`;
-  if (seconds >= 10 || seconds === 0) return `${Math.floor(seconds)} s`;
+  if (seconds >= 10 || Number.isInteger(seconds)) return `${Math.floor(seconds)} s`;
   return seconds >= 1 ? `${seconds.toFixed(1)} s` : `${(seconds * 1000).toFixed(seconds < 0.01 ? 1 : 0)} ms`;
 }
 
