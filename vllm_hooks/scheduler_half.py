@@ -14,16 +14,18 @@ from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
+from manthan.manager.lives import Lives
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, tell_adapters_apart
+from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, offer, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import answer_to, hints_of, tenant_of
+from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.replicas import copies_of
@@ -68,7 +70,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self._config = config = from_vllm_config(vllm_config)
+        self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
@@ -109,7 +111,11 @@ class SchedulerHalf:
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
         )
-        self.telemetry = Telemetry(self.manager)
+        has_api = config.api.enabled
+        lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
+        self.telemetry = Telemetry(self.manager, lives)
+        if has_api:
+            offer(METHOD, Inquiries(self).answer)
         self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
@@ -140,12 +146,12 @@ class SchedulerHalf:
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
         event = None if self._events is None else self._events.event
-        self._pool = VllmPool(pool, self._group, self._block_size, event)
-        marks = self._config.hot_pool
+        self.pool = VllmPool(pool, self._group, self._block_size, event)
+        marks = self.config.hot_pool
         self.driver = Driver(
             self.manager,
-            self._pool,
-            self._pool.usable_blocks,
+            self.pool,
+            self.pool.usable_blocks,
             low=marks.low_watermark,
             high=marks.high_watermark,
             ranks=self._ranks,
@@ -155,7 +161,7 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            weigh=sum if self._config.cold_store.is_shared else on_each(self._shards),
+            weigh=sum if self.config.cold_store.is_shared else on_each(self._shards),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -166,22 +172,22 @@ class SchedulerHalf:
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events:
             return None
-        return KvEvents(self.manager, self.groups, kv_cache_config, self._config.cold_store.places[-1])
+        return KvEvents(self.manager, self.groups, kv_cache_config, self.config.cold_store.places[-1])
 
     def _guard(self) -> "Guard[KVCacheBlock] | None":
         """What sees to it that the codec is measured first, if that is wanted."""
-        if not self._config.codec.guard:
+        if not self.config.codec.guard:
             return None
-        codec = self._config.codec
+        codec = self.config.codec
         beside = self._kv_group, self._ranks, self._profile, self._room, self._copies
         shapes = [self._shape, *fallback_shapes(codec, *beside)]
         shapes = with_windows(shapes, codec, self.groups, self._ranks, self._room)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
-        return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
+        return Guard(self.manager, self.pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
-        store = self._config.cold_store
+        store = self.config.cold_store
         sizes = {nbytes // self._shards for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
         return usable_nbytes(store, self._shards, sizes, in_arenas)
@@ -241,7 +247,7 @@ class SchedulerHalf:
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
         codes."""
-        store, load = self._config.cold_store, self.driver.load_of(request.request_id)
+        store, load = self.config.cold_store, self.driver.load_of(request.request_id)
         near, far = SOURCES[store.places[0]], SOURCES["host" if store.kind == "device" else store.places[-1]]
         behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
         return {source: count for source, count in ((near, tokens - behind), (far, behind)) if count}
@@ -269,6 +275,7 @@ class SchedulerHalf:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
         self.telemetry.answered(outcome)
+        self.telemetry.computed(max(0, request.num_prompt_tokens - (0 if outcome is None else outcome.found)))
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:
@@ -285,7 +292,7 @@ class SchedulerHalf:
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
         for _ in range(-(-late // self._block_size)):
-            if entered and self._pool.get(keys[entered - 1]) is None:
+            if entered and self.pool.get(keys[entered - 1]) is None:
                 entered -= 1
         return entered
 
@@ -307,7 +314,7 @@ class SchedulerHalf:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
         self._notice_reset()
-        if self._is_out_of_use:
+        if self.is_out_of_use:
             if not scheduled_tokens:
                 return ManthanMetadata(model_rests=True)
             self._begin_again()
@@ -329,7 +336,7 @@ class SchedulerHalf:
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
         self._notice_reset()
-        if self._is_out_of_use:
+        if self.is_out_of_use:
             return False
         if self._bedtime is not None:
             self.driver.rests = time.monotonic() > self._bedtime
@@ -347,7 +354,7 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """vLLM's prefix cache is empty: so is the cold store then, unless the same weights go on computing."""
-        self._pool.was_reset()  # it is known now, whoever said it
+        self.pool.was_reset()  # it is known now, whoever said it
         self._bedtime, self.driver.rests = None, False
         if self._sleep_mode.keeps_weights and self._knows_weights():
             self.driver.forget_hot(time.monotonic())
@@ -361,7 +368,7 @@ class SchedulerHalf:
     # -- sleep ----------------------------------------------------------------------------------------
 
     @property
-    def _is_out_of_use(self) -> bool:
+    def is_out_of_use(self) -> bool:
         """Whether the engine sleeps, or has slept and nobody has asked for anything since."""
         return self._slept_with is not None or self._sleep_mode.is_asleep
 
@@ -406,16 +413,22 @@ class SchedulerHalf:
 
     # -- the rest -------------------------------------------------------------------------------------
 
+    def steered(self) -> None:
+        """Somebody has asked something of a session: a step looks what there is to do."""
+        self.driver.tell_news()
+        self._set_deadline()
+        self._rung = True
+
     def _set_deadline(self) -> None:
         self._deadline = self.driver.next_deadline
 
     def _is_due(self) -> bool:
-        return not self._is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
+        return not self.is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
 
     def _ring(self) -> None:
         self._rung = True
         self._wake()
 
     def _notice_reset(self) -> None:
-        if self._pool.was_reset():
+        if self.pool.was_reset():
             self.reset()

@@ -317,6 +317,15 @@ class PrefetchConfig(_Group):
     lead_s: Number = Field(default=2.0, ge=0, description="a plain number of seconds, 0 or more, such as 2")
 
 
+class ApiConfig(_Group):
+    """What the server answers below /manthan."""
+
+    shorthand = "enabled"
+
+    enabled: bool = Field(default=True, description="true or false")
+    page: bool = Field(default=True, description="true or false")
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
@@ -333,6 +342,7 @@ class ManthanConfig(_Model):
     hot_pool: HotPoolConfig = HotPoolConfig()
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
+    api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:

@@ -4,7 +4,7 @@ from collections import OrderedDict
 from collections.abc import Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
 
 
 class Orders:
@@ -18,6 +18,7 @@ class Orders:
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
+        self.news: list[News] = []
         self.has_freed = False
         """Whether codes that were in the cold store have been dropped."""
 
@@ -69,6 +70,10 @@ class Orders:
         taken, self.evictions = self.evictions, []
         return taken
 
+    def take_news(self) -> list[News]:
+        taken, self.news = self.news, []
+        return taken
+
     def __bool__(self) -> bool:
-        """Whether something is to be taken, evictions aside, or the answer to a taken spill is outstanding."""
+        """Whether something is to be taken, evictions and news aside, or the answer to a taken spill is outstanding."""
         return bool(self.queue or self.releases or self.drops or self._blocks.spilling)
