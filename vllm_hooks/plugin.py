@@ -90,12 +90,16 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
 
 
 def add_api(app: "FastAPI") -> None:
-    """Add the HTTP API to the server of an engine with Manthan, unless it is off."""
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
     args = app.state.args
-    if is_on(args) and from_vllm_config(args).api.enabled:
-        from manthan.vllm_hooks.http.api import make_router  # no other process needs FastAPI
+    if not is_on(args) or not (api := from_vllm_config(args).api).enabled:
+        return
+    from manthan.vllm_hooks.http.api import make_router  # no other process needs FastAPI
+    from manthan.vllm_hooks.http.page import page_router
 
-        app.include_router(make_router(args))
+    app.include_router(make_router(args))
+    if api.page:
+        app.include_router(page_router())
 
 
 def keep_headers(args: argparse.Namespace) -> None:

@@ -5,6 +5,7 @@ import re
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -15,7 +16,7 @@ from manthan.vllm_hooks.http.page import FILES
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
-KEY = "key-of-the-page"
+KEY = "sesame"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
 WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
 READABLE = 4.5
@@ -49,15 +50,12 @@ CONTRAST = """
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
-    folder = tmp_path_factory.mktemp("page")
-    (folder / "manthan.yaml").write_text("{min_tokens: 64, quotas: {header: X-Tenant-ID}}")
-    flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-    flags += ["--manthan-idle-after", "600", "--manthan-cold-bytes", "64MiB", "--api-key", KEY]
-    with VllmServer(MODEL, [*flags, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
-        server.wait_until_ready(600)
-        yield server
-        server.kill()
+def server(steered_server: VllmServer) -> Iterator[VllmServer]:
+    """Of whose sessions none is left for others."""
+    yield steered_server
+    with httpx.Client(base_url=f"{steered_server.url}/manthan", headers=AUTHORIZED) as api:
+        for session in api.get("sessions", params={"limit": 500}).json()["sessions"]:
+            api.post(f"sessions/{quote(session['id'], safe='')}/release").raise_for_status()
 
 
 @pytest.fixture(scope="module")
@@ -90,12 +88,11 @@ def tabs(browser, server) -> Iterator[Callable[..., Any]]:
         assert [url for url in each.asked if not url.startswith(f"{server.url}/manthan")] == []
 
 
-def ask(server: VllmServer, prompt: str, session: str, **fields: Any) -> dict[str, Any]:
-    """One turn; returns the answer."""
-    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session}
-    body |= {"temperature": 0, "max_tokens": 4, **fields}
-    answer = httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=AUTHORIZED, timeout=120)
-    return dict(answer.raise_for_status().json())
+def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None:
+    """One turn."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "max_tokens": 4}
+    headers = AUTHORIZED | ({"X-Tenant-ID": tenant.encode()} if tenant else {})
+    httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120).raise_for_status()
 
 
 @contextlib.contextmanager
@@ -158,7 +155,9 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     tab.get_by_role("button", name="there-and-back", exact=True).first.click()
     life = tab.get_by_role("dialog")
     expect(life.locator("#life-events .kind")).to_have_text(["turn", "restored", "evicted", "turn"])
-    expect(life.locator("#life-sum")).to_contain_text("2 turns, 1 eviction, 1 restore. 544 tokens were not computed again")
+    expect(life.locator("#life-sum")).to_contain_text(
+        "2 turns, 1 eviction, 1 restore. 544 tokens were not computed again"
+    )
     expect(life.locator("#life-strip svg rect.cold")).to_have_count(1)
 
 
@@ -179,7 +178,9 @@ def test_bars_over_time_and_numbers_at_the_top(server, table, tabs) -> None:
         expect(tab.locator(f"[data-tile={name}] .figure")).to_have_text(figure)
     charts = tab.locator("#charts figure")
     expect(charts).to_have_count(2)
-    expect(charts.nth(0).get_by_role("img")).to_have_attribute("aria-label", re.compile("^Pool over time: now .* 16.3 MiB"))
+    expect(charts.nth(0).get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile("^Pool over time: now .* 16.3 MiB")
+    )
     bars = charts.nth(0).locator("path.part-0")
     expect(bars).to_have_attribute("d", re.compile("M.*M.*M"))  # three answers
     expect(tab.locator("#where")).to_contain_text("policy lru · codec wht-5x")
@@ -229,7 +230,7 @@ def test_the_map_has_a_cell_for_each_session_and_arrow_keys(server, table, tabs)
     tab.get_by_role("button", name="Map", exact=True).click()
     cells = tab.get_by_role("region", name="idle").locator(".cell")
     expect(cells).to_have_count(2)
-    expect(cells.nth(0)).to_have_accessible_name(re.compile("^mapped-long: idle, 544 tokens"))
+    expect(cells.nth(0)).to_have_accessible_name(re.compile(r"^mapped-long: idle, \d+ tokens"))
     long, short = (cells.nth(n).bounding_box() for n in (0, 1))
     assert long["width"] > short["width"] >= 24
     cells.nth(0).focus()
@@ -276,7 +277,7 @@ def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
     with running(server, prompt, "busy"):
         expect(state_of(tab, "busy")).to_contain_text("hot")
         row_of(tab, "busy").get_by_role("button", name="Evict").click()
-        expect(tab.locator("#said.error")).to_have_text(re.compile("^Session 'busy': a request of it runs; .*\\.$"))
+        expect(tab.locator("#said.error")).to_contain_text("a request of it runs; it can go cold when that has ended.")
 
 
 def test_the_keyboard_alone_does(server, table, tabs) -> None:
@@ -338,7 +339,7 @@ def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
     tab.get_by_role("button", name="Map", exact=True).click()
     expect(tab.locator(".cell").first).to_be_visible()
     in_map = tab.evaluate(CONTRAST)
-    tab.locator(".cell").first.click()
+    tab.get_by_role("button", name=re.compile("^read-cold: cold")).click()
     expect(tab.locator("#life-events .kind").first).to_be_visible()
     texts = [*in_table, *in_map, *tab.evaluate(CONTRAST)]
     assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "H"} <= {text for text, _ in texts}
@@ -349,7 +350,9 @@ def test_nothing_is_asked_while_nobody_looks(server, tabs) -> None:
     tab = tabs()
     expect(tab.locator("#age")).to_contain_text("updated")
     asked: list[str] = []
-    tab.evaluate("Object.defineProperty(document, 'hidden', { get: () => window.isAway ?? false }); window.isAway = true")
+    tab.evaluate(
+        "Object.defineProperty(document, 'hidden', { get: () => window.isAway ?? false }); window.isAway = true"
+    )
     tab.wait_for_timeout(0)
     tab.on("request", lambda request: asked.append(request.url))
     expect(tab.locator("#age")).to_have_text("updated 6 s ago")  # three times as long as between two questions
@@ -393,7 +396,12 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(server, tabs) -> None:
 def test_a_tenant_sees_its_own(server, table, tabs) -> None:
     for n, tenant in enumerate(["grün", "globex"]):
         prompt, own = table(13 + n).question(1)[0], AUTHORIZED | {"X-Tenant-ID": tenant.encode()}
-        body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "max_tokens": 4, "session_id": "theirs"}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 4,
+            "session_id": "theirs",
+        }
         httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=own, timeout=120).raise_for_status()
     tab = tabs()
     expect(row_of(tab, "grün/theirs")).to_be_visible()
@@ -410,24 +418,30 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 # -- what others write ----------------------------------------------------------------------------------
 
 
-EVIL = ["<img src=x onerror=document.title='hit'>", "\"><script>document.title='hit'</script>", "a/b?c#d%2F..&e=\u202eabc"]
+EVIL = [
+    "<img src=x onerror=document.title='hit'>",
+    "\"><script>document.title='hit'</script>",
+    "a/b?c#d%2F..&e=\u202eabc",
+]
 
 
-@pytest.mark.parametrize("name", EVIL)
-def test_a_name_is_text_and_nothing_else(server, table, tabs, name: str) -> None:
-    ask(server, table(15 + EVIL.index(name)).question(1)[0], name)
+def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:
+    for n, name in enumerate(EVIL):
+        ask(server, table(15 + n).question(1)[0], name)
     tab = tabs()
-    expect(tab.locator("#order")).to_contain_text(name)
-    row_of(tab, name).get_by_role("button", name="Evict").click()
-    expect(tab.locator("#said")).to_contain_text(f"{name}: evict is accepted")
-    expect(state_of(tab, name)).to_contain_text("cold")
-    tab.get_by_role("button", name=name, exact=True).first.click()
-    expect(tab.locator("#life-title")).to_have_text(name)
-    expect(tab.locator("#life-events .kind").first).to_have_text("evicted")
-    tab.keyboard.press("Escape")
+    for name in EVIL:
+        expect(tab.locator("#order")).to_contain_text(name)
+        row_of(tab, name).get_by_role("button", name="Evict").click()
+        expect(tab.locator("#said")).to_contain_text(f"{name}: evict is accepted")
+        expect(state_of(tab, name)).to_contain_text("cold")
+        tab.get_by_role("button", name=name, exact=True).first.click()
+        expect(tab.locator("#life-title")).to_have_text(name)
+        expect(tab.locator("#life-events .kind").first).to_have_text("evicted")
+        tab.keyboard.press("Escape")
     tab.get_by_role("button", name="Map", exact=True).click()
-    expect(tab.get_by_role("region", name="cold").get_by_role("button", name=name)).to_be_visible()
-    assert tab.locator("img:not([alt]), body script").count() == 0
+    for name in EVIL:
+        expect(tab.get_by_role("region", name="cold").get_by_role("button", name=f"{name}: cold")).to_be_visible()
+    assert tab.locator("img, body script").count() == 0
     assert "hit" not in tab.title()
 
 

@@ -32,7 +32,8 @@ export class Glance {
     tile("failures", count(totals.failures), this.wrong.length
       ? `since the start; last trouble seen ${ago(Date.now() / 1000 - this.wrong[0].at)}`
       : "since the start; none seen here", this.wrong.length ? "warn" : "");
-    tile("saved", count(totals.restored_tokens), `${plural(totals.restores, "restore")}, ${plural(totals.evictions, "eviction")}`);
+    tile("saved", count(totals.restored_tokens),
+      `${count(totals.computed_tokens)} computed; ${plural(totals.restores, "restore")}, ${plural(totals.evictions, "eviction")}`);
     this.chart("pool", "Pool", ["sessions", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
     for (const tier of store.tiers) {
       this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);

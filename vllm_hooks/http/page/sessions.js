@@ -22,7 +22,7 @@ const COLUMNS = [ // title, what the API sorts by, class
 // What can be done with a session, and the sentence that says why not.
 export const ACTIONS = [
   { name: "evict", label: () => "Evict",
-    refused: (s) => (s.hot_blocks > 0 ? (s.state === "evicting" ? "is being evicted already" : null) : "has nothing in the pool") },
+    refused: (s) => ({ cold: "is cold already", evicting: "is being evicted already" })[s.state] ?? null },
   { name: "prefetch", label: () => "Prefetch", refused: (s) => (s.state === "cold" ? null : "is not cold") },
   { name: "pin", label: (s) => (s.pinned ? "Unpin" : "Pin"), refused: () => null },
   { name: "release", label: () => "Release…", refused: () => null },
