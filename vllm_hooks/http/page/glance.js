@@ -97,7 +97,8 @@ function tileOfTiers(tiers) {
   if (!tiers.length) return tile("used", "–", "no tier");
   const { name, used_bytes: used, budget_bytes: budget } = tiers.at(-1);
   const isFull = used >= FULL * budget;
-  tile("used", share(used, budget), `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: codes are dropped" : ""}`, isFull ? "warn" : "");
+  const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: codes are dropped" : ""}`;
+  tile("used", share(used, budget), note, isFull ? "warn" : "");
 }
 
 // A list drawn anew if it says something else. The focus stays where it is, by place if not by element.

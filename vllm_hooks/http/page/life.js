@@ -21,6 +21,7 @@ export class Life {
     for (const id of ["life-sum", "life-trouble"]) write(byId(id), "");
     this.session = session;
     byId("life-title").replaceChildren(make("bdi", {}, session.id));
+    byId("life-actions").hidden = true;
     if (session.state) this.update(session);
     this.dialog.showModal();
     return this.refresh();
@@ -43,6 +44,7 @@ export class Life {
   update(session) {
     this.session = session;
     this.buttons.update(session);
+    byId("life-actions").hidden = false;
     byId("life-title").replaceChildren(make("bdi", {}, session.id));
     byId("life-facts").replaceChildren(...facts(session).map(([name, ...value]) =>
       make("div", {}, make("dt", {}, name), make("dd", {}, ...value))));
@@ -107,10 +109,13 @@ function strip(events) {
   });
   const turns = events.filter((event) => event.kind === "turn").map((event) =>
     make("svg:rect", { class: "turn", x: Math.min(STRIP.width - 3, x(event.at)), y: 0, width: 3, height: STRIP.height }));
-  const picture = make("svg:svg", { viewBox: `0 0 ${STRIP.width} ${STRIP.height}`, preserveAspectRatio: "none", "aria-hidden": "true" }, ...shapes, ...turns);
-  const legend = make("ul", { class: "legend", "aria-hidden": "true" },
-    ...[["turn", "a turn"], ["hot", "in the pool"], ["cold low", "cold"]].map(([cls, text]) => make("li", {}, make("i", { class: `key ${cls}` }), ` ${text}`)));
-  const axis = make("p", { class: "axis dim" }, make("span", {}, clock(from)), make("span", {}, span(Math.round(to - from))), make("span", {}, "now"));
+  const box = { viewBox: `0 0 ${STRIP.width} ${STRIP.height}`, preserveAspectRatio: "none", "aria-hidden": "true" };
+  const picture = make("svg:svg", box, ...shapes, ...turns);
+  const keys = [["turn", "a turn"], ["hot", "in the pool"], ["cold low", "cold"]].map(([key, text]) =>
+    make("li", {}, make("i", { class: `key ${key}` }), ` ${text}`));
+  const legend = make("ul", { class: "legend", "aria-hidden": "true" }, ...keys);
+  const times = [clock(from), span(Math.round(to - from)), "now"].map((text) => make("span", {}, text));
+  const axis = make("p", { class: "axis dim" }, ...times);
   return [picture, axis, legend];
 }
 

@@ -3,7 +3,7 @@
 import { ApiError, credentials, get, steer } from "./api.js";
 import { Glance } from "./glance.js";
 import { Life } from "./life.js";
-import { keyOf, mark, MapView, STATES, TableView } from "./sessions.js";
+import { mark, MapView, STATES, TableView } from "./sessions.js";
 import { ago, byId, clock, count, make, plural, write } from "./text.js";
 
 const EVERY_MS = 2000;
@@ -148,11 +148,12 @@ async function act(session, action) {
   const name = action.name === "pin" && session.pinned ? "unpin" : action.name;
   try {
     const found = await steer(session, name);
-    say(name === "release" ? `${session.id} is released.` : `${session.id}: ${name} is accepted, the session is ${found.state}${found.pinned ? " and pinned" : ""}.`);
+    const pinned = found.pinned ? " and pinned" : "";
     if (name === "release") {
       touchedAt = 0;
       byId("life").close();
     }
+    say(`${session.id}${name === "release" ? " is released." : `: ${name} is accepted, the session is ${found.state}${pinned}.`}`);
   } catch (error) {
     if (error.status === 401) return lock();
     say(error.message, true);
@@ -171,7 +172,8 @@ function say(what, isError = false) {
 function confirmed(session) {
   const dialog = byId("confirm");
   byId("confirm-title").replaceChildren("Release ", make("bdi", {}, session.id), "?");
-  write(byId("confirm-text"), `What is kept of it is dropped, in the pool and in the cold store. If the session returns, its ${plural(session.tokens, "token")} are computed again.`);
+  write(byId("confirm-text"), "What is kept of it is dropped, in the pool and in the cold store. "
+    + `If the session returns, its ${plural(session.tokens, "token")} are computed again.`);
   dialog.returnValue = "";
   dialog.showModal();
   return new Promise((settle) => dialog.addEventListener("close", () => settle(dialog.returnValue === "yes"), { once: true }));

@@ -4,7 +4,7 @@ import { serverNow } from "./api.js";
 import { ago, arrange, bytes, count, make, span, write } from "./text.js";
 
 export const STATES = ["hot", "idle", "evicting", "cold"];
-export const keyOf = (session) => JSON.stringify([session.tenant, session.id]);
+export const keyOf = (session) => JSON.stringify([session.engine, session.id]); // engines may have one each of a name
 export const mark = (state) => make("i", { class: `mark ${state}`, "aria-hidden": "true" }, state[0].toUpperCase());
 
 const COLUMNS = [ // title, what the API sorts by, class
@@ -134,7 +134,8 @@ export class MapView {
     this.look = look;
     this.groups = Object.fromEntries(STATES.map((state) => [state, new Group(state)]));
     this.element = make("div", { class: "map", keydown: (event) => this.move(event) },
-      make("p", { class: "dim" }, "One cell a session, as large as it has tokens; those with a thick border are pinned. Arrow keys go from cell to cell."),
+      make("p", { class: "dim" }, "One cell a session, as large as it has tokens; those with a thick border are pinned. "
+        + "Arrow keys go from cell to cell."),
       ...Object.values(this.groups).map((group) => group.element));
   }
 
@@ -196,7 +197,8 @@ class Cell {
     this.element.style.width = this.element.style.height = `${side}px`;
     write(this.letter, session.state[0].toUpperCase());
     write(this.name, side >= CELL.named ? session.id : "");
-    const what = `${session.id}: ${session.state}, ${count(session.tokens)} tokens, last used ${ago(serverNow() - session.last_used)}${session.pinned ? ", pinned" : ""}`;
+    const used = `last used ${ago(serverNow() - session.last_used)}${session.pinned ? ", pinned" : ""}`;
+    const what = `${session.id}: ${session.state}, ${count(session.tokens)} tokens, ${used}`;
     this.element.setAttribute("aria-label", what);
     this.element.title = what;
   }
