@@ -29,7 +29,7 @@ from manthan.benchmarks.server import CHAT_TEMPLATE, VllmServer  # noqa: E402
 
 FLAGS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "420", "--max-model-len", "4096", "--enforce-eager"),
-    *("--chat-template", CHAT_TEMPLATE, "--enable-prompt-tokens-details", "--served-model-name", "tiny-llama"),
+    *("--chat-template", CHAT_TEMPLATE, "--enable-prompt-tokens-details"),
     *("--manthan-policy", "lru", "--manthan-idle-after", "45", "--manthan-cold-bytes", "32MiB"),
 ]
 BROWSER_FLAGS = [
@@ -37,7 +37,7 @@ BROWSER_FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 OTHERS = ["agent-7", "agent-12", "agent-31", "batch/nightly-4", "batch/nightly-9", "support-118", "support-204"]
-ACTIVE_S = 170.0
+ACTIVE_S = 150.0
 WIDE, PHONE = {"width": 1280, "height": 1000}, {"width": 360, "height": 780}
 GAP = 24  # pixels between two pictures of a phone
 
