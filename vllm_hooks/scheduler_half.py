@@ -264,6 +264,7 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
+        self.telemetry.computed(max(0, request.num_prompt_tokens - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -275,7 +276,6 @@ class SchedulerHalf:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
         self.telemetry.answered(outcome)
-        self.telemetry.computed(max(0, request.num_prompt_tokens - (0 if outcome is None else outcome.found)))
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:
