@@ -18,7 +18,11 @@ PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 SHARE_SERVERS = (
     *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py"),
-    *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
+    *(
+        "tests/vllm_hooks/test_api_server.py",
+        "tests/vllm_hooks/test_hints_server.py",
+        "tests/vllm_hooks/test_server.py",
+    ),
 )
 START_S = 600
 """Long enough for a start beside all that other tests do."""
@@ -83,6 +87,25 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
     flags += ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
     flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
+    with VllmServer(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        server.wait_until_ready(START_S)
+        yield server
+        server.kill()
+
+
+STEERED = """
+{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
+"""  # 671,088 bytes for pinned sessions: 25 blocks
+API_KEY = "sesame"
+
+
+@pytest.fixture(scope="session")
+def steered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """`vllm serve` on which nobody goes cold by the clock, with an API key and tenants."""
+    folder = tmp_path_factory.mktemp("steered")
+    (folder / "manthan.yaml").write_text(STEERED)
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
+    flags += ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-bytes", "64MiB", "--api-key", API_KEY]
     with VllmServer(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)
         yield server

@@ -187,7 +187,7 @@ def _act(
     body: Mapping[str, Any] | None = None,
 ) -> None:
     answer = server.ask("POST", f"{_path(session, tenant)}/{what}", body or {})
-    typer.echo(json.dumps(answer, indent=2) if as_json else f"{answer['id']} {done}; it was {answer['state']}.")
+    typer.echo(json.dumps(answer, indent=2) if as_json else f"{answer['id']} {done}; it is {answer['state']}.")
 
 
 def _path(session: str, tenant: str) -> str:

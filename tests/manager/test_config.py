@@ -267,7 +267,9 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
-    assert refusal(flags={"zzz": 1}).startswith("argument: unknown key 'zzz' (valid: api, api.enabled, api.page, backend, codec, ")
+    assert refusal(flags={"zzz": 1}).startswith(
+        "argument: unknown key 'zzz' (valid: api, api.enabled, api.page, backend, codec, "
+    )
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])
