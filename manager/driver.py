@@ -188,6 +188,10 @@ class Driver(Generic[B]):
         restore = self._restores.get(request_id)
         return None if restore is None else restore.load
 
+    def found(self, request_id: str) -> int:
+        """How many tokens of a request's prompt were hot or restored."""
+        return self._found.get(request_id, 0) * self.manager.shape.block_tokens
+
     def finished(
         self,
         request_id: str,
@@ -207,7 +211,8 @@ class Driver(Generic[B]):
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        found = self._found.pop(request_id, 0) * self.manager.shape.block_tokens
+        found = self.found(request_id)
+        self._found.pop(request_id, None)
         outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, places=places, found=found)
         if self._guard is not None and not self.manager.may_evict:
             self._guard.keep(self.pressure.max_in_flight)

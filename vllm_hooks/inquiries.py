@@ -44,6 +44,7 @@ class Inquiries:
     def answer(self, what: str, asked: dict[str, Any]) -> Answer:
         """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the
         tenant that asks, None for somebody who may see all."""
+        self._half.notice_reset()
         self._offset = time.time() - time.monotonic()
         if what == "sessions":
             return self._sessions(asked)

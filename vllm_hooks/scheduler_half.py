@@ -195,7 +195,7 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
-        self._notice_reset()
+        self.notice_reset()
         hints = hints_of(request)
         self.telemetry.hinted(hints)
         self.driver.started(
@@ -211,7 +211,7 @@ class SchedulerHalf:
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
-        self._notice_reset()
+        self.notice_reset()
         self._begin_again()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
@@ -264,6 +264,8 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
+        prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
+        self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -275,7 +277,6 @@ class SchedulerHalf:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
         self.telemetry.answered(outcome)
-        self.telemetry.computed(max(0, request.num_prompt_tokens - (0 if outcome is None else outcome.found)))
         return answer_to(hints_of(request), outcome)
 
     def _prompt_depth(self, request: "Request") -> int:
@@ -313,7 +314,7 @@ class SchedulerHalf:
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
-        self._notice_reset()
+        self.notice_reset()
         if self.is_out_of_use:
             if not scheduled_tokens:
                 return ManthanMetadata(model_rests=True)
@@ -335,7 +336,7 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
-        self._notice_reset()
+        self.notice_reset()
         if self.is_out_of_use:
             return False
         if self._bedtime is not None:
@@ -349,7 +350,7 @@ class SchedulerHalf:
         """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
         if self._events is None:
             return ()
-        self._notice_reset()
+        self.notice_reset()
         return self._events.take()
 
     def reset(self) -> None:
@@ -429,6 +430,6 @@ class SchedulerHalf:
         self._rung = True
         self._wake()
 
-    def _notice_reset(self) -> None:
+    def notice_reset(self) -> None:
         if self.pool.was_reset():
             self.reset()

@@ -266,7 +266,7 @@ class SessionMemoryManager:
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
             self._pruning.forget_session(session, DropCause.RELEASED)
-        return Outcome(session.told_id, session.pinned, refused, found)
+        return Outcome(session.told_id, session.pinned, refused)
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:
         wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]

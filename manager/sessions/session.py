@@ -292,13 +292,12 @@ class SessionInfo(NamedTuple):
 class Outcome(NamedTuple):
     """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty.
 
-    session_id: as its tenant is told it. found: of the prompt's tokens, those that were hot or restored.
+    session_id: as its tenant is told it.
     """
 
     session_id: str
     pinned: bool
     refused: str
-    found: int = 0
 
 
 class Prefetch(NamedTuple):

@@ -58,6 +58,8 @@ class PatientJournal(Journal):
 class Restarts(Sessions):
     """Now and then the process is killed, and another one finds its stores and its journal."""
 
+    steer = None  # type: ignore[assignment]  # an operator's pin for a while does not outlast its process
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="manthan-journal-"))
@@ -248,3 +250,15 @@ def test_what_some_rank_does_not_have_is_dropped_and_so_is_what_nobody_names(tmp
     assert sorted(drop.keys) == sorted([keys[2], keys[3], b"stray"])
     link.close()
     assert [len(session.chain.blocks) for session in Journal(tmp_path).sessions()] == [2]
+
+
+def test_a_pin_for_a_while_ends_with_its_process(tmp_path: Path) -> None:
+    mine, journal = manager(), Journal(tmp_path)
+    link = JournalLink(journal, mine, clock=lambda: 5.0)
+    mine.adopt([left("a", "aa", 1.0), left("b", "bb", 2.0), left("c", "cc", 3.0)], 5.0)
+    mine.steering.pin(mine.table.by_id["a"], 5.0, seconds=60.0)
+    mine.steering.pin(mine.table.by_id["b"], 5.0)
+    link.tell(5.0)
+    journal.close()
+    facts = {session.session_id: session.facts["pinned"] for session in Journal(tmp_path).sessions()}
+    assert facts == {"a": False, "b": True, "c": False}

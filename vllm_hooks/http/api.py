@@ -113,7 +113,7 @@ def make_router(args: Namespace) -> APIRouter:
     )
     async def config(bound: Bound) -> Any:
         if bound is not None:
-            raise ApiError(403, "the configuration is not shown to tenants")
+            raise ApiError(403, "The configuration is not shown to tenants.")
         return settings_of(args)
 
     _add_actions(router, Bound, Id)
@@ -158,7 +158,7 @@ def _guard(args: Namespace) -> Callable[[Request], None]:
 
     def guard(request: Request) -> None:
         if is_known is not None and not is_known(request.headers):
-            raise ApiError(401, "the API key is missing or wrong: send it as `Authorization: Bearer KEY`")
+            raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
 
     return guard
 
