@@ -12,7 +12,7 @@ const SAID_MS = 8000;
 const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
 const CELLS = 500;
 const HOLDERS = 5;
-const HOLDERS_EVERY = 3; // rounds
+const RARELY = 3; // rounds: for what costs the engine more to tell
 
 const sorting = { sort: "last_used", order: "desc" };
 const life = new Life(act);
@@ -55,13 +55,15 @@ async function askNow() {
 
 async function draw() {
   const most = (what) => get("sessions", { sort: what, order: "desc", limit: HOLDERS });
-  const also = round++ % HOLDERS_EVERY === 0 ? [most("hot_bytes"), most("cold_bytes")] : [];
+  const isFull = round++ % RARELY === 0;
   const asked = query();
-  const [state, page, hot, cold] = await Promise.all([get("state"), get("sessions", asked), ...also]);
+  const [state, page, hot, cold] = await Promise.all([
+    get("state"), isFull || view === table ? get("sessions", asked) : null, ...(isFull ? [most("hot_bytes"), most("cold_bytes")] : []),
+  ]);
   glance.update(state);
   if (hot) glance.holders(byId("pool-holders"), hot.sessions, "hot_bytes");
   if (cold) glance.holders(byId("cold-holders"), cold.sessions, "cold_bytes");
-  if (JSON.stringify(asked) === JSON.stringify(query())) showSessions(page);
+  if (page && JSON.stringify(asked) === JSON.stringify(query())) showSessions(page);
   if (byId("life").open) await life.refresh();
 }
 
@@ -114,7 +116,7 @@ const isFiltered = () => Object.keys(query()).some((name) => ["state", "prefix",
 
 function turnTo(to) {
   offset = Math.max(0, to);
-  touchedAt = 0;
+  touchedAt = round = 0;
   ask();
 }
 
@@ -158,6 +160,7 @@ async function act(session, action) {
     if (error.status === 401) return lock();
     say(error.message, true);
   }
+  round = 0;
   ask();
 }
 
