@@ -1,6 +1,6 @@
 """Makes page.png and page-phone.png: the live page of a real server, whose chats come, fall idle, go cold and return.
 
-Takes three minutes, and needs Debian's chromium. The model is the demo's.
+Takes two minutes, and needs Debian's chromium. The model is the demo's.
 
     python docs/screenshots.py
 """
@@ -37,7 +37,7 @@ BROWSER_FLAGS = [
     *("--disable-component-update", "--disable-sync"),
 ]
 OTHERS = ["agent-7", "agent-12", "agent-31", "batch/nightly-4", "batch/nightly-9", "support-118", "support-204"]
-ACTIVE_S = 150.0
+ACTIVE_S = 80.0
 WIDE, PHONE = {"width": 1280, "height": 1000}, {"width": 360, "height": 780}
 GAP = 24  # pixels between two pictures of a phone
 
