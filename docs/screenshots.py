@@ -100,8 +100,8 @@ def side_by_side(pictures: list[Path], to: Path) -> None:
 
 
 def small(image: Image.Image, to: Path) -> None:
-    """With 128 colours: texts and bars need no more."""
-    image.convert("RGB").quantize(128, method=Image.Quantize.MEDIANCUT, dither=Image.Dither.NONE).save(
+    """With 256 colours: texts and bars need no more."""
+    image.convert("RGB").quantize(256, method=Image.Quantize.MAXCOVERAGE, dither=Image.Dither.NONE).save(
         to, optimize=True
     )
 
