@@ -169,7 +169,7 @@ class Driver(Generic[B]):
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
         self.pressure.admitted(request_id)
-        self._found[request_id] = hot
+        self._found.setdefault(request_id, hot)  # it is admitted again once its restore has ended
         self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
     def restoring(

@@ -151,12 +151,12 @@ class Listing:
 
     def _has_codes_in(self, session: Session, tier: Tier) -> bool:
         """Tails leave a fast tier first."""
-        head, tail = session.chain[:1], session.chain[: _cold(session)][-1:]
+        cold = _cold(session)
+        if tier is Tier.FAST:
+            return cold > 0 and not session.chain[0].moved
         if self._table.front is None or self._table.front.keeps_behind:
-            slow = bool(session.anchors or (head and _is_cold(head[0])))
-        else:
-            slow = any(block.moved for block in tail)
-        return slow if tier is Tier.SLOW else any(_is_cold(block) and not block.moved for block in head)
+            return cold > 0 or bool(session.anchors)
+        return cold > 0 and session.chain[cold - 1].moved
 
     # -- in which order -------------------------------------------------------------------------------
 
@@ -165,7 +165,9 @@ class Listing:
         return {
             Sort.LAST_USED: lambda session: session.last_used,
             Sort.TOKENS: lambda session: len(session.chain),
-            Sort.COLD_BYTES: lambda session: _cold(session) * shape.cold_nbytes + session.beside_nbytes,
+            Sort.COLD_BYTES: lambda session: (
+                _cold(session) * shape.cold_nbytes + (session.beside_nbytes if session.anchors else 0)
+            ),
             Sort.HOT_BYTES: _hot,
             Sort.ID: lambda session: session.session_id,
             Sort.STATE: lambda session: states.index(session.state),
@@ -187,11 +189,16 @@ def _is_cold(block: Block) -> bool:
 
 def _cold(session: Session) -> int:
     """How many of its first blocks have codes; nearly always these are all that do."""
-    return bisect_left(session.chain, True, key=lambda block: not _is_cold(block))
+    chain = session.chain
+    if not chain or not _is_cold(chain[0]):
+        return 0
+    return len(chain) if _is_cold(chain[-1]) else bisect_left(chain, True, key=lambda block: not _is_cold(block))
 
 
 def _hot(session: Session) -> int:
     """How many blocks are believed to be in the pool: a session that has one there has all before it."""
     if session.state in HOT_STATES:
         return len(session.chain)
+    if not session.chain or not session.chain[0].hot:
+        return 0
     return bisect_left(session.chain, True, key=lambda block: not block.hot)

@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from urllib.parse import quote
 
 import httpx
 import pytest
@@ -16,7 +17,7 @@ from manthan.manager.cli import app
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 TEXT = " says hello to everybody" * 24
-TOKENS, BLOCKS = 128, 4
+TOKENS, BLOCKS = 192, 6
 WAIT_S = 120.0
 ACTIONS = ["evict", "prefetch", "pin", "unpin", "release"]
 
@@ -77,7 +78,7 @@ def server(steered_server: VllmServer) -> VllmServer:
 
 @pytest.fixture
 def api(server: VllmServer) -> Api:
-    """Of somebody who sees all; nobody has a session yet."""
+    """Of somebody who sees all; nobody has a session yet, but who had one is known again by its name."""
     found = Api(server)
     server.wait_for(lambda: found._http.post("/reset_prefix_cache").json()["success"], WAIT_S, "forget all KV")
     assert found.ids() == []
@@ -113,11 +114,11 @@ def test_sessions_are_listed_filtered_sorted_and_paged(api) -> None:
 
 
 def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
-    api.talk("alice")
-    api.post("/sessions/alice/evict")
-    cold = api.wait_for_state("alice", "cold")
-    assert api.talk("alice")["usage"]["prompt_tokens"] > TOKENS
-    life = api.wait_for_state("alice", "idle")["life"]
+    api.talk("erin")
+    api.post("/sessions/erin/evict")
+    cold = api.wait_for_state("erin", "cold")
+    assert api.talk("erin")["usage"]["prompt_tokens"] > TOKENS
+    life = api.wait_for_state("erin", "idle")["life"]
     assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
     first, evicted, restored, second = life
     assert first["saved_tokens"] == 0
@@ -131,7 +132,7 @@ def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
 def test_names_may_have_anything_in_them(api) -> None:
     for name in ("a/b c", "50%", "evict", "é?#", "x/evict"):
         Api(api.server, "acme").talk(name)
-        path = f"/sessions/{httpx.URL('http://x', path='/' + name).raw_path.decode()[1:].replace('/', '%2F')}"
+        path = f"/sessions/{quote(name, safe='')}"
         assert Api(api.server, "acme").get(path)["id"] == name
         assert Api(api.server, "acme").post(f"{path}/pin")["pinned"]
         assert Api(api.server, "acme").post(f"{path}/unpin")["id"] == name
@@ -174,27 +175,27 @@ def test_the_configuration_as_it_was_resolved(api) -> None:
 
 
 def test_an_evicted_session_is_prefetched(api) -> None:
-    api.talk("alice")
-    reply = api._http.post("/manthan/sessions/alice/evict")
+    api.talk("frank")
+    reply = api._http.post("/manthan/sessions/frank/evict")
     assert (reply.status_code, reply.json()["state"]) == (202, "evicting")
-    api.wait_for_state("alice", "cold")
-    reply = api._http.post("/manthan/sessions/alice/prefetch", json={})
+    api.wait_for_state("frank", "cold")
+    reply = api._http.post("/manthan/sessions/frank/prefetch", json={})
     assert (reply.status_code, reply.json()["state"]) == (202, "cold")
-    idle = api.wait_for_state("alice", "idle")
+    idle = api.wait_for_state("frank", "idle")
     assert (idle["hot_blocks"], idle["cold_blocks"]) == (BLOCKS, BLOCKS)
     assert [event["kind"] for event in idle["life"]] == ["turn", "evicted", "prefetched"]
     assert idle["life"][-1]["saved_tokens"] is None
-    api.talk("alice")
-    assert api.get("/sessions/alice")["life"][-1]["saved_tokens"] == TOKENS
+    api.talk("frank")
+    assert api.get("/sessions/frank")["life"][-1]["saved_tokens"] == TOKENS
 
 
 def test_pins(api) -> None:
-    api.talk("alice")
-    assert api.post("/sessions/alice/pin")["pinned"]
-    assert api.ids(pinned="true") == ["alice"]
-    assert not api.post("/sessions/alice/unpin")["pinned"]
-    assert api.post("/sessions/alice/pin", seconds=0.2)["pinned"]
-    session = api.wait("/sessions/alice", lambda session: not session["pinned"])
+    api.talk("grace")
+    assert api.post("/sessions/grace/pin")["pinned"]
+    assert api.ids(pinned="true") == ["grace"]
+    assert not api.post("/sessions/grace/unpin")["pinned"]
+    assert api.post("/sessions/grace/pin", seconds=0.2)["pinned"]
+    session = api.wait("/sessions/grace", lambda session: not session["pinned"])
     assert [event["kind"] for event in session["life"]] == ["turn", "pinned", "unpinned", "pinned", "unpinned"]
     api.talk("bob", 10 * TEXT)
     status, sentence = api.refused("POST", "/sessions/bob/pin")
