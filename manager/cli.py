@@ -14,6 +14,7 @@ from manthan.manager.commands.console import make_console
 from manthan.manager.commands.inspect import inspect
 from manthan.manager.commands.keys import app as keys_app
 from manthan.manager.commands.others import Commands
+from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.commands.simulate import simulate
 from manthan.manager.simulator.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
@@ -23,6 +24,7 @@ config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 config_app.command("check")(check)
 app.add_typer(keys_app, name="keys")
+app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
 app.command("codecs")(codecs)
 app.command("inspect")(inspect)

@@ -107,6 +107,7 @@ class Driver(Generic[B]):
         )
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id
+        self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
         self._held: dict[Name, Held[B]] = {}
         self._granted: list[Name] = []
         self._done: list[B] = []  # to be given back, all at once
@@ -168,6 +169,7 @@ class Driver(Generic[B]):
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
         self.pressure.admitted(request_id)
+        self._found.setdefault(request_id, hot)  # it is admitted again once its restore has ended
         self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
     def restoring(
@@ -185,6 +187,10 @@ class Driver(Generic[B]):
         """What is being restored for a request."""
         restore = self._restores.get(request_id)
         return None if restore is None else restore.load
+
+    def found(self, request_id: str) -> int:
+        """How many tokens of a request's prompt were hot or restored."""
+        return self._found.get(request_id, 0) * self.manager.shape.block_tokens
 
     def finished(
         self,
@@ -205,11 +211,14 @@ class Driver(Generic[B]):
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, places=places)
+        found = self.found(request_id)
+        self._found.pop(request_id, None)
+        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, places=places, found=found)
         if self._guard is not None and not self.manager.may_evict:
             self._guard.keep(self.pressure.max_in_flight)
         elif places:
             self._hold(now)
+        self.tell_news()
         return outcome
 
     # -- a step ---------------------------------------------------------------------------------------
@@ -243,7 +252,7 @@ class Driver(Generic[B]):
             samples=samples,
         )
         self._granted, self._loads = [], []
-        self._tell_evictions()
+        self.tell_news()
         return work
 
     def _spill(self, held: Held[B]) -> SpillBlock:
@@ -319,7 +328,7 @@ class Driver(Generic[B]):
             self._hold(now)
         self._give_back()
         self._release()
-        self._tell_evictions()
+        self.tell_news()
 
     def _spill_answered(self, answer: SpillResult, now: float) -> None:
         name = answer.group, answer.key
@@ -354,8 +363,11 @@ class Driver(Generic[B]):
             [key for group, key in bad if group == self._group],
             [name for name in bad if name[0] != self._group],
         )
-        shape = self.manager.shape
-        self._observer.restored(Restored.of(restore.session_id, shape, restore.load, restore.answers, failed))
+        shape, request_id = self.manager.shape, restore.load.request_id
+        restored = Restored.of(restore.session_id, shape, restore.load, restore.answers, failed)
+        if request_id in self._found:
+            self._found[request_id] += restored.good
+        self._observer.restored(restored)
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         order = self._let_go(name)
@@ -376,9 +388,12 @@ class Driver(Generic[B]):
         if keys := self.manager.take_releases():
             self._pool.release(keys)
 
-    def _tell_evictions(self) -> None:
+    def tell_news(self) -> None:
+        """Of sessions, to the observer."""
         for eviction in self.manager.take_evictions():
             self._observer.evicted(eviction)
+        for news in self.manager.take_news():
+            self._observer.happened(news)
 
     # -- the rest -------------------------------------------------------------------------------------
 

@@ -212,7 +212,7 @@ def _facts(session: Session, offset: float) -> dict[str, object]:
         **{name: getattr(session, name) for name in HISTORY},
         "asked_id": session.asked_id,
         "tenant": session.tenant,
-        "pinned": session.pinned,
+        "pinned": session.pinned and session.pinned_until is None,
         "created": session.created + offset,
         "last_used": session.last_used + offset,
         "expected": session.expected and session.expected + offset,

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
-from manthan.manager.sessions.session import Drop, Eviction, MemoryShape
+from manthan.manager.sessions.session import Drop, Eviction, MemoryShape, News
 from manthan.manager.work import Load, LoadResult, Name, SpillResult, Verdict
 
 
@@ -52,6 +52,9 @@ class Observer:
 
     def evicted(self, eviction: Eviction) -> None:
         """A session went cold."""
+
+    def happened(self, news: News) -> None:
+        """Something else happened to a session."""
 
     def dropped(self, drop: Drop) -> None:
         """Codes left the cold store."""

@@ -6,7 +6,6 @@ import shutil
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
 import examples
 import pytest
@@ -17,12 +16,6 @@ from manthan.benchmarks.server import VllmServer
 MODEL = str(Path(__file__).parent / "data" / "tiny-llama")
 PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
-SHARE_SERVERS = (
-    *("tests/benchmarks/test_capacity.py", "tests/benchmarks/test_concurrency.py", "tests/benchmarks/test_load.py"),
-    "tests/deploy/test_stack.py",
-    *("tests/vllm_hooks/test_hints_server.py", "tests/vllm_hooks/test_server.py"),
-    "tests/vllm_hooks/test_tenants_server.py",
-)
 START_S = 600
 """Long enough for a start beside all that other tests do."""
 
@@ -46,19 +39,6 @@ def no_profile_stays() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """What starts engines goes first: with several processes, none is left with the longest of them at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
-
-
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
-    """With several processes a file's tests run in one, and those of all files that share servers too."""
-    from xdist.scheduler import LoadFileScheduling
-
-    class ByServer(LoadFileScheduling):
-        def _split_scope(self, nodeid: str) -> str:
-            file = super()._split_scope(nodeid)
-            return "servers" if file in SHARE_SERVERS else file
-
-    return ByServer(config, log)
 
 
 @pytest.fixture(scope="session")
@@ -86,6 +66,25 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
     flags += ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
     flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
+    with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
+        server.wait_until_ready(START_S)
+        yield server
+        server.kill()
+
+
+STEERED = """
+{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
+"""  # 671,088 bytes for pinned sessions: 25 blocks
+API_KEY = "sesame"
+
+
+@pytest.fixture(scope="session")
+def steered_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """`vllm serve` on which nobody goes cold by the clock, with an API key and tenants."""
+    folder = tmp_path_factory.mktemp("steered")
+    (folder / "manthan.yaml").write_text(STEERED)
+    flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
+    flags += ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-bytes", "64MiB", "--api-key", API_KEY]
     with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)
         yield server

@@ -25,6 +25,8 @@ from manthan.manager.sessions.pressure import BlockName
 
 if TYPE_CHECKING:
     import torch
+    from fastapi import FastAPI
+    from starlette.datastructures import Headers
     from vllm import EngineArgs
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import BlockStored
@@ -143,6 +145,70 @@ def before_answer(check: "Callable[[VllmConfig, Any], object]", params_key: str)
     wrapped._check_model = with_check
 
 
+class Asked(NamedTuple):
+    """What came of a question to engine cores: an answer of each; or none, for they are dead."""
+
+    answers: list[Any]
+    is_dead: bool = False
+
+
+async def ask_cores(client: Any, name: str, *args: Any) -> Asked:
+    """Call what each engine core behind this client (`app.state.engine_client`) was told to `offer`.
+
+    vLLM's own way to its workers, `collective_rpc`, does not lead to the scheduler; its sleep mode and its prefix cache
+    are reached like this.
+    """
+    from vllm.v1.engine.exceptions import EngineDeadError
+
+    if client.errored:
+        return Asked([], is_dead=True)
+    try:
+        return Asked(await client.engine_core.call_utility_all_async(name, *args))
+    except EngineDeadError:
+        return Asked([], is_dead=True)
+
+
+def add_routes(attach: "Callable[[FastAPI], None]") -> None:
+    """Have `attach` add routes to each API server that is built for an engine, behind vLLM's own.
+
+    This is what vLLM calls an endpoint plugin. vLLM looks for such a plugin only where VLLM_PLUGINS names it, and then
+    for no plugin of any kind that is not named there. Manthan's flags are what turns ours on, so the search is wrapped.
+    """
+    from vllm import plugins
+
+    class Endpoints:
+        name, required_tasks = "manthan", ("generate",)
+
+        def attach_router(self, app: "FastAPI") -> None:
+            attach(app)
+
+        async def init_state(self, *_: Any) -> None:
+            """Routes find the engine's client in the app."""
+
+    load = plugins.load_endpoint_plugins
+
+    @functools.wraps(load)
+    def with_ours(supported_tasks: Any = None) -> Any:
+        found = load(supported_tasks)
+        return [*found, Endpoints()] if "generate" in (supported_tasks or ()) else found
+
+    plugins.load_endpoint_plugins = with_ours
+
+
+def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
+    """What tells whether a request has one of the API keys of a server with these flags; None where there is no key.
+
+    It is that of vLLM's own guard, which looks at paths that begin with /v1 and the like only.
+    """
+    from vllm import envs
+    from vllm.entrypoints.serve.middleware.authenticate import AuthenticationMiddleware
+
+    async def nobody(*_: Any) -> None: ...
+
+    tokens = [key for key in (args.api_key or [envs.VLLM_API_KEY]) if key]
+    return AuthenticationMiddleware(nobody, tokens).verify_token if tokens else None
+
+
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
@@ -205,6 +271,14 @@ def engine_waker() -> Callable[[], None]:
 
     core = _core_under_construction()
     return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
+
+
+def offer(name: str, method: Callable[..., Any]) -> None:
+    """Have the engine core under construction answer `ask_cores` by this method: on the scheduler's thread, between two
+    steps, or at once while there are none. What it returns is made of what msgpack knows."""
+    core = _core_under_construction()
+    if core is not None:
+        setattr(core, name, method)
 
 
 def _core_under_construction() -> Any:

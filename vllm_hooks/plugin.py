@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.manager.stores.keyring import ring_of
-from manthan.vllm_hooks.compat import extend_engine_args, register_connector
+from manthan.vllm_hooks.compat import add_routes, extend_engine_args, register_connector
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
 from manthan.vllm_hooks.settled import settle_codec
@@ -29,6 +29,7 @@ from manthan.vllm_hooks.transfer_config import (
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 if TYPE_CHECKING:
+    from fastapi import FastAPI
     from vllm import EngineArgs
     from vllm.config import VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
@@ -47,6 +48,7 @@ HELP = {
     "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
     "--manthan-disk-path": ("FOLDER", "The folder of cold store disk, on a local file system; it is there already."),
     "--manthan-encryption-key-file": ("FILE", "The keys that codes on a disk and in Redis are sealed with."),
+    "--manthan-api": ("on|off", "Whether the server answers below /manthan: sessions over HTTP, and a live page."),
     "--manthan-log-format": ("FORMAT", "How Manthan's lines in the log look: text or json."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
 }
@@ -56,6 +58,7 @@ def register() -> None:
     """The entry point that vLLM calls in each of its processes."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
+        add_routes(add_api)
 
 
 def read_flags(args: argparse.Namespace) -> None:
@@ -87,6 +90,19 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     check_requests()
     if from_command_line:
         check_server_requests()
+
+
+def add_api(app: "FastAPI") -> None:
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
+    args = app.state.args
+    if not is_on(args) or not (api := from_vllm_config(args).api).enabled:
+        return
+    from manthan.vllm_hooks.http.api import make_router  # no other process needs FastAPI
+    from manthan.vllm_hooks.http.page import page_router
+
+    app.include_router(make_router(args))
+    if api.page:
+        app.include_router(page_router())
 
 
 def keep_headers(args: argparse.Namespace) -> None:

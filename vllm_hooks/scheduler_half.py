@@ -14,17 +14,19 @@ from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import Driver
 from manthan.manager.guard import Choice, Guard
+from manthan.manager.lives import Lives
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, salt_requests, tell_adapters_apart
+from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, offer, salt_requests, tell_adapters_apart
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
+from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.replicas import copies_of
@@ -70,7 +72,7 @@ class SchedulerHalf:
 
     def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
         self._vllm_config = vllm_config
-        self._config = config = from_vllm_config(vllm_config)
+        self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
         self.groups = groups._replace(again=blocks_computed_again(vllm_config))
@@ -110,7 +112,11 @@ class SchedulerHalf:
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
         )
-        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places))
+        has_api = config.api.enabled
+        lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
+        self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places), lives)
+        if has_api:
+            offer(METHOD, Inquiries(self).answer)
         self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
@@ -141,12 +147,12 @@ class SchedulerHalf:
     def bind(self, pool: "BlockPool") -> None:
         """The pool exists: from now on there is something to watch."""
         event = None if self._events is None else self._events.event
-        self._pool = VllmPool(pool, self._group, self._block_size, event)
-        marks = self._config.hot_pool
+        self.pool = VllmPool(pool, self._group, self._block_size, event)
+        marks = self.config.hot_pool
         self.driver = Driver(
             self.manager,
-            self._pool,
-            self._pool.usable_blocks,
+            self.pool,
+            self.pool.usable_blocks,
             low=marks.low_watermark,
             high=marks.high_watermark,
             ranks=self._ranks,
@@ -156,7 +162,7 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
-            weigh=sum if self._config.cold_store.is_shared else on_each(self._shards.stored),
+            weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
         self._sweeper.start()
         if self._directory is not None:
@@ -167,21 +173,21 @@ class SchedulerHalf:
         config = self._vllm_config.kv_events_config
         if config is None or not config.enable_kv_cache_events:
             return None
-        return KvEvents(self.manager, self.groups, kv_cache_config, self._config.cold_store.places[-1])
+        return KvEvents(self.manager, self.groups, kv_cache_config, self.config.cold_store.places[-1])
 
     def _guard(self) -> "Guard[KVCacheBlock] | None":
         """What sees to it that the codec is measured first, if that is wanted."""
-        if not self._config.codec.guard:
+        if not self.config.codec.guard:
             return None
-        codec = self._config.codec
+        codec = self.config.codec
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
         shapes = with_windows(shapes, codec, self.groups, self._shards)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
-        return Guard(self.manager, self._pool, choices, self._ranks, self.telemetry)
+        return Guard(self.manager, self.pool, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
-        store = self._config.cold_store
+        store = self.config.cold_store
         sizes = {nbytes // self._shards.stored for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
         return usable_nbytes(store, self._shards.stored, sizes, in_arenas)
@@ -189,7 +195,7 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
-        self._notice_reset()
+        self.notice_reset()
         hints = hints_of(request)
         self.telemetry.began(request)
         self.telemetry.hinted(hints)
@@ -206,7 +212,7 @@ class SchedulerHalf:
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
-        self._notice_reset()
+        self.notice_reset()
         self._begin_again()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
@@ -247,7 +253,7 @@ class SchedulerHalf:
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        store, load = self._config.cold_store, self.driver.load_of(request_id)
+        store, load = self.config.cold_store, self.driver.load_of(request_id)
         near, far = store.places[0], "host" if store.kind == "device" else store.places[-1]
         behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
         return {tier: count for tier, count in ((near, tokens - behind), (far, behind)) if count}
@@ -264,6 +270,8 @@ class SchedulerHalf:
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""
         self._hot.pop(request.request_id, None)
+        prompt = min(request.num_prompt_tokens, request.num_computed_tokens)
+        self.telemetry.computed(max(0, prompt - self.driver.found(request.request_id)))
         computed = min(blocks, request.num_computed_tokens // self._block_size)
         computed = self.groups.deepest(self._entered(self._keys(request)[:computed]))
         keys = self._keys(request)[:computed]
@@ -291,7 +299,7 @@ class SchedulerHalf:
         entered, config = len(keys), self._vllm_config
         late = config.num_speculative_tokens + config.num_prefill_lookahead_tokens
         for _ in range(-(-late // self._block_size)):
-            if entered and self._pool.get(keys[entered - 1]) is None:
+            if entered and self.pool.get(keys[entered - 1]) is None:
                 entered -= 1
         return entered
 
@@ -312,8 +320,8 @@ class SchedulerHalf:
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
-        self._notice_reset()
-        if self._is_out_of_use:
+        self.notice_reset()
+        if self.is_out_of_use:
             if not scheduled_tokens:
                 return ManthanMetadata(model_rests=True)
             self._begin_again()
@@ -334,8 +342,8 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
-        self._notice_reset()
-        if self._is_out_of_use:
+        self.notice_reset()
+        if self.is_out_of_use:
             return False
         if self._bedtime is not None:
             self.driver.rests = time.monotonic() > self._bedtime
@@ -348,12 +356,12 @@ class SchedulerHalf:
         """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
         if self._events is None:
             return ()
-        self._notice_reset()
+        self.notice_reset()
         return self._events.take()
 
     def reset(self) -> None:
         """vLLM's prefix cache is empty: so is the cold store then, unless the same weights go on computing."""
-        self._pool.was_reset()  # it is known now, whoever said it
+        self.pool.was_reset()  # it is known now, whoever said it
         self._bedtime, self.driver.rests = None, False
         if self._sleep_mode.keeps_weights and self._knows_weights():
             self.driver.forget_hot(time.monotonic())
@@ -367,7 +375,7 @@ class SchedulerHalf:
     # -- sleep ----------------------------------------------------------------------------------------
 
     @property
-    def _is_out_of_use(self) -> bool:
+    def is_out_of_use(self) -> bool:
         """Whether the engine sleeps, or has slept and nobody has asked for anything since."""
         return self._slept_with is not None or self._sleep_mode.is_asleep
 
@@ -412,16 +420,22 @@ class SchedulerHalf:
 
     # -- the rest -------------------------------------------------------------------------------------
 
+    def steered(self) -> None:
+        """Somebody has asked something of a session: a step looks what there is to do."""
+        self.driver.tell_news()
+        self._set_deadline()
+        self._rung = True
+
     def _set_deadline(self) -> None:
         self._deadline = self.driver.next_deadline
 
     def _is_due(self) -> bool:
-        return not self._is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
+        return not self.is_out_of_use and self._deadline is not None and self._deadline <= time.monotonic()
 
     def _ring(self) -> None:
         self._rung = True
         self._wake()
 
-    def _notice_reset(self) -> None:
-        if self._pool.was_reset():
+    def notice_reset(self) -> None:
+        if self.pool.was_reset():
             self.reset()

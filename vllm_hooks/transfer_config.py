@@ -4,8 +4,16 @@ import dataclasses
 from argparse import Namespace
 from typing import TYPE_CHECKING, Any
 
+from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import ManthanConfig, Resolved, resolve_config
+from manthan.manager.config.resolve import (
+    ARGUMENT,
+    DEFAULT,
+    ManthanConfig,
+    Resolved,
+    kind_of_source,
+    resolve_config,
+)
 from manthan.vllm_hooks.kv_dtype import is_packed, is_plain
 
 if TYPE_CHECKING:
@@ -15,6 +23,8 @@ if TYPE_CHECKING:
 CONNECTOR = "ManthanConnector"
 CONNECTOR_MODULE = "manthan.vllm_hooks.connector"
 EXTRA_KEY = "manthan"
+SOURCES_KEY = "manthan_sources"
+"""Where each value is from, for those who ask."""
 SEVERAL = "MultiConnector"
 """vLLM's connector of connectors, and under which key it has those."""
 ENTRIES = "connectors"
@@ -42,7 +52,7 @@ def to_transfer_config(resolved: Resolved) -> "KVTransferConfig":
         kv_connector_module_path=CONNECTOR_MODULE,
         kv_role="kv_both",
         kv_load_failure_policy="recompute",
-        kv_connector_extra_config={EXTRA_KEY: resolved.config.model_dump(mode="json")},
+        kv_connector_extra_config={EXTRA_KEY: resolved.config.model_dump(mode="json"), SOURCES_KEY: resolved.sources},
     )
 
 
@@ -117,6 +127,21 @@ def from_vllm_config(config: "VllmConfig | Namespace") -> ManthanConfig:
     extra = settings(config)
     assert extra is not None
     return ManthanConfig.model_validate(extra[EXTRA_KEY])
+
+
+def settings_of(config: "VllmConfig | Namespace") -> dict[str, dict[str, Any]]:
+    """Each key's `value`, and where it is `from`: flag, file, environment, argument or default."""
+    extra = settings(config)
+    assert extra is not None
+    sources, own = extra.get(SOURCES_KEY, {}), from_vllm_config(config)
+    found = {}
+    for key in (*FIELDS, *(f"policy.{option}" for option in own.policy.options)):
+        value: Any = extra[EXTRA_KEY]
+        for name in key.split("."):
+            value = value[name]
+        default = DEFAULT if key in FIELDS and value == FIELDS[key].get_default(call_default_factory=True) else ARGUMENT
+        found[key] = {"value": value, "from": kind_of_source(sources.get(key, default))}
+    return found
 
 
 def is_on_gpu(vllm_config: "VllmConfig") -> bool:

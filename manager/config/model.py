@@ -326,6 +326,15 @@ class LogConfig(_Group):
     format: Literal["text", "json"] = Field(default="text", description="text or json")
 
 
+class ApiConfig(_Group):
+    """What the server answers below /manthan."""
+
+    shorthand = "enabled"
+
+    enabled: bool = Field(default=True, description="true or false")
+    page: bool = Field(default=True, description="true or false")
+
+
 class ManthanConfig(_Model):
     """The whole configuration; `model_dump(mode="json")` gives what `model_validate` takes."""
 
@@ -343,6 +352,7 @@ class ManthanConfig(_Model):
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
     log: LogConfig = LogConfig()
+    api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")
     def _check_disk(self) -> Self:

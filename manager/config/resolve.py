@@ -47,13 +47,14 @@ FLAG_KEYS = {
     "--manthan-cold-bytes": "cold_store.max_bytes",
     "--manthan-disk-path": "disk.path",
     "--manthan-redis-url": "redis.url",
+    "--manthan-api": "api.enabled",
     "--manthan-encryption-key-file": "cold_store.encryption.key_file",
     "--manthan-log-format": "log.format",
 }
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
-DEFAULT = "default"
+DEFAULT, ARGUMENT = "default", "argument"
 
 
 class Resolved(NamedTuple):
@@ -102,6 +103,13 @@ def resolve_config(
             _warn_once(variable)
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
+
+
+def kind_of_source(source: str) -> str:
+    """What a source is: flag, file, environment, argument or default."""
+    if source in (DEFAULT, ARGUMENT):
+        return source
+    return "flag" if source in FLAG_KEYS else "environment" if source.startswith(ENV_PREFIX) else "file"
 
 
 def _from_yaml(path: str | Path | None) -> dict[str, _Given]:
@@ -161,7 +169,7 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
     for name, value in flags.items():
         if value is not None:
             is_flag = name in FLAG_KEYS
-            given |= _leaves(FLAG_KEYS[name] if is_flag else name, value, name if is_flag else "argument")
+            given |= _leaves(FLAG_KEYS[name] if is_flag else name, value, name if is_flag else ARGUMENT)
     return given
 
 

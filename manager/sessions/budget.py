@@ -128,7 +128,7 @@ class ColdBudget:
             before = accumulate((block.encoding.nbytes for block in codes), initial=0)
             given = [block for block, freed in zip(codes, before, strict=False) if freed < short]
             left = short - sum(block.encoding.nbytes for block in given)
-            self._pruning.drop(given, DropCause.BUDGET)
+            self._pruning.give(victim, given, DropCause.BUDGET)
             self._table.touch(victim)
             if len(given) == len(codes):
                 if left > 0:

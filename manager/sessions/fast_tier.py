@@ -26,6 +26,16 @@ class FastTier(Place):
         super().__init__(make_policy)
         self._blocks, self._fast = blocks, fast
 
+    @property
+    def nbytes(self) -> int:
+        """Its budget."""
+        return self._fast.nbytes
+
+    @property
+    def keeps_behind(self) -> bool:
+        """Whether the slower tier behind it has all codes, also those that are here."""
+        return self._fast.fills_on_read
+
     def choose(self, sessions: Mapping[str, Session]) -> list[bytes]:
         """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is."""
         short = self._blocks.stored - self._blocks.moved - self._fast.nbytes

@@ -21,6 +21,7 @@ from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.fast_tier import Fast, FastTier
 from manthan.manager.sessions.hints import NO_HINTS, Hints
+from manthan.manager.sessions.listing import Listing
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restorable import Restorable
@@ -35,6 +36,8 @@ from manthan.manager.sessions.session import (
     Encoding,
     Eviction,
     MemoryShape,
+    News,
+    NewsKind,
     Outcome,
     Place,
     Prefetch,
@@ -42,6 +45,7 @@ from manthan.manager.sessions.session import (
     SessionInfo,
     SessionState,
 )
+from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
 from manthan.policies import EvictionPolicy, PolicyOptions
@@ -149,9 +153,15 @@ class SessionMemoryManager:
             idle_after_s,
             may_replace=not is_shared,
         )
-        self._wishes = Wishes(self.table, self._pruning, self.budget, self._restores, self._anchors, prefetch_lead_s)
+        self._wishes = Wishes(
+            self.table, self._pruning, self.budget, self._restores, self._anchors, self._orders, prefetch_lead_s
+        )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
         self.restorable = Restorable(self.table, self._anchors)
+        self.listing = Listing(self.table)
+        self.steering = Steering(
+            self._evictions, self._wishes, self._pruning, lambda: self.may_evict, PATIENCE * idle_after_s
+        )
 
     @property
     def shape(self) -> MemoryShape:
@@ -223,11 +233,13 @@ class SessionMemoryManager:
         *,
         tokens: int | None = None,
         places: Sequence[Place] = (),
+        found: int = 0,
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. beside: what other groups need to go on from there, group, key and place in its
-        group of each block. Returns what came of the request's hints.
+        tokens: of prompt and output. found: of the prompt's, those that were hot or restored. beside: what other groups
+        need to go on from there, group, key and place in its group of each block. Returns what came of the request's
+        hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -246,6 +258,16 @@ class SessionMemoryManager:
         session.tokens = max(session.tokens, total)
         if len(session.chain) == len(keys):
             self._anchor(session, places)  # before it may be pinned, which counts it
+        self._orders.news.append(
+            News(
+                session.session_id,
+                NewsKind.TURN,
+                tokens=session.tokens,
+                blocks=len(session.chain),
+                seconds=now - session.last_used,
+                found=found,
+            )
+        )
         refused = self._wishes.take(session, hints, now)
         self._end_use(session, request_id, now)
         if hints.release and session.chain and not session.requests:
@@ -466,6 +488,10 @@ class SessionMemoryManager:
         """Evictions that ended since the last call, for logs and metrics."""
         return self._orders.take_evictions()
 
+    def take_news(self) -> list[News]:
+        """What else happened to sessions since the last call."""
+        return self._orders.take_news()
+
     @property
     def has_orders(self) -> bool:
         """Whether there are drops or releases to be taken."""
@@ -534,30 +560,9 @@ class SessionMemoryManager:
 
     def sessions(self) -> Iterator[SessionInfo]:
         """All sessions that have KV, or a request."""
-        return map(self._info, self.table.by_id.values())
+        return map(self.listing.info, self.table.by_id.values())
 
     def session(self, session_id: str) -> SessionInfo | None:
         """The session of that id."""
         session = self.table.by_id.get(session_id)
-        return None if session is None else self._info(session)
-
-    def _info(self, session: Session) -> SessionInfo:
-        chain = session.chain
-        cold = [block for block in chain if block.code is CodeState.COLD]
-        beside = [block for block in session.beside if block.code is CodeState.COLD]
-        return SessionInfo(
-            session_id=session.session_id,
-            tenant=session.tenant,
-            state=session.state,
-            tokens=len(chain) * self.shape.block_tokens,
-            blocks=len(chain),
-            hot_blocks=sum(block.hot > 0 for block in chain),
-            cold_blocks=len(cold),
-            cold_nbytes=sum(block.encoding.nbytes for block in (*cold, *beside)),
-            created=session.created,
-            last_used=session.last_used,
-            requests=session.uses,
-            pinned=session.pinned,
-            priority=session.priority,
-            expected=session.expected,
-        )
+        return None if session is None else self.listing.info(session)

@@ -1,10 +1,13 @@
 """What the manager wants done: codes to drop, bf16 to release, blocks to encode; and what is to be told of it."""
 
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction
+from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
+
+MOST_NEWS = 10_000
+"""Of those that nobody takes, the oldest are forgotten."""
 
 
 class Orders:
@@ -18,6 +21,7 @@ class Orders:
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
+        self.news: deque[News] = deque(maxlen=MOST_NEWS)
         self.has_freed = False
         """Whether codes that were in the cold store have been dropped."""
 
@@ -69,6 +73,11 @@ class Orders:
         taken, self.evictions = self.evictions, []
         return taken
 
+    def take_news(self) -> list[News]:
+        taken = list(self.news)
+        self.news.clear()
+        return taken
+
     def __bool__(self) -> bool:
-        """Whether something is to be taken, evictions aside, or the answer to a taken spill is outstanding."""
+        """Whether something is to be taken, evictions and news aside, or the answer to a taken spill is outstanding."""
         return bool(self.queue or self.releases or self.drops or self._blocks.spilling)

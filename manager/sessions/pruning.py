@@ -5,7 +5,7 @@ from collections.abc import Iterable, Sequence
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.orders import Orders
-from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, SessionState
+from manthan.manager.sessions.session import Block, CodeState, DropCause, News, NewsKind, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 
 
@@ -45,17 +45,26 @@ class Pruning:
         if session.state in (SessionState.COLD, SessionState.EVICTING):
             length = self.usable(session, length)
         cut = session.chain[length:]
+        self._tell(session, cut, cause)
         self.unwait(session, cut)
         self._exact.cut(session, length)
         self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:
             self.pinned.pop(session.session_id, None)
-            session.pinned = False
+            session.pinned, session.pinned_until = False, None
         if session.state is SessionState.EVICTING:
             self._orders.releases += [block.key for block in cut if not block.hot]
         self.drop([block for block in cut if not block.users], cause)
         return cut
+
+    def _tell(self, session: Session, blocks: Sequence[Block], cause: DropCause) -> None:
+        """The session loses these; what has no codes is not missed."""
+        lost = [block.encoding.nbytes for block in blocks if block.code is CodeState.COLD]
+        if lost:
+            kind = NewsKind.RELEASED if cause in (DropCause.RELEASED, DropCause.EXPIRED) else NewsKind.DROPPED
+            news = News(session.session_id, kind, blocks=len(lost), nbytes=sum(lost), cause=str(cause))
+            self._orders.news.append(news)
 
     def bury(self, blocks: Iterable[Block]) -> None:
         """Cold sessions end before the first of these blocks of a chain that is gone.
@@ -74,6 +83,11 @@ class Pruning:
         self._table.remembered.forget(session)
         self.cut(session, 0, cause)
         self._orders.releases += keys
+
+    def give(self, session: Session, blocks: Sequence[Block], cause: DropCause) -> None:
+        """Drop codes that a session has in the pool as well."""
+        self._tell(session, blocks, cause)
+        self.drop(blocks, cause)
 
     def drop(self, blocks: Iterable[Block], cause: DropCause) -> None:
         """Drop the codes of those that may be."""

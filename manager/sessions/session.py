@@ -239,6 +239,7 @@ class Session:
 
     # What the client said; see Hints.
     pinned: bool = False
+    pinned_until: float | None = None
     ttl_s: float | None = None
     priority: int = 0
     tenant: str = ""
@@ -276,8 +277,9 @@ def _owner(tenant: str, name: str) -> str:
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool. cold_blocks: with codes. cold_nbytes: of
-    these, and of what its anchors have in the cold store.
+    tokens, blocks: of its chain. hot_blocks: believed to be in the pool, where they take hot_nbytes. cold_blocks: with
+    codes. cold_nbytes: of these, and of what its anchors have in the cold store. moved_nbytes: of them, what had to
+    leave the fast tier. told_id: its id as its tenant is told it.
     """
 
     session_id: str
@@ -294,6 +296,9 @@ class SessionInfo(NamedTuple):
     pinned: bool
     priority: int
     expected: float | None
+    hot_nbytes: int
+    moved_nbytes: int
+    told_id: str
 
 
 class Outcome(NamedTuple):
@@ -336,6 +341,34 @@ class Eviction(NamedTuple):
     took_s: float
     exact: int
     request_id: str | None = None
+
+
+class NewsKind(StrEnum):
+    """TURN: a request ended. DROPPED: codes of it are gone. RELEASED: they are since somebody said so, or since its
+    time to live was over."""
+
+    TURN = auto()
+    DROPPED = auto()
+    PINNED = auto()
+    UNPINNED = auto()
+    RELEASED = auto()
+
+
+class News(NamedTuple):
+    """What happened to a session beside evictions and restores, for those who look on.
+
+    tokens: of the conversation. blocks: of its chain, or those that lost their codes, of so many bytes. seconds: since
+    its request began. found: of the prompt's tokens, those that were hot or restored. cause: of a drop.
+    """
+
+    session_id: str
+    kind: NewsKind
+    tokens: int = 0
+    blocks: int = 0
+    nbytes: int = 0
+    seconds: float = 0.0
+    found: int = 0
+    cause: str = ""
 
 
 class DropCause(StrEnum):

@@ -8,9 +8,10 @@ from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
-from manthan.manager.sessions.session import DropCause, Prefetch, Session, SessionState, qualified
+from manthan.manager.sessions.session import DropCause, News, NewsKind, Prefetch, Session, SessionState, qualified
 from manthan.manager.sessions.table import SessionTable
 
 
@@ -37,25 +38,28 @@ class Wishes:
         budget: ColdBudget,
         restores: Restores,
         anchors: Anchors,
+        orders: Orders,
         prefetch_lead_s: float | None,
     ) -> None:
         self._table, self._pruning, self._budget, self._restores = table, pruning, budget, restores
-        self._anchors, self._lead_s = anchors, prefetch_lead_s
+        self._anchors, self._orders, self._lead_s = anchors, orders, prefetch_lead_s
         self._ttls = Deadlines()
         self._expected = Deadlines()
+        self._pins = Deadlines()
         self._to_prefetch: dict[str, Awaited] = {}  # by session id
 
     @property
     def next_deadline(self) -> float | None:
-        return min((when for when in (self._ttls.first, self._expected.first) if when is not None), default=None)
+        deadlines = (self._ttls.first, self._expected.first, self._pins.first)
+        return min((when for when in deadlines if when is not None), default=None)
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do as the client says; returns what is refused, in a sentence."""
         refused = ""
         if hints.pin or (session.pinned and hints.pin is None):
-            refused = self._budget.pin(session)
+            refused = self.pin(session, session.pinned_until if hints.pin is None else None)
         elif hints.pin is False:
-            self._budget.unpin(session)
+            self.unpin(session)
         session.ttl_s = hints.ttl_s or session.ttl_s
         if hints.priority is not None:
             session.priority = hints.priority
@@ -67,6 +71,27 @@ class Wishes:
             self._ttls.set(session.session_id, now + session.ttl_s)
         return refused
 
+    def pin(self, session: Session, until: float | None) -> str:
+        """Pin it, or keep it pinned as it grows, until then; None for good. Returns in a sentence why not, if so."""
+        was_pinned = session.pinned
+        refused = self._budget.pin(session)
+        session.pinned_until = None if refused else until
+        self._pins.set(session.session_id, session.pinned_until)
+        if session.pinned != was_pinned:
+            self._tell_pin(session)
+        return refused
+
+    def unpin(self, session: Session) -> None:
+        was_pinned, session.pinned_until = session.pinned, None
+        self._pins.set(session.session_id, None)
+        self._budget.unpin(session)
+        if was_pinned:
+            self._tell_pin(session)
+
+    def _tell_pin(self, session: Session) -> None:
+        self._table.touch(session)
+        self._orders.news.append(News(session.session_id, NewsKind.PINNED if session.pinned else NewsKind.UNPINNED))
+
     def adopted(self, session: Session, was_pinned: bool, now: float) -> None:
         """The session comes from an earlier process; what was said of it there holds, if it still can."""
         if was_pinned:
@@ -77,7 +102,11 @@ class Wishes:
             self._ttls.set(session.session_id, session.last_used + session.ttl_s)
 
     def expire(self, now: float) -> None:
-        """Forget sessions whose time to live is over."""
+        """Forget sessions whose time to live is over, and pins."""
+        for session_id in list(self._pins.pop_due(now)):
+            pinned = self._table.by_id.get(session_id)
+            if pinned is not None and pinned.pinned_until is not None and pinned.pinned_until <= now:
+                self.unpin(pinned)
         for session_id in list(self._ttls.pop_due(now)):
             session = self._table.by_id.get(session_id)
             if session is not None and session.state in (SessionState.IDLE, SessionState.COLD):
@@ -87,9 +116,13 @@ class Wishes:
 
     # -- prefetch -------------------------------------------------------------------------------------
 
+    @property
+    def may_prefetch(self) -> bool:
+        return self._lead_s is not None
+
     def expect(self, told_ids: Iterable[str], tenant: str, late: float) -> None:
         """A client says that sessions of its own are about to be used; those of others, and hot ones, are ignored."""
-        if self._lead_s is None:
+        if not self.may_prefetch:
             return
         for told_id in told_ids:
             session = self._table.by_id.get(qualified(told_id, tenant))

@@ -61,7 +61,7 @@ class ExactSessions:
 
     def pool(self, session: str) -> Blocks:
         """The numbers of a hot session's blocks, in order."""
-        found = {block.key: self.half._pool.get(block.key) for block in self.session(session).chain}
+        found = {block.key: self.half.pool.get(block.key) for block in self.session(session).chain}
         memory = self.blocks._memory
         return {key: np.concatenate(memory.gather(at.block_id), axis=3) for key, at in found.items() if at}
 

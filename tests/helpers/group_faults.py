@@ -111,7 +111,7 @@ class Faults(Conversations):
             "turns": turns,
             "causes": [cause for what in self.restores for cause in what.causes],
             "restored": [[what.good, what.blocks, what.beside] for what in self.restores],
-            "free": self.pool.get_num_free_blocks() == self.half._pool.usable_blocks,
+            "free": self.pool.get_num_free_blocks() == self.half.pool.usable_blocks,
             "cold_bytes": gauges["cold_bytes"][""],
             "anchors": gauges["anchors"][""],
             "sessions": usage.sessions[SessionState.COLD],

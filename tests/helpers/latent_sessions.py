@@ -58,7 +58,7 @@ class LatentSessions:
         return list(found)[:FILLED]
 
     def pool(self) -> Pool:
-        ids = [self.half._pool.get(block.key).block_id for block in self.chain]
+        ids = [self.half.pool.get(block.key).block_id for block in self.chain]
         return [self.blocks._memory.gather(block_id) for block_id in ids]
 
     def go_cold(self, filled_with: float = 0) -> None:

@@ -136,6 +136,27 @@ class Sessions(RuleBasedStateMachine):
         if request.restore is None:
             self.world.finish(request, len(request.keys))
 
+    @precondition(lambda self: self.manager.table.by_id)
+    @rule(
+        which=INDEX, what=st.sampled_from(["evict", "evict", "prefetch", "pin", "pin for a while", "unpin", "release"])
+    )
+    def steer(self, which: int, what: str) -> None:
+        """An operator asks something of a session, in whatever state it is."""
+        sessions = list(self.manager.table.by_id.values())
+        session, now = sessions[which % len(sessions)], self.world.now
+        before, steering = session.state, self.manager.steering
+        if what.startswith("pin"):
+            refused = steering.pin(session, now, None if what == "pin" else 5.0)
+            assert session.pinned is not bool(refused)
+        else:
+            refused = getattr(steering, what)(session, now)
+        if what == "evict":
+            assert bool(refused) == (before is SessionState.HOT)
+            assert refused or session.state in (SessionState.EVICTING, SessionState.COLD) or not session.chain
+        if what == "release" and not refused:
+            assert session.session_id not in self.manager.table.by_id
+        self.manager.take_news()
+
     @rule()
     def sleep(self) -> None:
         """All that is idle goes cold."""

@@ -67,7 +67,7 @@ class SameStep(ExactSessions):
 
     def lose(self, session: str) -> None:
         """vLLM does not have a session's blocks any more, of which the manager has not heard."""
-        pool = self.half._pool
+        pool = self.half.pool
         ids = {pool.get(block.key).block_id for block in self.session(session).chain}
         pool._pool.evict_blocks(ids)
         for rows, _, _ in self.blocks._memory._layers:

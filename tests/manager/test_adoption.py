@@ -58,6 +58,8 @@ class PatientJournal(Journal):
 class Restarts(Sessions):
     """Now and then the process is killed, and another one finds its stores and its journal."""
 
+    steer = None  # type: ignore[assignment]  # an operator's pin for a while does not outlast its process
+
     def __init__(self) -> None:
         super().__init__()
         self.folder = Path(tempfile.mkdtemp(prefix="manthan-journal-"))
@@ -283,3 +285,15 @@ def test_what_another_session_stores_for_a_cold_one_is_written(tmp_path: Path) -
     link.close()
     written = {each.session_id: len(each.chain.blocks) for each in Journal(tmp_path).sessions()}
     assert written == {"anonymous-1": 3, "anonymous-2": 3}
+
+
+def test_a_pin_for_a_while_ends_with_its_process(tmp_path: Path) -> None:
+    mine, journal = manager(), Journal(tmp_path)
+    link = JournalLink(journal, mine, clock=lambda: 5.0)
+    mine.adopt([left("a", "aa", 1.0), left("b", "bb", 2.0), left("c", "cc", 3.0)], 5.0)
+    mine.steering.pin(mine.table.by_id["a"], 5.0, seconds=60.0)
+    mine.steering.pin(mine.table.by_id["b"], 5.0)
+    link.tell(5.0)
+    journal.close()
+    facts = {session.session_id: session.facts["pinned"] for session in Journal(tmp_path).sessions()}
+    assert facts == {"a": False, "b": True, "c": False}

@@ -91,6 +91,7 @@ def test_defaults_are_the_documented_ones() -> None:
         "quotas": {"pinned_share": 0.25, "default_share": 1, "tenants": {}, "header": "", "isolate": True},
         "prefetch": {"enabled": True, "lead_s": 2},
         "log": {"format": "text"},
+        "api": {"enabled": True, "page": True},
     }
 
 
@@ -139,7 +140,8 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
-    value = {"--manthan-redis-url": "redis://there", "--manthan-log-format": "json"}.get(flag, "77")
+    others = {"--manthan-redis-url": "redis://there", "--manthan-log-format": "json", "--manthan-api": "off"}
+    value = others.get(flag, "77")
     assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
 
 
@@ -267,7 +269,9 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
-    assert refusal(flags={"zzz": 1}).startswith("argument: unknown key 'zzz' (valid: backend, codec, ")
+    assert refusal(flags={"zzz": 1}).startswith(
+        "argument: unknown key 'zzz' (valid: api, api.enabled, api.page, backend, codec, "
+    )
 
 
 @pytest.mark.parametrize("kind", ["host", "device"])

@@ -112,3 +112,16 @@ def test_who_rests_begins_nothing_until_it_goes_on() -> None:
     assert not served.driver.step(0, 2.0 + IDLE_AFTER_S).spills
     served.driver.rests = False
     served.go_cold()
+
+
+def test_what_was_found_of_a_prompt_is_what_was_hot_and_what_was_restored() -> None:
+    served = Served(0, Hints())
+    served.go_cold()
+    served.come_back(20.0, hot=0)
+    served.driver.restoring("second", KEYS, [1, 2, 3, 4, 5, 6])
+    [load] = served.driver.step(0, 20.0).loads
+    served.driver.answered([], [LoadResult(load.request_id, [FailedBlock(0, KEYS[4], "missing")], 400, 0.0)], 20.1)
+    served.driver.admitted("second", MORE, 0, served.driver.usable(128), 8)
+    assert served.driver.found("second") == 4 * 16
+    served.driver.finished("second", MORE, 21.0, 129)
+    assert served.driver.found("second") == 0

@@ -56,7 +56,7 @@ def told() -> Told:
 
 def test_an_eviction_tells_bytes_of_all_groups(told: Told) -> None:
     with said(logging.INFO) as lines:
-        told.driver._tell_evictions()
+        told.driver.tell_news()
     hot, cold = 8 * 9600 + 4000 + 2 * 2000, 8 * 2400 + 4000 + 2 * 500
     what = f"8 blocks (768 tokens) and 3 of windows or states, 82.8KiB to 23.6KiB ({hot / cold:.2f}x), 8 encoded"
     assert [line for line in lines if what in line]

@@ -101,7 +101,7 @@ def checked_params(params: object, header: str) -> object:
         hints = _hints_in(params)
         if not header:
             return params
-        tenant = _tenant_in(header)
+        tenant = tenant_in(header)
         if hints.tenant not in ("", tenant):
             raise HintError(
                 f"{WHERE}.tenant is {hints.tenant!r}, but here the header {header} alone says who the tenant is: "
@@ -132,7 +132,7 @@ def _own(params: Mapping[str, Any]) -> Any:
     return None if isinstance(own, Mapping) and own.keys() == ANSWER else own
 
 
-def _tenant_in(header: str) -> str:
+def tenant_in(header: str) -> str:
     """What the header of the request at hand says; empty where it has none."""
     values = {value for name, value in _headers.get() if name.lower() == header.lower().encode()}
     if len(values) > 1:  # a gateway that adds its own to the client's: which is which?

@@ -1,12 +1,13 @@
-"""What happens, told to metrics, to the log, and to traces where these are on."""
+"""What happens, told to metrics, to the log, to sessions' lives, and to traces where these are on."""
 
 from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
+from manthan.manager.lives import Lives
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import Drop, Eviction, Outcome
+from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
 from manthan.manager.work import SpillResult, Verdict
 from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
@@ -15,12 +16,16 @@ from manthan.vllm_hooks.telemetry.traces import Traces
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", "computed_tokens")
+
 
 class Telemetry(Observer):
-    """One engine's. traces: None where tracing is off."""
+    """One engine's. traces: None where tracing is off. lives: of its sessions, if somebody may ask."""
 
-    def __init__(self, manager: SessionMemoryManager, traces: Traces | None = None) -> None:
-        self._manager, self.traces = manager, traces
+    def __init__(self, manager: SessionMemoryManager, traces: Traces | None = None, lives: Lives | None = None) -> None:
+        self._manager, self.traces, self.lives = manager, traces, lives
+        self.totals = dict.fromkeys(TOTALS, 0)
+        """Since the start."""
         self._stats = StatsRecorder(manager)
         self._complaints = Complaints()
 
@@ -45,6 +50,14 @@ class Telemetry(Observer):
         if outcome is not None and outcome.refused:
             self._stats.count("pins_refused")
 
+    def computed(self, tokens: int) -> None:
+        """So many tokens of a prompt were neither hot nor restored."""
+        self.totals["computed_tokens"] += tokens
+
+    @property
+    def store_is_up(self) -> bool:
+        return self._stats.store_is_up
+
     def judged(self, verdict: Verdict) -> None:
         self._stats.verdict = verdict
         tell_verdict(verdict)
@@ -55,14 +68,22 @@ class Telemetry(Observer):
 
     def not_spilled(self, causes: Collection[str]) -> None:
         self._stats.count_all("failures", causes)
+        self.totals["failures"] += len(causes)
         self._complaints.not_stored(causes)
 
     def evicted(self, eviction: Eviction) -> None:
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)
+        self.totals["evictions"] += 1
         tell_eviction(eviction)
         if self.traces is not None:
             self.traces.evicted(eviction)
+        if self.lives is not None:
+            self.lives.evicted(eviction)
+
+    def happened(self, news: News) -> None:
+        if self.lives is not None:
+            self.lives.happened(news)
 
     def dropped(self, drop: Drop) -> None:
         self._stats.count("dropped_blocks", len(drop.keys), str(drop.cause))
@@ -76,10 +97,15 @@ class Telemetry(Observer):
             self._stats.count("restored_blocks", restored.good + restored.beside)
             self._stats.observe("restore_seconds", max(answer.seconds for answer in restored.answers))
             self._stats.observe("restore_bytes", sum(answer.nbytes for answer in restored.answers))
+            self.totals["restored_tokens"] += restored.good * self._manager.shape.block_tokens
+        self.totals["prefetches" if restored.is_prefetch else "restores"] += 1
         self._stats.count_all("failures", restored.causes)
+        self.totals["failures"] += len(restored.causes)
         tell_restore(restored, self._manager.shape)
         if self.traces is not None:
             self.traces.restored(restored, self._manager.shape)
+        if self.lives is not None:
+            self.lives.restored(restored)
 
     def prefetch_hit(self) -> None:
         self._stats.count("prefetch_hits")

@@ -1,0 +1,59 @@
+"""What an operator asks of a session: go cold now, come back, stay, go."""
+
+from collections.abc import Callable
+
+from manthan.manager.sessions.evictions import Evictions
+from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.session import DropCause, Session, SessionState
+from manthan.manager.sessions.wishes import Wishes
+
+
+class Steering:
+    """Each method does what would be done some time, or on a client's hint, and returns in a sentence why not, if so.
+
+    may_evict: whether sessions go cold at all, yet. patience_s: how long a prefetch that finds no room is worth it.
+    """
+
+    def __init__(
+        self,
+        evictions: Evictions,
+        wishes: Wishes,
+        pruning: Pruning,
+        may_evict: Callable[[], bool],
+        patience_s: float,
+    ) -> None:
+        self._evictions, self._wishes, self._pruning = evictions, wishes, pruning
+        self._may_evict, self._patience_s = may_evict, patience_s
+
+    def evict(self, session: Session, now: float) -> str:
+        """As if it were idle for long enough; what is cold, or on its way, stays so."""
+        if session.state is SessionState.HOT:
+            return "a request of it runs; it can go cold when that has ended"
+        if session.state is SessionState.IDLE:
+            if not self._may_evict():
+                return "no session goes cold before it is known what the codec does to this model's KV"
+            self._evictions.evict(session, now)
+        return ""
+
+    def prefetch(self, session: Session, now: float) -> str:
+        """As if it were expected any moment; what is hot stays so."""
+        if not self._wishes.may_prefetch:
+            return "prefetch.enabled is false, or the model's sessions cannot be prefetched"
+        self._wishes.expect([session.told_id], session.tenant, now + self._patience_s)
+        return ""
+
+    def pin(self, session: Session, now: float, seconds: float | None = None) -> str:
+        """Its codes are kept whatever comes, for so long; None for good."""
+        return self._wishes.pin(session, None if seconds is None else now + seconds)
+
+    def unpin(self, session: Session, now: float) -> str:
+        """They are not any more."""
+        self._wishes.unpin(session)
+        return ""
+
+    def release(self, session: Session, now: float) -> str:
+        """It is forgotten."""
+        if session.requests:
+            return "a request of it runs; it can be released when that has ended"
+        self._pruning.forget_session(session, DropCause.RELEASED)
+        return ""

@@ -1,0 +1,101 @@
+"""What is kept of what happened to sessions, and how much of it."""
+
+import pytest
+from engine import Engine
+
+from manthan.manager.lives import EVENTS_A_SESSION, Event, EventKind, Lives, in_words
+from manthan.manager.observer import Restored
+from manthan.manager.sessions.session import News, NewsKind
+from manthan.manager.work import LoadResult
+
+
+@pytest.fixture
+def engine() -> Engine:
+    return Engine()
+
+
+def told(engine: Engine, lives: Lives) -> None:
+    """What happened since the last call."""
+    for eviction in engine.manager.take_evictions():
+        lives.evicted(eviction)
+    for news in engine.manager.take_news():
+        lives.happened(news)
+
+
+def lives_of(engine: Engine, most: int = 100) -> Lives:
+    return Lives(engine.manager.table.by_id, 16, lambda: engine.now, most)
+
+
+def test_a_life_is_told_in_order_with_numbers_and_words(engine: Engine) -> None:
+    lives = lives_of(engine)
+    engine.talk("a one two", "a")
+    told(engine, lives)
+    engine.evict()
+    told(engine, lives)
+    engine.now = 30.0
+    lives.restored(Restored("a", 3, 2, [LoadResult("r", [], 250, 0.125)], ["missing"]))
+    lives.restored(Restored("a", 3, 3, [LoadResult("r", [], 300, 0.5)], [], is_prefetch=True))
+    lives.happened(News("a", NewsKind.DROPPED, blocks=1, nbytes=100, cause="budget"))
+    lives.happened(News("a", NewsKind.PINNED))
+    life = lives.of("a")
+    assert [(event.kind, event.at) for event in life] == [
+        ("turn", 0.0),
+        ("evicted", 10.0),
+        *((kind, 30.0) for kind in ("restored", "prefetched", "dropped", "pinned")),
+    ]
+    assert [in_words(event) for event in life] == [
+        "A request ended after 0 s with 48 tokens; 0 were not computed.",
+        "Went cold in 0 s: 48 tokens, 300B of codes (3 of 3 blocks encoded).",
+        "Came back in 0.125 s: 32 tokens out of 250B of codes (missing).",
+        "Came back before a request, in 0.5 s: 48 tokens out of 300B of codes.",
+        "Lost 100B of codes, of 16 tokens (budget).",
+        "Was pinned.",
+    ]
+    assert (life[2].saved, life[2].tokens, life[2].blocks, life[2].nbytes) == (32, 32, 2, 250)
+    assert life[3].saved is None
+
+
+def test_every_kind_has_words() -> None:
+    assert all(in_words(Event(0.0, kind)) for kind in EventKind)
+    assert {*map(str, NewsKind)} < {*map(str, EventKind)}
+
+
+def test_a_life_has_no_more_than_so_many_events(engine: Engine) -> None:
+    lives = lives_of(engine, most=1000)
+    for _ in range(EVENTS_A_SESSION + 5):
+        engine.now += 1.0
+        engine.talk("a one two", "a")
+        told(engine, lives)
+    life = lives.of("a")
+    assert (len(life), len(lives)) == (EVENTS_A_SESSION, EVENTS_A_SESSION)
+    assert (life[0].at, life[-1].at) == (6.0, EVENTS_A_SESSION + 5.0)
+
+
+def test_beyond_the_bound_the_life_of_who_was_quiet_for_longest_goes(engine: Engine) -> None:
+    lives = lives_of(engine, most=5)
+    for name in ("a", "b", "a", "c", "a", "c"):
+        engine.talk(f"{name} one", name)
+        told(engine, lives)
+    assert [len(lives.of(name)) for name in ("a", "b", "c")] == [3, 0, 2]
+    assert len(lives) == 5
+
+
+def test_nobody_is_told_of_a_session_that_had_the_same_name_before(engine: Engine) -> None:
+    lives = lives_of(engine)
+    engine.talk("a one two", "a")
+    told(engine, lives)
+    engine.manager.steering.release(engine.session("a"), engine.now)
+    told(engine, lives)
+    assert lives.of("a") == []
+    engine.now = 3.0
+    engine.talk("x one", "a")
+    assert lives.of("a") == []
+    told(engine, lives)
+    assert [event.at for event in lives.of("a")] == [3.0]
+    assert len(lives) == 1
+
+
+def test_what_happens_to_nobody_is_forgotten(engine: Engine) -> None:
+    lives = lives_of(engine)
+    lives.happened(News("nobody", NewsKind.TURN))
+    assert (lives.of("nobody"), len(lives)) == ([], 0)

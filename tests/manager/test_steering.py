@@ -1,0 +1,140 @@
+"""What an operator may ask of a session, and what comes of it."""
+
+import pytest
+from engine import IDLE_AFTER_S, Engine, chain
+
+from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.integrity import check_integrity
+from manthan.manager.sessions.manager import PATIENCE
+from manthan.manager.sessions.session import NewsKind
+
+
+@pytest.fixture
+def engine() -> Engine:
+    made = Engine(prefetch_lead_s=1.0, shares=Shares(pinned=0.03))
+    made.talk("a one two", "a")
+    made.manager.take_news()
+    return made
+
+
+def kinds(engine: Engine) -> list[tuple[str, str]]:
+    return [(news.session_id, str(news.kind)) for news in engine.manager.take_news()]
+
+
+def test_an_idle_session_goes_cold_at_once(engine: Engine) -> None:
+    steering, session = engine.manager.steering, engine.session("a")
+    assert steering.evict(session, engine.now) == ""
+    assert engine.states() == {"a": "evicting"}
+    assert steering.evict(session, engine.now) == ""
+    engine.stored(engine.spill())
+    assert engine.states() == {"a": "cold"}
+    assert steering.evict(session, engine.now) == ""
+    assert engine.spill() == []
+    check_integrity(engine.manager)
+
+
+def test_a_running_session_neither_goes_cold_nor_away(engine: Engine) -> None:
+    engine.start("a one two three")
+    for act in (engine.manager.steering.evict, engine.manager.steering.release):
+        assert act(engine.session("a"), engine.now).startswith("a request of it runs; it can ")
+    assert engine.states() == {"a": "hot"}
+
+
+def test_nobody_goes_cold_before_the_codec_is_known(engine: Engine) -> None:
+    engine.manager.may_evict = False
+    assert engine.manager.steering.evict(engine.session("a"), engine.now).startswith("no session goes cold before ")
+    assert engine.states() == {"a": "idle"}
+
+
+def test_a_cold_session_is_prefetched_while_that_is_worth_it(engine: Engine) -> None:
+    manager = engine.manager
+    engine.evict()
+    assert manager.steering.prefetch(engine.session("a"), engine.now) == ""
+    assert manager.prefetch_blocks(engine.now) == 3
+    assert manager.prefetch_blocks(engine.now + PATIENCE * IDLE_AFTER_S + 0.1) == 0
+
+
+def test_a_hot_session_need_not_be_prefetched(engine: Engine) -> None:
+    assert engine.manager.steering.prefetch(engine.session("a"), engine.now) == ""
+    assert engine.manager.prefetch_blocks(engine.now) == 0
+
+
+def test_nothing_is_prefetched_where_that_is_off() -> None:
+    engine = Engine()
+    engine.talk("a one", "a")
+    assert engine.manager.steering.prefetch(engine.session("a"), 0.0).startswith("prefetch.enabled is false")
+
+
+def test_pins_end_when_they_were_to(engine: Engine) -> None:
+    steering, session = engine.manager.steering, engine.session("a")
+    assert steering.pin(session, engine.now, 5.0) == ""
+    assert engine.manager.next_deadline == 5.0
+    engine.manager.sweep(4.9)
+    assert session.pinned
+    engine.manager.sweep(5.0)
+    assert not session.pinned
+    assert kinds(engine) == [("a", "pinned"), ("a", "unpinned")]
+    assert steering.pin(session, 6.0, 5.0) == steering.pin(session, 7.0) == ""
+    engine.manager.sweep(100.0)
+    assert session.pinned, "the second pin is for good"
+    assert steering.unpin(session, 101.0) == steering.unpin(session, 102.0) == ""
+    assert kinds(engine) == [("a", "pinned"), ("a", "unpinned")]
+
+
+def test_a_pin_for_a_while_lasts_over_turns_and_a_hint_makes_it_last_for_good(engine: Engine) -> None:
+    session = engine.session("a")
+    engine.manager.steering.pin(session, engine.now, 5.0)
+    engine.talk("a one two", "a")
+    assert (session.pinned, session.pinned_until) == (True, 5.0)
+    engine.talk("a one two", "a", pin=True)
+    engine.manager.sweep(6.0)
+    assert session.pinned
+
+
+def test_a_pin_beyond_the_share_is_refused(engine: Engine) -> None:
+    engine.talk("b one two three four", "b")
+    assert engine.manager.steering.pin(engine.session("b"), engine.now, 5.0).startswith("pin is refused: ")
+    assert engine.manager.next_deadline == IDLE_AFTER_S, "there is no pin to end"
+    assert not engine.session("b").pinned
+
+
+@pytest.mark.parametrize("state", ["idle", "evicting", "cold"])
+def test_what_is_released_is_forgotten(engine: Engine, state: str) -> None:
+    manager = engine.manager
+    if state != "idle":
+        engine.sweep()
+        keys = engine.spill()
+        if state == "cold":
+            engine.stored(keys)
+    assert engine.states() == {"a": state}
+    assert manager.steering.release(engine.session("a"), engine.now) == ""
+    if state == "evicting":
+        engine.stored(keys)
+    assert engine.states() == {}
+    assert manager.match(chain("a one two")) == 0
+    assert manager.blocks.reserved == 0
+    check_integrity(manager)
+
+
+def test_news(engine: Engine) -> None:
+    engine.now = 2.0
+    request = engine.start("a one two three")
+    engine.now = 3.5
+    engine.manager.request_finished(request, chain("a one two"), engine.now, tokens=60, found=32)
+    [turn] = engine.manager.take_news()
+    assert (turn.kind, turn.tokens, turn.blocks, turn.seconds, turn.found) == (NewsKind.TURN, 64, 3, 1.5, 32)
+    engine.evict()
+    engine.manager.steering.release(engine.session("a"), engine.now)
+    [released] = engine.manager.take_news()
+    assert (released.kind, released.blocks, released.nbytes, released.cause) == ("released", 3, 300, "released")
+
+
+def test_dropped_codes_are_news() -> None:
+    engine = Engine(capacity=4)
+    engine.talk("a one two", "a")
+    engine.evict()
+    engine.talk("b one two", "b")
+    engine.manager.take_news()
+    engine.evict()
+    [dropped] = engine.manager.take_news()
+    assert (dropped.session_id, dropped.kind, dropped.blocks, dropped.cause) == ("a", "dropped", 2, "budget")

@@ -1,0 +1,119 @@
+"""The HTTP API without a server: several engines, dead ones, and none at all."""
+
+import asyncio
+from argparse import Namespace
+from typing import Any
+
+import pytest
+from fastapi import FastAPI
+
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.http.cores import Cores, summed, together
+from manthan.vllm_hooks.http.errors import ApiError
+from manthan.vllm_hooks.plugin import add_api
+from manthan.vllm_hooks.transfer_config import settings_of
+
+
+def page(*rows: tuple[float, str], total: int) -> dict[str, Any]:
+    """A core's answer: what its sessions are sorted by, and their ids."""
+    return {
+        "total": total,
+        "now": 1.0,
+        "keys": [[*row] for row in rows],
+        "sessions": [{"id": name} for _, name in rows],
+    }
+
+
+@pytest.mark.parametrize(
+    ("offset", "limit", "found"),
+    [(0, 2, [("d", 1), ("a", 0)]), (1, 3, [("a", 0), ("b", 0), ("c", 1)]), (3, 9, [("c", 1)]), (9, 9, [])],
+)
+def test_pages_of_several_engines_are_one(offset: int, limit: int, found: list[tuple[str, int]]) -> None:
+    answers = [page((9.0, "a"), (7.0, "b"), total=2), page((9.5, "d"), (1.0, "c"), total=5)]
+    merged = together(answers, offset, limit, descending=True)
+    assert [(row["id"], row["engine"]) for row in merged["sessions"]] == found
+    assert merged["total"] == 7
+
+
+def test_rising_pages_of_several_engines() -> None:
+    answers = [page((1.0, "a"), (7.0, "b"), total=2), page((1.0, "a"), (1.5, "c"), total=2)]
+    merged = together(answers, 0, 9, descending=False)
+    assert [(row["id"], row["engine"]) for row in merged["sessions"]] == [("a", 0), ("a", 1), ("c", 1), ("b", 0)]
+
+
+def state(free: int, up: bool, *order: str) -> dict[str, Any]:
+    return {
+        "now": 1.0,
+        "policy": {"name": "lru", "options": {}, "order": list(order)},
+        "store": {
+            "kind": "host",
+            "up": up,
+            "codec": "wht-5x",
+            "tiers": [{"name": "host", "used_bytes": free, "budget_bytes": 9}],
+        },
+        "pool": {"block_tokens": 32, "blocks": 10, "free_blocks": free, "bytes": 100, "session_bytes": 5},
+        "sessions": {"hot": 1, "idle": 2, "evicting": 0, "cold": free},
+        "totals": {"evictions": 3},
+    }
+
+
+def test_states_of_several_engines_add_up() -> None:
+    one = state(4, True, "a", "b", "c")
+    assert summed([one]) is one
+    both = summed([one, state(5, False, "d")])
+    assert both["policy"]["order"] == ["a", "d", "b", "c"]
+    assert both["store"] == {
+        "kind": "host",
+        "up": False,
+        "codec": "wht-5x",
+        "tiers": [{"name": "host", "used_bytes": 9, "budget_bytes": 18}],
+    }
+    assert both["pool"] == {"block_tokens": 32, "blocks": 20, "free_blocks": 9, "bytes": 200, "session_bytes": 10}
+    assert both["sessions"] == {"hot": 2, "idle": 4, "evicting": 0, "cold": 9}
+    assert both["totals"] == {"evictions": 6}
+
+
+class Client:
+    """In the place of vLLM's: its engines' answers, or none, for they are dead."""
+
+    def __init__(self, *answers: dict[str, Any]) -> None:
+        self.errored, self.engine_core, self._answers = not answers, self, answers
+
+    async def call_utility_all_async(self, *_: Any) -> list[dict[str, Any]]:
+        return list(self._answers)
+
+
+def steered(*answers: dict[str, Any]) -> dict[str, Any]:
+    found: dict[str, Any] = asyncio.run(Cores(Client(*answers)).session("evict", {"id": "a", "bound": None}))
+    return found
+
+
+def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
+    unknown = {"refused": [404, "There is no session 'a'."]}
+    assert steered({"id": "a", "last_used": 1.0}, {"id": "a", "last_used": 2.0}, unknown)["engine"] == 1
+    with pytest.raises(ApiError) as refused:
+        steered(unknown, {"refused": [409, "Not now."]})
+    assert (refused.value.status, refused.value.sentence) == (409, "Not now.")
+
+
+def test_a_dead_engine() -> None:
+    with pytest.raises(ApiError) as refused:
+        steered()
+    assert (refused.value.status, refused.value.sentence) == (503, "The engine is dead.")
+
+
+@pytest.mark.parametrize(("options", "has_routes"), [({}, True), ({"api": {"enabled": False}}, False), (None, False)])
+def test_it_is_there_unless_it_is_off(options: dict[str, Any] | None, has_routes: bool) -> None:
+    server = FastAPI()
+    transfer = None if options is None else kv_transfer_config(policy="lru", **options)
+    server.state.args = Namespace(kv_transfer_config=transfer, api_key=None)
+    add_api(server)
+    assert any(path.startswith("/manthan/") for path in server.openapi()["paths"]) is has_routes
+
+
+def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_MIN_TOKENS", "7")
+    found = settings_of(Namespace(kv_transfer_config=kv_transfer_config(policy={"name": "lfu", "half_life_s": 60})))
+    assert found["min_tokens"] == {"value": 7, "from": "environment"}
+    assert found["policy.half_life_s"] == {"value": 60, "from": "argument"}
+    assert found["backend"] == {"value": "auto", "from": "default"}

@@ -1,0 +1,375 @@
+"""Sessions over HTTP on a real `vllm serve`: seen and steered, by tenant, behind the API key; also by command."""
+
+import json
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from typer.testing import CliRunner
+
+from manthan.benchmarks.server import VllmServer
+from manthan.manager.cli import app
+
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+KEY = "sesame"
+TEXT = " says hello to everybody" * 24
+TOKENS, BLOCKS = 192, 6
+WAIT_S = 120.0
+ACTIONS = ["evict", "prefetch", "pin", "unpin", "release"]
+
+
+class Api:
+    """A client of the server, with its key, and for a tenant if there is one."""
+
+    def __init__(self, server: VllmServer, tenant: str | None = None, key: str = KEY) -> None:
+        self.server = server
+        headers = ({"Authorization": f"Bearer {key}"} if key else {}) | (
+            {} if tenant is None else {"X-Tenant-ID": tenant}
+        )
+        self._http = httpx.Client(base_url=server.url, timeout=60, headers=headers, trust_env=False)
+
+    def get(self, path: str, **query: Any) -> Any:
+        return self._http.get(f"/manthan{path}", params=query).raise_for_status().json()
+
+    def post(self, path: str, **body: Any) -> Any:
+        return self._http.post(f"/manthan{path}", json=body).raise_for_status().json()
+
+    def refused(self, method: str, path: str, **request: Any) -> tuple[int, str]:
+        """Status and sentence of an error, in the form of vLLM's."""
+        reply = self._http.request(method, f"/manthan{path}", **request)
+        assert reply.headers["content-type"] == "application/json"
+        [error] = reply.json().values()
+        assert set(error) == {"message", "type", "param", "code"}
+        assert error["code"] == reply.status_code
+        assert "\n" not in error["message"]
+        return reply.status_code, error["message"]
+
+    def ids(self, **query: Any) -> list[str]:
+        return [session["id"] for session in self.get("/sessions", **query)["sessions"]]
+
+    def talk(self, name: str, text: str = TEXT, max_tokens: int = 4) -> dict[str, Any]:
+        body = {"model": MODEL, "prompt": name + text, "max_tokens": max_tokens, "session_id": name, "ignore_eos": True}
+        reply: dict[str, Any] = self._http.post("/v1/completions", json=body).raise_for_status().json()
+        return reply
+
+    def wait(self, path: str, done: Callable[[Any], bool]) -> Any:
+        """What is there once it is so."""
+        found = []
+
+        def is_so() -> bool:
+            found[:] = [self.get(path)]
+            return done(found[0])
+
+        self.server.wait_for(is_so, WAIT_S, f"have {path} as it should be")
+        return found[0]
+
+    def wait_for_state(self, name: str, state: str) -> Any:
+        return self.wait(f"/sessions/{name}", lambda session: session["state"] == state)
+
+
+@pytest.fixture(scope="module")
+def server(steered_server: VllmServer) -> VllmServer:
+    return steered_server
+
+
+@pytest.fixture
+def api(server: VllmServer) -> Api:
+    """Of somebody who sees all; nobody has a session yet, but who had one is known again by its name."""
+    found = Api(server)
+    server.wait_for(lambda: found._http.post("/reset_prefix_cache").json()["success"], WAIT_S, "forget all KV")
+    assert found.ids() == []
+    return found
+
+
+# -- what is seen ---------------------------------------------------------------------------------------
+
+
+def test_sessions_are_listed_filtered_sorted_and_paged(api) -> None:
+    acme, beta = Api(api.server, "acme"), Api(api.server, "beta")
+    api.talk("alice")
+    acme.talk("bob", 2 * TEXT)
+    beta.talk("carol")
+    beta.post("/sessions/carol/evict")
+    beta.wait_for_state("carol", "cold")
+    assert api.ids() == ["beta/carol", "acme/bob", "alice"]
+    assert api.ids(sort="tokens", limit=1) == ["acme/bob"]
+    assert api.ids(sort="id", limit=1, offset=1) == ["alice"]
+    assert api.ids(sort="id", order="desc") == ["beta/carol", "alice", "acme/bob"]
+    assert api.ids(state="idle,hot", sort="id") == ["acme/bob", "alice"]
+    assert api.ids(tenant="acme") == api.ids(prefix="acme/") == ["acme/bob"]
+    assert api.ids(tier="host") == api.ids(state="cold") == ["beta/carol"]
+    assert api.ids(tier="disk") == api.ids(pinned="true") == []
+    assert api.get("/sessions", limit=1)["total"] == 3
+    [cold, _, idle] = api.get("/sessions")["sessions"]
+    assert (idle["tokens"], idle["blocks"], idle["hot_blocks"], idle["cold_blocks"]) == (TOKENS, BLOCKS, BLOCKS, 0)
+    assert (cold["tokens"], cold["hot_blocks"], cold["cold_blocks"]) == (TOKENS, 0, BLOCKS)
+    assert (cold["hot_bytes"], idle["cold_bytes"], idle["tiers"]) == (0, 0, {})
+    assert cold["tiers"] == {"host": cold["cold_bytes"]}
+    assert 4 < idle["hot_bytes"] / cold["cold_bytes"] < 6
+    assert idle["created"] <= idle["last_used"] <= api.get("/sessions")["now"]
+
+
+def test_a_session_s_life_tells_turns_evictions_and_restores(api) -> None:
+    api.talk("erin")
+    api.post("/sessions/erin/evict")
+    cold = api.wait_for_state("erin", "cold")
+    assert api.talk("erin")["usage"]["prompt_tokens"] > TOKENS
+    life = api.wait_for_state("erin", "idle")["life"]
+    assert [event["kind"] for event in life] == ["turn", "evicted", "restored", "turn"]
+    first, evicted, restored, second = life
+    assert first["saved_tokens"] == 0
+    assert (evicted["blocks"], evicted["bytes"]) == (BLOCKS, cold["cold_bytes"])
+    assert second["saved_tokens"] == restored["saved_tokens"] == restored["tokens"] == TOKENS
+    assert restored["seconds"] > 0
+    assert [event["at"] for event in life] == sorted(event["at"] for event in life)
+    assert [event["text"].rstrip(".").count("\n") for event in life] == [0, 0, 0, 0]
+
+
+def test_names_may_have_anything_in_them(api) -> None:
+    for name in ("a/b c", "50%", "evict", "é?#", "x/evict"):
+        Api(api.server, "acme").talk(name)
+        path = f"/sessions/{quote(name, safe='')}"
+        assert Api(api.server, "acme").get(path)["id"] == name
+        assert Api(api.server, "acme").post(f"{path}/pin")["pinned"]
+        assert Api(api.server, "acme").post(f"{path}/unpin")["id"] == name
+
+
+def test_the_state_of_the_whole(api) -> None:
+    before = api.get("/state")
+    api.talk("alice")
+    Api(api.server, "acme").talk("bob")
+    api.post("/sessions/alice/evict")
+    api.wait_for_state("alice", "cold")
+    api.talk("alice")
+    state = api.wait("/state", lambda state: state["sessions"]["idle"] == 2)
+    assert (state["model"], state["version"]) == (MODEL, "0.1.0")
+    assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
+    assert state["policy"]["order"] == ["acme/bob", "alice"]
+    [tier] = state["store"].pop("tiers")
+    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x"}
+    assert tier == {"name": "host", "used_bytes": tier["used_bytes"], "budget_bytes": 64 << 20}
+    assert tier["used_bytes"] == api.get("/sessions/alice")["cold_bytes"] > 0
+    pool = state["pool"]
+    assert (pool["block_tokens"], pool["blocks"]) == (32, 130)
+    assert pool["session_bytes"] * 130 == 2 * BLOCKS * pool["bytes"]
+    added = {name: state["totals"][name] - value for name, value in before["totals"].items()}
+    assert added == {"evictions": 1, "restores": 1, "restored_tokens": TOKENS, "prefetches": 0, "failures": 0} | {
+        "computed_tokens": added["computed_tokens"]
+    }
+    assert added["computed_tokens"] == 3 * api.talk("dave")["usage"]["prompt_tokens"] - TOKENS
+
+
+def test_the_configuration_as_it_was_resolved(api) -> None:
+    found = api.get("/config")
+    assert found["cold_store.max_bytes"] == {"value": 64 << 20, "from": "flag"}
+    assert found["idle_after_s"] == {"value": 3600, "from": "file"}
+    assert found["prefetch.lead_s"] == {"value": 2, "from": "default"}
+    assert KEY not in json.dumps(found)
+
+
+# -- what is steered ------------------------------------------------------------------------------------
+
+
+def test_an_evicted_session_is_prefetched(api) -> None:
+    api.talk("frank")
+    reply = api._http.post("/manthan/sessions/frank/evict")
+    assert (reply.status_code, reply.json()["state"]) == (202, "evicting")
+    api.wait_for_state("frank", "cold")
+    reply = api._http.post("/manthan/sessions/frank/prefetch", json={})
+    assert (reply.status_code, reply.json()["state"]) == (202, "cold")
+    idle = api.wait_for_state("frank", "idle")
+    assert (idle["hot_blocks"], idle["cold_blocks"]) == (BLOCKS, BLOCKS)
+    assert [event["kind"] for event in idle["life"]] == ["turn", "evicted", "prefetched"]
+    assert idle["life"][-1]["saved_tokens"] is None
+    api.talk("frank")
+    assert api.get("/sessions/frank")["life"][-1]["saved_tokens"] == TOKENS
+
+
+def test_pins(api) -> None:
+    api.talk("grace")
+    assert api.post("/sessions/grace/pin")["pinned"]
+    assert api.ids(pinned="true") == ["grace"]
+    assert not api.post("/sessions/grace/unpin")["pinned"]
+    assert api.post("/sessions/grace/pin", seconds=0.2)["pinned"]
+    session = api.wait("/sessions/grace", lambda session: not session["pinned"])
+    assert [event["kind"] for event in session["life"]] == ["turn", "pinned", "unpinned", "pinned", "unpinned"]
+    api.talk("bob", 10 * TEXT)
+    status, sentence = api.refused("POST", "/sessions/bob/pin")
+    assert (status, sentence[:60]) == (409, "Not now: pin is refused: pinned sessions may take 671088 byt")
+
+
+def test_a_released_session_is_unknown(api) -> None:
+    api.talk("alice")
+    assert api.post("/sessions/alice/release")["id"] == "alice"
+    assert api.refused("GET", "/sessions/alice") == (404, "There is no session 'alice'.")
+    api.talk("alice")
+    assert api.get("/sessions/alice")["life"][-1]["saved_tokens"] == 0
+
+
+def test_a_running_session_is_not_evicted(api) -> None:
+    asked = threading.Thread(target=api.talk, args=("alice",), kwargs={"max_tokens": 3000})
+    asked.start()
+    try:
+        api.server.wait_for(lambda: api.ids(state="hot") == ["alice"], WAIT_S, "run a request")
+        for action in ("evict", "release"):
+            status, sentence = api.refused("POST", f"/sessions/alice/{action}")
+            assert status == 409
+            assert sentence.startswith("Not now: a request of it runs; it can ")
+    finally:
+        asked.join()
+
+
+def test_a_sleeping_engine_is_looked_at_only(api) -> None:
+    api.talk("alice")
+    assert api._http.post("/sleep?level=1").status_code == 200
+    try:
+        for action in ACTIONS:
+            status, sentence = api.refused("POST", f"/sessions/alice/{action}")
+            assert (status, sentence) == (503, "The engine sleeps, or has served no request since it woke up.")
+        assert api.ids(state="cold") == ["alice"]
+    finally:
+        assert api._http.post("/wake_up").status_code == 200
+        api.talk("bob")
+
+
+# -- who may ----------------------------------------------------------------------------------------------
+
+
+def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
+    acme, beta, nobody = (Api(api.server, name) for name in ("acme", "beta", ""))
+    for each in (acme, beta, nobody):
+        each.talk("alice")
+    acme.talk("bob")
+    assert (acme.ids(sort="id"), beta.ids(), nobody.ids()) == (["alice", "bob"], ["alice"], ["alice"])
+    assert acme.ids(tenant="beta") == []
+    for action in ACTIONS:
+        assert beta.refused("POST", f"/sessions/bob/{action}") == (404, "There is no session 'bob'.")
+        assert beta.refused("POST", f"/sessions/acme%2Fbob/{action}")[0] == 404
+    assert beta.refused("GET", "/sessions/bob") == (404, "There is no session 'bob'.")
+    assert nobody.refused("GET", "/sessions/acme%2Fbob")[0] == 404
+    beta.post("/sessions/alice/release")
+    assert (acme.ids(sort="id"), beta.ids(), nobody.ids()) == (["alice", "bob"], [], ["alice"])
+    assert (acme.get("/state")["sessions"]["idle"], beta.get("/state")["sessions"]["idle"]) == (2, 0)
+    assert acme.get("/state")["policy"]["order"] == ["alice", "bob"]
+    assert acme.refused("GET", "/config") == (403, "The configuration is not shown to tenants.")
+    twice = [("X-Tenant-ID", "acme"), ("X-Tenant-ID", "beta")]
+    sentence = "the header X-Tenant-ID must be given once, not with 2 different values"
+    assert Api(api.server).refused("GET", "/sessions", headers=twice) == (422, sentence)
+
+
+@pytest.mark.parametrize("key", ["", "open"])
+def test_without_the_key_there_is_nothing(api, key: str) -> None:
+    api.talk("alice")
+    stranger = Api(api.server, key=key)
+    sentence = "The API key is missing or wrong: send it as `Authorization: Bearer KEY`."
+    for path in ("/sessions", "/sessions/alice", "/sessions/nobody", "/state", "/config"):
+        assert stranger.refused("GET", path) == (401, sentence)
+    for action in ACTIONS:
+        assert stranger.refused("POST", f"/sessions/alice/{action}", json={"no such": 1}) == (401, sentence)
+    assert api.get("/sessions/alice")["state"] == "idle"
+
+
+# -- mistakes, and what the server says of itself -----------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ("state=warm", "state must be some of hot, idle, evicting, cold, with commas between them, not 'warm'"),
+        ("pinned=perhaps", "pinned must be true or false, not 'perhaps'"),
+        ("sort=size", "sort must be one of last_used, tokens, cold_bytes, hot_bytes, id, state, expected, not 'size'"),
+        ("order=up", "order must be asc or desc, not 'up'"),
+        ("limit=0", "limit must be a whole number from 1 to 500, not '0'"),
+        ("limit=501", "limit must be a whole number from 1 to 500, not '501'"),
+        ("offset=-1", "offset must be a whole number from 0 to 1000000, not '-1'"),
+    ],
+)
+def test_a_parameter_that_cannot_be_used(api, query: str, sentence: str) -> None:
+    assert api.refused("GET", f"/sessions?{query}") == (422, sentence)
+
+
+@pytest.mark.parametrize(
+    ("body", "sentence"),
+    [
+        ({"json": {"seconds": -1}}, "seconds must be a number of seconds above 0, or null, not -1"),
+        ({"json": {"seconds": "soon"}}, "seconds must be a number of seconds above 0, or null, not 'soon'"),
+        ({"json": {"second": 1}}, "The body has an unknown field 'second'."),
+        ({"json": [1]}, "The body must be a JSON object, not [1]."),
+        ({"content": "{1", "headers": {"Content-Type": "application/json"}}, "The body is not valid JSON."),
+    ],
+)
+def test_a_body_that_cannot_be_used(api, body: dict[str, Any], sentence: str) -> None:
+    api.talk("alice")
+    assert api.refused("POST", "/sessions/alice/pin", **body) == (422, sentence)
+    assert not api.get("/sessions/alice")["pinned"]
+
+
+@pytest.mark.parametrize("action", ACTIONS)
+def test_an_unknown_session(api, action: str) -> None:
+    assert api.refused("POST", f"/sessions/nobody/{action}") == (404, "There is no session 'nobody'.")
+
+
+def test_the_server_s_documents_have_the_routes(api) -> None:
+    schema = httpx.get(f"{api.server.url}/openapi.json").json()
+    paths = {path: set(methods) for path, methods in schema["paths"].items() if path.startswith("/manthan/s")}
+    steered = {f"/manthan/sessions/{{id}}/{action}": {"post"} for action in ACTIONS}
+    seen = {f"/manthan/{path}": {"get"} for path in ("sessions", "sessions/{id}", "state")}
+    assert paths == seen | steered
+    listed = schema["paths"]["/manthan/sessions"]["get"]
+    assert listed["responses"]["200"]["content"]["application/json"]["schema"]["$ref"].endswith("/Sessions")
+    assert {"401", "422", "503"} < set(listed["responses"])
+    assert listed["security"] == [{"HTTPBearer": []}]
+    assert all(parameter["description"] for parameter in listed["parameters"])
+
+
+# -- the command --------------------------------------------------------------------------------------------
+
+
+def sessions(api: Api, *words: str, key: str | None = KEY) -> tuple[int, str]:
+    done = CliRunner().invoke(app, ["sessions", *words, "--url", api.server.url], env={"VLLM_API_KEY": key})
+    return done.exit_code, done.output
+
+
+def test_the_command_sees_and_steers(api) -> None:
+    api.talk("alice")
+    Api(api.server, "acme").talk("bob")
+    status, table = sessions(api, "list")
+    rows = [line.split() for line in table.splitlines()]
+    assert (status, [row[0] for row in rows]) == (0, ["session", "acme/bob", "alice"])
+    assert rows[1][1:4] == ["acme", "idle", str(TOKENS)]
+    assert json.loads(sessions(api, "list", "--tenant", "acme", "--json")[1])["total"] == 1
+    assert sessions(api, "list", "--limit", "1")[1].endswith("1 of 2 sessions; --offset 1 shows more.\n")
+    assert sessions(api, "evict", "bob", "--tenant", "acme") == (0, "acme/bob goes cold; it is evicting.\n")
+    api.wait_for_state("acme/bob", "cold")
+    assert sessions(api, "list", "--tier", "host", "--sort", "id")[1].splitlines()[1].startswith(" acme/bob")
+    status, shown = sessions(api, "show", "acme/bob")
+    assert (status, "went cold" in shown.lower(), "tokens" in shown) == (0, True, True)
+    assert sessions(api, "prefetch", "acme/bob")[0] == 0
+    api.wait_for_state("acme/bob", "idle")
+    assert sessions(api, "pin", "alice", "--seconds", "60") == (0, "alice is pinned for 60 s; it is idle.\n")
+    assert "pinned" in sessions(api, "list", "--pinned")[1]
+    assert sessions(api, "unpin", "alice") == (0, "alice is not pinned any more; it is idle.\n")
+    assert json.loads(sessions(api, "release", "alice", "--json")[1])["id"] == "alice"
+    assert sessions(api, "show", "alice") == (1, "There is no session 'alice'.\n")
+
+
+def test_the_command_says_what_is_wrong_in_a_sentence(api, plain_server) -> None:
+    url = api.server.url
+    unset = f"The server at {url} asks for its API key, and the variable VLLM_API_KEY is not set.\n"
+    assert sessions(api, "list", key=None) == (1, unset)
+    assert sessions(api, "list", key="open")[1] == unset.replace("is not set", "has another key")
+    assert sessions(api, "list", "--state", "warm")[1].startswith("state must be some of hot, ")
+    away = CliRunner().invoke(app, ["sessions", "list", "--url", "http://127.0.0.1:9"])
+    assert (away.exit_code, away.output) == (
+        1,
+        "The server at http://127.0.0.1:9 cannot be reached: Connection refused.\n",
+    )
+    plain = CliRunner().invoke(app, ["sessions", "list", "--url", plain_server.url])
+    without = "it runs without Manthan, or with --manthan-api off"
+    assert plain.output == f"The server at {plain_server.url} has no /manthan: {without}.\n"
+    wrong = CliRunner().invoke(app, ["sessions", "list", "--url", "redis://127.0.0.1"])
+    assert wrong.output == "--url must be http://HOST:PORT or https://HOST:PORT, not 'redis://127.0.0.1'.\n"

@@ -1,0 +1,475 @@
+"""The live page of a real `vllm serve`, in a real Chromium, as somebody sees it who looks after the server."""
+
+import contextlib
+import re
+from argparse import Namespace
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+from urllib.parse import quote
+
+import httpx
+import pytest
+from browser import Watched, chromium
+from fastapi import FastAPI
+from fastapi.testclient import TestClient
+
+from manthan.benchmarks.server import VllmServer
+from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.http.page import FILES
+from manthan.vllm_hooks.plugin import add_api
+
+expect: Any = pytest.importorskip("playwright.sync_api").expect
+MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
+KEY = "sesame"
+AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
+WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
+READABLE = 4.5
+"""Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
+CONTRAST = """
+() => {
+  const parse = (color) => {
+    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
+    canvas.fillStyle = color;
+    canvas.fillRect(0, 0, 1, 1);
+    return [...canvas.getImageData(0, 0, 1, 1).data];
+  };
+  const light = (color) => color.slice(0, 3).map((part) => part / 255)
+    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
+    .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
+  const behind = (element) => {
+    for (let at = element; at; at = at.parentElement) {
+      const color = parse(getComputedStyle(at).backgroundColor);
+      if (color[3] === 255) return color;
+    }
+    return parse(getComputedStyle(document.body).backgroundColor);
+  };
+  const texts = [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
+    && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
+  return texts.map((element) => {
+    const [one, other] = [light(parse(getComputedStyle(element).color)), light(behind(element))].sort((a, b) => b - a);
+    return [element.textContent.trim().slice(0, 40), (one + 0.05) / (other + 0.05)];
+  });
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def server(steered_server: VllmServer) -> Iterator[VllmServer]:
+    """Of whose sessions none is left for others."""
+    yield steered_server
+    with httpx.Client(base_url=f"{steered_server.url}/manthan", headers=AUTHORIZED) as api:
+        for session in api.get("sessions", params={"limit": 500}).json()["sessions"]:
+            api.post(f"sessions/{quote(session['id'], safe='')}/release").raise_for_status()
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Any]:
+    with chromium() as browser:
+        yield browser
+
+
+@pytest.fixture
+def tabs(browser, server) -> Iterator[Callable[..., Any]]:
+    """Opens the page; with the key, unless that is None. Whatever a test does there, nothing leaves the host, and no
+    script fails or is refused."""
+    contexts, watched = [], []
+
+    def open_tab(key: str | None = KEY, viewport: dict[str, int] = WIDE, **options: Any) -> Any:
+        context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
+        contexts.append(context)
+        tab = context.new_page()
+        watched.append(Watched(tab))
+        if key is not None:
+            tab.add_init_script(f"sessionStorage.setItem('manthan-key', '{key}')")
+        tab.goto(f"{server.url}/manthan")
+        return tab
+
+    yield open_tab
+    for context in contexts:
+        context.close()
+    for each in watched:
+        assert each.complaints == []
+        assert [url for url in each.asked if not url.startswith(f"{server.url}/manthan")] == []
+
+
+def ask(server: VllmServer, prompt: str, session: str, tenant: str = "") -> None:
+    """One turn."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "max_tokens": 4}
+    headers = AUTHORIZED | ({"X-Tenant-ID": tenant.encode()} if tenant else {})
+    httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=headers, timeout=120).raise_for_status()
+
+
+@contextlib.contextmanager
+def running(server: VllmServer, prompt: str, session: str) -> Iterator[None]:
+    """A request of the session runs meanwhile, until its client leaves."""
+    body = {"model": MODEL, "messages": [{"role": "user", "content": prompt}], "session_id": session, "stream": True}
+    body |= {"max_tokens": 3400, "ignore_eos": True}
+    url = f"{server.url}/v1/chat/completions"
+    with httpx.stream("POST", url, json=body, headers=AUTHORIZED, timeout=120) as answer:
+        lines = answer.iter_lines()  # were it let go, so would the request be
+        next(lines)
+        yield
+
+
+def shown(server: VllmServer, session: str) -> httpx.Response:
+    """What the API says of a session."""
+    return httpx.get(f"{server.url}/manthan/sessions/{session}", headers=AUTHORIZED)
+
+
+def row_of(tab: Any, session: str) -> Any:
+    return tab.get_by_role("row").filter(has=tab.get_by_role("button", name=session, exact=True))
+
+
+def state_of(tab: Any, session: str) -> Any:
+    return row_of(tab, session).locator("td.state")
+
+
+def has_focus(locator: Any) -> bool:
+    return bool(locator.evaluate("element => element === document.activeElement"))
+
+
+def press_tab_until(tab: Any, locator: Any, most: int = 150) -> None:
+    """As far as the key takes one, and what has the focus shows it."""
+    for _ in range(most):
+        tab.keyboard.press("Tab")
+        outline = tab.evaluate("getComputedStyle(document.activeElement).outlineStyle")
+        assert outline != "none" or tab.evaluate("document.activeElement === document.body")
+        if has_focus(locator):
+            return
+    raise AssertionError(f"Tab does not lead to {locator}")
+
+
+# -- what it shows ------------------------------------------------------------------------------------
+
+
+def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
+    prompt, _ = table(1).question(1)
+    ask(server, prompt, "there-and-back")
+    tab = tabs()
+    expect(state_of(tab, "there-and-back")).to_contain_text("idle")
+    row_of(tab, "there-and-back").get_by_role("button", name="Evict").click()
+    expect(tab.locator("#said")).to_contain_text("there-and-back: evict is accepted")
+    expect(state_of(tab, "there-and-back")).to_contain_text("cold")
+    expect(tab.locator("[data-tile=used] .figure")).not_to_have_text("0%")
+    expect(tab.locator("#cold-holders")).to_contain_text("there-and-back")
+    with running(server, prompt, "there-and-back"):
+        expect(state_of(tab, "there-and-back")).to_contain_text("hot")
+    expect(state_of(tab, "there-and-back")).to_contain_text("idle")
+    expect(tab.locator("[data-tile=saved] .figure")).not_to_have_text("0")
+    tab.get_by_role("button", name="there-and-back", exact=True).first.click()
+    life = tab.get_by_role("dialog")
+    expect(life.locator("#life-events .kind")).to_have_text(["turn", "restored", "evicted", "turn"])
+    expect(life.locator("#life-sum")).to_contain_text(
+        "2 turns, 1 eviction, 1 restore. 544 tokens were not computed again"
+    )
+    expect(life.locator("#life-strip svg rect.cold")).to_have_count(1)
+
+
+def test_one_that_is_prefetched_comes_back_without_a_request(server, table, tabs) -> None:
+    ask(server, table(2).question(1)[0], "fetched")
+    tab = tabs()
+    row_of(tab, "fetched").get_by_role("button", name="Evict").click()
+    expect(state_of(tab, "fetched")).to_contain_text("cold")
+    row_of(tab, "fetched").get_by_role("button", name="Prefetch").click()
+    expect(state_of(tab, "fetched")).to_contain_text("idle")
+    expect(tab.locator("#order")).to_contain_text("fetched")
+
+
+def test_bars_over_time_and_numbers_at_the_top(server, table, tabs) -> None:
+    ask(server, table(3).question(1)[0], "barred")
+    tab = tabs()
+    for name, figure in [("store", "up"), ("pool", re.compile(r"^\d+%$")), ("sessions", re.compile(r"^\d+$"))]:
+        expect(tab.locator(f"[data-tile={name}] .figure")).to_have_text(figure)
+    charts = tab.locator("#charts figure")
+    expect(charts).to_have_count(2)
+    expect(charts.nth(0).get_by_role("img")).to_have_attribute(
+        "aria-label", re.compile("^Pool over time: now .* 16.3 MiB")
+    )
+    bars = charts.nth(0).locator("path.part-0")
+    expect(bars).to_have_attribute("d", re.compile("M.*M.*M"))  # three answers
+    expect(tab.locator("#where")).to_contain_text("policy lru · codec wht-5x")
+
+
+def test_filters_sorting_and_pages(server, table, tabs) -> None:
+    prompt = table(4).question(1)[0]
+    for n in range(3):
+        ask(server, prompt[: -100 * n - 1], f"sorted-{n}")
+    tab = tabs()
+    tab.get_by_label("Name begins with").fill("sorted-")
+    names = tab.locator("tbody .open")
+    expect(names).to_have_text(["sorted-2", "sorted-1", "sorted-0"])  # by last use
+    expect(tab.locator("#range")).to_have_text("1–3 of 3 sessions")
+    tab.get_by_role("button", name="Session", exact=True).click()
+    expect(names).to_have_text(["sorted-0", "sorted-1", "sorted-2"])
+    expect(tab.get_by_role("columnheader", name="Session")).to_have_attribute("aria-sort", "ascending")
+    tab.get_by_label("hot").check()
+    expect(tab.locator("#empty")).to_have_text("No session is as the filter wants it.")
+    tab.get_by_label("idle").check()
+    expect(names).to_have_count(3)
+    tab.get_by_label("Tenant", exact=True).fill("acme")
+    expect(tab.locator("#empty")).to_be_visible()
+
+
+def test_pages_turn(server, tabs) -> None:
+    """So many sessions as make two pages, short ones."""
+    for n in range(27):
+        ask(server, f"{n:02d} " + "let us say hello " * 12, f"many-{n:02d}")
+    tab = tabs()
+    tab.get_by_label("Name begins with").fill("many-")
+    expect(tab.locator("tbody tr")).to_have_count(25)
+    tab.get_by_role("button", name="Next").click()
+    expect(tab.locator("#range")).to_have_text("26–27 of 27 sessions")
+    expect(tab.locator("tbody tr")).to_have_count(2)
+    expect(tab.get_by_role("button", name="Next")).to_be_disabled()
+    tab.get_by_role("button", name="Previous").click()
+    expect(tab.locator("tbody tr")).to_have_count(25)
+
+
+def test_the_map_has_a_cell_for_each_session_and_arrow_keys(server, table, tabs) -> None:
+    prompt = table(5).question(1)[0]
+    ask(server, prompt, "mapped-long")
+    ask(server, prompt[:400], "mapped-short")
+    tab = tabs()
+    tab.get_by_label("Name begins with").fill("mapped-")
+    tab.get_by_role("button", name="Map", exact=True).click()
+    cells = tab.get_by_role("region", name="idle").locator(".cell")
+    expect(cells).to_have_count(2)
+    expect(cells.nth(0)).to_have_accessible_name(re.compile(r"^mapped-long: idle, \d+ tokens"))
+    long, short = (cells.nth(n).bounding_box() for n in (0, 1))
+    assert long["width"] > short["width"] >= 24
+    cells.nth(0).focus()
+    tab.keyboard.press("ArrowRight")
+    assert has_focus(cells.nth(1))
+    tab.keyboard.press("Enter")
+    expect(tab.get_by_role("dialog")).to_contain_text("mapped-short")
+    tab.get_by_role("dialog").get_by_role("button", name="Evict").click()
+    expect(tab.get_by_role("region", name="cold").locator(".cell")).to_have_count(1, timeout=60_000)
+
+
+# -- what it does -------------------------------------------------------------------------------------
+
+
+def test_pins(server, table, tabs) -> None:
+    ask(server, table(6).question(1)[0], "kept")
+    tab = tabs()
+    row_of(tab, "kept").get_by_role("button", name="Pin").click()
+    expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text("pinned")
+    assert shown(server, "kept").json()["pinned"]
+    row_of(tab, "kept").get_by_role("button", name="Unpin").click()
+    expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text("")
+    assert not shown(server, "kept").json()["pinned"]
+
+
+def test_release_asks_first(server, table, tabs) -> None:
+    ask(server, table(7).question(1)[0], "let-go")
+    tab = tabs()
+    row_of(tab, "let-go").get_by_role("button", name="Release").click()
+    question = tab.get_by_role("alertdialog")
+    expect(question).to_contain_text("Release let-go?")
+    tab.keyboard.press("Enter")  # the focus is on Cancel
+    expect(question).to_be_hidden()
+    assert shown(server, "let-go").status_code == 200
+    row_of(tab, "let-go").get_by_role("button", name="Release").click()
+    question.get_by_role("button", name="Release").click()
+    expect(row_of(tab, "let-go")).to_have_count(0)
+    assert shown(server, "let-go").status_code == 404
+
+
+def test_an_error_is_the_sentence_of_the_api(server, table, tabs) -> None:
+    prompt = table(8).question(1)[0]
+    tab = tabs()
+    with running(server, prompt, "busy"):
+        expect(state_of(tab, "busy")).to_contain_text("hot")
+        row_of(tab, "busy").get_by_role("button", name="Evict").click()
+        expect(tab.locator("#said.error")).to_contain_text("a request of it runs; it can go cold when that has ended.")
+
+
+def test_the_keyboard_alone_does(server, table, tabs) -> None:
+    ask(server, table(9).question(1)[0], "by-hand")
+    tab = tabs()
+    expect(row_of(tab, "by-hand")).to_be_visible()
+    press_tab_until(tab, tab.get_by_role("link", name="To the sessions"))
+    tab.keyboard.press("Enter")
+    evict = row_of(tab, "by-hand").get_by_role("button", name="Evict")
+    press_tab_until(tab, evict)
+    tab.keyboard.press("Enter")
+    expect(state_of(tab, "by-hand")).to_contain_text("cold")
+    assert has_focus(evict)
+    tab.keyboard.press("Shift+Tab")
+    tab.keyboard.press("Enter")
+    life = tab.get_by_role("dialog", name="by-hand")
+    expect(life.locator(".kind").first).to_have_text("evicted")
+    tab.keyboard.press("Escape")
+    expect(life).to_be_hidden()
+    assert has_focus(row_of(tab, "by-hand").get_by_role("button", name="by-hand", exact=True))
+
+
+# -- where it is looked at ----------------------------------------------------------------------------
+
+
+def test_a_phone_scrolls_in_one_direction_only(server, table, tabs) -> None:
+    ask(server, table(10).question(1)[0], "a-rather-long-name-without-any-place-to-break-it-" * 3)
+    tab = tabs(viewport=PHONE, has_touch=True, is_mobile=True)
+
+    def widths() -> list[int]:
+        return list(tab.evaluate("[document.documentElement.scrollWidth, innerWidth]"))
+
+    row = tab.locator("tbody tr").first
+    expect(row).to_contain_text("a-rather-long-name")
+    assert widths() == [360, 360]
+    for button in row.get_by_role("button").all():
+        assert button.bounding_box()["height"] >= 24
+    row.get_by_role("button").first.click()
+    expect(tab.locator("#life-events .kind").first).to_be_visible()
+    life = tab.get_by_role("dialog")
+    assert widths() == [360, 360]
+    assert life.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
+    life.get_by_role("button", name="Close").click()
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator(".cell").first).to_be_visible()
+    assert widths() == [360, 360]
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
+    for n, state in enumerate(["idle", "cold"]):
+        ask(server, table(11 + n).question(1)[0], f"read-{state}")
+    tab = tabs(color_scheme=scheme)
+    row_of(tab, "read-cold").get_by_role("button", name="Evict").click()
+    expect(state_of(tab, "read-cold")).to_contain_text("cold")
+    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(re.findall(r"\d+", ground)[0]) < 60) == (scheme == "dark")
+    in_table = tab.evaluate(CONTRAST)
+    tab.get_by_role("button", name="Map", exact=True).click()
+    expect(tab.locator(".cell").first).to_be_visible()
+    in_map = tab.evaluate(CONTRAST)
+    tab.get_by_role("button", name=re.compile("^read-cold: cold")).click()
+    expect(tab.locator("#life-events .kind").first).to_be_visible()
+    texts = [*in_table, *in_map, *tab.evaluate(CONTRAST)]
+    assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "H"} <= {text for text, _ in texts}
+    assert [(text, ratio) for text, ratio in texts if ratio < READABLE] == []
+
+
+def test_nothing_is_asked_while_nobody_looks(server, tabs) -> None:
+    tab = tabs()
+    expect(tab.locator("#age")).to_contain_text("updated")
+    asked: list[str] = []
+    tab.evaluate(
+        "Object.defineProperty(document, 'hidden', { get: () => window.isAway ?? false }); window.isAway = true"
+    )
+    tab.wait_for_timeout(0)
+    tab.on("request", lambda request: asked.append(request.url))
+    expect(tab.locator("#age")).to_have_text("updated 6 s ago")  # three times as long as between two questions
+    assert asked == []
+    tab.evaluate("window.isAway = false; document.dispatchEvent(new Event('visibilitychange'))")
+    expect(tab.locator("#age")).to_have_text("updated now")
+
+
+def test_it_says_that_the_server_does_not_answer(server, tabs) -> None:
+    tab = tabs()
+    expect(tab.locator("[data-tile=store] .figure")).to_have_text("up")
+    tab.context.set_offline(True)
+    expect(tab.get_by_role("alert").first).to_contain_text("The server does not answer. What is shown is of ")
+    tab.context.set_offline(False)
+    expect(tab.get_by_role("alert").first).to_have_text("")
+    expect(tab.locator("#wrong")).to_contain_text("The server answers again.")
+
+
+# -- who may --------------------------------------------------------------------------------------------
+
+
+def test_the_key_is_asked_for_and_kept_in_the_tab(server, tabs) -> None:
+    tab = tabs(key=None)
+    question = tab.get_by_role("dialog", name="This server wants an API key")
+    question.get_by_label("API key").fill("another-key")
+    tab.keyboard.press("Enter")
+    expect(question.get_by_role("alert")).to_have_text("The server does not take this key.")
+    question.get_by_label("API key").fill(KEY)
+    question.get_by_role("button", name="Use it").click()
+    expect(question).to_be_hidden()
+    expect(tab.locator("[data-tile=store] .figure")).to_have_text("up")
+    assert tab.evaluate("[sessionStorage.getItem('manthan-key'), localStorage.length, document.cookie]") == [KEY, 0, ""]
+    tab.reload()
+    expect(tab.locator("[data-tile=store] .figure")).to_have_text("up")
+    tab.get_by_role("button", name="API key").click()
+    question.get_by_role("button", name="Forget it").click()
+    expect(tab.locator("#trouble")).to_have_text("The server wants an API key.")
+    assert tab.evaluate("sessionStorage.length") == 0
+
+
+def test_a_tenant_sees_its_own(server, table, tabs) -> None:
+    for n, tenant in enumerate(["grün", "globex"]):
+        prompt, own = table(13 + n).question(1)[0], AUTHORIZED | {"X-Tenant-ID": tenant.encode()}
+        body = {
+            "model": MODEL,
+            "messages": [{"role": "user", "content": prompt}],
+            "max_tokens": 4,
+            "session_id": "theirs",
+        }
+        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=own, timeout=120).raise_for_status()
+    tab = tabs()
+    expect(row_of(tab, "grün/theirs")).to_be_visible()
+    expect(row_of(tab, "globex/theirs")).to_be_visible()
+    tab.get_by_label("As tenant").fill("grün")
+    tab.keyboard.press("Enter")
+    expect(tab.locator("tbody .open")).to_have_text(["theirs"])
+    row_of(tab, "theirs").get_by_role("button", name="Evict").click()
+    expect(state_of(tab, "theirs")).to_contain_text("cold")
+    assert shown(server, "gr%C3%BCn%2Ftheirs").json()["state"] == "cold"
+    assert shown(server, "globex%2Ftheirs").json()["state"] == "idle"
+
+
+# -- what others write ----------------------------------------------------------------------------------
+
+
+EVIL = [
+    "<img src=x onerror=document.title='hit'>",
+    "\"><script>document.title='hit'</script>",
+    "a/b?c#d%2F..&e=\u202eabc",
+]
+
+
+def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:
+    for n, name in enumerate(EVIL):
+        ask(server, table(15 + n).question(1)[0], name)
+    tab = tabs()
+    for name in EVIL:
+        expect(tab.locator("#order")).to_contain_text(name)
+        row_of(tab, name).get_by_role("button", name="Evict").click()
+        expect(tab.locator("#said")).to_contain_text(f"{name}: evict is accepted")
+        expect(state_of(tab, name)).to_contain_text("cold")
+        tab.get_by_role("button", name=name, exact=True).first.click()
+        expect(tab.locator("#life-title")).to_have_text(name)
+        expect(tab.locator("#life-events .kind").first).to_have_text("evicted")
+        tab.keyboard.press("Escape")
+    tab.get_by_role("button", name="Map", exact=True).click()
+    for name in EVIL:
+        expect(tab.get_by_role("region", name="cold").get_by_role("button", name=f"{name}: cold")).to_be_visible()
+    assert tab.locator("img, body script").count() == 0
+    assert "hit" not in tab.title()
+
+
+def test_a_browser_is_told_to_run_and_load_only_what_is_of_the_page(server) -> None:
+    for name in ["", *FILES]:
+        answer = httpx.get(f"{server.url}/manthan/{name}")  # without a key: there is no data in it
+        assert answer.status_code == 200
+        assert "default-src 'self'" in answer.headers["Content-Security-Policy"]
+    html = httpx.get(f"{server.url}/manthan/").text
+    assert re.findall(r"<script(?! type=\"module\" src=\"page.js\"></script>)|<style|\son\w+=|style=", html) == []
+    for name, content in FILES.items():
+        text = content.decode().replace("http://www.w3.org/", "")
+        assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:", text) == [], name
+
+
+@pytest.mark.parametrize(
+    ("api", "statuses"),
+    [({}, [200, 200, 200]), ({"page": False}, [404, 404, 200]), ({"enabled": False}, [404, 404, 404])],
+    ids=str,
+)
+def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> None:
+    app = FastAPI()
+    app.state.args = Namespace(kv_transfer_config=kv_transfer_config(api=api), api_key=None)
+    add_api(app)
+    client = TestClient(app)
+    assert [client.get(f"/manthan/{path}").status_code for path in ("", "page.js", "config")] == statuses

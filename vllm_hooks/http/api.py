@@ -1,0 +1,185 @@
+"""The HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key."""
+
+from argparse import Namespace
+from collections.abc import Callable
+from importlib.metadata import version
+from typing import Annotated, Any
+
+from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi.security import HTTPBearer
+
+from manthan.manager.sessions.hints import HintError
+from manthan.manager.sessions.listing import Sort
+from manthan.manager.sessions.session import SessionState
+from manthan.vllm_hooks.compat import key_check
+from manthan.vllm_hooks.http.cores import Cores
+from manthan.vllm_hooks.http.errors import ApiError, not_right, route_with
+from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
+from manthan.vllm_hooks.http.models import (
+    EngineState,
+    Error,
+    Nothing,
+    Pin,
+    Session,
+    Sessions,
+    SessionWithLife,
+    Setting,
+)
+from manthan.vllm_hooks.transfer_config import settings_of
+
+PREFIX = "/manthan"
+MOST_ROWS = 500
+FARTHEST = 1_000_000
+RIGHTS = {
+    "state": f"some of {', '.join(SessionState)}, with commas between them",
+    "tenant": "a tenant's name",
+    "tier": "a tier's name, such as host",
+    "pinned": "true or false",
+    "prefix": "what session ids begin with",
+    "sort": f"one of {', '.join(Sort)}",
+    "order": "asc or desc",
+    "limit": f"a whole number from 1 to {MOST_ROWS}",
+    "offset": f"a whole number from 0 to {FARTHEST}",
+    "seconds": str(Pin.model_fields["seconds"].description),
+}
+"""What parameters and fields must be."""
+RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
+"""Sorted so that they rise unless it is said otherwise; all else begins with the largest."""
+STATUSES = {
+    401: "No API key, or a wrong one.",
+    422: "A parameter or a body that cannot be used.",
+    503: "The engine is dead, or does not answer.",
+}
+OF_ONE = {404: "There is no such session, or it is another tenant's."}
+STEERED = OF_ONE | {409: "Not possible now.", 503: "The engine is dead, or sleeps."}
+
+
+def make_router(args: Namespace) -> APIRouter:
+    """The routes of a server with these flags."""
+    guard = [Depends(_guard(args)), Depends(HTTPBearer(auto_error=False))]
+    router = APIRouter(
+        prefix=PREFIX, tags=["manthan"], dependencies=guard, route_class=route_with(RIGHTS), responses=_errors(STATUSES)
+    )
+    bound_by = _bound_by(tenant_header(args))
+    Bound = Annotated[str | None, Depends(bound_by)]  # noqa: N806
+    Id = Annotated[str, Path(description="of the session, percent-encoded")]  # noqa: N806
+
+    @router.get("/sessions", response_model=Sessions, summary="List sessions")
+    async def sessions(
+        request: Request,
+        bound: Bound,
+        state: Annotated[str | None, Query(description=RIGHTS["state"])] = None,
+        tenant: Annotated[str | None, Query(description=RIGHTS["tenant"])] = None,
+        tier: Annotated[str | None, Query(description=RIGHTS["tier"])] = None,
+        pinned: Annotated[bool | None, Query(description=RIGHTS["pinned"])] = None,
+        prefix: Annotated[str, Query(description=RIGHTS["prefix"])] = "",
+        sort: Annotated[Sort, Query(description=RIGHTS["sort"])] = Sort.LAST_USED,
+        order: Annotated[str | None, Query(description=RIGHTS["order"], pattern="^(asc|desc)$")] = None,
+        limit: Annotated[int, Query(description=RIGHTS["limit"], ge=1, le=MOST_ROWS)] = 100,
+        offset: Annotated[int, Query(description=RIGHTS["offset"], ge=0, le=FARTHEST)] = 0,
+    ) -> Any:
+        asked = {
+            "states": _states(state),
+            "bound": bound,
+            "tenant": tenant,
+            "tier": tier,
+            "pinned": pinned,
+            "prefix": prefix,
+            "sort": str(sort),
+            "descending": sort not in RISING if order is None else order == "desc",
+            "limit": limit,
+            "offset": offset,
+        }
+        return await _cores(request).sessions(asked)
+
+    @router.get(
+        "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
+    )
+    async def session(request: Request, id: Id, bound: Bound) -> Any:
+        return await _cores(request).session("session", {"id": id, "bound": bound})
+
+    @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
+    async def state(request: Request, bound: Bound) -> Any:
+        model = request.app.state.vllm_config.model_config
+        name = model.served_model_name or model.model
+        about = {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
+        return await _cores(request).state(bound) | about
+
+    @router.get(
+        "/config",
+        response_model=dict[str, Setting],
+        responses=_errors({403: "A tenant asks."}),
+        summary="Show the configuration as it was resolved",
+    )
+    async def config(bound: Bound) -> Any:
+        if bound is not None:
+            raise ApiError(403, "The configuration is not shown to tenants.")
+        return settings_of(args)
+
+    _add_actions(router, Bound, Id)
+    return router
+
+
+def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
+    def add(what: str, summary: str, status: int, body: type) -> None:
+        async def act(request: Request, id: Id, bound: Bound, asked: body | None = None) -> Any:  # type: ignore[valid-type]
+            given: dict[str, Any] = {} if asked is None else asked.model_dump()
+            return await _cores(request).session(what, {"id": id, "bound": bound, **given})
+
+        router.add_api_route(
+            f"/sessions/{{id:path}}/{what}",
+            act,
+            methods=["POST"],
+            status_code=status,
+            response_model=Session,
+            responses=_errors(STEERED),
+            summary=summary,
+            operation_id=f"manthan_{what}",
+        )
+
+    add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
+    add("prefetch", "Have a session come back when there is room", 202, Nothing)
+    add("pin", "Keep a session's codes whatever comes", 200, Pin)
+    add("unpin", "Keep them no longer", 200, Nothing)
+    add("release", "Forget a session", 200, Nothing)
+
+
+def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
+    return {status: {"model": Error, "description": text} for status, text in statuses.items()}
+
+
+def _cores(request: Request) -> Cores:
+    return Cores(request.app.state.engine_client)
+
+
+def _guard(args: Namespace) -> Callable[[Request], None]:
+    """The same keys as for all else."""
+    is_known = key_check(args)
+
+    def guard(request: Request) -> None:
+        if is_known is not None and not is_known(request.headers):
+            raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+
+    return guard
+
+
+def _bound_by(header: str) -> Callable[[Request], str | None]:
+    def bound(request: Request) -> str | None:
+        """The tenant to whose sessions a request is bound; None where nobody said one, who sees all."""
+        if not header or header not in request.headers:
+            return None
+        try:
+            return tenant_in(header)
+        except HintError as error:
+            raise ApiError(422, str(error), header) from None
+
+    return bound
+
+
+def _states(text: str | None) -> list[str] | None:
+    if text is None:
+        return None
+    states = [name.strip() for name in text.split(",")]
+    if not {*states} <= {*map(str, SessionState)}:
+        raise not_right("state", RIGHTS["state"], text)
+    return states

@@ -1,0 +1,156 @@
+"""What the HTTP API takes and gives. Times are Unix seconds, bytes of all ranks together.
+
+Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
+"""
+
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field
+
+from manthan.manager.lives import EventKind
+from manthan.manager.sessions.session import SessionState
+
+
+class Session(BaseModel):
+    """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: bytes of
+    codes by tier. expected_return: as its client said. engine: which data-parallel engine has it."""
+
+    id: str
+    tenant: str
+    state: SessionState
+    tokens: int
+    blocks: int
+    hot_blocks: int
+    cold_blocks: int
+    hot_bytes: int
+    cold_bytes: int
+    tiers: dict[str, int]
+    created: float
+    last_used: float
+    requests: int
+    pinned: bool
+    priority: int
+    expected_return: float | None
+    engine: int = 0
+
+
+class Event(BaseModel):
+    """What happened to a session. saved_tokens: that were not computed."""
+
+    at: float
+    kind: EventKind
+    tokens: int | None
+    blocks: int | None
+    bytes: int | None
+    seconds: float | None
+    saved_tokens: int | None
+    text: str
+
+
+class SessionWithLife(Session):
+    """life: the newest event last; no more than 64."""
+
+    life: list[Event]
+
+
+class Sessions(BaseModel):
+    """total: how many there are in all pages."""
+
+    total: int
+    now: float
+    sessions: list[Session]
+
+
+class Policy(BaseModel):
+    """order: ids of idle sessions, the one that leaves the KV pool first first; no more than 50."""
+
+    name: str
+    options: dict[str, Any]
+    order: list[str]
+
+
+class Tier(BaseModel):
+    name: str
+    used_bytes: int
+    budget_bytes: int
+
+
+class Store(BaseModel):
+    """up: whether it answers. codec: that new codes are made in."""
+
+    kind: str
+    up: bool
+    codec: str
+    tiers: list[Tier]
+
+
+class Pool(BaseModel):
+    """vLLM's KV pool. session_bytes: what sessions that are hot or idle have of it."""
+
+    block_tokens: int
+    blocks: int
+    free_blocks: int
+    bytes: int
+    session_bytes: int
+
+
+class Totals(BaseModel):
+    """Since the start. computed_tokens: of prompts, that were neither hot nor restored."""
+
+    evictions: int
+    restores: int
+    prefetches: int
+    failures: int
+    restored_tokens: int
+    computed_tokens: int
+
+
+class EngineState(BaseModel):
+    """sessions: how many by state."""
+
+    now: float
+    version: str
+    model: str
+    policy: Policy
+    store: Store
+    pool: Pool
+    sessions: dict[SessionState, int]
+    totals: Totals
+
+
+class Setting(BaseModel):
+    """A value of the configuration and where it is from: flag, file, environment, argument or default."""
+
+    model_config = ConfigDict(populate_by_name=True)
+
+    value: Any
+    source: str = Field(alias="from")
+
+
+class ErrorInfo(BaseModel):
+    message: str
+    type: str
+    param: str | None = None
+    code: int
+
+
+class Error(BaseModel):
+    """As vLLM's own."""
+
+    error: ErrorInfo
+
+
+class _Body(BaseModel):
+    model_config = ConfigDict(extra="forbid")
+
+
+class Nothing(_Body):
+    """An empty object."""
+
+
+class Pin(_Body):
+    """seconds: for so long; null for good."""
+
+    seconds: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null"
+    )

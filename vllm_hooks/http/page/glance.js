@@ -1,0 +1,112 @@
+// What an operator looks for first: is the store up, is it full, who holds memory, who goes next, what went wrong.
+
+import { Chart } from "./charts.js";
+import { STATES } from "./sessions.js";
+import { ago, byId, bytes, clock, count, make, plural, share, write } from "./text.js";
+
+const WRONG = 12; // lines kept of what went wrong
+const FIRST = 20; // shown of the policy's order
+const FULL = 0.97; // codes are dropped before the last byte is taken
+
+export class Glance {
+  // look(session): show its life; of a session in the policy's order only the id is known.
+  constructor(look) {
+    this.look = look;
+    this.charts = new Map();
+    this.wrong = [];
+    this.before = null;
+    this.opened = Date.now() / 1000;
+  }
+
+  update(now) {
+    const { model, policy, pool, store, totals, version } = now;
+    const used = Math.max(pool.session_bytes, pool.bytes * (1 - pool.free_blocks / pool.blocks));
+    write(byId("where"), `${model} · policy ${policy.name} · codec ${store.codec} · ${version}`);
+    document.title = `${store.up ? "" : "▲ store down – "}Manthan: pool ${share(used, pool.bytes)}`;
+    this.compare(now);
+    tile("store", store.up ? "up" : "▲ DOWN", store.tiers.map((tier) => tier.name).join(", ") || store.kind, store.up ? "good" : "bad");
+    tileOfTiers(store.tiers);
+    tile("pool", share(used, pool.bytes), `${bytes(used)} of ${bytes(pool.bytes)}`);
+    tile("sessions", count(STATES.reduce((sum, state) => sum + now.sessions[state], 0)),
+      STATES.map((state) => `${count(now.sessions[state])} ${state}`).join(", "));
+    tile("failures", count(totals.failures), this.wrong.length
+      ? `since the start; last trouble seen ${ago(Date.now() / 1000 - this.wrong[0].at)}`
+      : "since the start; none seen here", this.wrong.length ? "warn" : "");
+    tile("saved", count(totals.restored_tokens),
+      `${count(totals.computed_tokens)} computed; ${plural(totals.restores, "restore")}, ${plural(totals.evictions, "eviction")}`);
+    this.chart("pool", "Pool", ["sessions", "others"]).add(now.now, [pool.session_bytes, used - pool.session_bytes], pool.bytes);
+    for (const tier of store.tiers) {
+      this.chart(tier.name, `Cold store: ${tier.name}`, ["used"]).add(now.now, [tier.used_bytes], tier.budget_bytes);
+    }
+    write(byId("order-title"), `Goes first (${policy.name})`);
+    replaceList(byId("order"), policy.order.slice(0, FIRST).map((id) => this.entry({ id })), "Nobody: no session is idle in the pool.");
+  }
+
+  chart(key, title, parts) {
+    if (!this.charts.has(key)) {
+      this.charts.set(key, new Chart(title, parts, "free"));
+      byId("charts").append(this.charts.get(key).element);
+    }
+    return this.charts.get(key);
+  }
+
+  // What went wrong between two answers.
+  compare(now) {
+    const more = this.before ? now.totals.failures - this.before.totals.failures : 0;
+    if (more > 0) this.happened(`${plural(more, "failure")}: the server's log says what failed.`);
+    if (this.before?.store.up !== false && !now.store.up) this.happened("The cold store is down.");
+    if (this.before?.store.up === false && now.store.up) this.happened("The cold store is up again.");
+    this.before = now;
+    if (!this.wrong.length) replaceList(byId("wrong"), [], `Nothing since ${clock(this.opened)}, when this page was opened.`);
+  }
+
+  happened(what) {
+    this.wrong.unshift({ at: Date.now() / 1000, what });
+    this.wrong.length = Math.min(this.wrong.length, WRONG);
+    byId("wrong").replaceChildren(...this.wrong.map((each) =>
+      make("li", {}, make("time", { class: "dim" }, clock(each.at)), ` ${each.what}`)));
+  }
+
+  // Who has most of `what`, hot_bytes or cold_bytes.
+  holders(list, sessions, what) {
+    const most = Math.max(1, ...sessions.map((session) => session[what]));
+    const lines = sessions.filter((session) => session[what] > 0).map((session) => {
+      const bar = make("i");
+      bar.style.width = `${(session[what] / most) * 100}%`;
+      return this.entry(session, make("span", {}, bytes(session[what])), make("span", { class: "share", "aria-hidden": "true" }, bar));
+    });
+    replaceList(list, lines, "Nobody.");
+  }
+
+  entry(session, ...more) {
+    const name = make("bdi", {}, session.id);
+    const button = make("button", { type: "button", class: "open", title: session.id, click: () => this.look(session) }, name);
+    return make("li", {}, button, ...more);
+  }
+}
+
+function tile(name, figure, note, mood = "") {
+  const found = document.querySelector(`[data-tile=${name}]`);
+  write(found.querySelector(".figure"), figure);
+  write(found.querySelector(".note"), note);
+  found.className = mood;
+}
+
+// The last tier is where codes stay; one in front of it is full most of the time, and loses nothing by that.
+function tileOfTiers(tiers) {
+  if (!tiers.length) return tile("used", "–", "no tier");
+  const { name, used_bytes: used, budget_bytes: budget } = tiers.at(-1);
+  const isFull = used >= FULL * budget;
+  const note = `${name}: ${bytes(used)} of ${bytes(budget)}${isFull ? ". ▲ Full: codes are dropped" : ""}`;
+  tile("used", share(used, budget), note, isFull ? "warn" : "");
+}
+
+// A list drawn anew if it says something else. The focus stays where it is, by place if not by element.
+function replaceList(list, lines, nothing) {
+  const told = lines.length ? lines : [make("li", { class: "dim" }, nothing)];
+  const says = (some) => some.map((line) => line.textContent).join("\n");
+  if (says([...list.children]) === says(told)) return;
+  const focused = [...list.children].findIndex((line) => line.contains(document.activeElement));
+  list.replaceChildren(...told);
+  if (focused >= 0) list.children[Math.min(focused, told.length - 1)].querySelector("button")?.focus({ preventScroll: true });
+}

@@ -1,0 +1,259 @@
+// The live page: asks the API every other second while somebody can see it, and hands what it says to those who draw it.
+
+import { ApiError, credentials, get, steer } from "./api.js";
+import { Glance } from "./glance.js";
+import { Life } from "./life.js";
+import { mark, MapView, STATES, TableView } from "./sessions.js";
+import { ago, byId, clock, count, make, plural, write } from "./text.js";
+
+const EVERY_MS = 2000;
+const HOLD_MS = 5000; // rows do not move so long after somebody touched them
+const SAID_MS = 8000;
+const ROWS = matchMedia("(max-width: 640px)").matches ? 10 : 25;
+const CELLS = 500;
+const HOLDERS = 5;
+const RARELY = 3; // rounds: for what costs the engine more to tell
+
+const sorting = { sort: "last_used", order: "desc" };
+const life = new Life(act);
+const glance = new Glance(look);
+const table = new TableView(look, act, sortBy);
+const map = new MapView(look);
+
+let view = table;
+let offset = 0;
+let round = 0;
+let timer = 0;
+let saidTimer = 0;
+let answeredAt = 0;
+let touchedAt = 0;
+let failing = false;
+let locked = false; // until a key is given
+let paused = false;
+
+// -- asking -------------------------------------------------------------------------------------------
+
+async function ask() {
+  clearTimeout(timer);
+  if (!document.hidden && !paused && !locked) await askNow();
+  clearTimeout(timer); // somebody may have asked meanwhile
+  timer = setTimeout(ask, EVERY_MS);
+}
+
+async function askNow() {
+  try {
+    await draw();
+  } catch (error) {
+    return failed(error);
+  }
+  if (failing) glance.happened("The server answers again.");
+  failing = false;
+  answeredAt = Date.now();
+  document.body.classList.remove("stale");
+  write(byId("trouble"), "");
+}
+
+async function draw() {
+  const most = (what) => get("sessions", { sort: what, order: "desc", limit: HOLDERS });
+  const isFull = round++ % RARELY === 0;
+  const asked = query();
+  const [state, page, hot, cold] = await Promise.all([
+    get("state"), isFull || view === table ? get("sessions", asked) : null, ...(isFull ? [most("hot_bytes"), most("cold_bytes")] : []),
+  ]);
+  glance.update(state);
+  if (hot) glance.holders(byId("pool-holders"), hot.sessions, "hot_bytes");
+  if (cold) glance.holders(byId("cold-holders"), cold.sessions, "cold_bytes");
+  if (page && JSON.stringify(asked) === JSON.stringify(query())) showSessions(page);
+  if (byId("life").open) await life.refresh();
+}
+
+function failed(error) {
+  if (!(error instanceof ApiError)) throw error;
+  if (error.status === 401) return lock();
+  const since = answeredAt ? ` What is shown is of ${clock(answeredAt / 1000)}.` : "";
+  write(byId("trouble"), `${error.message}${since}`);
+  if (!failing) glance.happened(error.message);
+  failing = true;
+  document.body.classList.add("stale");
+  document.title = "▲ no answer – Manthan";
+}
+
+// -- the sessions -------------------------------------------------------------------------------------
+
+function query() {
+  const asked = view === map ? { sort: "tokens", order: "desc", limit: CELLS } : { ...sorting, limit: ROWS, offset };
+  const states = STATES.filter((state) => byId(`state-${state}`).checked);
+  if (states.length) asked.state = states.join(",");
+  if (byId("prefix").value) asked.prefix = byId("prefix").value;
+  if (byId("of-tenant").value) asked.tenant = byId("of-tenant").value;
+  if (byId("pinned").checked) asked.pinned = "true";
+  return asked;
+}
+
+function showSessions({ sessions, total }) {
+  const lost = byId("view").contains(document.activeElement);
+  const held = view === table && Date.now() - touchedAt < HOLD_MS;
+  view.update(sessions, held);
+  if (lost && document.activeElement === document.body) byId("sessions").focus({ preventScroll: true });
+  byId("view").hidden = total === 0;
+  byId("empty").hidden = total > 0;
+  write(byId("empty"), isFiltered() ? "No session is as the filter wants it." : "No sessions yet. One appears here with its first request.");
+  write(byId("held"), held ? "Rows stay in place while you work on them." : "");
+  byId("pager").hidden = total === 0;
+  byId("previous").hidden = byId("next").hidden = view === map || total <= ROWS;
+  byId("previous").disabled = offset === 0;
+  byId("next").disabled = offset + ROWS >= total;
+  write(byId("range"), rangeOf(sessions.length, total));
+  if (view === table && offset >= total && offset > 0) turnTo(0);
+}
+
+function rangeOf(shown, total) {
+  if (view === map) return shown < total ? `The ${count(shown)} longest of ${plural(total, "session")}` : plural(total, "session");
+  return `${count(offset + 1)}–${count(offset + shown)} of ${plural(total, "session")}`;
+}
+
+const isFiltered = () => Object.keys(query()).some((name) => ["state", "prefix", "tenant", "pinned"].includes(name));
+
+function turnTo(to) {
+  offset = Math.max(0, to);
+  touchedAt = round = 0;
+  ask();
+}
+
+function sortBy(column) {
+  const texts = ["id", "state", "expected"];
+  const again = sorting.sort === column;
+  sorting.order = again ? { asc: "desc", desc: "asc" }[sorting.order] : texts.includes(column) ? "asc" : "desc";
+  sorting.sort = column;
+  table.sorted(sorting.sort, sorting.order);
+  turnTo(0);
+}
+
+function showAs(wanted) {
+  view = wanted;
+  byId("as-table").setAttribute("aria-pressed", view === table);
+  byId("as-map").setAttribute("aria-pressed", view === map);
+  byId("view").replaceChildren(view.element);
+  turnTo(0);
+}
+
+// -- steering -----------------------------------------------------------------------------------------
+
+function look(session) {
+  life.open(session);
+}
+
+async function act(session, action) {
+  const refused = action.refused(session);
+  if (refused) return say(`${session.id} ${refused}.`);
+  if (action.name === "release" && !(await confirmed(session))) return;
+  const name = action.name === "pin" && session.pinned ? "unpin" : action.name;
+  try {
+    const found = await steer(session, name);
+    const pinned = found.pinned ? " and pinned" : "";
+    if (name === "release") {
+      touchedAt = 0;
+      byId("life").close();
+    }
+    say(`${session.id}${name === "release" ? " is released." : `: ${name} is accepted, the session is ${found.state}${pinned}.`}`);
+  } catch (error) {
+    if (error.status === 401) return lock();
+    say(error.message, true);
+  }
+  round = 0;
+  ask();
+}
+
+function say(what, isError = false) {
+  clearTimeout(saidTimer);
+  const place = [...document.querySelectorAll("dialog[open] .said"), byId("said")][0];
+  write(place, what);
+  place.classList.toggle("error", isError);
+  saidTimer = setTimeout(() => write(place, ""), isError ? 2 * SAID_MS : SAID_MS);
+}
+
+function confirmed(session) {
+  const dialog = byId("confirm");
+  byId("confirm-title").replaceChildren("Release ", make("bdi", {}, session.id), "?");
+  write(byId("confirm-text"), "What is kept of it is dropped, in the pool and in the cold store. "
+    + `If the session returns, its ${plural(session.tokens, "token")} are computed again.`);
+  dialog.returnValue = "";
+  dialog.showModal();
+  return new Promise((settle) => dialog.addEventListener("close", () => settle(dialog.returnValue === "yes"), { once: true }));
+}
+
+// -- key and tenant -----------------------------------------------------------------------------------
+
+function lock() {
+  locked = true;
+  write(byId("trouble"), "The server wants an API key.");
+  write(byId("key-trouble"), credentials.key ? "The server does not take this key." : "");
+  askForKey();
+}
+
+function askForKey() {
+  const dialog = byId("key-dialog");
+  if (dialog.open) return;
+  byId("key-button").hidden = false;
+  byId("key-forget").hidden = !credentials.key;
+  byId("key").value = "";
+  dialog.showModal();
+}
+
+// A gateway that says itself who the tenant is also keeps the configuration from being read: then nobody is asked.
+async function start() {
+  credentials.header = "";
+  const config = await get("config").catch(() => ({}));
+  credentials.header = config["quotas.header"]?.value || "";
+  byId("tenant-field").hidden = !credentials.header;
+  byId("tenant-field").title = `Sent as ${credentials.header}`;
+  ask();
+}
+
+// -- at the start -------------------------------------------------------------------------------------
+
+function listen() {
+  const on = (id, event, does) => byId(id).addEventListener(event, does);
+  const touched = () => { touchedAt = Date.now(); };
+  for (const event of ["pointermove", "pointerdown", "keydown"]) on("view", event, touched);
+  document.addEventListener("visibilitychange", () => { if (!document.hidden) ask(); });
+  on("pause", "click", () => {
+    paused = !paused;
+    byId("pause").setAttribute("aria-pressed", paused);
+    ask();
+  });
+  on("as-table", "click", () => showAs(table));
+  on("as-map", "click", () => showAs(map));
+  on("previous", "click", () => turnTo(offset - ROWS));
+  on("next", "click", () => turnTo(offset + ROWS));
+  on("filter", "input", () => turnTo(0));
+  for (const form of ["filter", "controls"]) on(form, "submit", (event) => event.preventDefault());
+  on("confirm-yes", "click", () => byId("confirm").close("yes"));
+  on("confirm-no", "click", () => byId("confirm").close());
+  on("tenant", "change", () => { credentials.tenant = byId("tenant").value.trim(); ask(); });
+  on("key-button", "click", askForKey);
+  on("key-form", "submit", (event) => { event.preventDefault(); useKey(byId("key").value.trim()); });
+  on("key-forget", "click", () => useKey(""));
+}
+
+function useKey(key) {
+  credentials.key = key;
+  locked = false;
+  byId("key-dialog").close();
+  start();
+}
+
+function tellAge() {
+  const age = paused ? "Paused" : answeredAt ? `updated ${ago((Date.now() - answeredAt) / 1000)}` : "";
+  write(byId("age"), age);
+}
+
+byId("states").append(...STATES.map((state) =>
+  make("label", {}, make("input", { type: "checkbox", id: `state-${state}` }), mark(state), ` ${state}`)));
+byId("tenant").value = credentials.tenant;
+byId("key-button").hidden = !credentials.key;
+listen();
+table.sorted(sorting.sort, sorting.order);
+setInterval(tellAge, 1000);
+byId("view").append(table.element);
+start();

@@ -1,0 +1,200 @@
+"""What the HTTP API asks of an engine core, answered on the scheduler's thread: between two steps, or while there are
+none.
+
+Answers are made of what msgpack and JSON know. Times are Unix seconds.
+"""
+
+import time
+from collections.abc import Callable, Mapping
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from manthan.manager.config.registered import choose_policy
+from manthan.manager.lives import Event, in_words
+from manthan.manager.sessions.listing import Query, Sort, Tier
+from manthan.manager.sessions.session import Session, SessionInfo, SessionState
+
+if TYPE_CHECKING:
+    from manthan.vllm_hooks.scheduler_half import SchedulerHalf
+
+METHOD = "manthan_inquiry"
+"""What the engine core offers it as."""
+ORDER = 50
+"""How many of those that go first are named."""
+UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
+
+Answer = dict[str, Any]
+"""`refused`: status and a sentence; or what was asked for."""
+
+
+class Inquiries:
+    """half: of the engine core that these are about."""
+
+    def __init__(self, half: "SchedulerHalf") -> None:
+        self._half, self._manager, self._store = half, half.manager, half.config.cold_store
+        self._listing, self._steering = half.manager.listing, half.manager.steering
+        steering = self._steering
+        self._does: dict[str, Callable[[Session, float], str]] = {
+            "evict": steering.evict,
+            "prefetch": steering.prefetch,
+            "unpin": steering.unpin,
+            "release": steering.release,
+        }
+
+    def answer(self, what: str, asked: dict[str, Any]) -> Answer:
+        """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the
+        tenant that asks, None for somebody who may see all."""
+        self._half.notice_reset()
+        self._offset = time.time() - time.monotonic()
+        if what == "sessions":
+            return self._sessions(asked)
+        if what == "state":
+            return self._state(asked["bound"])
+        session = self._listing.find(asked["id"], asked["bound"])
+        if session is None:
+            return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
+        shown = self._session(session, asked["bound"])
+        if what == "session":
+            return shown | {"life": self._life(session)}
+        refused = self._steer(what, session, asked)
+        if refused is not None or what == "release":
+            return refused or shown
+        return self._session(session, asked["bound"])
+
+    # -- looking on -----------------------------------------------------------------------------------
+
+    def _sessions(self, asked: Mapping[str, Any]) -> Answer:
+        tier, places = asked["tier"], self._places
+        if tier is not None and tier not in places.values():
+            return {"total": 0, "now": time.time(), "keys": [], "sessions": []}
+        page = self._listing.page(
+            Query(
+                states=None if asked["states"] is None else {*map(SessionState, asked["states"])},
+                bound=asked["bound"],
+                tenant=asked["tenant"],
+                tier=next((each for each, name in places.items() if name == tier), None),
+                pinned=asked["pinned"],
+                prefix=asked["prefix"],
+                sort=Sort(asked["sort"]),
+                descending=asked["descending"],
+                limit=asked["limit"],
+                offset=asked["offset"],
+            )
+        )
+        shown = [self._shown(info, asked["bound"]) for info in page.sessions]
+        return {"total": page.total, "now": time.time(), "keys": [list(key) for key in page.keys], "sessions": shown}
+
+    def _session(self, session: Session, bound: str | None) -> Answer:
+        return self._shown(self._listing.info(session), bound)
+
+    def _life(self, session: Session) -> list[Answer]:
+        lives = self._half.telemetry.lives
+        return [_event(event) for event in (lives.of(session.session_id) if lives is not None else ())]
+
+    def _shown(self, info: SessionInfo, bound: str | None) -> Answer:
+        expected = info.expected
+        return {
+            "id": info.session_id if bound is None else info.told_id,
+            "tenant": info.tenant,
+            "state": str(info.state),
+            "tokens": info.tokens,
+            "blocks": info.blocks,
+            "hot_blocks": info.hot_blocks,
+            "cold_blocks": info.cold_blocks,
+            "hot_bytes": info.hot_nbytes,
+            "cold_bytes": info.cold_nbytes,
+            "tiers": self._tiers(info.cold_nbytes, info.moved_nbytes),
+            "created": self._time(info.created),
+            "last_used": self._time(info.last_used),
+            "requests": info.requests,
+            "pinned": info.pinned,
+            "priority": info.priority,
+            "expected_return": None if expected is None else self._time(expected),
+        }
+
+    def _time(self, seconds: float) -> float:
+        """Of the manager's clock; the same each time, although two clocks are never read at once."""
+        return round(seconds + self._offset, 3)
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether the slower tier, or the only one, has all codes."""
+        front = self._manager.table.front
+        return front is None or front.keeps_behind
+
+    @property
+    def _places(self) -> dict[Tier, str]:
+        """The tiers that are told apart."""
+        fast = {} if self._manager.table.front is None else {Tier.FAST: self._store.places[0]}
+        return fast | {Tier.SLOW: self._store.places[-1] if self._keeps else "host"}
+
+    def _tiers(self, cold: int, moved: int) -> dict[str, int]:
+        """Bytes of codes by tier, of `cold` in all, of which so many had to leave the fast one."""
+        nbytes = {Tier.FAST: cold - moved, Tier.SLOW: cold if self._keeps else moved}
+        return {name: nbytes[tier] for tier, name in self._places.items() if nbytes[tier]}
+
+    def _state(self, bound: str | None) -> Answer:
+        half, manager = self._half, self._manager
+        usage, shape, config = manager.usage, manager.shape, half.config
+        front, budget = manager.table.front, usage.budget_nbytes
+        used = self._tiers(usage.cold_nbytes, manager.blocks.moved)
+        fast = 0 if front is None else front.nbytes
+        budgets = {Tier.FAST: fast, Tier.SLOW: budget if self._keeps else budget - fast}
+        tiers = [
+            {"name": name, "used_bytes": used.get(name, 0), "budget_bytes": budgets[tier]}
+            for tier, name in self._places.items()
+        ]
+        return {
+            "now": time.time(),
+            "policy": {
+                "name": config.policy.name,
+                "options": dict(choose_policy(config.policy).options),
+                "order": list(islice(self._listing.order(bound), ORDER)),
+            },
+            "store": {
+                "kind": self._store.kind,
+                "up": half.telemetry.store_is_up,
+                "codec": shape.codec or config.codec.name,
+                "tiers": tiers,
+            },
+            "pool": {
+                "block_tokens": shape.block_tokens,
+                "blocks": half.pool.usable_blocks,
+                "free_blocks": len(half.pool),
+                "bytes": half.pool.usable_blocks * (shape.hot_nbytes or shape.pool_nbytes(shape.main_group)),
+                "session_bytes": usage.hot_blocks * shape.hot_nbytes,
+            },
+            "sessions": {str(state): count for state, count in self._listing.states(bound).items()},
+            "totals": dict(half.telemetry.totals),
+        }
+
+    # -- steering -------------------------------------------------------------------------------------
+
+    def _steer(self, what: str, session: Session, asked: Mapping[str, Any]) -> Answer | None:
+        """Do it, or say why not."""
+        if self._half.is_out_of_use:
+            return _refused(ASLEEP, "The engine sleeps, or has served no request since it woke up.")
+        now = time.monotonic()
+        if what == "pin":
+            refused = self._steering.pin(session, now, asked.get("seconds"))
+        else:
+            refused = self._does[what](session, now)
+        self._half.steered()
+        return _refused(NOT_NOW, f"Not now: {refused}.") if refused else None
+
+
+def _refused(status: int, why: str) -> Answer:
+    return {"refused": [status, why]}
+
+
+def _event(event: Event) -> Answer:
+    return {
+        "at": event.at,
+        "kind": str(event.kind),
+        "tokens": event.tokens,
+        "blocks": event.blocks,
+        "bytes": event.nbytes,
+        "seconds": event.seconds,
+        "saved_tokens": event.saved,
+        "text": in_words(event),
+    }
