@@ -51,7 +51,12 @@ def session_info(
     session_id: str, created: float = 1.0e9, last_used: float = 1.1e9, *, state: str = "cold", requests: int = 1
 ) -> SessionInfo:
     """A session that is said to be stored; what its record does not tell is zero."""
-    return SessionInfo(session_id, "", state, 0, 0, 0, 0, 0, created, last_used, requests, False, 0, None)
+    return SessionInfo(
+        *(session_id, "", state, 0, 0, 0, 0, 0, created, last_used, requests, False, 0, None),
+        hot_nbytes=0,
+        moved_nbytes=0,
+        told_id=session_id,
+    )
 
 
 def rooms(keys: Sequence[bytes], ranks: int = 2) -> list[Room]:
