@@ -360,7 +360,7 @@ def test_nothing_is_asked_while_nobody_looks(server, tabs) -> None:
     )
     tab.wait_for_timeout(0)
     tab.on("request", lambda request: asked.append(request.url))
-    expect(tab.locator("#age")).to_have_text("updated 6 s ago")  # three times as long as between two questions
+    expect(tab.locator("#age")).to_have_text(re.compile(r"updated ([6-9]|\d\d+) s ago"))  # three questions' time
     assert asked == []
     tab.evaluate("window.isAway = false; document.dispatchEvent(new Event('visibilitychange'))")
     expect(tab.locator("#age")).to_have_text("updated now")
@@ -433,8 +433,9 @@ EVIL = [
 def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:
     for n, name in enumerate(EVIL):
         ask(server, table(15 + n).question(1)[0], name)
+    names = [f"/{name}" if "/" in name else name for name in EVIL]  # else it would read as a tenant's
     tab = tabs()
-    for name in EVIL:
+    for name in names:
         expect(tab.locator("#order")).to_contain_text(name)
         row_of(tab, name).get_by_role("button", name="Evict").click()
         expect(tab.locator("#said")).to_contain_text(f"{name}: evict is accepted")
@@ -444,7 +445,7 @@ def test_a_name_is_text_and_nothing_else(server, table, tabs) -> None:
         expect(tab.locator("#life-events .kind").first).to_have_text("evicted")
         tab.keyboard.press("Escape")
     tab.get_by_role("button", name="Map", exact=True).click()
-    for name in EVIL:
+    for name in names:
         expect(tab.get_by_role("region", name="cold").get_by_role("button", name=f"{name}: cold")).to_be_visible()
     assert tab.locator("img, body script").count() == 0
     assert "hit" not in tab.title()

@@ -1,16 +1,39 @@
 """Whether Manthan serves a model: vLLM's own configuration of it, against what stops a server at start."""
 
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.finding import Finding, Mark
 
-MODEL = "model"
+MODEL, LEVEL = "model", "VLLM_LOGGING_LEVEL"
+
+
+@contextmanager
+def _quietly() -> Iterator[None]:
+    """vLLM, whether it is imported already or not, logs errors alone."""
+    logger, before = logging.getLogger("vllm"), os.environ.get(LEVEL)
+    level = logger.level
+    os.environ[LEVEL] = "ERROR"
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
+        del os.environ[LEVEL]
+        if before is not None:
+            os.environ[LEVEL] = before
 
 
 def check_model(model: str, config_file: str | None) -> Finding:
     """Of a model that is served with vLLM's defaults otherwise."""
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    with _quietly():
+        return _check(model, config_file)
+
+
+def _check(model: str, config_file: str | None) -> Finding:
     from vllm import EngineArgs
 
     from manthan.vllm_hooks.settled import settle_codec
