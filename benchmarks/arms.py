@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from importlib import metadata
 from pathlib import Path
@@ -19,6 +19,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
+from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.engines import EngineOptions
 from manthan.benchmarks.server import ENVIRONMENT
 
@@ -219,6 +220,31 @@ def write_report(report: dict[str, Any], out: Path) -> Path:
     path = out / f"{report['benchmark']}.json"
     path.write_text(json.dumps(report, indent=1))
     return path
+
+
+def run_jobs(
+    benchmark: str,
+    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
+    about: dict[str, Any],
+    arguments: dict[str, Any],
+    out: Path,
+    console: Console,
+) -> dict[str, Any]:
+    """Each arm that asks servers, in turn. The report is written after each, so that what was found outlives a run that
+    is broken off."""
+    runs: list[dict[str, Any]] = []
+    errors: dict[str, str] = {}
+    report = new_report(benchmark, arguments, [], {}, errors) | about | {"runs": runs}
+    for name, job in jobs.items():
+        try:
+            runs.append(job(console))
+        except ServerError as error:
+            errors[name] = str(error)
+            console.print(error.log_tail, markup=False, soft_wrap=True)
+            log = f" (log: {error.log})" if error.log else ""
+            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
+        write_report(report, out)
+    return report
 
 
 def read_report(path: Path, benchmark: str) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import math
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from functools import partial
@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs
 from manthan.benchmarks.capacity_arms import (
     IN_REDIS,
     PLAIN,
@@ -168,35 +168,11 @@ def run(options: CapacityOptions, plot_only: Sequence[Path], arguments: dict[str
             about = {"model": served.name, "tokens": tokens_of(options, served)}
             jobs = {shown(arm): partial(run_arm, options, served, arm) for arm in choose_arms(options, served, stack)}
         options.out.mkdir(parents=True, exist_ok=True)
-        report = run_all(jobs, options, about, arguments, console)
+        report = run_jobs("capacity", jobs, about, arguments, options.out, console)
     path = options.out / "capacity.json"
     console.print(f"  {path}", soft_wrap=True)
     show(report, path.with_suffix(".png"), console)
     raise typer.Exit(1 if report["errors"] else 0)
-
-
-def run_all(
-    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
-    options: CapacityOptions,
-    about: dict[str, Any],
-    arguments: dict[str, Any],
-    console: Console,
-) -> dict[str, Any]:
-    """Each arm in turn. The report is written after each, so that what was found outlives a run that is broken off."""
-    runs: list[dict[str, Any]] = []
-    errors: dict[str, str] = {}
-    report: dict[str, Any] = {}
-    for name, job in jobs.items():
-        try:
-            runs.append(job(console))
-        except ServerError as error:
-            errors[name] = str(error)
-            console.print(error.log_tail, markup=False, soft_wrap=True)
-            log = f" (log: {error.log})" if error.log else ""
-            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
-        report = new_report("capacity", arguments, [], {}, errors) | about | {"runs": runs}
-        write_report(report, options.out)
-    return report
 
 
 def choose(options: CapacityOptions, made_up_in: Path) -> Served:

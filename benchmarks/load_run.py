@@ -4,7 +4,7 @@ import contextlib
 import secrets
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from functools import partial
@@ -15,7 +15,7 @@ import typer
 from pydantic import ByteSize
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, write_report
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, run_jobs, write_report
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
@@ -300,28 +300,4 @@ def run_arms(
     requests = sum(len(chat.turns) for chat in load.chats)
     sizes = [ByteSize(nbytes).human_readable() for nbytes in (memory.pool_nbytes, memory.store_nbytes)]
     console.print(f"  {len(load.chats)} chats, {requests} requests; a pool of {sizes[0]}, {sizes[1]} beside it")
-    return run_all(jobs, options, about, arguments, console)
-
-
-def run_all(
-    jobs: Mapping[str, Callable[[Console], dict[str, Any]]],
-    options: LoadOptions,
-    about: dict[str, Any],
-    arguments: dict[str, Any],
-    console: Console,
-) -> dict[str, Any]:
-    """Each arm in turn. The report is written after each, so that what was found outlives a run that is broken off."""
-    runs: list[dict[str, Any]] = []
-    errors: dict[str, str] = {}
-    report: dict[str, Any] = {}
-    for name, job in jobs.items():
-        try:
-            runs.append(job(console))
-        except ServerError as error:
-            errors[name] = str(error)
-            console.print(error.log_tail, markup=False, soft_wrap=True)
-            log = f" (log: {error.log})" if error.log else ""
-            console.print(f"  {name} failed: {error}{log}", style="red", markup=False, soft_wrap=True)
-        report = new_report("load", arguments, [], {}, errors) | about | {"runs": runs}
-        write_report(report, options.out)
-    return report or new_report("load", arguments, [], {}, errors) | about | {"runs": runs}
+    return run_jobs("load", jobs, about, arguments, options.out, console)
