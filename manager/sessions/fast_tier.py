@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.place import Place
-from manthan.manager.sessions.session import Block, CodeState, Session
+from manthan.manager.sessions.session import Block, CodeState, Session, SessionState
 from manthan.policies import EvictionPolicy
 
 
@@ -37,12 +37,19 @@ class FastTier(Place):
         return self._fast.fills_on_read
 
     def choose(self, sessions: Mapping[str, Session]) -> list[bytes]:
-        """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is."""
+        """The blocks to go first, so that what is being encoded fits: tails of the sessions whose turn it is.
+
+        Where reading brings codes back, not of a session in use: it was read just now, and is the last to go when it
+        is cold again.
+        """
         short = self._blocks.stored - self._blocks.moved - self._fast.nbytes
         chosen: list[bytes] = []
         if short > 0:
             for session_id in self.victims():
-                short = self._choose_of(sessions[session_id], short, chosen)
+                session = sessions[session_id]
+                if self._fast.fills_on_read and session.state is not SessionState.COLD:
+                    continue
+                short = self._choose_of(session, short, chosen)
                 if short <= 0:
                     break
                 self.evicted(session_id)
