@@ -58,7 +58,8 @@ class Router:
             seed=0,
         )
         self.engine = LLMEngine.from_engine_args(args)
-        self.half = self.engine.engine_core.engine_core.scheduler.connector.scheduler
+        scheduler = self.engine.engine_core.engine_core.scheduler
+        self.half, self.publisher = scheduler.connector.scheduler, scheduler.kv_event_publisher
         self.is_single = not self.half.groups.windows
         self._subscribe: Callable[[], Subscriber] = lambda: Subscriber(endpoint, replay, self.half.groups.hash_tokens)
         self.subscriber: Subscriber | None = None
@@ -115,7 +116,8 @@ class Router:
                 if output.finished:
                     blocks, talk = promised[output.request_id]
                     talk.tokens += output.outputs[0].token_ids
-                    assert output.num_cached_tokens >= blocks * vllm_engine.BLOCK, "events have promised more"
+                    found = output.num_cached_tokens // vllm_engine.BLOCK
+                    assert found >= blocks, f"events have promised {blocks} blocks, and {found} were there"
                     assert (output.kv_transfer_params is not None) == self.hinted.pop(output.request_id)
                     self.came["promised"] += blocks
                     self.came["restored"] += output.num_cached_tokens > 0
@@ -184,23 +186,32 @@ class Router:
     # -- what holds -------------------------------------------------------------------------------------
 
     def check(self) -> None:
-        """All is quiet: events and books agree, as soon as the last event has come."""
+        """All is quiet: events and books agree, as soon as the last event has come, be it of the pool."""
         if self.subscriber is None:
             self.subscriber = self._subscribe()
         heard, until = self.subscriber, time.monotonic() + PATIENCE_S
-        while (heard.hear() or heard.cold.keys()) != (found := self.restorable()):
+        self.publisher._event_queue.join()
+        while heard.hear() < self.published or heard.cold.keys() != self.restorable():
+            found = self.restorable()
             missing, more = len(found - heard.cold.keys()), len(heard.cold.keys() - found)
             assert time.monotonic() < until, f"of {len(found)} blocks {missing} were not told, and {more} more were"
             time.sleep(0.01)
             heard.catch_up()  # the last batch may be among those that were lost
             self.settle()
         check_integrity(self.half.manager)
+        found = self.restorable()
         assert heard.after_clearing == found
         for name in found if self.is_single else ():
             parent = heard.cold[name].parent_block_hash
             assert parent is None or (name[0], parent) in found
         self.came["checks"] += 1
         self.came["most"] = max(self.came["most"], len(found))
+
+    @property
+    def published(self) -> int:
+        """How many batches of events."""
+        sent = self.publisher._buffer
+        return sent[-1][0] + 1 if sent else 0
 
     def restorable(self) -> set[Name]:
         """By the manager's books."""

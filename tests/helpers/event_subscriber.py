@@ -58,13 +58,14 @@ class Subscriber:
     def is_deaf(self) -> bool:
         return bool(self._socket.closed)
 
-    def hear(self) -> None:
-        """All that has come, and what was published before that."""
+    def hear(self) -> int:
+        """All that has come, and what was published before that. Returns how many batches that were."""
         for seq, payload in self._received():
             if seq > self._next:
                 self.catch_up()
             if seq == self._next:
                 self._take(payload)
+        return self._next
 
     def _received(self) -> Iterator[tuple[int, bytes]]:
         while not self._socket.closed and self._socket.poll(0):

@@ -60,7 +60,7 @@ def test_with_windows_what_anchors_are_made_of_is_told_too(sockets: str, tmp_pat
 def test_of_what_others_have_in_redis_each_tells_what_it_has_found(sockets: str, tmp_path: Path) -> None:
     for server in redis_server.running(tmp_path):
         redis = {"cold_store": {"kind": "redis", "max_bytes": "4MiB"}, "redis": {"url": server.url}}
-        assert live(sockets, 5, redis)["came"]["removed"] > 0
+        assert live(sockets, 5, redis, actions=40)["came"]["removed"] > 0
         second = live(sockets, 5, redis, actions=15)
         assert second["first"] == []
         assert second["came"]["restored"] > 0
