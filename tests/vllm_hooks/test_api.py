@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 from fastapi import FastAPI
+from fastapi.testclient import TestClient
 
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.http.cores import Cores, summed, together
@@ -117,3 +118,29 @@ def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
     assert found["min_tokens"] == {"value": 7, "from": "environment"}
     assert found["policy.half_life_s"] == {"value": 60, "from": "argument"}
     assert found["backend"] == {"value": "auto", "from": "default"}
+
+
+@pytest.mark.parametrize(
+    ("headers", "is_refused"),
+    [
+        ({}, False),
+        ({"Origin": "http://testserver"}, False),
+        ({"Origin": "https://evil.example"}, True),
+        ({"Origin": "null"}, True),
+        ({"Origin": "http://testserver:81"}, True),
+        ({"Origin": "https://behind-a-proxy.example", "Sec-Fetch-Site": "same-origin"}, False),
+        ({"Origin": "http://testserver", "Sec-Fetch-Site": "cross-site"}, True),
+        ({"Origin": "https://board.example"}, False),
+    ],
+)
+def test_pages_of_other_sites_do_not_steer_where_there_is_no_key(headers: dict[str, str], is_refused: bool) -> None:
+    app = FastAPI()
+    origins = ["*", "https://board.example"]
+    app.state.args = Namespace(kv_transfer_config=kv_transfer_config(), api_key=None, allowed_origins=origins)
+    app.state.engine_client = Client()
+    add_api(app)
+    client = TestClient(app)
+    reply = client.post("/manthan/sessions/alice/release", headers=headers)
+    assert reply.status_code == (403 if is_refused else 503)
+    assert ("may not steer sessions" in reply.text) is is_refused
+    assert client.get("/manthan/sessions", headers=headers).status_code == 503

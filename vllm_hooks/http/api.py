@@ -1,12 +1,15 @@
 """The HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key."""
 
+import reprlib
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
+from urllib.parse import urlsplit
 
 from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.security import HTTPBearer
+from starlette.datastructures import Headers
 
 from manthan.manager.sessions.hints import HintError
 from manthan.manager.sessions.listing import Sort
@@ -51,7 +54,11 @@ STATUSES = {
     503: "The engine is dead, or does not answer.",
 }
 OF_ONE = {404: "There is no such session, or it is another tenant's."}
-STEERED = OF_ONE | {409: "Not possible now.", 503: "The engine is dead, or sleeps."}
+STEERED = OF_ONE | {
+    403: "A page of another site asks, and there is no API key.",
+    409: "Not possible now.",
+    503: "The engine is dead, or sleeps.",
+}
 
 
 def make_router(args: Namespace) -> APIRouter:
@@ -153,14 +160,27 @@ def _cores(request: Request) -> Cores:
 
 
 def _guard(args: Namespace) -> Callable[[Request], None]:
-    """The same keys as for all else."""
-    is_known = key_check(args)
+    """The same keys as for all else. Where there are none, no page of another site steers sessions: vLLM's default lets
+    pages of all sites in."""
+    is_known, named = key_check(args), set(getattr(args, "allowed_origins", ())) - {"*"}
 
     def guard(request: Request) -> None:
-        if is_known is not None and not is_known(request.headers):
-            raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+        if is_known is not None:
+            if not is_known(request.headers):
+                raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
+        elif request.method == "POST" and (origin := _foreign(request.headers)) and origin not in named:
+            right = "set an --api-key, or name it in --allowed-origins"
+            raise ApiError(403, f"Pages of {reprlib.repr(origin)} may not steer sessions: {right}.", "Origin")
 
     return guard
+
+
+def _foreign(headers: Headers) -> str:
+    """The site whose page sends this, if it is not the server's own; see the Fetch standard on `Origin`, and on
+    `Sec-Fetch-Site`, which browsers leave out where there is no TLS."""
+    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
+    is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
+    return "" if is_own or not origin else origin
 
 
 def _bound_by(header: str) -> Callable[[Request], str | None]:
