@@ -20,10 +20,12 @@ from manthan.codec.tables.rotation import block_sizes, sign
 
 DTYPES = (Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32, Dtype.FLOAT8_E4M3, Dtype.FLOAT8_E5M2)
 """As DTYPE numbers them."""
-TENSOR_CORE_DIMS = (64, 128, 256)
+TENSOR_CORE_DIMS = (*range(32, 128, 16), *range(128, 257, 32))
 ALIGNMENT = 16
 """Bytes that kernels read at once where all vectors begin at multiples."""
 TILE = 8
+CODE_THREADS = 128
+"""Of a block of threads that encodes or decodes vectors of their own."""
 
 
 class Job(ctypes.Structure):
@@ -118,7 +120,8 @@ class CudaPagedCodec(PagedCodec):
             return
         template, warps = plan.jobs[name]
         job = template.of(batch, codes)
-        plan.kernels.launch(name, job, job.n * warps)
+        threads = CODE_THREADS if name in ("encode", "decode") else THREADS
+        plan.kernels.launch(name, job, job.n * warps, threads=threads)
 
     def _plan(self, exact: int) -> Plan:
         """Compiles, at the first form whose heads have whole tiles, and at the first other."""
@@ -208,19 +211,24 @@ def constants(spec: CodecSpec, head_dim: int, dtype: Dtype, aligned: bool, whole
         "WHOLE": int(whole),
         "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype.numpy.itemsize == 2),
     }
+    macros |= {"CODE_THREADS": CODE_THREADS, "COUNT_ASM": 1, "PIN": 256, "ENCODE_BLOCKS": 1, "DECODE_BLOCKS": 1}
     made = tables(head_dim, 3, spec.rotated)
+    sizes = block_sizes(head_dim)
+    roots = [size**-0.5 for size in sizes for _ in range(size // 16)]
     signs = [sum((sign(i + j) < 0) << j for j in range(32)) for i in range(0, head_dim, 32)]
     words = {
         "WEIGHTS": _bits(made.weights),
         "SIGNS": signs,
-        "BLOCK_SIZE_OF": [size for size in block_sizes(head_dim) for _ in range(size)],
+        "BLOCK_SIZE_OF": [size for size in sizes for _ in range(size)],
+        "ROOTS": _bits(np.array(roots)),
     }
     for bits in (2, 3, 4):
         levels = tables(head_dim, bits, spec.rotated).levels
         words[f"LEVELS_{bits}"] = _bits(levels)
         words[f"CUTS_{bits}"] = _bits(tables(head_dim, bits, spec.rotated).thresholds)
     lines = [f"#define {name} {value}" for name, value in macros.items()]
-    for name, value in (("ROOT", made.root), ("LARGEST", made.largest)):
+    rms, root = np.float32((sizes[0] / head_dim) ** 0.5), np.float32(sizes[0] ** -0.5)
+    for name, value in (("ROOT", made.root), ("LARGEST", made.largest), ("RMS", rms), ("BLOCK_ROOT", root)):
         lines.append(f"#define {name} 0x{value.view(np.uint32):08x}u")
     lines += [_array("unsigned int", name, values) for name, values in words.items()]
     for bits in (2, 3, 4):

@@ -1,9 +1,12 @@
 """CUDA C++ compiled when it is needed, by the compiler library that comes with PyTorch's CUDA wheels."""
 
 import ctypes
+from functools import lru_cache
 from typing import Any
 
 import torch
+
+from manthan.codec.gpu.kernel_cache import KernelCache, cache_folder
 
 try:  # a dependency of PyTorch's CUDA wheels, absent beside its CPU wheels
     from cuda.bindings import driver, nvrtc
@@ -31,7 +34,7 @@ class Module:
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             major, minor = torch.cuda.get_device_capability(device)
-            self._module = _checked(driver.cuModuleLoadData(_compile(source, f"sm_{major}{minor}")))
+            self._module = _checked(driver.cuModuleLoadData(cubin(source, f"sm_{major}{minor}")))
         self._sms = torch.cuda.get_device_properties(device).multi_processor_count
         self._device = device
         self._functions: dict[tuple[str, int, int], tuple[Any, int]] = {}
@@ -66,23 +69,36 @@ class Module:
         return self._functions[key]
 
 
-def _compile(source: str, architecture: str) -> bytes:
+_cache = lru_cache(KernelCache)
+
+
+def cubin(source: str, architecture: str) -> bytes:
+    """The kernels of this source for GPUs of one architecture ("sm_90"), out of the cache if they are there.
+
+    Raises CompileError.
+    """
+    version = ".".join(map(str, _checked(nvrtc.nvrtcVersion())))
+    options = ("--std=c++17", f"--gpu-architecture={architecture}")
+    return _cache(cache_folder()).compiled((version, *options, source), lambda: _compile(source, options))
+
+
+def _compile(source: str, options: tuple[str, ...]) -> bytes:
     program = _checked(nvrtc.nvrtcCreateProgram(source.encode(), b"manthan.cu", 0, [], []))
-    options = [b"--std=c++17", f"--gpu-architecture={architecture}".encode()]
-    error = nvrtc.nvrtcCompileProgram(program, len(options), options)[0]
+    error = nvrtc.nvrtcCompileProgram(program, len(options), [option.encode() for option in options])[0]
     if error != nvrtc.nvrtcResult.NVRTC_SUCCESS:
         log = bytearray(_checked(nvrtc.nvrtcGetProgramLogSize(program)))
         nvrtc.nvrtcGetProgramLog(program, log)
-        raise CompileError(f"NVRTC cannot compile for {architecture}: {error.name}: {log.decode(errors='replace')}")
-    cubin = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
-    _checked(nvrtc.nvrtcGetCUBIN(program, cubin))
+        said = log.decode(errors="replace")
+        raise CompileError(f"NVRTC cannot compile with {' '.join(options)}: {error.name}: {said}")
+    made = bytearray(_checked(nvrtc.nvrtcGetCUBINSize(program)))
+    _checked(nvrtc.nvrtcGetCUBIN(program, made))
     _checked(nvrtc.nvrtcDestroyProgram(program))
-    return bytes(cubin)
+    return bytes(made)
 
 
 def _checked(answer: tuple[Any, ...]) -> Any:
-    """The result of a call, whose error code comes first."""
+    """The result of a call, whose error code comes first; a tuple where there are several."""
     error, *results = answer
     if int(error) != 0:
         raise CompileError(f"CUDA answers {error.name}")
-    return results[0] if results else None
+    return (results[0] if len(results) == 1 else tuple(results)) if results else None

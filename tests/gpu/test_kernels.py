@@ -123,7 +123,7 @@ def check(cache: Cache, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("codec", [*SPECS, *CENTRED])
-@pytest.mark.parametrize("head_dim", [32, 40, 64, 80, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("head_dim", [32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512])
 def test_codes_are_numpys_and_come_back_as_numpys_numbers(
     paged: Any, head_dim: int, codec: str, dtype: torch.dtype
 ) -> None:
@@ -134,15 +134,16 @@ def test_codes_are_numpys_and_come_back_as_numpys_numbers(
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("exact", [1, 4, 8, 15, 16])
-@pytest.mark.parametrize("head_dim", [40, 64, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 112, 128, 256])
 def test_so_are_those_of_blocks_with_exact_tokens(paged: Any, head_dim: int, exact: int, dtype: torch.dtype) -> None:
     check(Cache(head_dim, dtype, "k4v3", paged, exact=exact), dtype)
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 24, 128])
 @pytest.mark.parametrize("exact", [0, 4])
-def test_blocks_of_any_number_of_tokens(paged: Any, tokens: int, exact: int) -> None:
-    check(Cache(128, torch.bfloat16, "lloyd3", paged, tokens=tokens, exact=exact), torch.bfloat16)
+@pytest.mark.parametrize("head_dim", [96, 128])
+def test_blocks_of_any_number_of_tokens(paged: Any, head_dim: int, tokens: int, exact: int) -> None:
+    check(Cache(head_dim, torch.bfloat16, "lloyd3", paged, tokens=tokens, exact=exact), torch.bfloat16)
 
 
 @pytest.mark.parametrize("exact", [0, 3, 8, 16])
@@ -203,9 +204,10 @@ def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
     assert cache.decode([14, 15, 16, 17], headers) == ["size", None, None, None]
 
 
-def test_extremes_are_encoded_as_numpy_does(paged: Any) -> None:
-    cache = Cache(128, torch.bfloat16, "lloyd3", paged)
-    block = cache.layers[0][3, :, 0, :128]
+@pytest.mark.parametrize("head_dim", [80, 112, 128])
+def test_extremes_are_encoded_as_numpy_does(paged: Any, head_dim: int) -> None:
+    cache = Cache(head_dim, torch.bfloat16, "lloyd3", paged)
+    block = cache.layers[0][3, :, 0, :head_dim]
     for t, factor in enumerate((0.0, 1e-39, 1e37, 1e-30, 3e38, 1e-20, 1e18)):
         block[t] *= factor
     block[8] = 0

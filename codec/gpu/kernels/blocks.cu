@@ -42,8 +42,15 @@ struct Place {  // a tile of the keys, or of the values, of one layer of one blo
     __device__ __forceinline__ int valid(const Job& job) const { return WHOLE ? TILE : min(TILE, job.tokens - token); }
 };
 
+struct Room {  // of a warp, in shared memory
+#if FAST
+    uint4 tile[(KEY_BITS > VALUE_BITS ? KEY_BITS : VALUE_BITS) * HEAD_DIM / 16];
+#endif
+    float sums[64];
+};
+
 template <int BITS>
-__device__ __forceinline__ void encode_run(const Job& job, Place place, const Encoder& encoder, int lane, float* sums) {
+__device__ __forceinline__ void encode_run(const Job& job, Place place, const Encoder& encoder, int lane, Room& room) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
     Piece piece;
@@ -58,12 +65,12 @@ __device__ __forceinline__ void encode_run(const Job& job, Place place, const En
         float c[CHUNKS][4], norm[2];
         transform(encoder, piece, c, norm, lane);
         if (tile + 1 < place.tiles) piece.fetch(place.vector(job, min(lane >> 2, place.valid(job) - 1)), lane);
-        slow = encode_tile<BITS>(c, norm, now.scales, now.planes, valid, lane);
+        slow = encode_tile<BITS>(c, norm, now.scales, now.planes, valid, room.tile, lane);
         if (slow) __syncwarp();
 #endif
         for (; slow; slow &= slow - 1) {
             int t = __ffs(slow) - 1;
-            bool finite = encode_vector<BITS>(now.vector(job, t), now.scales + 2 * t, now.planes + t * width, lane, sums);
+            bool finite = encode_vector<BITS>(now.vector(job, t), now.scales + 2 * t, now.planes + t * width, lane, room.sums);
             if (!finite && lane == 0) atomicMin(job.status + now.block, now.index + t);
         }
     }
@@ -100,7 +107,7 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
 
     __device__ __forceinline__ Range(const Job& job) {
         u32 all = (u32)job.n * 2 * job.layers * tiles_of_layer(job);
-        u32 warp = blockIdx.x * WARPS + threadIdx.x / 32, warps = gridDim.x * WARPS;
+        u32 warp = blockIdx.x * CODE_WARPS + threadIdx.x / 32, warps = gridDim.x * CODE_WARPS;
         u32 each = all / warps, more = all % warps;  // the first so many warps take one more
         tile = warp * each + min(warp, more);
         end = tile + each + (warp < more);
@@ -112,22 +119,22 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
 };
 
 // status: GOOD must be there before; becomes the first vector that is not finite.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) encode(const Job job) {
-    __shared__ float sums[WARPS][64];
+extern "C" __global__ void __launch_bounds__(CODE_THREADS, ENCODE_BLOCKS) encode(const Job job) {
+    __shared__ Room rooms[CODE_WARPS];
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     const Encoder encoder(lane);
     Range range(job);
     while (range.tile < range.end) {
         Place place(job, range.tile);
         range.take(place);
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_run<KEY_BITS>(job, place, encoder, lane, sums[warp]);
-        else encode_run<VALUE_BITS>(job, place, encoder, lane, sums[warp]);
+        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_run<KEY_BITS>(job, place, encoder, lane, rooms[warp]);
+        else encode_run<VALUE_BITS>(job, place, encoder, lane, rooms[warp]);
     }
 }
 
 // Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
 // whose scale is not finite.
-extern "C" __global__ void __launch_bounds__(THREADS, 1) decode(const Job job) {
+extern "C" __global__ void __launch_bounds__(CODE_THREADS, DECODE_BLOCKS) decode(const Job job) {
     int lane = threadIdx.x % 32;
     const Decoder decoder(lane);
     Range range(job);

@@ -18,6 +18,7 @@ typedef long long i64;
 #define EXPONENT 0x7f800000u
 #define TILE 8
 #define WARPS (THREADS / 32)
+#define CODE_WARPS (CODE_THREADS / 32)  // of a block of threads that encodes or decodes
 #define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first go to as many processors as there are
 
 struct Job {  // sections of n blocks of one form

@@ -1,0 +1,76 @@
+"""Compiled kernels on disk, so that a machine compiles them once and not each engine again.
+
+They lie where vLLM has its own: in `manthan/kernels` of VLLM_CACHE_ROOT, or else of `vllm` in XDG_CACHE_HOME. A file is
+named after all that its content depends on, so none is ever changed, and any can be removed.
+"""
+
+import hashlib
+import logging
+import os
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+
+logger = logging.getLogger("vllm.manthan")
+
+DIGEST = hashlib.sha256
+DIGEST_BYTES = 32
+
+
+def cache_folder() -> Path:
+    """By this process's environment."""
+    xdg = os.environ.get("XDG_CACHE_HOME") or "~/.cache"
+    root = os.environ.get("VLLM_CACHE_ROOT") or os.path.join(xdg, "vllm")
+    return Path(root).expanduser() / "manthan" / "kernels"
+
+
+class KernelCache:
+    """Any number of processes and threads may use one folder. It need not be there, nor let itself be written to."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._unwritten: dict[Path, bytes] = {}
+
+    def compiled(self, named: tuple[str, ...], make: Callable[[], bytes]) -> bytes:
+        """What `make` returned when it was first called for these names, by whichever process."""
+        path = self._folder / f"{DIGEST(repr(named).encode()).hexdigest()}.cubin"
+        kept = self._unwritten.get(path) or self._read(path)
+        if kept is not None:
+            return kept
+        made = make()
+        try:
+            self._write(path, made)
+        except OSError as error:
+            if not self._unwritten:
+                self._warn(error)
+            self._unwritten[path] = made
+        return made
+
+    def _read(self, path: Path) -> bytes | None:
+        """None for a file that is missing or damaged."""
+        try:
+            content = path.read_bytes()
+        except OSError:
+            return None
+        digest, kept = content[:DIGEST_BYTES], content[DIGEST_BYTES:]
+        return kept if DIGEST(kept).digest() == digest else None
+
+    def _write(self, path: Path, made: bytes) -> None:
+        """Whole or not at all: others may read the file, or write the same."""
+        path.parent.mkdir(parents=True, exist_ok=True)
+        fd, name = tempfile.mkstemp(prefix=f".{path.stem[:16]}-", dir=path.parent)
+        try:
+            with os.fdopen(fd, "wb") as file:
+                file.write(DIGEST(made).digest() + made)
+            os.replace(name, path)
+        except BaseException:
+            os.unlink(name)
+            raise
+
+    def _warn(self, error: OSError) -> None:
+        logger.warning(
+            "Manthan: compiled kernels are not kept in %s: %s; they are compiled again at each start. "
+            "VLLM_CACHE_ROOT names another folder.",
+            self._folder,
+            error.strerror or error,
+        )
