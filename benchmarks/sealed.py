@@ -26,7 +26,7 @@ from manthan.benchmarks.arms import OUT, make_console
 from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.rates import Rates, nbytes_of, show_rates, some_blocks, timed, write_rates
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.stores.cold_store import Buffer, ColdStore, Found
+from manthan.manager.stores.cold_store import Buffer, ColdStore, Found, Landing
 from manthan.manager.stores.disk.store import DiskStore
 from manthan.manager.stores.keyring import KeyRing
 from manthan.manager.stores.redis.client import Circuit, connect
@@ -51,7 +51,7 @@ class Memory(ColdStore):
         self._blocks |= blocks
         return {}
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
         return (self._blocks.get(key) for key in keys)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:

@@ -558,3 +558,10 @@ def pin(memory: "torch.Tensor") -> None:
     from vllm.v1.simple_kv_offload.cuda_mem_ops import pin_tensor
 
     pin_tensor(memory)
+
+
+def unpin(memory: "torch.Tensor") -> None:
+    """Undo `pin` of the same memory."""
+    import torch
+
+    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())

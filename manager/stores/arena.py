@@ -37,13 +37,14 @@ def usable(nbytes: int) -> int:
 
 
 class Arena:
-    """The addresses [0, nbytes), of which some are taken. It has no memory of its own, and is not thread-safe.
+    """Addresses from 0 on, of which some are taken. It has no memory of its own, and is not thread-safe.
 
-    nbytes: rounded down to a multiple of GRANULE.
+    nbytes: so many to begin with, rounded down to a multiple of GRANULE. `join` adds more.
     """
 
     def __init__(self, nbytes: int) -> None:
-        self.nbytes = nbytes - nbytes % GRANULE
+        self.nbytes = 0
+        """How many addresses there are."""
         self.available = 0
         """Bytes that are free, wherever."""
         # Holes never touch each other. By where they begin and end, and by their size: starts in order, sizes in order.
@@ -51,7 +52,16 @@ class Arena:
         self._start_before: dict[int, int] = {}
         self._starts: dict[int, list[int]] = {}
         self._sizes: list[int] = []
-        self.free([Extent(0, self.nbytes)])
+        self._end = 0
+        self.join(Extent(0, nbytes))
+
+    def join(self, more: Extent) -> None:
+        """Addresses behind all others are there from now on, rounded down. An extent reaches from those before over to
+        these only if they touch."""
+        size = more.nbytes - more.nbytes % GRANULE
+        self.nbytes += size
+        self._end = more.start + size
+        self.free([Extent(more.start, size)])
 
     @property
     def used(self) -> int:
@@ -112,8 +122,8 @@ class Arena:
         for (start, size), (following, _) in pairwise(holes):
             if start + size >= following:
                 raise IntegrityError(f"the hole of {size} bytes at {start} reaches the one at {following}.")
-        if holes and sum(holes[-1]) > self.nbytes:
-            raise IntegrityError(f"the hole at {holes[-1][0]} ends behind the arena's {self.nbytes} bytes.")
+        if holes and sum(holes[-1]) > self._end:
+            raise IntegrityError(f"the hole at {holes[-1][0]} ends behind the arena's end at {self._end}.")
         if any(size <= 0 or size % GRANULE or start % GRANULE for start, size in holes):
             raise IntegrityError(f"a hole does not begin or end at a multiple of {GRANULE}.")
         if sum(size for _, size in holes) != self.available:

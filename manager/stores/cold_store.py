@@ -2,22 +2,35 @@
 
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import NamedTuple, TypeAlias
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from functools import partial
+from typing import TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
+from manthan.manager.stores.arena import Arena, room, usable
+from manthan.manager.stores.memory import Buffer, Chunks, Kept, Memory
 
-from manthan.manager.stores.arena import Arena, Extent, room, usable
-
-Buffer = NDArray[np.uint8]
 Found: TypeAlias = Buffer | str | None
 """What was read: a block; the cause why what is there cannot be used, a metric label; or None, if nothing is there."""
 
-CHUNK = 64 << 20
-"""Memory is taken in pieces of so many bytes, as it is needed."""
 STORE_FULL = "store_full"
 """The cause of a refusal: the bytes do not fit in what is left of the budget."""
+
+
+class Landing(ABC):
+    """Memory of whoever reads, which blocks may come to lie in. For the thread that reads."""
+
+    @abstractmethod
+    def room(self, nbytes: int, blocks: int = 1) -> Buffer:
+        """So many bytes for so many blocks, wherever they are."""
+
+    @abstractmethod
+    def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
+        """Blocks are read where they lie in this memory, which the reader reaches as it reaches its own. give_back: to
+        be called when it has done with them."""
+
+    @abstractmethod
+    def lose(self) -> None:
+        """Rooms that were given may be written to at any time from now on: they are not to be used again."""
 
 
 class ColdStoreError(Exception):
@@ -41,10 +54,13 @@ class ColdStore(ABC):
         """
 
     @abstractmethod
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+    def read(
+        self, group: int, keys: Sequence[bytes], tenant: str = "", into: "Landing | None" = None
+    ) -> Iterator[Found]:
         """The blocks, in order. tenant: who asks. Raises ColdStoreError where it cannot tell.
 
-        Each is the reader's own, or never changes: it stays as it is when the block is dropped.
+        Each is the reader's own, or never changes: it stays as it is when the block is dropped. into: where those may
+        come to lie that the store reads itself; what it lends then stays as it is until `into` gives it back.
         """
 
     @abstractmethod
@@ -97,81 +113,51 @@ class FrontStore(ColdStore):
         """See ColdStore."""
 
 
-class _Kept(NamedTuple):
-    """A block in memory: where, and how many bytes it has."""
-
-    extents: tuple[Extent, ...]
-    nbytes: int
-
-
-class _Memory:
-    """Bytes by address; the system gives them when they are first written."""
-
-    def __init__(self, nbytes: int) -> None:
-        self._nbytes = nbytes
-        self._chunks: dict[int, Buffer] = {}
-
-    def write(self, kept: _Kept, buf: Buffer) -> None:
-        at = 0
-        for piece in self._pieces(kept):
-            piece[:] = buf[at : at + piece.nbytes]
-            at += piece.nbytes
-
-    def read(self, kept: _Kept) -> Buffer:
-        """A copy."""
-        return np.concatenate(list(self._pieces(kept)))
-
-    def _pieces(self, kept: _Kept) -> Iterator[Buffer]:
-        """A block's bytes as views, in order: one for each extent and each chunk that it lies in."""
-        left = kept.nbytes
-        for start, size in kept.extents:
-            end = start + min(size, left)
-            left -= end - start
-            while start < end:
-                number, at = divmod(start, CHUNK)
-                piece = self._chunk(number)[at : at + end - start]
-                yield piece
-                start += piece.nbytes
-
-    def _chunk(self, number: int) -> Buffer:
-        if number not in self._chunks:
-            self._chunks.setdefault(number, np.empty(min(CHUNK, self._nbytes - number * CHUNK), np.uint8))
-        return self._chunks[number]
-
-
 class HostStore(FrontStore):
     """Codes in this process's memory, within a budget that holds at every moment.
 
-    max_bytes: the budget. Bytes are copied on the way in and out; a block that is being written is not there yet.
+    max_bytes: the budget. memory: where they lie, if there is more to be said of it; what it has not got yet is not
+    there to be used. Bytes are copied on the way in; on the way out where they cannot be lent. A block that is being
+    written is not there yet.
     """
 
-    def __init__(self, max_bytes: int) -> None:
+    def __init__(self, max_bytes: int, memory: Memory | None = None) -> None:
         self.max_bytes = max_bytes
         self.peak = 0
         """The most bytes ever used."""
         self._lock = threading.Lock()
-        self._arena = Arena(max_bytes)
-        self._memory = _Memory(self._arena.nbytes)
-        self._blocks: dict[tuple[int, bytes], _Kept] = {}
+        self._memory = memory or Chunks(max_bytes)
+        self._arena = Arena(0)
+        self._spans = 0
+        """So many of the memory's are the arena's."""
+        self._lent = 0
+        """Bytes of dropped blocks that somebody still reads."""
+        self._blocks: dict[tuple[int, bytes], Kept] = {}
+        self._grow()
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         return {key: STORE_FULL for key, buf in blocks.items() if not self._put((group, key), buf)}
 
     def _put(self, block: tuple[int, bytes], buf: Buffer) -> bool:
         with self._lock:
+            self._grow()
             self._remove(block)
             extents = self._arena.allocate(buf.nbytes)
             self.peak = max(self.peak, self._arena.used)
         if extents is None:
             return False
-        kept = _Kept(extents, buf.nbytes)
+        kept = Kept(extents, buf.nbytes)
         self._memory.write(kept, buf)
         with self._lock:
             self._remove(block)  # somebody else may have put it meanwhile
             self._blocks[block] = kept
         return True
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
+    def read(
+        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
+    ) -> Iterator[Buffer | None]:
+        if into is not None and (memory := self._memory.lendable) is not None:
+            return self._lend(group, keys, into, memory)
         return (self._read((group, key)) for key in keys)
 
     def _read(self, block: tuple[int, bytes]) -> Buffer | None:
@@ -181,6 +167,29 @@ class HostStore(FrontStore):
         buf = self._memory.read(kept)
         with self._lock:  # if it was dropped meanwhile, others' bytes may be among these
             return buf if self._blocks.get(block) is kept else None
+
+    def _lend(self, group: int, keys: Sequence[bytes], into: Landing, memory: Buffer) -> Iterator[Buffer | None]:
+        with self._lock:
+            found = [self._blocks.get((group, key)) for key in keys]
+            lent = [kept for kept in found if kept is not None]
+            for kept in lent:
+                kept.lent += 1
+        into.lend(memory, partial(self._take_back, lent))
+        return (None if kept is None else self._view(kept, memory) for kept in found)
+
+    def _view(self, kept: Kept, memory: Buffer) -> Buffer:
+        if len(kept.extents) > 1:
+            return self._memory.read(kept)
+        start = kept.extents[0].start
+        return memory[start : start + kept.nbytes]
+
+    def _take_back(self, lent: Sequence[Kept]) -> None:
+        with self._lock:
+            for kept in lent:
+                kept.lent -= 1
+                if kept.is_dropped and not kept.lent:
+                    self._lent -= room(kept.nbytes)
+                    self._arena.free(kept.extents)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         with self._lock:
@@ -200,6 +209,7 @@ class HostStore(FrontStore):
 
     def close(self) -> None:
         self.cleared("")
+        self._memory.close()
 
     def room(self, nbytes: int) -> int:
         return room(nbytes)
@@ -207,12 +217,14 @@ class HostStore(FrontStore):
     @property
     def used(self) -> int:
         with self._lock:
-            return self._arena.used
+            return self._arena.used - self._lent
 
     @property
     def usable(self) -> int:
         """Some bytes that are free keep holes large."""
-        return usable(self.max_bytes)
+        with self._lock:
+            self._grow()
+            return usable(self._arena.nbytes)
 
     @property
     def available(self) -> int:
@@ -231,8 +243,20 @@ class HostStore(FrontStore):
 
     def _remove(self, block: tuple[int, bytes]) -> None:
         kept = self._blocks.pop(block, None)
-        if kept is not None:
+        if kept is None:
+            return
+        if kept.lent:
+            kept.is_dropped = True
+            self._lent += room(kept.nbytes)
+        else:
             self._arena.free(kept.extents)
+
+    def _grow(self) -> None:
+        """What the memory has got meanwhile is the arena's."""
+        spans = self._memory.spans
+        while self._spans < len(spans):
+            self._arena.join(spans[self._spans])
+            self._spans += 1
 
 
 COLD_STORES = ("host", "device", "disk", "redis", "tiered")

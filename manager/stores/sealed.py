@@ -24,7 +24,7 @@ import numpy as np
 from cryptography.exceptions import InvalidTag
 from cryptography.hazmat.primitives.ciphers.aead import AESGCM
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, Found
+from manthan.manager.stores.cold_store import Buffer, ColdStore, Found, Landing
 from manthan.manager.stores.keyring import Key, KeyRing, Names, derived
 
 MAGIC, VERSION = b"MNE", 1
@@ -169,7 +169,8 @@ class SealedStore(ColdStore):
         bufs = {name: np.frombuffer(sealed.pop(key), np.uint8) for name, key in names.items()}
         return {names[name]: cause for name, cause in self.inner.put_all(group, bufs, tenant).items()}
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+        """What is opened lies elsewhere than what was read."""
         values = self.inner.read(group, self._names(keys), tenant)
         return (self._open(group, key, value, tenant) for key, value in zip(keys, values, strict=True))
 

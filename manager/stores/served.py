@@ -19,7 +19,7 @@ from typing import Any
 
 import numpy as np
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, Landing
 from manthan.manager.work import STORE_DOWN
 
 logger = logging.getLogger("vllm.manthan")
@@ -142,8 +142,8 @@ class ServingStore(ColdStore):
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         return self.store.put_all(group, blocks, tenant)
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
-        return self.store.read(group, keys, tenant)
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
+        return self.store.read(group, keys, tenant, into)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.store.absent(group, keys)
@@ -231,7 +231,7 @@ class RemoteStore(ColdStore):
                 refused |= {bytes.fromhex(key): cause for key, cause in answer["refused"].items()}
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
         """Raises ServedStoreError."""
         for some in _batches(keys):
             answer, bufs = self._ask("read", group, some, tenant)

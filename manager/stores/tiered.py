@@ -4,7 +4,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, FrontStore
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, FrontStore, Landing
 
 Name = tuple[int, bytes]
 """Of a block: its KV cache group, and its key."""
@@ -37,7 +37,7 @@ class TieredStore(ColdStore):
                 self._keep((group, key), buf, tenant)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Found]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
         """Raises what the store behind raises, when it comes to the first block that is not in front."""
         with self._lock:
             near = {key for key in keys if (group, key) in self._order}
@@ -45,8 +45,8 @@ class TieredStore(ColdStore):
                 if key in near:
                     self._order.move_to_end((group, key))
                     self._going.pop((group, key), None)
-        here = self._in_front(group, [key for key in keys if key in near], tenant)
-        far = self.behind.read(group, [key for key in keys if key not in near], tenant)
+        here = self._in_front(group, [key for key in keys if key in near], tenant, into)
+        far = self.behind.read(group, [key for key in keys if key not in near], tenant, into)
         for key in keys:
             if key in near:
                 yield next(here)
@@ -56,15 +56,15 @@ class TieredStore(ColdStore):
                 self._keep((group, key), buf, tenant)
             yield buf
 
-    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str) -> Iterator[Found]:
+    def _in_front(self, group: int, keys: Sequence[bytes], tenant: str, into: Landing | None) -> Iterator[Found]:
         """What is not to be had there, since it had to make room, or cannot be read, comes from behind."""
-        found = self.front.read(group, keys, tenant)
+        found = self.front.read(group, keys, tenant, into)
         for key in keys:
             try:
                 buf = next(found, None)
             except ColdStoreError:
                 buf = None
-            yield next(self.behind.read(group, [key], tenant)) if buf is None else buf
+            yield next(self.behind.read(group, [key], tenant, into)) if buf is None else buf
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         return self.behind.absent(group, self.front.absent(group, keys))

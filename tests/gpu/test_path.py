@@ -37,7 +37,7 @@ class World:
         whole = self.codec.form(TOKENS).nbytes
         self.tiers = Tiers(
             Tier.on_device(device_blocks * whole, self.codec.device) if device_blocks else None,
-            Tier.pinned(host_blocks * whole) if host_blocks else None,
+            Tier.pinned(host_blocks * whole, self.codec.device) if host_blocks else None,
         )
         self.path = GpuPath({GROUP: self.codec}, self.tiers, forms=FORMS)
         self.right = {(block, exact): self._restored(block, exact) for block in range(SOURCES) for exact in FORMS}

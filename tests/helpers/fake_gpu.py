@@ -5,13 +5,11 @@ from typing import Any
 
 import fake_cuda
 import pytest
-import torch
 
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.gpu.torch_codec import TorchPagedCodec
-from manthan.vllm_hooks import scheduler_half, settled
+from manthan.vllm_hooks import compat, scheduler_half, settled
 from manthan.vllm_hooks.worker import half
-from manthan.vllm_hooks.worker.tiers import Tier
 
 
 def play(as_bytes: bool = True) -> None:
@@ -31,6 +29,7 @@ def play(as_bytes: bool = True) -> None:
     patch.setattr(half, "codec_backend", lambda *_: "cuda")
     patch.setattr(half, "paged_codec", RawPagedCodec if as_bytes else TorchPagedCodec)
     patch.setattr(scheduler_half, "is_on_gpu", lambda _: True)
-    patch.setattr(Tier, "pinned", classmethod(lambda cls, nbytes: cls(torch.zeros(nbytes, dtype=torch.uint8))))
+    for name in ("pin", "unpin"):
+        patch.setattr(compat, name, lambda memory: None)
     for module in (half, scheduler_half, settled) if as_bytes else ():
         patch.setattr(module, "keeps_bytes", lambda _: True)

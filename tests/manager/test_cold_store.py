@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import numpy as np
 import pytest
 
-from manthan.manager.stores import cold_store
+from manthan.manager.stores import memory
 from manthan.manager.stores.arena import GRANULE, room
 from manthan.manager.stores.cold_store import Buffer, HostStore
 
@@ -149,7 +149,7 @@ def test_a_block_that_is_dropped_while_it_is_read_is_a_miss(monkeypatch: pytest.
 
 
 def test_blocks_may_lie_in_several_chunks_and_extents(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cold_store, "CHUNK", 3 * GRANULE)
+    monkeypatch.setattr(memory, "CHUNK", 3 * GRANULE)
     store, rng = HostStore(40 * GRANULE), np.random.default_rng(1)
     blocks = {bytes([at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate([1, 700, 2000, 300, 4000])}
     assert store.put_all(0, blocks) == {}

@@ -43,7 +43,7 @@ class Behind(ColdStore):
         self.blocks |= {(group, key): buf for key, buf in blocks.items() if key not in self.refuses}
         return {key: "store_oom" for key in blocks if key in self.refuses}
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
+    def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: object = None) -> Iterator[Buffer | None]:
         for key in keys:
             if self.is_down:
                 raise ColdStoreError

@@ -175,7 +175,7 @@ class Broken(HostStore):
     def put_all(self, group: int, blocks: Any, tenant: str = "") -> Any:
         raise self._error
 
-    def read(self, group: int, keys: Any, tenant: str = "") -> Any:
+    def read(self, group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
         raise self._error
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import fake_cuda
 import numpy as np
 import pytest
 import torch
@@ -84,8 +85,9 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
 
 
-def test_a_gpu_writes_and_reads_the_same() -> None:
+def test_a_gpu_writes_and_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     """With torch's codec, whatever is exact; what is damaged is told apart."""
+    fake_cuda.install(monkeypatch)
     caches, modules = paged()
     for cache in caches.values():
         cache.copy_(torch.randn(cache.shape))

@@ -28,6 +28,11 @@ GROUP = 3
 EXACT = [0, 0, 3, TOKENS, TOKENS, TOKENS, 1, 0, TOKENS - 1]
 
 
+@pytest.fixture(autouse=True)
+def gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    fake_cuda.install(monkeypatch)
+
+
 class World:
     """Two ways to the same blocks of one cache."""
 

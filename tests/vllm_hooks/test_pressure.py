@@ -21,7 +21,7 @@ def slow_store(worker: Any, seconds: float) -> None:
     store = get_kv_transfer_group().worker.path.store
     read, put_all = type(store).read, type(store).put_all
 
-    def slow_read(group: int, keys: Any, tenant: str = "") -> Any:
+    def slow_read(group: int, keys: Any, *told: Any) -> Any:
         time.sleep(seconds)
         return read(store, group, keys)
 

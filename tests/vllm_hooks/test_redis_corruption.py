@@ -4,6 +4,7 @@ import random
 import time
 from collections.abc import Callable, Iterator
 
+import fake_cuda
 import pytest
 import torch
 import xxhash
@@ -19,6 +20,7 @@ from manthan.manager.stores.redis.store import RedisStore
 from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock
 from manthan.vllm_hooks.worker.blocks import Blocks
 from manthan.vllm_hooks.worker.host_path import HostPath
+from manthan.vllm_hooks.worker.intake import Intake
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 
@@ -64,7 +66,9 @@ class Loader:
         namespace = Namespace("manthan:", make.__name__)
         client = connect(RedisConfig(url=server.url))
         store = RedisStore(client, Circuit(), namespace, 0, 1000)
-        self.path = HostPath({GROUP: blocks}, store, 1, torch.device("cpu"))
+        cpu = torch.device("cpu")
+        intake = Intake(1 << 20, 2, 1 << 18, 4, cpu) if isinstance(blocks, PagedBlocks) else None
+        self.path = HostPath({GROUP: blocks}, store, 1, cpu, intakes=intake and (intake, intake))
         self.raw = server.binary_client
         self.names = [namespace.block((GROUP, key), 0) for key in KEYS]
         spills = [SpillBlock(key, GROUP, n, 32 * n, EXACT[n]) for n, key in enumerate(KEYS)]
@@ -129,7 +133,10 @@ def corrupted(values: list[bytes], which: int, rng: random.Random) -> bytes:
 
 
 @pytest.mark.parametrize("make", [on_the_cpu, pytest.param(as_on_a_gpu, marks=pytest.mark.slow)])
-def test_none_of_ten_thousand_corruptions_is_accepted(redis_server: RedisServer, make: Callable) -> None:
+def test_none_of_ten_thousand_corruptions_is_accepted(
+    redis_server: RedisServer, make: Callable, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fake_cuda.install(monkeypatch)
     loader, rng = Loader(redis_server, make), random.Random(11)
     untouched = loader.target()
     causes = set()

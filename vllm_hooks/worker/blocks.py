@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -17,6 +17,9 @@ from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
+
+if TYPE_CHECKING:
+    from manthan.vllm_hooks.worker.intake import Intake
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -42,7 +45,8 @@ class Blocks(ABC):
 
     @abstractmethod
     def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
-        """The encoded blocks; for one that cannot be encoded, the cause, a metric label."""
+        """The encoded blocks; for one that cannot be encoded, the cause, a metric label. They stay as they are until
+        this thread's next call."""
 
     @abstractmethod
     def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
@@ -52,6 +56,12 @@ class Blocks(ABC):
         What follows such a block may be left as it is, and without a cause. A paged block is written to only after
         every check of its codes has passed.
         """
+
+    def begin(
+        self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found], intake: "Intake"
+    ) -> Callable[[], list[str | None]]:
+        """The same where a GPU does it: it is begun, and what is returned waits for it."""
+        raise NotImplementedError
 
 
 class PagedMemory(ABC):

@@ -29,8 +29,8 @@ RESTORE_STAGING_BYTES = 128 << 20
 RESTORE_STAGINGS = 2
 """One is decoded while the next is copied."""
 ENCODE_THREADS = 2
-"""At most, where codes of a GPU go to Redis: each has a buffer of STAGING_BYTES, and so has each that decodes."""
-STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
+"""At most, where codes of a GPU go by the CPU: each has a buffer of STAGING_BYTES."""
+STAGINGS_BYTES = (ENCODE_THREADS + 1) * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 """All of them."""
 
 

@@ -37,9 +37,16 @@ from manthan.vllm_hooks.worker.blocks import (
     PagedMemory,
 )
 from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
-from manthan.vllm_hooks.worker.capacity import ENCODE_THREADS, TierBytes
+from manthan.vllm_hooks.worker.capacity import (
+    ENCODE_THREADS,
+    RESTORE_STAGING_BYTES,
+    RESTORE_STAGINGS,
+    STAGING_BYTES,
+    TierBytes,
+)
 from manthan.vllm_hooks.worker.guard import Guard
 from manthan.vllm_hooks.worker.host_path import HostPath
+from manthan.vllm_hooks.worker.intake import SLOT_BYTES, SLOTS, Intake
 from manthan.vllm_hooks.worker.layout import (
     Layer,
     packed_layers,
@@ -143,7 +150,10 @@ class WorkerHalf:
         name, store = "", None
         if config.cold_store.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups)
-            name, store = namespace.name, make_store(self._vllm_config, namespace, self._copies)
+            name, store = (
+                namespace.name,
+                make_store(self._vllm_config, namespace, self._copies, self._pinning_for(layers[0].rows.device)),
+            )
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
@@ -152,6 +162,10 @@ class WorkerHalf:
         self.path = self._path(chain, group, tier_bytes, store, beside)
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
+
+    def _pinning_for(self, device: torch.device) -> torch.device | None:
+        """The GPU that reads RAM itself; None where the CPU does."""
+        return device if codec_backend(self._config.backend, device) == "cuda" else None
 
     def _layers(self, group: Group, kv_caches: Mapping[str, torch.Tensor]) -> list[Layer]:
         """Where the group's blocks lie. Raises UnsupportedError."""
@@ -241,17 +255,18 @@ class WorkerHalf:
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
                 "host."
             )
-        blocks: dict[int, Blocks]
+        blocks: Mapping[int, Blocks]
+        intakes = None
         if on_gpu:
-            blocks = {index: _paged_blocks(each) for index, each in groups.items()}
-            threads = min(threads, ENCODE_THREADS)
+            blocks = paged = {index: _paged_blocks(each) for index, each in groups.items()}
+            threads, intakes = min(threads, ENCODE_THREADS), _intakes(list(paged.values()), device)
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
         calibration = self._calibration(chain, blocks[chain.forms[0].group], group)
         if store is None:
             store = one_for_all(lambda: HostStore(tier_bytes.host), self._vllm_config, self._copies)
         is_mine = storing(self._vllm_config.parallel_config, self._copies)
-        return HostPath(blocks, store, threads, device, self._fails_whole, calibration, is_mine)
+        return HostPath(blocks, store, threads, device, self._fails_whole, calibration, is_mine, intakes)
 
     def _calibration(self, chain: GroupCache, blocks: Blocks | None, group: Group) -> Calibration | None:
         """Where the codec wants a profile that there is not yet. blocks: that may take it up at once."""
@@ -332,6 +347,13 @@ def _paged_blocks(cache: GroupCache) -> PagedBlocks:
     return PagedBlocks(*(paged_codec(layout, form) for form in cache.forms))
 
 
+def _intakes(blocks: Sequence[PagedBlocks], device: torch.device) -> tuple[Intake, Intake]:
+    """Of the threads that restore and that prefetch."""
+    least = max(each.largest for each in blocks)
+    restores = Intake(max(RESTORE_STAGING_BYTES, least), RESTORE_STAGINGS, max(SLOT_BYTES, least), SLOTS, device)
+    return restores, Intake(max(STAGING_BYTES, least), 1, max(SLOT_BYTES, least), SLOTS // 2, device)
+
+
 def _gpu_path(
     groups: Mapping[int, GroupCache], tier_bytes: TierBytes, fails_whole: bool, calibration: Calibration | None
 ) -> WorkerPath:
@@ -344,7 +366,7 @@ def _gpu_path(
     chain = next(iter(groups.values()))
     device = chain.layers[0].rows.device
     on_device = Tier.on_device(tier_bytes.device, device) if tier_bytes.device else None
-    on_host = Tier.pinned(tier_bytes.host) if tier_bytes.host else None
+    on_host = Tier.pinned(tier_bytes.host, device) if tier_bytes.host else None
 
     def make(index: int, name: str) -> PagedCodec:
         [form] = [form for form in groups[index].forms if form.codec == name]

@@ -1,8 +1,9 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
-from itertools import chain, islice
+from collections import deque
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 
 import numpy as np
 import torch
@@ -20,11 +21,15 @@ from manthan.vllm_hooks.messages import (
 )
 from manthan.vllm_hooks.worker.blocks import MISSING, Blocks
 from manthan.vllm_hooks.worker.calibration import Calibration
+from manthan.vllm_hooks.worker.intake import Intake, batches
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.streams import behind, model_event
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
+
+UNDER_WAY = 2
+"""Batches of a load that the GPU is given while the next one is read."""
 
 
 class HostPath(WorkerPath):
@@ -33,7 +38,7 @@ class HostPath(WorkerPath):
     blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
     stream of its own, behind what the model's stream was given before. calibration: what is made of the chains' blocks
     besides. is_mine: whether this rank stores the block of a key; of another, which has the same, it is said to be
-    stored in no bytes.
+    stored in no bytes. intakes: of the threads that restore and that prefetch, where a GPU decodes.
     """
 
     def __init__(
@@ -45,8 +50,10 @@ class HostPath(WorkerPath):
         fails_whole: bool = False,
         calibration: Calibration | None = None,
         is_mine: Callable[[bytes], bool] = lambda key: True,
+        intakes: tuple[Intake, Intake] | None = None,
     ) -> None:
         super().__init__(fails_whole)
+        self._intakes = intakes
         self._is_mine = is_mine
         self.blocks, self.store = blocks, store
         self._chain = next(iter(blocks))
@@ -69,7 +76,8 @@ class HostPath(WorkerPath):
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
             threads = self._prefetchers if load.is_prefetch else self._loaders
-            threads.submit(self._load, load, self.store, model)
+            intake = self._intakes[load.is_prefetch] if self._intakes else None
+            threads.submit(self._load, load, self.store, model, intake)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
@@ -118,13 +126,13 @@ class HostPath(WorkerPath):
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None) -> None:
+    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None, intake: Intake | None) -> None:
         began = time.monotonic()
         loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys])
         try:
             with behind(model, self._device):
                 for part in load.parts:
-                    self._load_part(part, store, load.tenant, loaded)
+                    self._load_part(part, store, load.tenant, intake, loaded)
                     if loaded.failed:
                         break
         except ColdStoreError as error:
@@ -137,26 +145,59 @@ class HostPath(WorkerPath):
         if not load.is_prefetch:
             self._finished(load, loaded.good)
 
-    def _load_part(self, part: GroupBlocks, store: ColdStore, tenant: str, loaded: "_Loaded") -> None:
+    def _load_part(
+        self, part: GroupBlocks, store: ColdStore, tenant: str, intake: Intake | None, loaded: "_Loaded"
+    ) -> None:
         """Decode the blocks of a group, up to the first that cannot be."""
-        group, keys, block_ids = part
-        blocks = self.blocks[group]
-        values = store.read(group, keys, tenant)
-        for start in range(0, len(keys), blocks.batch):
-            some = slice(start, start + blocks.batch)
-            bufs = list(islice(values, blocks.batch))
-            for n, cause in enumerate(blocks.decode_all(keys[some], block_ids[some], bufs), start):
-                if cause is not None:  # what follows is of no use
-                    loaded.fail(cause)
-                    # Where one is, there are more: not one a return, please.
-                    if cause == MISSING:
-                        gone = store.absent(group, keys[n + 1 :])
-                        loaded.failed += [FailedBlock(group, key, MISSING) for key in gone]
-                    elif isinstance(bufs[n - start], str):
-                        rest = zip(keys[n + 1 :], chain(bufs[n - start + 1 :], values), strict=True)
-                        loaded.failed += [FailedBlock(group, key, buf) for key, buf in rest if isinstance(buf, str)]
-                    return
-                loaded.add(bufs[n - start])
+        with ExitStack() as stack:
+            if intake is not None:
+                stack.callback(intake.clear)
+            values = store.read(part.group, part.keys, tenant, intake and intake.ring)
+            if isinstance(values, Generator):
+                stack.callback(values.close)
+            n = -1
+            for n, (cause, buf) in enumerate(self._decoding(part, values, intake)):
+                if cause is None:
+                    loaded.add(buf)
+                    continue
+                loaded.fail(cause)  # what follows is of no use
+                # Where one is, there are more: not one a return, please.
+                if cause == MISSING:
+                    gone = store.absent(part.group, part.keys[n + 1 :])
+                    loaded.failed += [FailedBlock(part.group, key, MISSING) for key in gone]
+                elif isinstance(buf, str):
+                    rest = zip(part.keys[n + 1 :], values, strict=True)
+                    loaded.failed += [FailedBlock(part.group, key, buf) for key, buf in rest if isinstance(buf, str)]
+                return
+            if n + 1 < len(part.keys):
+                raise ValueError(f"the store has answered for {n + 1} of {len(part.keys)} blocks")
+
+    def _decoding(
+        self, part: GroupBlocks, values: Iterator[Found], intake: Intake | None
+    ) -> Iterator[tuple[str | None, Found]]:
+        """What was read of each block, and why it could not be decoded. One batch is read while the GPU works on the
+        one before it; none behind a block that is not there."""
+        blocks, start = self.blocks[part.group], 0
+        if intake is None:
+            for bufs in batches(values, lambda buf: 1, blocks.batch):
+                some = slice(start, start := start + len(bufs))
+                yield from zip(blocks.decode_all(part.keys[some], part.block_ids[some], bufs), bufs, strict=True)
+            return
+        begun: deque[tuple[Callable[[], list[str | None]], list[Found]]] = deque()
+        error = None
+        try:
+            for bufs in intake.batches(values):
+                some = slice(start, start := start + len(bufs))
+                begun.append((blocks.begin(part.keys[some], part.block_ids[some], bufs, intake), bufs))
+                while len(begun) > UNDER_WAY:
+                    end, done = begun.popleft()
+                    yield from zip(end(), done, strict=True)
+        except ColdStoreError as raised:  # what came before is good
+            error = raised
+        for end, done in begun:
+            yield from zip(end(), done, strict=True)
+        if error is not None:
+            raise error
 
 
 class _Loaded:

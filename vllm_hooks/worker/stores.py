@@ -4,6 +4,8 @@ from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
 
+import torch
+
 from manthan.manager.config.model import ColdStoreConfig, ConfigError, ManthanConfig
 from manthan.manager.stores import arena
 from manthan.manager.stores.cold_store import ColdStore, HostStore
@@ -16,18 +18,21 @@ from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.shared_store import make_redis
 from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
 
-def make_store(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> ColdStore:
-    """copies: see `manthan.vllm_hooks.replicas`. Raises ConfigError."""
+def make_store(
+    vllm_config: "VllmConfig", namespace: Namespace, copies: int, gpu: torch.device | None = None
+) -> ColdStore:
+    """copies: see `manthan.vllm_hooks.replicas`. gpu: that reads what is in RAM itself. Raises ConfigError."""
     config = from_vllm_config(vllm_config)
     if config.cold_store.kind == "redis":  # which all ranks reach themselves
         shard = vllm_config.parallel_config.rank // copies
         return _sealed(make_redis(config, namespace, shard), config, namespace, shard)
-    return one_for_all(partial(_make_tiers, vllm_config, namespace, copies), vllm_config, copies)
+    return one_for_all(partial(_make_tiers, vllm_config, namespace, copies, gpu), vllm_config, copies)
 
 
 def one_for_all(make: Callable[[], ColdStore], vllm_config: "VllmConfig", copies: int) -> ColdStore:
@@ -64,7 +69,7 @@ def _sealed(store: ColdStore, config: ManthanConfig, namespace: Namespace, shard
     return store if ring is None else SealedStore(store, Sealer(ring, namespace.name), shard)
 
 
-def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int) -> ColdStore:
+def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int, gpu: torch.device | None) -> ColdStore:
     config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
     cold, shards, shard = config.cold_store, parallel.world_size // copies, parallel.rank // copies
     store: ColdStore
@@ -77,5 +82,6 @@ def _make_tiers(vllm_config: "VllmConfig", namespace: Namespace, copies: int) ->
         store = TieredStore(front, store)
     store = _sealed(store, config, namespace, shard)
     if cold.front_bytes:
-        store = TieredStore(HostStore(cold.front_bytes // shards), store)
+        nbytes = cold.front_bytes // shards
+        store = TieredStore(HostStore(nbytes, PinnedRam(nbytes, gpu) if gpu else None), store)
     return store

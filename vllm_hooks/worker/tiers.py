@@ -1,20 +1,16 @@
 """Memory that holds codes beside a GPU: pinned RAM, and a region of the GPU's own."""
 
-import time
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
 import torch
-from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Arena, Extent
-from manthan.vllm_hooks.compat import pin
 from manthan.vllm_hooks.telemetry.log import human_bytes
-
-logger = init_logger("vllm.manthan.worker")
+from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
 """KV cache group and block key."""
@@ -39,10 +35,13 @@ class Tier:
     codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
     """
 
-    def __init__(self, codes: torch.Tensor) -> None:
-        self.codes = codes
-        self.arena = Arena(len(codes))
+    def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
+        """ram: that the codes are in, if it is pinned yet to be used."""
+        self.codes, self._ram = codes, ram
+        self.arena = Arena(0 if ram else len(codes))
+        self._spans = 0
         self._blocks: OrderedDict[Name, Stored] = OrderedDict()
+        self.grow()
 
     @classmethod
     def on_device(cls, max_bytes: int, device: torch.device) -> "Tier":
@@ -57,25 +56,17 @@ class Tier:
             ) from None
 
     @classmethod
-    def pinned(cls, max_bytes: int) -> "Tier":
-        """RAM that the GPU reads and writes itself, pinned once, now.
+    def pinned(cls, max_bytes: int, device: torch.device) -> "Tier":
+        """RAM that the GPU reads and writes itself, of which a part is there at once. Raises ConfigError."""
+        ram = PinnedRam(max_bytes, device)
+        return cls(ram.codes, ram)
 
-        PyTorch's own pinned allocator would round the size up to a power of two. Raises ConfigError.
-        """
-        size = human_bytes(max_bytes)
-        logger.info("Manthan: pinning %s of RAM for codes", size)
-        began = time.monotonic()
-        try:
-            codes = torch.empty(max_bytes, dtype=torch.uint8)
-            if max_bytes:
-                pin(codes)
-        except RuntimeError as error:
-            raise ConfigError(
-                f"the cold store's {size} of RAM cannot be pinned ({error}): lower "
-                "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
-            ) from None
-        logger.info("Manthan: pinned in %.1f s", time.monotonic() - began)
-        return cls(codes)
+    def grow(self) -> None:
+        """What was pinned meanwhile can be taken."""
+        if self._ram is not None:
+            for span in self._ram.spans[self._spans :]:
+                self.arena.join(span)
+                self._spans += 1
 
     def __len__(self) -> int:
         return len(self._blocks)
@@ -136,8 +127,8 @@ class Tier:
 
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
-        if self.codes.device.type == "cpu" and self.codes.is_pinned():
-            torch.cuda.cudart().cudaHostUnregister(self.codes.data_ptr())
+        if self._ram is not None:
+            self._ram.close()
         self.codes = self.codes[:0]
 
 
@@ -183,6 +174,8 @@ class Tiers:
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
         """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is
         used."""
+        for tier in self.all:
+            tier.grow()
         on_device, demotions = self.first is self.device, list[Demotion]()
         found = self.first.arena.allocate_some(nbytes, count)
         taken = [Taken(self.first, extents, on_device and len(extents) == 1) for extents in found]

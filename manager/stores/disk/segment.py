@@ -13,7 +13,7 @@ one is looked for page by page.
 
 import os
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -60,6 +60,11 @@ def room(nbytes: int) -> int:
     return -(-(HEADER + nbytes) // PAGE) * PAGE
 
 
+def run_nbytes(run: Sequence[Record]) -> int:
+    """From the begin of the first of such records to the end of the last one's body."""
+    return run[-1].offset + HEADER + run[-1].nbytes - run[0].offset
+
+
 def digest_of(body: Buffer) -> int:
     return xxhash.xxh3_64_intdigest(body.data)
 
@@ -100,14 +105,26 @@ class Segment:
 
     def read(self, record: Record) -> Buffer | None:
         """The record's body; None if it is not what was written."""
-        body = np.empty(record.nbytes, np.uint8)
-        view, at = body.data, record.offset + HEADER
+        return self.read_run([record], np.empty(run_nbytes([record]), np.uint8))[0]
+
+    def read_run(self, run: Sequence[Record], memory: Buffer) -> list[Buffer | None]:
+        """The bodies of records that lie one behind the other, each as `read` gives it.
+
+        memory: uint8 [run_nbytes(run)], which they come to lie in.
+        """
+        begin = run[0].offset
+        view, at = memory.data, begin
         while view:
             count = os.preadv(self._fd, [view], at)
             if not count:
-                return None  # somebody has made the file shorter
+                break  # somebody has made the file shorter
             view, at = view[count:], at + count
-        return body if digest_of(body) == record.digest else None
+        return [self._body(record, memory[record.offset - begin : max(0, at - begin)]) for record in run]
+
+    def _body(self, record: Record, found: Buffer) -> Buffer | None:
+        """found: what the file has from the record on."""
+        body = found[HEADER : HEADER + record.nbytes]
+        return body if len(body) == record.nbytes and digest_of(body) == record.digest else None
 
     def records(self) -> Iterator[Record]:
         """All whose headers are right, in order; a body may be torn."""

@@ -21,10 +21,12 @@ from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple
+from typing import IO, NamedTuple, TypeAlias
+
+import numpy as np
 
 from manthan.manager.integrity import IntegrityError
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore
+from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, Landing
 from manthan.manager.stores.disk.segment import (
     APART,
     PAGE,
@@ -33,6 +35,7 @@ from manthan.manager.stores.disk.segment import (
     Segment,
     digest_of,
     room,
+    run_nbytes,
     segments,
     sync_folder,
 )
@@ -49,8 +52,10 @@ SPARE = 0.1
 """This share of the budget, and two segments, are for what is dropped and not compacted yet."""
 CLOSE_S = 5.0
 """How long a disk that does not answer is waited for at the end."""
-READERS, AHEAD = 4, 4
-"""Threads that read, and how many blocks of one reader they are ahead."""
+READERS, AHEAD = 8, 12
+"""Threads that read, and how many runs of one reader they are ahead."""
+RUN_BYTES = 4 << 20
+"""Blocks that lie one behind the other are read at once, so many bytes at most."""
 CHECKED = 2
 """So many of the last segments are read whole when a store is opened: only there may bodies be torn."""
 
@@ -91,6 +96,50 @@ class _Kept(NamedTuple):
     record: Record
 
 
+_Reading: TypeAlias = "Future[list[Buffer | DiskError | None]]"
+
+
+class _Run(NamedTuple):
+    """Blocks that lie one behind the other in a segment; or none, for one that is not there."""
+
+    segment: Segment | None
+    records: list[Record]
+
+    def goes_on_with(self, kept: _Kept | None) -> bool:
+        """Whether it may, and is short enough."""
+        first, last = self.records[0], self.records[-1]
+        return (
+            kept is not None
+            and kept.segment is self.segment
+            and kept.record.offset == last.offset + last.room
+            and kept.record.offset + kept.record.room - first.offset <= RUN_BYTES
+        )
+
+    def memory(self, into: Landing | None) -> Buffer:
+        """What it can be read into."""
+        nbytes = run_nbytes(self.records) if self.records else 0
+        return np.empty(nbytes, np.uint8) if into is None or not nbytes else into.room(nbytes, len(self.records))
+
+    def read(self, memory: Buffer) -> list[Buffer | DiskError | None]:
+        """The blocks; behind an error there are none."""
+        if self.segment is None:
+            return [None]
+        try:
+            found: list[Buffer | DiskError | None] = [*self.segment.read_run(self.records, memory)]
+        except OSError as error:
+            if len(self.records) == 1:
+                return [DiskError(f"{self.segment.path}: {error.strerror}")]
+            found = []
+            for record in self.records:  # which one is it?
+                found += _Run(self.segment, [record]).read(np.empty(run_nbytes([record]), np.uint8))
+                if isinstance(found[-1], DiskError):
+                    break
+            return found
+        if any(buf is None for buf in found):
+            logger.warning("Manthan: %s: a block is not what was written.", self.segment.path)
+        return found
+
+
 class DiskStore(FrontStore):
     """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
 
@@ -118,7 +167,7 @@ class DiskStore(FrontStore):
         self._folder_lock = _locked(folder)
         self._open()
         self._readers, self._writers = ThreadPoolExecutor(READERS, "manthan-disk"), Writers(timeout_s)
-        self._stuck: Future[Buffer | None] | None = None
+        self._stuck: _Reading | None = None
         """What a reader has given up waiting for."""
         self._closing = False
         self._is_due = threading.Event()
@@ -157,27 +206,51 @@ class DiskStore(FrontStore):
                 return dict.fromkeys(blocks, DiskError.cause)
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
+    def read(
+        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
+    ) -> Iterator[Buffer | None]:
         """Raises DiskError, and DiskSlowError, which says nothing about the blocks. Some are read ahead."""
         if self._stuck is not None and not self._stuck.done():
             raise DiskSlowError(f"{self.folder}: the disk does not answer.")
-        left, waited = iter(keys), 0.0
-        ahead = deque(self._readers.submit(self._read, (group, key)) for key in islice(left, AHEAD))
+        runs, waited = self._runs(group, keys), 0.0
+        ahead: deque[_Reading] = deque()
         try:
-            while ahead:
+            while True:
+                for run in islice(runs, AHEAD - len(ahead)):
+                    memory = run.memory(into)
+                    ahead.append(self._readers.submit(run.read, memory))
+                if not ahead:
+                    return
                 began = time.monotonic()
                 try:
-                    buf = ahead[0].result(max(0.0, self._timeout_s - waited))
+                    bufs = ahead[0].result(max(0.0, self._timeout_s - waited))
                 except TimeoutError:
                     self._stuck = ahead[0]
                     raise DiskSlowError(f"{self.folder}: the disk took {self._timeout_s:g} s.") from None
                 waited += time.monotonic() - began
                 ahead.popleft()
-                ahead.extend(self._readers.submit(self._read, (group, key)) for key in islice(left, 1))
-                yield buf
+                for buf in bufs:
+                    if isinstance(buf, DiskError):
+                        raise buf
+                    yield buf
         finally:
-            for future in ahead:
-                future.cancel()
+            under_way = [future for future in ahead if not future.cancel()]
+            if into is not None and any(not future.done() for future in under_way):
+                into.lose()
+
+    def _runs(self, group: int, keys: Sequence[bytes]) -> Iterator["_Run"]:
+        """The blocks, in order, those that lie one behind the other together."""
+        run = _Run(None, [])
+        for kept in (self._index.get((group, key)) for key in keys):
+            if run.records and not run.goes_on_with(kept):
+                yield run
+                run = _Run(None, [])
+            if kept is None:
+                yield run
+                continue
+            run = _Run(kept.segment, [*run.records, kept.record])
+        if run.records:
+            yield run
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         with self._lock:
@@ -319,18 +392,6 @@ class DiskStore(FrontStore):
             self._forget(name)  # somebody else may have put it meanwhile
             self._keep(name, kept)
         return True
-
-    def _read(self, name: Name) -> Buffer | None:
-        kept = self._index.get(name)
-        if kept is None:
-            return None
-        try:
-            buf = kept.segment.read(kept.record)
-        except OSError as error:
-            raise DiskError(f"{kept.segment.path}: {error.strerror}") from error
-        if buf is None:
-            logger.warning("Manthan: %s: a block is not what was written.", kept.segment.path)
-        return buf
 
     def _end(self, need: int) -> "_Log | None":
         """A segment with so much room behind its end; None if there is none to be made. Whoever asks is appending."""

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from redis.exceptions import OutOfMemoryError
 
-from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Landing
 from manthan.manager.stores.redis.client import Circuit, Client, StoreOomError, pipelined
 from manthan.manager.stores.redis.index import BATCH, batches
 from manthan.manager.stores.redis.schema import Namespace
@@ -51,7 +51,9 @@ class RedisStore(ColdStore):
                     refused[key] = answer.cause if isinstance(answer, ColdStoreError) else StoreOomError.cause
         return refused
 
-    def read(self, group: int, keys: Sequence[bytes], tenant: str = "") -> Iterator[Buffer | None]:
+    def read(
+        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
+    ) -> Iterator[Buffer | None]:
         """Raises StoreDownError. One batch is fetched while the one before it is used.
 
         If that did not take long enough for another thread to begin, this one fetches: it would only wait.

@@ -1,0 +1,140 @@
+"""RAM that a GPU reads and writes itself, pinned piece by piece on a thread, so that nobody waits for the whole.
+
+Most of the time that pinning takes is the system's, which gives and clears the pages. It gives huge ones where it may
+(`madvise`): 512 times fewer. They are asked for, and written to, before the driver is called, whose locks a copy may
+need meanwhile.
+"""
+
+import mmap
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+
+import torch
+from vllm.logger import init_logger
+
+from manthan.manager.config.resolve import ConfigError
+from manthan.manager.stores.arena import GRANULE, Extent
+from manthan.manager.stores.memory import Buffer, Memory
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.telemetry.log import human_bytes
+
+logger = init_logger("vllm.manthan.worker")
+
+PIECE = 256 << 20
+"""Bytes that are pinned at once, a multiple of what huge pages have."""
+PAGE, HUGE = 4096, 2 << 20
+
+
+class PinnedRam(Memory):
+    """nbytes: how much there will be. device: whose.
+
+    Each piece is pinned on its own, and the driver takes no copy that reaches from one to the next: between them lies a
+    GRANULE that is nobody's. The first piece is there at once. Raises ConfigError if it cannot be.
+    """
+
+    def __init__(self, nbytes: int, device: torch.device) -> None:
+        self.nbytes, self._device = nbytes, device
+        self._spans = _spans(nbytes)
+        self._pinned = 0
+        """So many of them are."""
+        self._stopped = False
+        self._began = time.monotonic()
+        self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
+        try:
+            self.codes = _pages(sum(self._spans[-1]) if self._spans else 0)
+            if self._spans:
+                self._pin(0)
+        except (OSError, RuntimeError) as error:
+            raise ConfigError(
+                f"the cold store's {human_bytes(nbytes)} of RAM cannot be pinned ({error}): lower "
+                "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
+            ) from None
+        if not self.is_whole:
+            said = "Manthan: pinning %s of RAM for codes; what is pinned is used already"
+            logger.info(said, human_bytes(nbytes))
+            self._thread.start()
+
+    @property
+    def spans(self) -> Sequence[Extent]:
+        """Those that are pinned."""
+        return self._spans[: self._pinned]
+
+    @property
+    def is_whole(self) -> bool:
+        return self._pinned == len(self._spans)
+
+    @property
+    def lendable(self) -> Buffer:
+        found: Buffer = self.codes.numpy()
+        return found
+
+    def close(self) -> None:
+        """Unpin; what is being pinned is waited for. It is of no use afterwards."""
+        self._stopped = True
+        if self._thread.is_alive():
+            self._thread.join()
+        for at in range(self._pinned):
+            compat.unpin(self._piece_of(at))
+        self._spans, self._pinned = [], 0
+        self.codes = torch.empty(0, dtype=torch.uint8)
+
+    def wait(self) -> None:
+        """Until all is pinned that can be."""
+        if self._thread.is_alive():
+            self._thread.join()
+
+    def _pin_others(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.set_device(self._device)
+        size = human_bytes(self.nbytes)
+        while not (self.is_whole or self._stopped):
+            try:
+                self._pin(self._pinned)
+            except RuntimeError as error:
+                done = human_bytes(sum(span.nbytes for span in self.spans))
+                logger.warning(
+                    "Manthan: only %s of the cold store's %s of RAM could be pinned (%s), and no more is used: lower "
+                    "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l).",
+                    done,
+                    size,
+                    error,
+                )
+                return
+        if self.is_whole:
+            logger.info("Manthan: %s of RAM for codes are pinned, in %.1f s", size, time.monotonic() - self._began)
+
+    def _pin(self, number: int) -> None:
+        """Raises RuntimeError."""
+        piece = self._piece_of(number)
+        piece.numpy()[::PAGE] = 0  # the system gives the pages now, not within the driver
+        compat.pin(piece)
+        self._pinned = number + 1
+
+    def _piece_of(self, number: int) -> torch.Tensor:
+        start, nbytes = self._spans[number]
+        return self.codes[start : start + nbytes]
+
+    def _piece(self, start: int, nbytes: int) -> Buffer:
+        return self.lendable[start : start + nbytes]
+
+
+def _spans(nbytes: int) -> list[Extent]:
+    """So many bytes in pieces of PIECE, less what lies between."""
+    found, at = [], 0
+    while nbytes > 0:
+        found.append(Extent(at, min(nbytes, PIECE - GRANULE)))
+        nbytes -= found[-1].nbytes
+        at += PIECE
+    return found
+
+
+def _pages(nbytes: int) -> torch.Tensor:
+    """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
+    pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    with suppress(OSError, AttributeError):  # a kernel without them
+        pages.madvise(mmap.MADV_HUGEPAGE)
+    found = torch.frombuffer(pages, dtype=torch.uint8)
+    begin = -found.data_ptr() % HUGE
+    return found[begin : begin + nbytes]
