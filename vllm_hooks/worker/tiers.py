@@ -5,15 +5,21 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE, Arena, Extent
+from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 Name = tuple[int, bytes]
 """KV cache group and block key."""
+Numbers = npt.NDArray[np.int64]
+START, NBYTES, EXACT, FIRST_TOKEN, PIECES = range(5)
+"""Rows of a tier's table: as in `Stored`, and in how many extents a block lies."""
+FIELDS = 5
 
 
 class Stored(NamedTuple):
@@ -29,10 +35,41 @@ class Stored(NamedTuple):
     first_token: int
 
 
+class Run(NamedTuple):
+    """Stored blocks that are worked on together, as many first tokens of each kept exact.
+
+    in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens: int64 [n], where in the
+    tier's codes each begins, its size, and its place in the chain. pieces: the extents of those that lie in several, by
+    their place in the run.
+    """
+
+    tier: "Tier"
+    in_place: bool
+    exact: int
+    starts: Numbers
+    nbytes: Numbers
+    first_tokens: Numbers
+    pieces: Mapping[int, tuple[Extent, ...]]
+
+    def part(self, start: int, end: int) -> "Run":
+        """The blocks from one place to another."""
+        some = slice(start, end)
+        pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
+        arrays = self.starts[some], self.nbytes[some], self.first_tokens[some]
+        return Run(self.tier, self.in_place, self.exact, *arrays, pieces)
+
+    @property
+    def extents(self) -> list[tuple[Extent, ...]]:
+        """Of each block."""
+        whole = zip(self.starts.tolist(), self.nbytes.tolist(), strict=True)
+        return [self.pieces.get(at) or (Extent(start, room(size)),) for at, (start, size) in enumerate(whole)]
+
+
 class Tier:
     """One tier of one rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
+    What is known of a block is a column of an array, so that thousands of them are looked up at once.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
@@ -40,7 +77,10 @@ class Tier:
         self.codes, self._ram = codes, ram
         self.arena = Arena(0 if ram else len(codes))
         self._spans = 0
-        self._blocks: OrderedDict[Name, Stored] = OrderedDict()
+        self._columns: OrderedDict[Name, int] = OrderedDict()
+        self._table = np.zeros((FIELDS, 0), np.int64)
+        self._spare: list[int] = []  # columns of no block
+        self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
         self.grow()
 
     @classmethod
@@ -69,61 +109,102 @@ class Tier:
                 self._spans += 1
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._columns)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._columns
+
+    def blocks(self) -> dict[Name, Stored]:
+        """All that there are, the one that was not used for longest first."""
+        rows = self._table[:, list(self._columns.values())].T.tolist()
+        known = zip(self._columns.items(), rows, strict=True)
+        return {name: Stored(self._extents(at, *row[:2]), *row[1:-1]) for (name, at), row in known}
+
+    def stored(self, name: Name) -> Stored | None:
+        """What is known of a block."""
+        column = self._columns.get(name)
+        if column is None:
+            return None
+        start, nbytes, exact, first_token, _ = self._table[:, column].tolist()
+        return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
         """Blocks that are not here yet are in the extents that were allocated for them.
 
         What was allocated beyond a block's bytes is free again.
         """
-        for name, stored in blocks.items():
-            extents = stored.extents
-            taken = extents[0].nbytes if len(extents) == 1 else sum(size for _, size in extents)
-            if taken - stored.nbytes >= GRANULE:
-                stored = stored._replace(extents=self.arena.shrink(extents, stored.nbytes))
-            self._blocks[name] = stored
+        columns, rows = self._take_columns(len(blocks)), []
+        for column, (name, (extents, nbytes, exact, first_token)) in zip(columns, blocks.items(), strict=True):
+            taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
+            if taken - nbytes >= GRANULE:
+                extents = self.arena.shrink(extents, nbytes)
+            if len(extents) > 1:
+                self._pieces[column] = extents
+            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, len(extents)))
+            self._columns[name] = column
+        self._table[:, columns] = np.array(rows, np.int64).reshape(-1, FIELDS).T
 
-    def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
+    def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> Run | None:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
-        tokens and, where they are to be read in place, in one extent as well or not. Empty if the first is not here."""
-        found: list[Stored] = []
-        for stored in map(self._blocks.get, zip(repeat(group), keys)):
-            if stored is None:
-                break
-            if found and stored.exact != found[0].exact:
-                break
-            if in_place and found and (len(stored.extents) == 1) != (len(found[0].extents) == 1):
-                break
-            found.append(stored)
-        return found
+        tokens and, where they are to be read in place, in one extent as well or not. None if the first is not here."""
+        columns = list(map(self._columns.get, zip(repeat(group), keys)))
+        if None in columns:
+            del columns[columns.index(None) :]
+        if not columns:
+            return None
+        there = np.array(columns)
+        found = self._table[:, there]
+        same = found[EXACT] == found[EXACT, 0]
+        if in_place:
+            same &= (found[PIECES] == 1) == (found[PIECES, 0] == 1)
+        count = len(same) if same.all() else int(same.argmin())
+        found = found[:, :count]
+        several = (found[PIECES] > 1).nonzero()[0].tolist() if self._pieces else ()
+        pieces = {at: self._pieces[int(there[at])] for at in several}
+        arrays = found[START], found[NBYTES], found[FIRST_TOKEN]
+        return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces)
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
         """These blocks, which are here, are used now."""
         for key in keys:
-            self._blocks.move_to_end((group, key))
+            self._columns.move_to_end((group, key))
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks, as far as they are here, are to be taken out before all others, in this order."""
         for key in reversed(keys):
-            if (group, key) in self._blocks:
-                self._blocks.move_to_end((group, key), last=False)
+            if (group, key) in self._columns:
+                self._columns.move_to_end((group, key), last=False)
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """The block that was not used for longest."""
-        return next(iter(self._blocks.items()), None)
+        name = next(iter(self._columns), None)
+        stored = None if name is None else self.stored(name)
+        return None if name is None or stored is None else (name, stored)
 
     def drop(self, names: Iterable[Name]) -> None:
         """Remove blocks; unknown names are ignored."""
-        for name in names:
-            stored = self._blocks.pop(name, None)
-            if stored is not None:
-                self.arena.free(stored.extents)
+        gone = [column for name in names if (column := self._columns.pop(name, None)) is not None]
+        for column, start, nbytes in zip(gone, *self._table[START : NBYTES + 1, gone].tolist(), strict=True):
+            self.arena.free(self._extents(column, start, nbytes))
+            self._pieces.pop(column, None)
+        self._spare += gone
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
-        for stored in self._blocks.values():
-            self.arena.free(stored.extents)
-        self._blocks.clear()
+        self.drop(list(self._columns))
+
+    def _take_columns(self, count: int) -> list[int]:
+        if count > len(self._spare):
+            there = self._table.shape[1]
+            more = max(there, count)
+            self._table = np.concatenate([self._table, np.zeros((FIELDS, more), np.int64)], axis=1)
+            self._spare += range(there, there + more)
+        taken = self._spare[len(self._spare) - count :]
+        del self._spare[len(self._spare) - count :]
+        return taken
+
+    def _extents(self, column: int, start: int, nbytes: int) -> tuple[Extent, ...]:
+        return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
@@ -147,14 +228,6 @@ class Taken(NamedTuple):
     tier: Tier
     extents: tuple[Extent, ...]
     in_place: bool
-
-
-class Run(NamedTuple):
-    """Stored blocks that are worked on together. in_place: where they are, rather than in a staging buffer."""
-
-    tier: Tier
-    in_place: bool
-    blocks: list[Stored]
 
 
 class Tiers:
@@ -186,16 +259,16 @@ class Tiers:
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
         """The first of these blocks and its run; None if no tier has it."""
         for tier in self.all:
-            if blocks := tier.run(group, keys, tier is self.device):
+            if (run := tier.run(group, keys, tier is self.device)) is not None:
                 if len(self.all) > 1:  # where nothing moves down, the order does not matter
-                    tier.used(group, keys[: len(blocks)])
-                return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
+                    tier.used(group, keys[: len(run.starts)])
+                return run
         return None
 
     def put(self, tier: Tier, blocks: Mapping[Name, Stored]) -> None:
         """Blocks are in the room that was taken for them, and in no tier where they were before."""
         for other in self.all:
-            other.drop(blocks)
+            other.drop([name for name in blocks if name in other])
         tier.put(blocks)
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
