@@ -22,19 +22,20 @@ class Restores:
     def match(self, keys: Iterable[bytes]) -> int:
         """How many of these keys, from the first on without a gap, can be restored: those that are cold, or, where
         chains have no codes, known, and, where anchors are needed, no more than up to the deepest that stands."""
-        count, best, find, cold = 0, 0, self._blocks.get, CodeState.COLD
+        count, best, find, cold = 0, 0, self._blocks.of_chain, CodeState.COLD
+        has_codes, is_needed = self._has_codes, self._anchors.is_needed
         for key in keys:
             block = find(key)
-            if block is None or (self._has_codes and block.code is not cold):
+            if block is None or (has_codes and block.code is not cold):
                 break
             count += 1
-            if (anchor := self._anchors.at(key)) is not None and anchor.stands:
+            if is_needed and (anchor := self._anchors.at(key)) is not None and anchor.stands:
                 best = count
-        return best if self._anchors.is_needed else count
+        return best if is_needed else count
 
     def started(self, request_id: str, keys: Sequence[bytes]) -> None:
         found = keys if self._has_codes else ()
-        blocks = [block for key in found if (block := self._blocks.get(key)) is not None]
+        blocks = [block for key in found if (block := self._blocks.of_chain(key)) is not None]
         if keys and (anchor := self._anchors.at(keys[-1])) is not None:
             blocks += anchor.parts
         self._blocks.pin(blocks, +1)

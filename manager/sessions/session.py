@@ -137,7 +137,7 @@ class Block:
     """Whether its codes had to leave the fast tier."""
     windows: int = 0
     """Sessions that have it among their last tokens, which are kept exact."""
-    waiters: "dict[Session, None]" = field(default_factory=dict)
+    waiters: "dict[Session, None] | None" = None
     """EVICTING sessions that wait for its codes, in order of arrival."""
 
     @property
@@ -148,7 +148,7 @@ class Block:
     @property
     def in_flight(self) -> bool:
         """Whether its bf16 copy is about to be encoded, or being encoded."""
-        return self.code in (CodeState.QUEUED, CodeState.SPILLING)
+        return self.code is CodeState.QUEUED or self.code is CodeState.SPILLING
 
     @property
     def droppable(self) -> bool:
@@ -253,7 +253,7 @@ class Session:
     @property
     def beside_nbytes(self) -> int:
         """Of the codes that these have, or are about to get."""
-        return sum(part.encoding.nbytes for part in self.beside)
+        return sum(part.encoding.nbytes for part in self.beside) if self.anchors else 0
 
     @property
     def told_id(self) -> str:
