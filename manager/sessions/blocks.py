@@ -4,6 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import chain
+from typing import cast
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
@@ -93,6 +94,12 @@ class BlockTable:
         """
         return bisect_left(range(len(keys)), True, key=lambda depth: keys[depth] not in self._blocks)
 
+    def run(self, keys: Sequence[bytes]) -> list[Block]:
+        """Chains' blocks of these keys, up to the first that nobody names."""
+        found = list(map(self._blocks.get, keys[: self.known(keys)]))
+        end = found.index(None) if None in found else len(found)
+        return cast("list[Block]", found[:end])
+
     def touch(self, key: bytes, group: int | None = None) -> None:
         """What is stored of the block, or behind it, is not what it was, or nobody needs it any more."""
         if self.changed is not None:
@@ -105,14 +112,19 @@ class BlockTable:
         for block in blocks:
             block.pins += by
 
-    def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
-        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
+    def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
+        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
+        running: -1, 0 or 1."""
+        none = CodeState.NONE  # looked up once: that takes longer than the rest of a turn
+        bare = [block for block in blocks if block.code is none]
+        exposed = sum(block.exposed for block in bare)
         for block in blocks:
-            was_hot, was_exposed = block.hot > 0, block.exposed
             block.hot += hot
             block.running += running
-            self.hot += (block.hot > 0) - was_hot
-            self.exposed += block.exposed - was_exposed
+        if hot:
+            edge = 1 if hot > 0 else 0
+            self.hot += hot * sum(block.hot == edge for block in blocks)
+        self.exposed += sum(block.exposed for block in bare) - exposed
 
     def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
         """Add to the block's counts, and keep the totals."""
