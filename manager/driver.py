@@ -157,7 +157,7 @@ class Driver(Generic[B]):
         cold = keys[hot:]
         if cold and self.prefetcher.is_loading(cold[0]):
             return None
-        return max(0, self.manager.match(cold) - self._again)
+        return max(0, self.manager.match(cold, request_id) - self._again)
 
     def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""

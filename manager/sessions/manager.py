@@ -323,9 +323,10 @@ class SessionMemoryManager:
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def match(self, keys: Iterable[bytes]) -> int:
-        """How many of these keys, from the first on without a gap, can be restored."""
-        return self._restores.match(keys)
+    def match(self, keys: Sequence[bytes], request_id: str = "") -> int:
+        """How many of these keys, from the first on without a gap, can be restored. request_id: for whom, if that is
+        known."""
+        return self._restores.match(keys, request_id)
 
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> str:
         """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
