@@ -14,7 +14,7 @@ from manthan.manager.work import Name
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order, _restorable):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order, _restorable):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -157,6 +157,30 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
     asked = {session.session_id for session in manager.table.by_id.values() if session.requests}
     running = {session.session_id for session in manager._running.values()}
     yield running == asked, f"requests run for {running}, and sessions say {asked}"
+
+
+def _chains(manager: SessionMemoryManager) -> Findings:
+    table = manager.table
+    trees = dict.fromkeys(tree for session in table.by_id.values() for tree in table.chains.trees(session) if tree)
+    ends: Counter[Session] = Counter()
+    for tree in trees:
+        for node in tree.nodes():
+            ends.update(node.ends)
+            fits = node.parent is None or (node.some is not None and len(node.some.chain) >= node.depth)
+            yield fits, f"a place at {node.depth} names {node.some and node.some.session_id}, whose chain is shorter"
+            whole = node.parent is None or bool(node.ends) or len(node.children) > 1
+            yield whole, f"a place at {node.depth} is neither an end nor a fork"
+            for key, child in node.children.items():
+                way = child.some is not None and child.some.chain[node.depth].key == key
+                right = way and child.parent is node and child.depth > node.depth
+                yield right, f"the way from {node.depth} to {child.depth} is not that of {key!r}"
+            for session in node.ends:
+                known = len(session.chain) == node.depth and table.by_id.get(session.session_id) is session
+                yield known, f"{session.session_id} is entered with {node.depth} blocks, and has {len(session.chain)}"
+                keys = [block.key for block in session.chain]
+                yield tree.first(keys) in node.ends, f"{session.session_id} is not found by its keys"
+    entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
+    yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
 
 
 def _order(manager: SessionMemoryManager) -> Findings:
