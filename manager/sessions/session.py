@@ -228,6 +228,8 @@ class Session:
     evict_nbytes: int = 0
     evict_for: str | None = None
     """See Eviction.request_id."""
+    row: int = -1
+    """In the columns by which sessions are listed."""
 
     # What policies are told; see SessionView.
     uses: int = 0
