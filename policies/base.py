@@ -1,12 +1,13 @@
 """What a policy is told of a session, and what it answers."""
 
-import heapq
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterator
-from itertools import count, islice
+from itertools import islice
 from typing import Any, ClassVar, NamedTuple, Self
 
 from pydantic import BaseModel, ConfigDict, ValidationInfo, field_validator
+
+from manthan.policies.ranking import Ranking
 
 
 class SessionView(NamedTuple):
@@ -104,40 +105,22 @@ def in_order(queue: Collection[str], begin: Callable[[Any], Iterator[str]] = ite
 class RankedPolicy(EvictionPolicy):
     """Base of policies that give each session a number when it is used; the lowest goes first, of equals the older.
 
-    O(log n) an event: a heap in which what is out of date is passed over, and which is made anew when most of it is.
+    O(log n) an event.
     """
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._entries: dict[str, tuple[float, int, str]] = {}
-        self._heap: list[tuple[float, int, str]] = []
-        self._count = count()
+        self._ranking = Ranking()
 
     @abstractmethod
     def rank(self, session: SessionView) -> float:
         """The number of a session that was just used."""
 
     def used(self, session: SessionView) -> None:
-        entry = (self.rank(session), next(self._count), session.session_id)
-        self._entries[session.session_id] = entry
-        heapq.heappush(self._heap, entry)
-        if len(self._heap) > 2 * len(self._entries) + 64:
-            self._heap = list(self._entries.values())
-            heapq.heapify(self._heap)
+        self._ranking.set(session.session_id, self.rank(session))
 
     def forget(self, session_id: str) -> None:
-        self._entries.pop(session_id, None)
+        self._ranking.discard(session_id)
 
     def victims(self) -> Iterator[str]:
-        passed = []
-        try:
-            while self._heap:
-                entry = heapq.heappop(self._heap)
-                session_id = entry[2]
-                if self._entries.get(session_id) is entry:
-                    passed.append(entry)
-                    yield session_id
-        finally:
-            for entry in passed:
-                if self._entries.get(entry[2]) is entry:
-                    heapq.heappush(self._heap, entry)
+        return self._ranking.in_order()

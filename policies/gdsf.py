@@ -49,6 +49,6 @@ class GDSF(RankedPolicy):
         return self._age + session.uses * cost / max(1, session.nbytes)
 
     def evicted(self, session_id: str) -> None:
-        if (entry := self._entries.get(session_id)) is not None:
-            self._age = max(self._age, entry[0])
+        if (rank := self._ranking.get(session_id)) is not None:
+            self._age = max(self._age, rank)
         self.forget(session_id)

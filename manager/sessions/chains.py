@@ -3,71 +3,134 @@
 from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Container, Iterator, Sequence
+from dataclasses import dataclass, field
 from itertools import count
 
 from manthan.manager.sessions.session import Block, Session, qualified
 
 
-def common_prefix(chain: Sequence[Block], keys: Sequence[bytes]) -> int:
-    """Length of the leading run that a chain and a list of keys share. O(log n).
+def common_prefix(chain: Sequence[Block], keys: Sequence[bytes], known: int = 0) -> int:
+    """Length of the leading run that a chain and a list of keys share, of which so much is known. O(log n).
 
     A block key covers the whole prefix before it, so one that agrees settles all before it.
     """
-    both = range(min(len(chain), len(keys)))
-    return bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
+    both = range(known, min(len(chain), len(keys)))
+    return known + bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
 
 
-class SortedChains:
-    """Sessions in the order of their chains' keys: those that begin alike stand together.
+@dataclass(slots=True, eq=False)
+class Node:
+    """A place where chains end or go apart, and what leads to it from the one before: the blocks up to `depth`.
 
-    A look compares O(log sessions) chains, however many begin alike. A session is taken out while its chain changes.
+    some: a session that has all of these. ends: those whose chain ends here, the first that came first. children: by
+    their first key behind it.
     """
 
+    depth: int
+    parent: "Node | None" = None
+    some: Session | None = None
+    ends: list[Session] = field(default_factory=list)
+    children: "dict[bytes, Node]" = field(default_factory=dict)
+
+
+class ChainTree:
+    """Sessions by their chains: a tree in which those that begin alike share a path, which names no key of its own.
+
+    A look takes as many steps as there are forks on its way, however many sessions go on from each. A session is taken
+    out while its chain changes.
+    """
+
+    __slots__ = ("_root", "_size")
+
     def __init__(self) -> None:
-        self._sessions: list[Session] = []
+        self._root, self._size = Node(0), 0
 
     def __len__(self) -> int:
-        return len(self._sessions)
+        return self._size
 
     def add(self, session: Session, keys: Sequence[bytes]) -> None:
-        """Enter a session whose chain has these keys."""
-        self._sessions.insert(self._place(keys), session)
+        """Enter a session whose chain has these keys, one at least."""
+        node, common = self._walk(keys)
+        if common < node.depth:
+            node = self._split(node, common)
+        if common < len(keys):
+            node.children[keys[common]] = node = Node(len(keys), node, session)
+        node.ends.append(session)
+        self._size += 1
 
     def remove(self, session: Session, keys: Sequence[bytes]) -> None:
         """Take out a session that was added with these keys."""
-        del self._sessions[self._sessions.index(session, self._place(keys))]  # it is one of those with that very chain
+        node, _ = self._walk(keys)
+        node.ends.remove(session)
+        self._size -= 1
+        if not node.ends and not node.children and node.parent is not None:
+            node = node.parent
+            del node.children[keys[node.depth]]
+        if not node.ends and len(node.children) == 1 and node.parent is not None:
+            [child] = node.children.values()
+            child.parent = node = node.parent
+            node.children[keys[node.depth]] = child
+        while node.parent is not None:
+            if node.some is session:
+                node.some = node.ends[0] if node.ends else next(reversed(node.children.values())).some
+            node = node.parent
 
     def first(self, keys: Sequence[bytes]) -> Session | None:
-        """A session that has all of these keys, the one with no others if there is one."""
-        place = self._place(keys)
-        found = self._sessions[place] if place < len(self) else None
-        return found if found is not None and common_prefix(found.chain, keys) == len(keys) else None
+        """A session that has all of these keys, one at least; one with no others if there is one."""
+        node, common = self._walk(keys)
+        if common < len(keys):
+            return None
+        return node.ends[0] if node.ends and common == node.depth else node.some
+
+    def longest(self, keys: Sequence[bytes]) -> Session | None:
+        """The session whose chain is the longest that these keys begin with."""
+        found, common = self._walk(keys)
+        node = found if common == found.depth else found.parent
+        while node is not None and not node.ends:
+            node = node.parent
+        return node.ends[0] if node is not None else None
 
     def has_several(self, keys: Sequence[bytes]) -> bool:
         """Whether more than one session has all of these keys."""
-        some = self._sessions[(place := self._place(keys)) : place + 2]
-        return len(some) == 2 and common_prefix(some[1].chain, keys) == len(keys)
+        node, common = self._walk(keys)
+        return common == len(keys) and len(node.ends) + len(node.children) > 1
 
     def nearest(self, keys: Sequence[bytes]) -> tuple[int, Session | None]:
-        """How many keys at their beginning some session has, and one that has so many."""
-        place = self._place(keys)
-        beside = self._sessions[max(0, place - 1) : place + 1]
-        return max(((common_prefix(s.chain, keys), s) for s in beside), key=lambda found: found[0], default=(0, None))
+        """How many keys at their beginning some session has, and one that has so many; nobody where that is 0."""
+        node, common = self._walk(keys)
+        return common, node.some
 
-    def _place(self, keys: Sequence[bytes]) -> int:
-        """Before which of the sessions a chain of these keys stands."""
+    def nodes(self) -> Iterator[Node]:
+        """All of them; parents before their children."""
+        waiting = [self._root]
+        while waiting:
+            node = waiting.pop()
+            yield node
+            waiting += node.children.values()
 
-        def is_behind(session: Session) -> bool:
-            common = common_prefix(session.chain, keys)
-            if common == min(len(session.chain), len(keys)):
-                return len(session.chain) >= len(keys)
-            return session.chain[common].key > keys[common]
+    def _walk(self, keys: Sequence[bytes]) -> tuple[Node, int]:
+        """How many of the keys some session has, and the first node at that depth or behind it."""
+        node, depth = self._root, 0
+        while depth < len(keys) and (child := node.children.get(keys[depth])) is not None:
+            assert child.some is not None
+            chain, end = child.some.chain, min(child.depth, len(keys))
+            if chain[end - 1].key != keys[end - 1]:
+                return child, common_prefix(chain, keys[:end], depth)
+            node, depth = child, end
+        return node, depth
 
-        return bisect_left(self._sessions, True, key=is_behind)
+    def _split(self, node: Node, depth: int) -> Node:
+        """A new node on the way to this one."""
+        parent, some = node.parent, node.some
+        assert parent is not None
+        assert some is not None
+        middle = Node(depth, parent, some, children={some.chain[depth].key: node})
+        parent.children[some.chain[parent.depth].key] = node.parent = middle
+        return middle
 
 
 class ChainIndex:
-    """Sessions by the last key of their chain, and by its beginning. No tenant finds another's.
+    """Sessions by their chains. No tenant finds another's.
 
     Sessions that clients named are found by requests of that name, and by requests without one.
 
@@ -76,8 +139,7 @@ class ChainIndex:
 
     def __init__(self, label: str = "") -> None:
         self._anonymous_name = f"anonymous-{label}-" if label else "anonymous-"
-        self._tips: dict[tuple[str, bytes], dict[str | None, Session]] = {}  # by tenant and key
-        self._sorted: dict[tuple[str, str | None], SortedChains] = {}  # by tenant and name; None for all of a tenant
+        self._trees: dict[tuple[str, str | None], ChainTree] = {}  # by tenant and name; None for all of a tenant
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
@@ -87,44 +149,36 @@ class ChainIndex:
         That is one of this name which has all of them, for a prompt that is asked again; otherwise the one with the
         longest chain that is a prefix of them.
         """
-        again = self.of(tenant, asked_id).first(keys) if keys and asked_id is not None else None
-        found = (s for key in reversed(keys) if (s := self.at(key, asked_id, tenant)))
-        return again or next(found, None)
+        tree = self.of(tenant, asked_id)
+        again = tree.first(keys) if keys and asked_id is not None else None
+        return again or tree.longest(keys)
 
-    def at(self, tip: bytes, asked_id: str | None, tenant: str) -> Session | None:
-        """The session whose chain ends with that key."""
-        sessions = self._tips.get((tenant, tip), {})
-        if asked_id in sessions or asked_id is not None:
-            return sessions.get(asked_id)
-        return next(iter(sessions.values()), None)
-
-    def of(self, tenant: str, asked_id: str | None = None) -> SortedChains:
+    def of(self, tenant: str, asked_id: str | None = None) -> ChainTree:
         """The sessions of that name, or all, of a tenant; to be looked at only."""
-        return self._sorted.get((tenant, asked_id)) or SortedChains()
+        return self._trees.get((tenant, asked_id)) or ChainTree()
 
     def add(self, session: Session) -> None:
-        """Enter a session; under its tip one of the same name that is there already keeps the place."""
+        """Enter a session; where one with the same chain is there already, that one is found before it."""
         if session.chain:
             keys = [block.key for block in session.chain]
-            self._tips.setdefault((session.tenant, keys[-1]), {}).setdefault(session.asked_id, session)
             for owner in _owners(session):
-                self._sorted.setdefault(owner, SortedChains()).add(session, keys)
+                tree = self._trees.get(owner)
+                if tree is None:
+                    tree = self._trees[owner] = ChainTree()
+                tree.add(session, keys)
 
     def remove(self, session: Session) -> None:
         """Take a session out, before its chain changes."""
-        if not session.chain:
-            return
-        keys = [block.key for block in session.chain]
-        tip = session.tenant, keys[-1]
-        sessions = self._tips.get(tip, {})
-        if sessions.get(session.asked_id) is session:
-            del sessions[session.asked_id]
-            if not sessions:
-                del self._tips[tip]
-        for owner in _owners(session):
-            self._sorted[owner].remove(session, keys)
-            if not self._sorted[owner]:
-                del self._sorted[owner]
+        if session.chain:
+            keys = [block.key for block in session.chain]
+            for owner in _owners(session):
+                self._trees[owner].remove(session, keys)
+                if not self._trees[owner]:
+                    del self._trees[owner]
+
+    def trees(self, session: Session) -> list[ChainTree]:
+        """Those that the session is entered in while it has a chain."""
+        return [self.of(*owner) for owner in _owners(session)]
 
     def new_id(self, asked_id: str | None, tenant: str, taken: Container[str]) -> str:
         """What the client called it, with a number behind it for a fork; `anonymous-N` without a name."""

@@ -3,10 +3,14 @@
 For tests, after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
 """
 
+import math
 from collections import Counter
 from collections.abc import Iterator
 
+import numpy as np
+
 from manthan.manager.integrity import IntegrityError
+from manthan.manager.sessions.columns import FREE, STATES
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
 from manthan.manager.work import Name
@@ -14,7 +18,7 @@ from manthan.manager.work import Name
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _order, _restorable):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _columns, _order, _restorable):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -138,7 +142,7 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
     reserves = block.reserves and manager.shape.group is not None
     yield reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
-    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
+    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters or ())
     yield evicting, f"{name} is waited for by a session that is not being evicted"
 
 
@@ -148,7 +152,7 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
         hot = session.state is SessionState.HOT
         yield hot == bool(session.requests), f"{name} is {session.state} with requests {session.requests}"
         yield bool(session.chain or session.requests), f"{name} has neither blocks nor requests"
-        waits = sum(session in block.waiters for block in session.chain)
+        waits = sum(session in (block.waiters or ()) for block in session.chain)
         yield session.pending == waits, f"{name} waits for {waits} blocks, and {session.pending} are counted"
         evicting = session.state is SessionState.EVICTING
         yield evicting == bool(waits), f"{name} is {session.state} and waits for {waits} blocks"
@@ -157,6 +161,50 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
     asked = {session.session_id for session in manager.table.by_id.values() if session.requests}
     running = {session.session_id for session in manager._running.values()}
     yield running == asked, f"requests run for {running}, and sessions say {asked}"
+
+
+def _chains(manager: SessionMemoryManager) -> Findings:
+    table = manager.table
+    trees = dict.fromkeys(tree for session in table.by_id.values() for tree in table.chains.trees(session) if tree)
+    ends: Counter[Session] = Counter()
+    for tree in trees:
+        for node in tree.nodes():
+            ends.update(node.ends)
+            fits = node.parent is None or (node.some is not None and len(node.some.chain) >= node.depth)
+            yield fits, f"a place at {node.depth} names {node.some and node.some.session_id}, whose chain is shorter"
+            whole = node.parent is None or bool(node.ends) or len(node.children) > 1
+            yield whole, f"a place at {node.depth} is neither an end nor a fork"
+            for key, child in node.children.items():
+                way = child.some is not None and child.some.chain[node.depth].key == key
+                right = way and child.parent is node and child.depth > node.depth
+                yield right, f"the way from {node.depth} to {child.depth} is not that of {key!r}"
+            for session in node.ends:
+                known = len(session.chain) == node.depth and table.by_id.get(session.session_id) is session
+                yield known, f"{session.session_id} is entered with {node.depth} blocks, and has {len(session.chain)}"
+                keys = [block.key for block in session.chain]
+                yield tree.first(keys) in node.ends, f"{session.session_id} is not found by its keys"
+    entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
+    yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
+
+
+def _columns(manager: SessionMemoryManager) -> Findings:
+    columns, sessions = manager.table.columns, manager.table.by_id
+    columns.catch_up()
+    state, used, blocks, pinned = columns.state, columns.used, columns.blocks, columns.pinned
+    rows = {session.row for session in sessions.values()}
+    yield rows == set(np.flatnonzero(state != FREE).tolist()), "rows are of others than the sessions there are"
+    yield list(columns.ids) == sorted(sessions), "ids are in order of others than the sessions there are"
+    for name, session in sessions.items():
+        row = session.row
+        kept = STATES[state[row]], used[row].item(), blocks[row].item(), bool(pinned[row])
+        found = session.state, session.last_used, len(session.chain), session.pinned
+        yield kept == found, f"{name} is listed as {kept}, and is {found}"
+        expected, tenant = columns.expected[row].item(), columns.tenant[row].item()
+        yield (
+            expected == (math.inf if session.expected is None else session.expected),
+            f"{name} is listed at {expected}",
+        )
+        yield tenant == columns.number(session.tenant), f"{name} is listed for tenant number {tenant}"
 
 
 def _order(manager: SessionMemoryManager) -> Findings:

@@ -7,6 +7,7 @@ from itertools import islice
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.chains import ChainIndex
+from manthan.manager.sessions.columns import Columns
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.fast_tier import FastTier
 from manthan.manager.sessions.place import Place
@@ -29,6 +30,7 @@ class SessionTable:
         """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
+        self.columns = Columns()
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()
         """IDLE sessions in the order in which they became so, but for those that are put off."""
@@ -69,11 +71,13 @@ class SessionTable:
 
     def _enter(self, session: Session) -> None:
         self.by_id[session.session_id] = session
+        self.columns.enter(session)
         self.states[session.state] += 1
         self._sessions_of[session.tenant] += 1
 
     def touch(self, session: Session) -> None:
         """The session, or what is stored of it, is not what it was."""
+        self.columns.touch(session)
         if self.changed is not None:
             self.changed[session.session_id] = None
 
@@ -128,10 +132,7 @@ class SessionTable:
         self.touch(session)
         self.chains.remove(session)
         start = len(session.chain)
-        for key in keys:
-            block = self.blocks.obtain(key, len(session.chain), session)
-            self.blocks.change(block, users=+1, hot=+1, running=+1)
-            session.chain.append(block)
+        self.blocks.join(keys, session)
         self.chains.add(session)
         if self.grown is not None:
             self.grown(session.chain, start)
@@ -143,8 +144,7 @@ class SessionTable:
         cut = session.chain[length:]
         del session.chain[length:]
         hot, running = session.state in HOT_STATES, session.state is SessionState.HOT
-        for block in cut:
-            self.blocks.change(block, users=-1, hot=-hot, running=-running)
+        self.blocks.leave(cut, hot=hot, running=running)
         self.chains.add(session)
         if not session.chain and not session.requests:
             self._forget(session)
@@ -215,6 +215,7 @@ class SessionTable:
 
     def _forget(self, session: Session) -> None:
         self.by_id.pop(session.session_id)
+        self.columns.leave(session)
         self._leave_idle(session)
         self.states[session.state] -= 1
         self.hot.forget(session.session_id)

@@ -73,7 +73,7 @@ def test_asking_again_and_getting_the_same_answer_is_one_session(engine: Engine)
         engine.talk("a b c")
     assert list(engine.chains().values()) == ["a b c"]
     assert engine.states() == {"anonymous-1": "idle"}
-    assert len(engine.manager.table.chains._tips) == 1
+    assert len(engine.manager.table.chains.of("")) == 1
 
 
 def test_a_session_found_only_by_the_answer_is_continued(engine: Engine) -> None:

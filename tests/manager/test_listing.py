@@ -1,5 +1,7 @@
 """Which sessions are listed, in which order, and how little is looked at for that."""
 
+import random
+
 import pytest
 from engine import SHAPE, Engine
 
@@ -122,3 +124,70 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         assert {name: info.moved_nbytes for name, info in infos.items()} == {"a": 3 * SHAPE.cold_nbytes, "b": 0}
         assert ids(engine, tier=Tier.FAST) == ["b"]
         assert set(ids(engine, tier=Tier.SLOW)) == ({"a", "b"} if keeps else {"a"})
+
+
+def keys_of(engine: Engine, sort: Sort) -> dict[str, float | str]:
+    """What each session is sorted by, asked of it alone."""
+    sessions = engine.manager.table.by_id.values()
+    infos = {session.session_id: engine.manager.listing.info(session) for session in sessions}
+    states = list(SessionState)
+    return {
+        name: {
+            Sort.LAST_USED: info.last_used,
+            Sort.TOKENS: info.blocks,
+            Sort.COLD_BYTES: info.cold_blocks * SHAPE.cold_nbytes,
+            Sort.HOT_BYTES: info.hot_blocks if info.state != SessionState.COLD else 0,
+            Sort.ID: name,
+            Sort.STATE: states.index(SessionState(info.state)),
+            Sort.EXPECTED: float("inf") if info.expected is None else info.expected,
+        }[sort]
+        for name, info in infos.items()
+    }
+
+
+@pytest.fixture(scope="module")
+def busy() -> Engine:
+    """Many sessions of all kinds, of which some have come and gone."""
+    rng, made = random.Random(0), Engine(capacity=600)
+    for number in range(150):
+        made.now += rng.choice((0.0, 1.0))
+        name, tenant = f"s{rng.randrange(90)}", f"t{rng.randrange(3)}" if number % 3 else ""
+        said = rng.choice(({}, {}, {"expect_return_s": 5.0}, {"pin": True}, {"release": True}))
+        words = " ".join(f"{name}-{word}" for word in range(rng.randrange(1, 6)))
+        if number % 5:
+            made.talk(words, name, tenant=tenant, **said)
+        else:
+            made.start(words, name, tenant=tenant)
+        if number % 25 == 0:
+            made.evict()
+    return made
+
+
+@pytest.mark.parametrize("sort", Sort)
+@pytest.mark.parametrize("descending", [False, True])
+@pytest.mark.parametrize(
+    "query", [{}, {"bound": "t1"}, {"states": {SessionState.COLD}}, {"prefix": "t"}, {"pinned": False}]
+)
+def test_every_page_is_that_of_all_sessions_sorted(
+    busy: Engine, sort: Sort, descending: bool, query: dict[str, object]
+) -> None:
+    keys = keys_of(busy, sort)
+    chosen = [
+        (keys[name], name)
+        for name, session in busy.manager.table.by_id.items()
+        if session.tenant == query.get("bound", session.tenant)
+        and session.state in query.get("states", SessionState)  # type: ignore[operator]
+        and name.startswith(str(query.get("prefix", "")))
+        and (session.pinned is False or "pinned" not in query)
+    ]
+    chosen.sort(reverse=descending)
+    assert len(busy.manager.table.by_id) > 60
+    for limit in (1, 7, 100):
+        for offset in (0, 3, 40, len(chosen) - 1, len(chosen)):
+            asked = Query(sort=sort, descending=descending, limit=limit, offset=offset, **query)  # type: ignore[arg-type]
+            page = busy.manager.listing.page(asked)
+            ids = [name for _, name in chosen[offset : offset + limit]]
+            assert page.total == len(chosen)
+            assert [info.session_id for info in page.sessions] == ids
+            if sort not in (Sort.COLD_BYTES, Sort.HOT_BYTES, Sort.TOKENS):
+                assert page.keys == chosen[offset : offset + limit]

@@ -17,9 +17,11 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block key."""
 Numbers = npt.NDArray[np.int64]
-START, NBYTES, EXACT, FIRST_TOKEN, PIECES = range(5)
-"""Rows of a tier's table: as in `Stored`, and in how many extents a block lies."""
-FIELDS = 5
+START, NBYTES, EXACT, FIRST_TOKEN, PIECES, GROUP = range(6)
+"""Rows of a tier's table: as in `Stored`, in how many extents a block lies, and its group; -1 in columns of no block."""
+FIELDS = 6
+LEAST_ROW = 16
+"""Blocks in a row that are worth looking for at once."""
 
 
 class Stored(NamedTuple):
@@ -69,7 +71,8 @@ class Tier:
     """One tier of one rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
-    What is known of a block is a column of an array, so that thousands of them are looked up at once.
+    What is known of a block is a column of an array, so that thousands of them are looked up at once. Blocks that are
+    put together, as those of a session, have columns in a row.
     """
 
     def __init__(self, codes: torch.Tensor, ram: PinnedRam | None = None) -> None:
@@ -79,6 +82,7 @@ class Tier:
         self._spans = 0
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((FIELDS, 0), np.int64)
+        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all that came have the same length
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
         self.grow()
@@ -118,14 +122,14 @@ class Tier:
         """All that there are, the one that was not used for longest first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
-        return {name: Stored(self._extents(at, *row[:2]), *row[1:-1]) for (name, at), row in known}
+        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : FIRST_TOKEN + 1]) for (name, at), row in known}
 
     def stored(self, name: Name) -> Stored | None:
         """What is known of a block."""
         column = self._columns.get(name)
         if column is None:
             return None
-        start, nbytes, exact, first_token, _ = self._table[:, column].tolist()
+        start, nbytes, exact, first_token, *_ = self._table[:, column].tolist()
         return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
@@ -140,19 +144,18 @@ class Tier:
                 extents = self.arena.shrink(extents, nbytes)
             if len(extents) > 1:
                 self._pieces[column] = extents
-            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, len(extents)))
+            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, len(extents), name[0]))
             self._columns[name] = column
-        self._table[:, columns] = np.array(rows, np.int64).reshape(-1, FIELDS).T
+        if rows:
+            self._table[:, columns] = np.array(rows, np.int64).T
+            self._write_keys(columns, [key for _, key in blocks])
 
-    def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> Run | None:
+    def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
         tokens and, where they are to be read in place, in one extent as well or not. None if the first is not here."""
-        columns = list(map(self._columns.get, zip(repeat(group), keys)))
-        if None in columns:
-            del columns[columns.index(None) :]
-        if not columns:
+        there = self._find(group, keys)
+        if not len(there):
             return None
-        there = np.array(columns)
         found = self._table[:, there]
         same = found[EXACT] == found[EXACT, 0]
         if in_place:
@@ -187,19 +190,57 @@ class Tier:
         for column, start, nbytes in zip(gone, *self._table[START : NBYTES + 1, gone].tolist(), strict=True):
             self.arena.free(self._extents(column, start, nbytes))
             self._pieces.pop(column, None)
+        self._table[GROUP, gone] = -1
         self._spare += gone
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
         self.drop(list(self._columns))
 
+    def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
+        """The columns of these blocks, up to the first that is not here.
+
+        Two blocks that follow each other say where the others would be that were put together with them; whether they
+        are is seen at once. Only where that is no use are blocks looked up one by one.
+        """
+        get, found, done = self._columns.get, [], 0
+        wanted = _as_rows(keys)
+        while done < len(keys) and (first := get((group, keys[done]))) is not None:
+            second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
+            row = np.array([first])
+            if second is not None and wanted is not None and 0 < wanted.shape[1] == self._keys.shape[1]:
+                row = self._row(group, wanted[done:], first, second - first)
+            if second is not None and len(row) < min(LEAST_ROW, len(keys) - done):
+                rest = list(map(get, zip(repeat(group), keys[done:])))
+                end = rest.index(None) if None in rest else len(rest)
+                return np.concatenate([*found, np.array(rest[:end], np.int64)])
+            found.append(row)
+            done += len(row)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _row(self, group: int, wanted: npt.NDArray[np.uint8], first: int, step: int) -> Numbers:
+        """Columns at equal steps that have these keys, one behind the other, the first column's among them."""
+        columns = first + step * np.arange(len(wanted))
+        columns = columns[(columns >= 0) & (columns < self._table.shape[1])]
+        same = (self._keys[columns] == wanted[: len(columns)]).all(axis=1) & (self._table[GROUP, columns] == group)
+        return columns if same.all() else columns[: int(same.argmin())]
+
+    def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
+        rows, fresh = _as_rows(keys), len(self._columns) == len(columns)
+        width = 0 if rows is None else rows.shape[1]
+        if fresh or width != self._keys.shape[1]:  # of several lengths, they are looked up one by one
+            self._keys = np.zeros((self._table.shape[1], width if fresh else 0), np.uint8)
+        if self._keys.shape[1] and rows is not None:
+            self._keys[columns] = rows
+
     def _take_columns(self, count: int) -> list[int]:
         if count > len(self._spare):
             there = self._table.shape[1]
             more = max(there, count)
-            self._table = np.concatenate([self._table, np.zeros((FIELDS, more), np.int64)], axis=1)
-            self._spare += range(there, there + more)
-        taken = self._spare[len(self._spare) - count :]
+            self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=-1)
+            self._keys = np.pad(self._keys, ((0, more), (0, 0)))
+            self._spare = [*range(there + more - 1, there - 1, -1), *self._spare]
+        taken = self._spare[len(self._spare) - count :][::-1]
         del self._spare[len(self._spare) - count :]
         return taken
 
@@ -211,6 +252,13 @@ class Tier:
         if self._ram is not None:
             self._ram.close()
         self.codes = self.codes[:0]
+
+
+def _as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
+    """uint8 [blocks, bytes of a key]; None if they are of different lengths."""
+    if len(set(map(len, keys))) != 1 or not keys[0]:
+        return None
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 class Demotion(NamedTuple):
