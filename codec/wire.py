@@ -22,6 +22,7 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import xxhash
 
 from manthan.codec.base import Codes, Dtype, Section, SectionKind, align16
@@ -127,12 +128,17 @@ def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
     return np.frombuffer(made, np.uint8)
 
 
-def heads(header: BlockHeader, sizes: Sequence[int], keys: Sequence[bytes], first_tokens: Sequence[int]) -> Codes:
+def heads(
+    header: BlockHeader,
+    sizes: Sequence[int],
+    keys: Sequence[bytes],
+    first_tokens: Sequence[int] | npt.NDArray[np.int64],
+) -> Codes:
     """[len(keys), header.nbytes] uint8: `head` of blocks that differ only in their key and place.
 
     The keys are of one length. Raises HeaderError.
     """
-    if len({len(key) for key in keys}) > 1:
+    if len(set(map(len, keys))) > 1:
         raise HeaderError("the block keys are of different lengths: headers are made for one at a time.")
     rows = np.tile(head(replace(header, key=keys[0] if keys else b""), sizes), (len(keys), 1))
     if keys:

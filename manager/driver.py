@@ -9,12 +9,13 @@ Like the manager it waits for nobody, and reads no clock.
 
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Generic, NamedTuple
+from typing import TYPE_CHECKING, Generic
 
 from manthan.manager.guard import Guard
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.prefetcher import Prefetcher
+from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
@@ -45,13 +46,6 @@ class Restore:
     session_id: str
     load: Load
     answers: list[LoadResult] = field(default_factory=list)
-
-
-class Held(NamedTuple, Generic[B]):
-    """A block that is referenced until it is encoded."""
-
-    order: SpillOrder
-    block: B
 
 
 @dataclass
@@ -108,7 +102,7 @@ class Driver(Generic[B]):
         self._group = manager.shape.group
         self._session_of: dict[str, str] = {}  # by request id
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
-        self._held: dict[Name, Held[B]] = {}
+        self._held: dict[Name, tuple[SpillOrder, B]] = {}  # referenced until they are encoded
         self._granted: list[Name] = []
         self._done: list[B] = []  # to be given back, all at once
         self._answers: dict[Name, list[SpillResult]] = {}
@@ -163,7 +157,7 @@ class Driver(Generic[B]):
         cold = keys[hot:]
         if cold and self.prefetcher.is_loading(cold[0]):
             return None
-        return max(0, self.manager.match(cold) - self._again)
+        return max(0, self.manager.match(cold, request_id) - self._again)
 
     def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
@@ -255,11 +249,12 @@ class Driver(Generic[B]):
         self.tell_news()
         return work
 
-    def _spill(self, held: Held[B]) -> SpillBlock:
-        order = held.order
-        group, _ = self._name(order)
-        block_id = self._pool.block_id(held.block)
-        return SpillBlock(order.key, group, block_id, order.first_token, order.exact, order.codec, order.tenant)
+    def _spill(self, held: tuple[SpillOrder, B]) -> SpillBlock:
+        (key, first_token, exact, codec, _, group, tenant), block = held
+        if group is None:
+            group = self._group
+            assert group is not None
+        return SpillBlock(key, group, self._pool.block_id(block), first_token, exact, codec, tenant)
 
     def _name(self, order: SpillOrder) -> Name:
         return self._of_chain(order.key) if order.group is None else (order.group, order.key)
@@ -276,14 +271,15 @@ class Driver(Generic[B]):
         """
         held, lost = [], 0
         most = 0 if self.rests else self.pressure.max_in_flight - len(self._held)
+        pool = self._pool
         for order in self.manager.take_spills(most):
-            group, pool = order.group, self._pool
+            group = order.group
             block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
             if block is None:
                 self.manager.lost(order.key, now, order.group)
                 lost += 1
                 continue
-            self._held[self._name(order)] = Held(order, block)
+            self._held[self._name(order)] = order, block
             held.append(order)
         if self._directory is None:
             self._granted += map(self._name, held)  # the manager's own count is all that there is to know
@@ -331,11 +327,12 @@ class Driver(Generic[B]):
         self.tell_news()
 
     def _spill_answered(self, answer: SpillResult, now: float) -> None:
-        name = answer.group, answer.key
-        answers = [*self._answers.pop(name, ()), answer]
-        if len(answers) < self._ranks:
-            self._answers[name] = answers
-            return
+        name, answers = (answer.group, answer.key), [answer]
+        if self._ranks > 1:
+            answers = [*self._answers.pop(name, ()), answer]
+            if len(answers) < self._ranks:
+                self._answers[name] = answers
+                return
         if causes := {one.cause for one in answers if one.cause is not None}:
             self._refuse(name, causes, now)
             return
@@ -375,9 +372,9 @@ class Driver(Generic[B]):
         self.manager.spill_failed(order.key, now, order.group, STORE_FULL in causes)
 
     def _let_go(self, name: Name) -> SpillOrder:
-        held = self._held.pop(name)
-        self._done.append(held.block)
-        return held.order
+        order, block = self._held.pop(name)
+        self._done.append(block)
+        return order
 
     def _give_back(self) -> None:
         if self._done:
@@ -437,5 +434,4 @@ class Driver(Generic[B]):
     @property
     def next_deadline(self) -> float | None:
         """When a step is due at the latest, if anything is."""
-        deadlines = (self.manager.next_deadline, self.prefetcher.deadline)
-        return min((when for when in deadlines if when is not None), default=None)
+        return earliest(self.manager.next_deadline, self.prefetcher.deadline)

@@ -29,13 +29,15 @@ class Restored(NamedTuple):
         """failed: causes by block. What is before the first that failed came back, or, with windows or states,
         nothing."""
         group = shape.main_group
-        chain = [(group, key) for part in load.parts if part.group == group for key in part.keys]
-        beside = sum(len(part.keys) for part in load.parts) - len(chain)
-        good = next((at for at, name in enumerate(chain) if name in failed), len(chain))
+        blocks = sum(len(part.keys) for part in load.parts if part.group == group)
+        good, beside = blocks, load.blocks - blocks
+        if failed:
+            chain = ((group, key) for part in load.parts if part.group == group for key in part.keys)
+            good = next((at for at, name in enumerate(chain) if name in failed), blocks)
         if shape.beside and failed:
             good = beside = 0
         causes = list(failed.values())
-        return cls(session_id, len(chain), good, answers, causes, load.is_prefetch, beside, load.request_id)
+        return cls(session_id, blocks, good, answers, causes, load.is_prefetch, beside, load.request_id)
 
 
 class Observer:

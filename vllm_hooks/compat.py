@@ -273,6 +273,32 @@ def engine_waker() -> Callable[[], None]:
     return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
 
 
+def press_on(goes_on: Callable[[], bool]) -> None:
+    """Have the engine under construction take its next step at once, where it would pause since the model had nothing
+    to compute, if `goes_on` says so.
+
+    vLLM pauses a millisecond each time, for threads that load; with its asynchronous scheduling that is twice for a
+    restore, and longer than decoding takes. It does so if a step says that the model was not run, and asks that of
+    nothing else but engines of data parallelism, which are left as they are.
+    """
+    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
+
+    core = _core_under_construction()
+    if not isinstance(core, EngineCoreProc) or isinstance(core, DPEngineCoreProc):
+        return
+
+    def brisk(step: Callable[[], tuple[Any, bool]]) -> Callable[[], tuple[Any, bool]]:
+        @functools.wraps(step)
+        def without_pause() -> tuple[Any, bool]:
+            outputs, was_run = step()
+            return outputs, was_run or goes_on()
+
+        return without_pause
+
+    own: Any = core  # one of these becomes its `step_fn` in a moment
+    own.step, own.step_with_batch_queue = brisk(own.step), brisk(own.step_with_batch_queue)
+
+
 def offer(name: str, method: Callable[..., Any]) -> None:
     """Have the engine core under construction answer `ask_cores` by this method: on the scheduler's thread, between two
     steps, or at once while there are none. What it returns is made of what msgpack knows."""

@@ -65,7 +65,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.match(request, num_computed_tokens)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks.get_block_ids(), num_external_tokens)
+        self.scheduler.allocated(request, blocks, num_external_tokens)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
         return self.scheduler.sources(request, num_external_tokens)
@@ -78,6 +78,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
             self.scheduler.worker_output(report)
+        if connector_output.finished_recving:
+            self.scheduler.loaded()
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         return False, self.scheduler.finished(request, len(block_ids))

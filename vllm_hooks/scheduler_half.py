@@ -21,7 +21,15 @@ from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
-from manthan.vllm_hooks.compat import SleepMode, VllmPool, engine_waker, offer, salt_requests, tell_adapters_apart
+from manthan.vllm_hooks.compat import (
+    SleepMode,
+    VllmPool,
+    engine_waker,
+    offer,
+    press_on,
+    salt_requests,
+    tell_adapters_apart,
+)
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
 from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
@@ -50,12 +58,16 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.v1.core.block_pool import BlockPool
+    from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
     from vllm.v1.kv_cache_interface import KVCacheConfig
     from vllm.v1.request import Request
 
 logger = init_logger("vllm.manthan")
 
+BRISK_STEPS = 3
+"""Steps that follow each other at once when codes in GPU memory are to be decoded: one orders it, the next hears of it,
+the third computes. That takes them less time than vLLM's pause between steps in which nothing is computed."""
 BEDTIME_S = 10.0
 """So long, at most, idle sessions go cold before the engine sleeps."""
 SOURCES = {
@@ -134,6 +146,10 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
+        self._brisk = 0
+        self._is_near = config.cold_store.places[0] == "device"
+        if vllm_config.speculative_config is None:
+            press_on(self._goes_on)
         self._sleep_mode = SleepMode(self._prepare_to_sleep, weights_digest)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
@@ -227,7 +243,7 @@ class SchedulerHalf:
         """How many blocks its tokens take, of all groups."""
         return self.groups.held(request.num_tokens, self._vllm_config.max_in_flight_tokens)
 
-    def allocated(self, request: "Request", block_ids: Sequence[Sequence[int]], tokens: int) -> None:
+    def allocated(self, request: "Request", blocks: "KVCacheBlocks", tokens: int) -> None:
         """vLLM has allocated the request's blocks, of each group; `tokens` tokens behind its hot ones are to be
         restored."""
         hot = self._hot.pop(request.request_id, 0)
@@ -235,8 +251,9 @@ class SchedulerHalf:
         keys = self._keys(request)
         if self._events is not None and self._directory is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
-        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, block_ids)))
+        self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
         if tokens:
+            block_ids = blocks.get_block_ids()
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
             found, beside = end + self.groups.again, []
             for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
@@ -261,6 +278,8 @@ class SchedulerHalf:
     def _behind(self, load: Load, tokens: int) -> int:
         """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their
         own, all are as far as what is farthest."""
+        if not self.manager.blocks.moved:
+            return 0
         moved = [self.manager.has_moved(key, group) for group, keys, _ in load.parts for key in keys]
         if not self.groups.is_whole:
             return tokens if any(moved) else 0
@@ -331,6 +350,8 @@ class SchedulerHalf:
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1
+        if self._is_near and any(not load.is_prefetch for load in work.loads):
+            self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, work.samples
         return ManthanMetadata(place, *orders, not scheduled_tokens, self._step)
 
@@ -338,6 +359,15 @@ class SchedulerHalf:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
         self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
         self._set_deadline()
+
+    def loaded(self) -> None:
+        """Requests' loads have ended, so that a step can go on with them."""
+        self._brisk = max(self._brisk, 1)
+
+    def _goes_on(self) -> bool:
+        """Whether the engine's next step is to follow at once, though the model had nothing to compute in this one."""
+        self._brisk, was = max(0, self._brisk - 1), self._brisk
+        return was > 0
 
     @property
     def has_work(self) -> bool:

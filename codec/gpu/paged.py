@@ -7,9 +7,10 @@ as `manthan.codec.wire` describes them, header and checksum included.
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import NamedTuple, Protocol, TypeAlias
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from manthan.codec.base import Dtype
@@ -31,6 +32,8 @@ BAD_HEADER = -2
 DTYPES = {torch.bfloat16: Dtype.BFLOAT16, torch.float16: Dtype.FLOAT16, torch.float32: Dtype.FLOAT32}
 
 FP8 = {Dtype.FLOAT8_E4M3: torch.float8_e4m3fn, Dtype.FLOAT8_E5M2: torch.float8_e5m2}
+
+Numbers: TypeAlias = Sequence[int] | npt.NDArray[np.int64]
 
 UNITS = (torch.int64, torch.int32, torch.int16, torch.uint8)
 
@@ -145,10 +148,15 @@ class Form(NamedTuple):
 
     def fits(self, nbytes: int) -> bool:
         """Whether a block may have so many bytes."""
+        return not len(self.unfit(np.array([nbytes])))
+
+    def unfit(self, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Those of so many sizes in bytes that no block has."""
         if not self.varies:
-            return nbytes == self.nbytes
+            return nbytes[nbytes != self.nbytes]
         coded = sum(section.codec != EXACT for section in self.header.sections)
-        return self.starts[-coded] + coded * ALIGNMENT <= nbytes <= self.nbytes and nbytes % ALIGNMENT == 0
+        least = self.starts[-coded] + coded * ALIGNMENT
+        return nbytes[(nbytes < least) | (nbytes > self.nbytes) | (nbytes % ALIGNMENT != 0)]
 
 
 class Batch(NamedTuple):
@@ -198,20 +206,22 @@ class PagedCodec(ABC):
         self,
         exact: int,
         keys: Sequence[bytes],
-        block_ids: Sequence[int],
-        first_tokens: Sequence[int],
-        offsets: Sequence[int],
-        nbytes: Sequence[int] | None = None,
+        block_ids: Numbers,
+        first_tokens: Numbers,
+        offsets: Numbers,
+        nbytes: Numbers | None = None,
     ) -> Batch:
-        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary.
+        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary. All integers, [n].
 
         Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
         """
         n, form = len(keys), self.form(exact)
-        for size in nbytes or ():
-            if not form.fits(size):
-                raise ShapeError(f"no block of {exact} exact tokens has {size} bytes: {form.nbytes} are the most.")
-        numbers = np.array([block_ids, offsets, nbytes or [form.nbytes] * n], np.int64)
+        numbers = np.full((3, n), form.nbytes, np.int64)
+        numbers[0], numbers[1] = block_ids, offsets
+        if nbytes is not None:
+            numbers[2] = nbytes
+            if len(unfit := form.unfit(numbers[2])):
+                raise ShapeError(f"no block of {exact} exact tokens has {unfit[0]} bytes: {form.nbytes} are the most.")
         headers = heads(form.header, form.sizes, keys, first_tokens)
         turns = self._place_turns.of(first_tokens).to(self.device, non_blocking=True)
         host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers)]))

@@ -24,7 +24,7 @@ class Turns:
         self._kept = torch.empty((0, *self._shape))
         self._growing = threading.Lock()
 
-    def of(self, first_tokens: Sequence[int]) -> torch.Tensor:
+    def of(self, first_tokens: Sequence[int] | npt.NDArray[np.int64]) -> torch.Tensor:
         """float32 [blocks, 2, tokens, pairs] of blocks that begin at these places; not to be written to."""
         places = np.array(first_tokens, np.int64)
         rows, beside = np.divmod(places, self._tokens)

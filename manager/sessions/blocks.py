@@ -2,8 +2,9 @@
 
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
-from itertools import chain
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain, islice
+from typing import cast
 
 from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
 
@@ -20,6 +21,8 @@ class BlockTable:
 
     def __init__(self) -> None:
         self._blocks: dict[bytes, Block] = {}
+        self.of_chain: Callable[[bytes], Block | None] = self._blocks.get
+        """A chain's block, by its key: `get` for long loops."""
         self._beside: dict[tuple[int, bytes], Block] = {}
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
@@ -72,12 +75,37 @@ class BlockTable:
         """A chain's block, or that of another group."""
         return self._blocks.get(key) if group is None else self._beside.get((group, key))
 
-    def obtain(self, key: bytes, depth: int, session: Session) -> Block:
-        """The block of that key, new if need be; `depth` is its place in every chain, `session` needs it."""
-        block = self._blocks.get(key)
-        if block is None:
-            block = self._blocks[key] = Block(key, depth, tenant=session.tenant)
-        return block
+    def join(self, keys: Sequence[bytes], session: Session) -> None:
+        """A HOT session's chain goes on with the blocks of these keys, which are new if need be."""
+        chain, find, tenant, changed = session.chain, self._blocks.get, session.tenant, self.changed
+        none, hot, exposed = CodeState.NONE, 0, 0
+        for depth, key in enumerate(keys, len(chain)):
+            block = find(key)
+            if block is None:
+                block = self._blocks[key] = Block(key, depth, users=1, hot=1, running=1, tenant=tenant)
+                hot += 1
+            else:
+                hot += not block.hot
+                exposed += block.hot > 0 and not block.running and block.code is none
+                block.users += 1
+                block.hot += 1
+                block.running += 1
+            if changed is not None:
+                changed[None, key] = None
+            chain.append(block)
+        self.hot += hot
+        self.exposed -= exposed
+
+    def leave(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
+        """A session's chain ends before these blocks; hot, running: whether it counted as such."""
+        self.move(blocks, hot=-hot, running=-running)
+        none, changed = CodeState.NONE, self.changed
+        for block in blocks:
+            block.users -= 1
+            if changed is not None:
+                changed[None, block.key] = None
+            if not block.users and block.code is none:
+                self._blocks.pop(block.key, None)
 
     def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
         """The same of another group's block."""
@@ -93,6 +121,27 @@ class BlockTable:
         """
         return bisect_left(range(len(keys)), True, key=lambda depth: keys[depth] not in self._blocks)
 
+    def run(self, keys: Sequence[bytes]) -> list[Block]:
+        """Chains' blocks of these keys, up to the first that nobody names."""
+        found = list(map(self._blocks.get, keys[: self.known(keys)]))
+        end = found.index(None) if None in found else len(found)
+        return cast("list[Block]", found[:end])
+
+    def safe(self, names: Iterable[tuple[bytes, int | None] | None], most: int) -> int:
+        """See the manager's. Written for speed: it is asked of thousands of blocks."""
+        find, beside, count = self._blocks.get, self._beside, 0
+        none, queued = CodeState.NONE, CodeState.QUEUED
+        for name in islice(names, most):
+            if name is not None:
+                key, group = name
+                block = find(key) if group is None else beside.get((group, key))
+                if block is not None and (
+                    (code := block.code) is queued or (code is none and block.hot and not block.running)
+                ):
+                    break
+            count += 1
+        return count
+
     def touch(self, key: bytes, group: int | None = None) -> None:
         """What is stored of the block, or behind it, is not what it was, or nobody needs it any more."""
         if self.changed is not None:
@@ -105,14 +154,19 @@ class BlockTable:
         for block in blocks:
             block.pins += by
 
-    def move(self, blocks: Iterable[Block], *, hot: int, running: int) -> None:
-        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains."""
+    def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
+        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
+        running: -1, 0 or 1."""
+        none = CodeState.NONE  # looked up once: that takes longer than the rest of a turn
+        bare = [block for block in blocks if block.code is none]
+        exposed = sum(block.hot > 0 and not block.running for block in bare)
         for block in blocks:
-            was_hot, was_exposed = block.hot > 0, block.exposed
             block.hot += hot
             block.running += running
-            self.hot += (block.hot > 0) - was_hot
-            self.exposed += block.exposed - was_exposed
+        if hot:
+            edge = 1 if hot > 0 else 0
+            self.hot += hot * sum(block.hot == edge for block in blocks)
+        self.exposed += sum(block.hot > 0 and not block.running for block in bare) - exposed
 
     def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
         """Add to the block's counts, and keep the totals."""
@@ -129,16 +183,52 @@ class BlockTable:
         old = block.encoding if block.code is CodeState.COLD else None
         self._set(block, CodeState.QUEUED, encoding, old, tenant)
 
-    def begin(self, block: Block) -> None:
-        """A queued block is being encoded."""
-        for change in (-1, +1):
-            self._count[block.code] += change
-            self._nbytes[block.code] += change * block.encoding.nbytes
-            block.code = CodeState.SPILLING
+    def queue_new(self, blocks: Sequence[Block], encodings: Iterable[Encoding], tenant: str) -> None:
+        """The same of blocks without codes, all at once."""
+        changed, queued, nbytes, exposed = self.changed, CodeState.QUEUED, 0, 0
+        for block, encoding in zip(blocks, encodings, strict=True):
+            exposed += block.hot > 0 and not block.running
+            block.code, block.encoding, block.tenant = queued, encoding, tenant
+            nbytes += encoding.nbytes
+            if changed is not None:
+                changed[block.group, block.key] = None
+        self.exposed -= exposed
+        self._count[queued] += len(blocks)
+        self._nbytes[queued] += nbytes
+        self._reserve(nbytes, tenant)
+
+    def begin(self, blocks: Sequence[Block]) -> None:
+        """Queued blocks are being encoded."""
+        nbytes, spilling = 0, CodeState.SPILLING
+        for block in blocks:
+            nbytes += block.encoding.nbytes
+            block.code = spilling
+        for code, sign in ((CodeState.QUEUED, -1), (spilling, +1)):
+            self._count[code] += sign * len(blocks)
+            self._nbytes[code] += sign * nbytes
 
     def store(self, block: Block, encoding: Encoding, tenant: str | None = None) -> None:
         """The codes are in the cold store, and this is what they take; older ones are replaced."""
         self._set(block, CodeState.COLD, encoding, None, tenant)
+
+    def settle(self, block: Block, nbytes: int) -> None:
+        """A block that was being encoded is in the cold store, where it takes so many bytes."""
+        was = block.encoding
+        encoding = was if was.nbytes == nbytes else was._replace(nbytes=nbytes)
+        if block.old is not None:
+            self.store(block, encoding)
+            return
+        if self.changed is not None:
+            self.touch(block.key, block.group)
+        block.code, block.encoding = CodeState.COLD, encoding
+        for code, sign in ((CodeState.SPILLING, -1), (CodeState.COLD, +1)):
+            self._count[code] += sign
+        self._nbytes[CodeState.SPILLING] -= was.nbytes
+        self._nbytes[CodeState.COLD] += nbytes
+        self.exact += encoding.exact > 0
+        self.cold_of[block.group] += 1
+        if nbytes != was.nbytes:
+            self._reserve(nbytes - was.nbytes, block.tenant)
 
     def revert(self, block: Block) -> None:
         """The block will not be encoded; codes that were to be replaced stay."""
@@ -151,6 +241,36 @@ class BlockTable:
         """The block has no codes any more."""
         self._set(block, CodeState.NONE, NO_CODES, None)
 
+    def forget_all(self, blocks: Iterable[Block]) -> None:
+        """The same of several, most of which are cold and in no fast tier."""
+        none, cold, changed = CodeState.NONE, CodeState.COLD, self.changed
+        count = freed = exact = exposed = 0
+        of_group: dict[int | None, int] = {}
+        of_tenant: dict[str, int] = {}
+        for block in blocks:
+            if block.code is not cold or block.moved:
+                self.forget(block)
+                continue
+            if changed is not None:
+                changed[block.group, block.key] = None
+            nbytes = block.encoding.nbytes
+            count, freed, exact = count + 1, freed + nbytes, exact + (block.encoding.exact > 0)
+            of_group[block.group] = of_group.get(block.group, 0) + 1
+            of_tenant[block.tenant] = of_tenant.get(block.tenant, 0) + nbytes
+            block.code, block.encoding = none, NO_CODES
+            if not block.users:
+                self._forget_if_unused(block)
+            elif block.hot and not block.running:
+                exposed += 1
+        self.exposed += exposed
+        self.exact -= exact
+        self._count[cold] -= count
+        self._nbytes[cold] -= freed
+        for group, blocks_of_group in of_group.items():
+            self.cold_of[group] -= blocks_of_group
+        for tenant, nbytes in of_tenant.items():
+            self._reserve(-nbytes, tenant)
+
     def mark_moved(self, block: Block, moved: bool) -> None:
         """The codes left the fast tier, or are in it (again)."""
         self.moved += (moved - block.moved) * block.encoding.nbytes
@@ -159,20 +279,22 @@ class BlockTable:
     def _set(
         self, block: Block, code: CodeState, encoding: Encoding, old: Encoding | None, tenant: str | None = None
     ) -> None:
-        self.touch(block.key, block.group)
+        if self.changed is not None:
+            self.touch(block.key, block.group)
         if block.moved:
             self.mark_moved(block, False)
-        was_exposed = block.exposed
-        if block.code is not CodeState.NONE:
+        was_none, is_none = block.code is CodeState.NONE, code is CodeState.NONE
+        if was_none != is_none and block.hot and not block.running:
+            self.exposed += is_none - was_none
+        if not was_none:
             self._add(block, -1)
         block.code, block.encoding, block.old = code, encoding, old
         if tenant is not None:
             block.tenant = tenant
-        if code is not CodeState.NONE:
+        if not is_none:
             self._add(block, +1)
         else:
             self._forget_if_unused(block)
-        self.exposed += block.exposed - was_exposed
 
     def _add(self, block: Block, sign: int) -> None:
         """Add a block with codes to the totals, or take it out."""
@@ -182,11 +304,13 @@ class BlockTable:
         if code is CodeState.COLD:
             self.exact += sign * (exact > 0)
             self.cold_of[block.group] += sign
-        taken = sign * (nbytes if block.old is None else nbytes + block.old.nbytes)
-        self.reserved += taken
-        self.reserved_of[block.tenant] += taken
-        if not self.reserved_of[block.tenant]:
-            del self.reserved_of[block.tenant]
+        self._reserve(sign * (nbytes if block.old is None else nbytes + block.old.nbytes), block.tenant)
+
+    def _reserve(self, nbytes: int, tenant: str) -> None:
+        self.reserved += nbytes
+        self.reserved_of[tenant] += nbytes
+        if not self.reserved_of[tenant]:
+            del self.reserved_of[tenant]
 
     def _forget_if_unused(self, block: Block) -> None:
         if block.users or block.reserves:

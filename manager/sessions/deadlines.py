@@ -5,6 +5,15 @@ from collections.abc import Iterator
 from manthan.policies.ranking import Ranking
 
 
+def earliest(*times: float | None) -> float | None:
+    """The first of these times that is one."""
+    first = None
+    for when in times:
+        if when is not None and (first is None or when < first):
+            first = when
+    return first
+
+
 class Deadlines:
     """A time for each session id. O(log n) an event; times in seconds on the manager's clock."""
 

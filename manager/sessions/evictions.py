@@ -1,5 +1,7 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
+from collections.abc import Sequence
+
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
@@ -69,17 +71,18 @@ class Evictions:
         session.evict_for = request_id
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is CodeState.NONE]
-        wanted = list(map(self.wanted, needed))
+        wanted = self._wanted_of_chain(needed)
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
-        for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
-            self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
+        self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
         for block in session.chain:
             if block.in_flight:
+                if block.waiters is None:
+                    block.waiters = {}
                 block.waiters[session] = None
                 session.pending += 1
             elif not block.hot:
@@ -113,6 +116,17 @@ class Evictions:
         bounds = shape.beside[block.group]
         exact = exact if exact in bounds else 0  # a state has no first tokens
         return Encoding(bounds[exact], exact, "" if block.group in shape.settled else shape.codec)
+
+    def _wanted_of_chain(self, blocks: Sequence[Block]) -> list[Encoding]:
+        """The same of blocks of a chain, most of which are alike."""
+        exact_of, made = self._exact.wanted, dict[int, Encoding]()
+        found = []
+        for block in blocks:
+            encoding = made.get(exact := exact_of(block))
+            if encoding is None:
+                encoding = made[exact] = self.wanted(block)
+            found.append(encoding)
+        return found
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -148,17 +162,20 @@ class Evictions:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         if (block := self._spilling(key, group)) is None:
             return
-        if block in self._stale:
+        if self._stale and block in self._stale:
             self._fail(block, now)
             return
-        self._blocks.store(block, block.encoding._replace(nbytes=nbytes))
-        self._release(block)
+        self._blocks.settle(block, nbytes)
+        if not block.hot or group is not None:
+            self._release(block)
         for session in self._waiters_of(block):
             self._table.touch(session)
             session.evict_encoded += 1
             session.evict_nbytes += nbytes
-            self._finish(session, now)
-        self._anchors.stored(block)
+            if not session.pending:
+                self._finish(session, now)
+        if group is not None:
+            self._anchors.stored(block)
         if not block.users:
             self._pruning.drop([block], DropCause.ABANDONED)
 
@@ -243,7 +260,8 @@ class Evictions:
                 blocks=len(session.chain),
                 beside=len(beside),
                 tokens=len(session.chain) * shape.block_tokens,
-                hot_nbytes=sum(shape.pool_nbytes(block.group) for block in (*session.chain, *beside)),
+                hot_nbytes=len(session.chain) * shape.pool_nbytes(None)
+                + sum(shape.pool_nbytes(block.group) for block in beside),
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
                 cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),
@@ -260,8 +278,9 @@ class Evictions:
 
     def _waiters_of(self, block: Block) -> list[Session]:
         """The sessions that waited for a block, which is answered for now."""
-        sessions = list(block.waiters)
-        block.waiters.clear()
+        if block.waiters is None:
+            return []
+        sessions, block.waiters = list(block.waiters), None
         for session in sessions:
             session.pending -= 1
         return sessions

@@ -24,6 +24,8 @@ class ExactTokens:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:
             return self._block_tokens
+        if not self._sink:
+            return 0
         tokens = self._shape.tokens_of(block.group)
         left = self._sink - block.depth * tokens
         return min(left, tokens) if left > 0 else 0
@@ -40,6 +42,8 @@ class ExactTokens:
     def cut(self, session: Session, length: int) -> None:
         """The session's chain is about to be shortened."""
         old = session.window
+        if not old:
+            return
         _count(session.chain, range(max(old.start, length), old.stop), -1)
         session.window = range(min(old.start, length), min(old.stop, length))
 

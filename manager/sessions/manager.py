@@ -16,6 +16,7 @@ from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
+from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
@@ -322,9 +323,10 @@ class SessionMemoryManager:
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def match(self, keys: Iterable[bytes]) -> int:
-        """How many of these keys, from the first on without a gap, can be restored."""
-        return self._restores.match(keys)
+    def match(self, keys: Sequence[bytes], request_id: str = "") -> int:
+        """How many of these keys, from the first on without a gap, can be restored. request_id: for whom, if that is
+        known."""
+        return self._restores.match(keys, request_id)
 
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> str:
         """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
@@ -371,8 +373,7 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        deadlines = (idle, self.table.put_off.first, self._wishes.next_deadline)
-        return min((when for when in deadlines if when is not None), default=None)
+        return earliest(idle, self.table.put_off.first, self._wishes.next_deadline)
 
     def take_unheld(self) -> list[Beside]:
         """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
@@ -469,9 +470,9 @@ class SessionMemoryManager:
         return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
 
     def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
-        first_token = block.depth * self.shape.tokens_of(block.group)
-        exact, codec, nbytes = encoding.exact, encoding.codec, encoding.nbytes
-        return SpillOrder(block.key, first_token, exact, codec, nbytes, block.group, block.tenant)
+        group, (nbytes, exact, codec) = block.group, encoding
+        tokens = self.shape.block_tokens if group is None else self.shape.tokens_of(group)
+        return SpillOrder(block.key, block.depth * tokens, exact, codec, nbytes, group, block.tenant)
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
         """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
@@ -504,10 +505,10 @@ class SessionMemoryManager:
 
     # -- what others may look at ----------------------------------------------------------------------
 
-    def is_at_risk(self, key: bytes, group: int | None = None) -> bool:
-        """Whether a block's only copy is bf16 that is not held: it waits to be encoded, or nobody has ordered that."""
-        block = self.blocks.get(key, group)
-        return block is not None and (block.exposed or block.code is CodeState.QUEUED)
+    def safe(self, names: Iterable[tuple[bytes, int | None] | None], most: int) -> int:
+        """How many of these blocks, so many at most, come before the first that is at risk: whose only copy is bf16
+        that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block."""
+        return self.blocks.safe(names, most)
 
     def is_missed(self, key: bytes, group: int | None = None) -> bool:
         """Whether somebody would miss a block's bf16 copy."""
@@ -531,7 +532,7 @@ class SessionMemoryManager:
 
     @property
     def at_risk(self) -> int:
-        """How many blocks `is_at_risk` is true of; some of those that are in a running request's hands count, too."""
+        """How many blocks are at risk, see `safe`; some of those that are in a running request's hands count, too."""
         return self.blocks.exposed + self.blocks.queued
 
     @property

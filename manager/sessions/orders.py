@@ -36,6 +36,16 @@ class Orders:
         if block.group is not None:
             self.queue.move_to_end(block, last=False)
 
+    def encode_all(self, blocks: Sequence[Block], encodings: Sequence[Encoding], tenant: str) -> None:
+        """The same of blocks of chains without codes."""
+        if self._group is None:
+            for block, encoding in zip(blocks, encodings, strict=True):
+                self._blocks.store(block, encoding, tenant)
+            return
+        self._blocks.queue_new(blocks, encodings, tenant)
+        for block in blocks:
+            self.queue[block] = None
+
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""
         del self.queue[block]
@@ -49,16 +59,12 @@ class Orders:
             if group is not None:
                 keys.setdefault(group, []).append(block.key)
                 self.has_freed |= block.code is CodeState.COLD
-            self._blocks.forget(block)
+        self._blocks.forget_all(blocks)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 
     def take_spills(self, limit: int) -> list[Block]:
-        taken: list[Block] = []
-        while self.queue and len(taken) < limit:
-            block, _ = self.queue.popitem(last=False)
-            assert block.code is CodeState.QUEUED
-            self._blocks.begin(block)
-            taken.append(block)
+        taken = [self.queue.popitem(last=False)[0] for _ in range(min(limit, len(self.queue)))]
+        self._blocks.begin(taken)
         return taken
 
     def take_drops(self) -> list[Drop]:
@@ -67,7 +73,8 @@ class Orders:
 
     def take_releases(self) -> list[bytes]:
         keys, self.releases = self.releases, []
-        return [key for key in keys if (b := self._blocks.get(key)) is None or not (b.hot or b.in_flight)]
+        find = self._blocks.of_chain
+        return [key for key in keys if (b := find(key)) is None or not (b.hot or b.in_flight)]
 
     def take_evictions(self) -> list[Eviction]:
         taken, self.evictions = self.evictions, []

@@ -49,15 +49,8 @@ class Runway:
         if not self._manager.at_risk:
             return len(self._queue)
         if self._left < wanted:
-            self._left = self._walk(max(wanted, self._ahead))
+            self._left = self._manager.safe(self._queue.names(), max(wanted, self._ahead))
         return self._left
-
-    def _walk(self, limit: int) -> int:
-        is_at_risk = self._manager.is_at_risk
-        for count, name in enumerate(self._queue.names()):
-            if count == limit or (name is not None and is_at_risk(*name)):
-                return count
-        return len(self._queue)
 
 
 class Pressure:

@@ -71,7 +71,8 @@ class Pruning:
 
         Sessions that are being evicted look for themselves when they are done.
         """
-        gone = next((block for block in blocks if block.gone), None)
+        none = CodeState.NONE
+        gone = next((block for block in blocks if block.code is none and block.gone), None)
         if gone is not None:
             for session in self._table.holders(gone):
                 if session.state is SessionState.COLD:
@@ -97,15 +98,19 @@ class Pruning:
 
     def drop(self, blocks: Iterable[Block], cause: DropCause) -> None:
         """Drop the codes of those that may be."""
-        self.forget_codes([block for block in blocks if block.droppable], cause)
+        cold = CodeState.COLD
+        if droppable := [block for block in blocks if block.code is cold and not block.pins]:
+            self.forget_codes(droppable, cause)
 
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
         self._orders.forget_codes(blocks, cause)
 
     def unwait(self, session: Session, blocks: Iterable[Block]) -> None:
         """An eviction waits for these no longer. Encodings go on; what only it had queued is taken back."""
+        if not session.pending:
+            return
         for block in blocks:
-            if session in block.waiters:
+            if block.waiters and session in block.waiters:
                 del block.waiters[session]
                 session.pending -= 1
                 if not block.waiters and block.code is CodeState.QUEUED:

@@ -3,6 +3,7 @@
 from collections.abc import Iterable, Iterator, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
+from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import Block, CodeState, DropCause, Session
 from manthan.manager.sessions.table import SessionTable
@@ -19,22 +20,20 @@ class Restores:
         """By id of a request, or of a prefetch."""
         self._read: dict[str, list[Block]] = {}  # by id of a running request
 
-    def match(self, keys: Iterable[bytes]) -> int:
+    def match(self, keys: Sequence[bytes], request_id: str = "") -> int:
         """How many of these keys, from the first on without a gap, can be restored: those that are cold, or, where
         chains have no codes, known, and, where anchors are needed, no more than up to the deepest that stands."""
-        count, best, find, cold = 0, 0, self._blocks.get, CodeState.COLD
-        for key in keys:
-            block = find(key)
-            if block is None or (self._has_codes and block.code is not cold):
-                break
-            count += 1
-            if (anchor := self._anchors.at(key)) is not None and anchor.stands:
-                best = count
-        return best if self._anchors.is_needed else count
+        blocks, count, cold = self._run(keys, request_id), -1, CodeState.COLD
+        if self._has_codes:
+            count = next((at for at, block in enumerate(blocks) if block.code is not cold), -1)
+        count = len(blocks) if count < 0 else count
+        if not self._anchors.is_needed:
+            return count
+        ends = range(count, 0, -1)
+        return next((end for end in ends if (anchor := self._anchors.at(keys[end - 1])) and anchor.stands), 0)
 
     def started(self, request_id: str, keys: Sequence[bytes]) -> None:
-        found = keys if self._has_codes else ()
-        blocks = [block for key in found if (block := self._blocks.get(key)) is not None]
+        blocks = self._run(keys, request_id) if self._has_codes else []
         if keys and (anchor := self._anchors.at(keys[-1])) is not None:
             blocks += anchor.parts
         self._blocks.pin(blocks, +1)
@@ -47,7 +46,7 @@ class Restores:
         if request_id in self._running:
             self._read[request_id] = [block for block in blocks if block.group is None]
         names: set[tuple[int | None, bytes]] = {(None, key) for key in failed} | set(beside)
-        unreadable = [block for block in blocks if (block.group, block.key) in names]
+        unreadable = [block for block in blocks if (block.group, block.key) in names] if names else []
         self._pruning.drop(unreadable, DropCause.FAILED)
         self._pruning.drop([block for block in blocks if not block.users], DropCause.ABANDONED)
         for block in unreadable:
@@ -55,6 +54,19 @@ class Restores:
         self._pruning.bury([block for block in unreadable if block.group is None])
         if self._table.front is not None:
             self._table.front.read(blocks)
+
+    def _run(self, keys: Sequence[bytes], request_id: str) -> list[Block]:
+        """Blocks of these keys, up to the first that nobody names: the request's session has most of them in a row, so
+        that they need not be looked up one by one."""
+        first = self._blocks.get(keys[0]) if keys else None
+        if first is None:
+            return []
+        session, at = self._running.get(request_id), first.depth
+        if session is None or at >= len(session.chain) or session.chain[at] is not first:
+            return self._blocks.run(keys)
+        own = session.chain[at : at + len(keys)]
+        common = common_prefix(own, keys)
+        return own if common == len(keys) else own[:common] + self._blocks.run(keys[common:])
 
     def request_ended(self, request_id: str) -> None:
         self._read.pop(request_id, None)

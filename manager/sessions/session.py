@@ -27,6 +27,11 @@ class CodeState(StrEnum):
     COLD = auto()
 
 
+_NONE, _COLD = CodeState.NONE, CodeState.COLD
+_QUEUED, _SPILLING = CodeState.QUEUED, CodeState.SPILLING
+# Looking up an enum's member takes longer than what is asked of a block, thousands of times.
+
+
 @dataclass(frozen=True, slots=True)
 class MemoryShape:
     """What a block is worth: its tokens, its bytes as bf16, and at most so many as codes (all ranks together).
@@ -137,32 +142,32 @@ class Block:
     """Whether its codes had to leave the fast tier."""
     windows: int = 0
     """Sessions that have it among their last tokens, which are kept exact."""
-    waiters: "dict[Session, None]" = field(default_factory=dict)
+    waiters: "dict[Session, None] | None" = None
     """EVICTING sessions that wait for its codes, in order of arrival."""
 
     @property
     def reserves(self) -> bool:
         """Whether the block takes bytes of the cold store, or holds a reservation there."""
-        return self.code is not CodeState.NONE
+        return self.code is not _NONE
 
     @property
     def in_flight(self) -> bool:
         """Whether its bf16 copy is about to be encoded, or being encoded."""
-        return self.code in (CodeState.QUEUED, CodeState.SPILLING)
+        return self.code is _QUEUED or self.code is _SPILLING
 
     @property
     def droppable(self) -> bool:
-        return self.code is CodeState.COLD and not self.pins
+        return self.code is _COLD and not self.pins
 
     @property
     def gone(self) -> bool:
         """Whether sessions name it that nobody has any more, as bf16 or as codes."""
-        return self.users > 0 and self.hot == 0 and self.code is CodeState.NONE
+        return self.users > 0 and self.hot == 0 and self.code is _NONE
 
     @property
     def exposed(self) -> bool:
         """Whether vLLM may overwrite the only copy: idle in the pool, and neither cold nor on its way."""
-        return self.hot > 0 and self.running == 0 and self.code is CodeState.NONE
+        return self.hot > 0 and self.running == 0 and self.code is _NONE
 
 
 Beside = Sequence[tuple[int, bytes, int]]
@@ -255,7 +260,7 @@ class Session:
     @property
     def beside_nbytes(self) -> int:
         """Of the codes that these have, or are about to get."""
-        return sum(part.encoding.nbytes for part in self.beside)
+        return sum(part.encoding.nbytes for part in self.beside) if self.anchors else 0
 
     @property
     def told_id(self) -> str:

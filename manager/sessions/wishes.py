@@ -8,14 +8,13 @@ from typing import NamedTuple
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
-from manthan.manager.sessions.deadlines import Deadlines
+from manthan.manager.sessions.deadlines import Deadlines, earliest
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import DropCause, News, NewsKind, Prefetch, Session, SessionState, qualified
 from manthan.manager.sessions.table import SessionTable
-
 
 LOOKED_AT = 64
 """So many of the sessions that are expected are looked at at a time."""
@@ -56,8 +55,7 @@ class Wishes:
 
     @property
     def next_deadline(self) -> float | None:
-        deadlines = (self._ttls.first, self._expected.first, self._pins.first)
-        return min((when for when in deadlines if when is not None), default=None)
+        return earliest(self._ttls.first, self._expected.first, self._pins.first)
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do as the client says; returns what is refused, in a sentence."""
@@ -141,6 +139,8 @@ class Wishes:
         """Blocks of the longest cold session that is expected, of all groups; 0 if there is none. Those that are longer
         than `most`, which is all that there can ever be room for, are expected no more.
         """
+        if not self.may_prefetch:
+            return 0
         longest = 0
         for session in self._awaited(now):
             if (size := self._size(session)) > most:

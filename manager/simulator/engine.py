@@ -226,8 +226,7 @@ class EngineReplay(Replay):
     def _key(self, request: _Request, length: int) -> None:
         """The first `length` blocks are full; those whose key is known can be found from now on."""
         keys = request.traced.keys[request.keyed : length]
-        for block, key in zip(request.blocks[request.keyed : request.keyed + len(keys)], keys, strict=True):
-            self._pool.cache(block, key)
+        self._pool.cache_all(request.blocks[request.keyed : request.keyed + len(keys)], keys)
         request.keyed += len(keys)
 
     def _feed(self) -> None:

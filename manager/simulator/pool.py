@@ -1,7 +1,7 @@
 """vLLM's KV pool without the KV: which block holds what, who uses it, and which is overwritten next."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 
 from manthan.manager.sessions.pressure import BlockName
 
@@ -26,7 +26,8 @@ class SimulatedPool:
 
     def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        return (None if (key := self._key[block]) is None else (key, None) for block in self._free)
+        keys = self._key
+        return (None if (key := keys[block]) is None else (key, None) for block in self._free)
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -50,7 +51,9 @@ class SimulatedPool:
         """The block with that key, with one more user."""
         block = self._cached.get(key)
         if block is not None:
-            self.touch([block])
+            if not self._users[block]:
+                del self._free[block]
+            self._users[block] += 1
         return block
 
     def hold_beside(self, group: int, key: bytes) -> int | None:
@@ -59,24 +62,33 @@ class SimulatedPool:
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each."""
+        users, free = self._users, self._free
         for block in blocks:
-            if not self._users[block]:
-                del self._free[block]
-            self._users[block] += 1
+            if not users[block]:
+                del free[block]
+            users[block] += 1
 
     def take(self, count: int) -> list[int]:
         """The first so many free blocks, for one user; what they held is lost."""
-        blocks = [self._free.popitem(last=False)[0] for _ in range(count)]
+        pop, users, keys = self._free.popitem, self._users, self._key
+        blocks = [pop(last=False)[0] for _ in range(count)]
         for block in blocks:
-            self._uncache(block)
-            self._users[block] = 1
+            if keys[block] is not None:
+                self._uncache(block)
+            users[block] = 1
         return blocks
 
     def cache(self, block: int, key: bytes, depth: int = 0, group: int | None = None) -> None:
         """A block, which had no key, has one from now on."""
-        self._key[block] = key
-        if self._cached.setdefault(key, block) != block:
-            self._copies.setdefault(key, []).append(block)
+        self.cache_all((block,), (key,))
+
+    def cache_all(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
+        """The same of several."""
+        key_of, enter = self._key, self._cached.setdefault
+        for block, key in zip(blocks, keys, strict=True):
+            key_of[block] = key
+            if enter(key, block) != block:
+                self._copies.setdefault(key, []).append(block)
 
     def block_id(self, block: int) -> int:
         """Its number: here that is the block itself."""
@@ -84,15 +96,15 @@ class SimulatedPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
-        empty = []
+        empty, users, free, keys = [], self._users, self._free, self._key
         for block in blocks:
-            self._users[block] -= 1
-            if not self._users[block]:
-                self._free[block] = None
-                if self._key[block] is None:
+            users[block] = left = users[block] - 1
+            if not left:
+                free[block] = None
+                if keys[block] is None:
                     empty.append(block)
         for block in reversed(empty):
-            self._free.move_to_end(block, last=False)
+            free.move_to_end(block, last=False)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""

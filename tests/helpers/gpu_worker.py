@@ -74,14 +74,14 @@ def in_flight(worker: Any) -> int:
     """Bytes of the tiers that are taken and hold no block."""
     if not hasattr(path(), "tiers"):
         return 0
-    blocks = [block for tier in path().tiers.all for block in tier._blocks.values()]
+    blocks = [block for tier in path().tiers.all for block in tier.blocks().values()]
     return path().tiers.used - sum(room(block.nbytes) for block in blocks)
 
 
 def damage(worker: Any, exact: int) -> None:
     """One byte changes of one block with so many exact tokens."""
     if hasattr(path(), "tiers"):
-        found = [(tier, block) for tier in path().tiers.all for block in tier._blocks.values() if block.exact == exact]
+        found = [(tier, block) for tier in path().tiers.all for block in tier.blocks().values() if block.exact == exact]
         tier, block = found[len(found) // 3]
         tier.codes[block.extents[0].start + 1000] ^= 1
         return

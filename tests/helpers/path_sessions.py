@@ -103,7 +103,7 @@ class PathSession:
 
     def stored(self) -> dict[str, list[Any]]:
         """By KV cache group: the codec of its blocks, how many of them are in the tiers, and in which."""
-        names = [(group, tier) for tier in self.path.tiers.all for group, _ in tier._blocks]
+        names = [(group, tier) for tier in self.path.tiers.all for group, _ in tier.blocks()]
         return {
             str(group): [
                 codec.format.codec,
@@ -115,7 +115,7 @@ class PathSession:
 
     def damage(self, group: int) -> None:
         """One bit changes of one block of the group; of the chain's, of its first, before which nothing can be kept."""
-        stored = [(name, tier, kept) for tier in self.path.tiers.all for name, kept in tier._blocks.items()]
+        stored = [(name, tier, kept) for tier in self.path.tiers.all for name, kept in tier.blocks().items()]
         found = {key: (tier, kept) for (of, key), tier, kept in stored if of == group}
         [session] = self.half.manager.table.by_id.values()
         tier, kept = found.get(session.chain[0].key) or list(found.values())[len(found) // 2]

@@ -133,7 +133,7 @@ def test_blocks_of_all_groups_come_back_together(make: Callable[..., World], sta
         parts = [part(chain, targets[:4]), part(window, targets[4:7]), part(states, targets[7:8])]
         result = world.load(*parts)
         assert result.failed == []
-        stored = [tier._blocks for tier in world.tiers.all]
+        stored = [tier.blocks() for tier in world.tiers.all]
         names = [(each.group, name) for each in parts for name in each.keys]
         assert result.nbytes == sum(stored[name not in stored[0]][name].nbytes for name in names)
         for name, target in zip(names, targets, strict=False):
@@ -157,8 +157,8 @@ def test_what_is_bad_in_one_group_fails_the_load(make: Callable[..., World], bad
     if is_gone:
         world.tiers.drop(bad, [key(2)])
     else:
-        [tier] = [tier for tier in world.tiers.all if (bad, key(2)) in tier._blocks]
-        tier.codes[tier._blocks[bad, key(2)].extents[0].start + 700] ^= 1
+        [tier] = [tier for tier in world.tiers.all if (bad, key(2)) in tier.blocks()]
+        tier.codes[tier.blocks()[bad, key(2)].extents[0].start + 700] ^= 1
     before = world.memory.clone()
     result = world.load(part(chain, [40, 41, 42]), part(window, [43, 44]), part(states, [45]))
     assert result.failed == [(bad, key(2), "missing" if is_gone else "checksum")]

@@ -29,7 +29,7 @@ from manthan.vllm_hooks.worker import gpu_path
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.calibration import WAITING, Calibration
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
-from manthan.vllm_hooks.worker.tiers import Tier, Tiers
+from manthan.vllm_hooks.worker.tiers import FIRST_TOKEN, Tier, Tiers
 
 GROUP = 5
 FORMS = (0, 3, TOKENS)
@@ -176,12 +176,12 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
         gone = [key for key in stored if rng.random() < 0.1]
         world.drop(*gone)
         stored = {name: kept for name, kept in stored.items() if name not in gone}
-        in_pieces += sum(len(block.extents) > 1 for tier in world.tiers.all for block in tier._blocks.values())
+        in_pieces += sum(len(block.extents) > 1 for tier in world.tiers.all for block in tier.blocks().values())
         keys = rng.sample(sorted(stored), min(len(stored), 6))
         targets = rng.sample(range(BLOCKS // 2, BLOCKS), len(keys))
         if keys:
             before = [cache.clone() for cache in world.codec.layout.caches]
-            result, kept = world.load(keys, targets), [tier._blocks for tier in world.tiers.all]
+            result, kept = world.load(keys, targets), [tier.blocks() for tier in world.tiers.all]
             assert result.failed == []
             assert result.nbytes == sum(kept[(GROUP, name) not in kept[0]][GROUP, name].nbytes for name in keys)
             assert world.path.take_failed_blocks() == set()
@@ -191,7 +191,7 @@ def test_blocks_of_all_forms_come_back_as_numpy_says(
             pairs = zip(before, world.codec.layout.caches, strict=True)
             assert all(torch.equal(then[others], now[others]) for then, now in pairs)
             read += len(keys)
-        rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier._blocks.values()]
+        rooms = [room(block.nbytes) for tier in world.tiers.all for block in tier.blocks().values()]
         assert world.tiers.used == sum(rooms)
     assert read > 200
     assert in_pieces > 0
@@ -229,7 +229,7 @@ def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exac
     world = make()
     world.spill(*(order(n, exact) for n in range(3)))
     tier = world.tiers.first
-    [extent] = tier._blocks[GROUP, key(1)].extents
+    [extent] = tier.blocks()[GROUP, key(1)].extents
     tier.codes[extent.start + world.nbytes(exact) - 9] ^= 1
     before = world.numbers(41)
     assert world.load([key(n) for n in range(3)], [40, 41, 42]).failed == [(GROUP, key(1), "checksum")]
@@ -241,7 +241,7 @@ def test_a_block_of_another_place_in_the_chain_is_refused(make: Callable[..., Wo
     world = make()
     world.spill(order(7))
     tier = world.tiers.first
-    tier._blocks[GROUP, key(7)] = tier._blocks[GROUP, key(7)]._replace(first_token=0)
+    tier._table[FIRST_TOKEN, tier._columns[GROUP, key(7)]] = 0
     assert world.load([key(7)], [40]).failed == [(GROUP, key(7), "key")]
 
 
@@ -268,7 +268,7 @@ def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch)
     world.spill(*(order(n) for n in range(fit)))
     world.path.submit_loads(ManthanMetadata(go_first=[GroupKeys(GROUP, [key(3), key(1)])]))
     world.spill(order(100, block_id=9), order(101, block_id=9))
-    assert sorted(world.tiers.host._blocks) == [(GROUP, key(1)), (GROUP, key(3))]
+    assert sorted(world.tiers.host.blocks()) == [(GROUP, key(1)), (GROUP, key(3))]
     assert world.load([key(3), key(1)], [40, 41]).failed == []
 
 

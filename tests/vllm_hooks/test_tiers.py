@@ -34,21 +34,24 @@ def keep(tiers: Tiers, *keys: bytes, nbytes: int = GRANULE) -> list[Demotion]:
 
 
 def has(tier: Tier, key: bytes) -> bool:
-    return bool(tier.run(0, [key], in_place=True))
+    return (0, key) in tier
 
 
 def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
     assert keep(tiers, b"a", b"b") == []
-    assert tiers.find(0, [b"a", b"b"])[:2] == (tiers.device, True)
+    run = tiers.find(0, [b"a", b"b"])
+    assert (run.tier, run.in_place, len(run.extents)) == (tiers.device, True, 2)
     tiers.find(0, [b"a"])  # b is the oldest now
     assert tiers.find(1, [b"b"]) is None
-    source = tiers.device.run(0, [b"b"], True)[0].extents
+    source = tiers.device.stored((0, b"b")).extents
     [moved] = keep(tiers, b"c")
     assert (moved.name, moved.source, moved.nbytes) == ((0, b"b"), source, GRANULE)
-    assert tiers.find(0, [b"b"]) == (tiers.host, False, [Stored(moved.target, GRANULE, 0, 0)])
-    assert tiers.device.run(0, [b"c"], True)[0].extents == source
-    assert len(tiers.find(0, [b"a", b"b"]).blocks) == 1  # a run ends where its tier does
+    run = tiers.find(0, [b"b"])
+    assert (run.tier, run.in_place, run.exact, run.extents) == (tiers.host, False, 0, [moved.target])
+    assert (run.nbytes.tolist(), run.first_tokens.tolist()) == ([GRANULE], [0])
+    assert tiers.device.stored((0, b"c")).extents == source
+    assert len(tiers.find(0, [b"a", b"b"]).starts) == 1  # a run ends where its tier does
     keep(tiers, b"d")
     assert tiers.take(1, 2) == ([], [])
     assert tiers.used == 4 * GRANULE
@@ -99,13 +102,20 @@ def test_a_block_that_is_stored_again_is_in_one_tier() -> None:
 def test_runs_are_of_one_kind() -> None:
     tiers = Tiers(tier(16 * GRANULE), None)
     pieces = (Extent(0, GRANULE), Extent(2 * GRANULE, GRANULE))
-    for n, (extents, exact) in enumerate([(pieces[:1], 0), (pieces[1:], 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
-        tiers.device._blocks[0, bytes([n])] = Stored(extents, GRANULE, exact, n)
+    one, two = pieces[:1], pieces[1:]
+    for n, (extents, exact) in enumerate([(one, 0), (two, 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
+        tiers.device.put({(0, bytes([n])): Stored(extents, len(extents) * GRANULE, exact, n)})
     keys = [bytes([n]) for n in range(6)]
-    assert tiers.find(0, keys)[1:] == (True, [tiers.device._blocks[0, key] for key in keys[:2]])
-    assert tiers.find(0, keys[2:])[1:] == (False, [tiers.device._blocks[0, keys[2]]])
-    assert len(tiers.find(0, keys[3:]).blocks) == 2
-    assert tiers.find(0, keys[5:]) is None
+    found = [tiers.find(0, keys[n:]) for n in (0, 2, 3, 5)]
+    assert found.pop() is None
+    assert [(run.in_place, run.exact, run.extents) for run in found] == [
+        (True, 0, [one, two]),
+        (False, 0, [pieces]),
+        (False, 3, [pieces, pieces]),
+    ]
+    assert [run.first_tokens.tolist() for run in found] == [[0, 1], [2], [3, 4]]
+    assert [run.nbytes.tolist() for run in found] == [[GRANULE] * 2, [2 * GRANULE], [2 * GRANULE] * 2]
+    assert found[2].part(1, 2).extents == [pieces]
 
 
 class TierMachine(RuleBasedStateMachine):
@@ -163,8 +173,8 @@ class TierMachine(RuleBasedStateMachine):
     @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
     def go_first(self, group: int, keys: list[bytes]) -> None:
         self.tiers.go_first(group, keys)
-        there = [key for key in keys if (group, key) in self.tiers.first._blocks]
-        assert [name for name, _ in zip(self.tiers.first._blocks, there, strict=False)] == [(group, k) for k in there]
+        there = [key for key in keys if (group, key) in self.tiers.first.blocks()]
+        assert [name for name, _ in zip(self.tiers.first.blocks(), there, strict=False)] == [(group, k) for k in there]
 
     @rule()
     def clear(self) -> None:
@@ -177,29 +187,30 @@ class TierMachine(RuleBasedStateMachine):
         wanted = [self.bytes.get((group, key)) for key in keys]
         done = 0
         while done < len(keys) and (run := self.tiers.find(group, keys[done:])):
-            for stored, right in zip(run.blocks, wanted[done:], strict=False):
+            read = zip(run.extents, run.nbytes.tolist(), run.first_tokens.tolist(), strict=True)
+            for (extents, nbytes, first_token), right in zip(read, wanted[done:], strict=False):
                 assert right is not None
-                assert b"".join(spans(run.tier, stored.extents, stored.nbytes)) == right
-                assert run.in_place == (run.tier is self.tiers.device and len(stored.extents) == 1)
-                assert (stored.exact, stored.first_token) == (len(right) % 2, len(right))
-            done += len(run.blocks)
+                assert b"".join(spans(run.tier, extents, nbytes)) == right
+                assert run.in_place == (run.tier is self.tiers.device and len(extents) == 1)
+                assert (run.exact, first_token) == (len(right) % 2, len(right))
+            done += len(run.starts)
         assert done == len(keys) or wanted[done] is None
 
     @invariant()
     def nothing_overlaps_and_nothing_is_lost(self) -> None:
         if not hasattr(self, "tiers"):
             return
-        assert {name for one in self.tiers.all for name in one._blocks} == self.bytes.keys()
+        assert {name for one in self.tiers.all for name in one.blocks()} == self.bytes.keys()
         assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
         for one in self.tiers.all:
             one.arena.check()
-            stored = [extent for block in one._blocks.values() for extent in block.extents]
+            stored = [extent for block in one.blocks().values() for extent in block.extents]
             stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
             stored.sort()
             assert all(a.start + a.nbytes <= b.start for a, b in pairwise(stored))
             assert sum(extent.nbytes for extent in stored) == one.arena.used
             assert one.arena.used + one.arena.available == len(one.codes)
-            for (group, key), block in one._blocks.items():
+            for (group, key), block in one.blocks().items():
                 assert b"".join(spans(one, block.extents, block.nbytes)) == self.bytes[group, key]
 
 

@@ -15,11 +15,12 @@ from itertools import groupby
 from operator import attrgetter
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
-from manthan.manager.stores.arena import room
+from manthan.manager.stores.arena import Extent, room
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import (
     FailedBlock,
@@ -34,7 +35,7 @@ from manthan.vllm_hooks.worker.calibration import Calibration, Sample
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
-from manthan.vllm_hooks.worker.tiers import Demotion, Run, Stored, Taken, Tier, Tiers
+from manthan.vllm_hooks.worker.tiers import Demotion, Numbers, Run, Stored, Taken, Tier, Tiers
 
 logger = init_logger("vllm.manthan.worker")
 
@@ -345,24 +346,24 @@ class GpuPath(WorkerPath):
         """The same of a group's blocks; whether all of them are there. later: gets what is not to be decoded yet."""
         lanes = [self._prefetch_lane] if restore.load.is_prefetch else self._load_lanes
         codec, done = self.codecs[part.group], 0
+        block_ids = np.asarray(part.block_ids, np.int64)
         for run in self._runs(codec, part, lanes[0]):
-            lane, (tier, in_place, blocks) = lanes[len(restore.chunks) % len(lanes)], run
-            some = slice(done, done := done + len(blocks))
-            exact, extents, sizes = blocks[0].exact, [stored.extents for stored in blocks], [b.nbytes for b in blocks]
-            places = extents if in_place else _places(codec, lane, exact)[: len(blocks)]
-            codes = tier.codes if in_place else lane.staging.codes
+            lane, exact, sizes = lanes[len(restore.chunks) % len(lanes)], run.exact, run.nbytes
+            some = slice(done, done := done + len(sizes))
+            codes = run.tier.codes if run.in_place else lane.staging.codes
             with torch.cuda.stream(lane.stream):
                 if self._demoted is not None:
                     lane.stream.wait_event(self._demoted)
-                if not in_place:
-                    _copy(tier.codes, extents, codes, places, sizes)
-                first_tokens, offsets = [stored.first_token for stored in blocks], [place[0].start for place in places]
-                batch = codec.batch(exact, part.keys[some], part.block_ids[some], first_tokens, offsets, sizes)
+                offsets = run.starts
+                if not run.in_place:
+                    offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
+                    _copy_run(run, codes, offsets)
+                batch = codec.batch(exact, part.keys[some], block_ids[some], run.first_tokens, offsets, sizes)
                 codec.verify(batch, codes)
-                chunk = self._chunk(codec, batch, lane.stream, torch.tensor(sizes))
+                chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
             restore.chunks.append(chunk)
             decoding = Decoding(codec, lane.stream, chunk, batch, codes)
-            if in_place:
+            if run.in_place:
                 later.append(decoding)
             else:  # the staging buffer is needed for the next but one
                 self._decode(decoding, model)
@@ -373,11 +374,11 @@ class GpuPath(WorkerPath):
         group, keys, _ = part
         done = 0
         while done < len(keys) and (run := self.tiers.find(group, keys[done : done + LOAD_CHUNK])):
-            blocks = run.blocks
-            step = len(blocks) if run.in_place else len(_places(codec, lane, blocks[0].exact))
-            for start in range(0, len(blocks), step):
-                yield run._replace(blocks=blocks[start : start + step])
-            done += len(blocks)
+            count = len(run.starts)
+            step = count if run.in_place else len(_places(codec, lane, run.exact))
+            for start in range(0, count, step):
+                yield run.part(start, start + step)
+            done += count
 
     def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
         """Decode what is good of a chunk, once the model is done with the blocks."""
@@ -504,6 +505,16 @@ def _by_form(spills: Sequence[SpillBlock]) -> dict[tuple[int, int], list[SpillBl
     for spill in spills:
         found.setdefault((spill.group, spill.exact), []).append(spill)
     return found
+
+
+def _copy_run(run: Run, target: torch.Tensor, offsets: Numbers) -> None:
+    """Copy stored blocks one behind the other, each to its offset in another buffer."""
+    if run.pieces:
+        tos = [(Extent(start, len(target)),) for start in offsets.tolist()]
+        _copy(run.tier.codes, run.extents, target, tos, run.nbytes.tolist())
+        return
+    froms, tos_there = run.starts + run.tier.codes.data_ptr(), offsets + target.data_ptr()
+    compat.copy_blocks(*map(torch.from_numpy, (froms, tos_there, np.ascontiguousarray(run.nbytes))))
 
 
 def _copy(source: torch.Tensor, froms: Places, target: torch.Tensor, tos: Places, nbytes: Sequence[int]) -> None:

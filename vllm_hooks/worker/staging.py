@@ -2,6 +2,8 @@
 
 from collections.abc import Iterator, Sequence
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
 from manthan.manager.stores.arena import Extent
@@ -23,6 +25,10 @@ class Staging:
             fit = range(len(self.codes) // nbytes)
             self._places[nbytes] = [(Extent(n * nbytes, nbytes),) for n in fit]
         return self._places[nbytes]
+
+    def starts(self, nbytes: int) -> npt.NDArray[np.int64]:
+        """The same, int64 [blocks]: where each begins."""
+        return nbytes * np.arange(len(self.codes) // nbytes)
 
 
 def pieces(sources: Places, targets: Places, nbytes: Sequence[int]) -> torch.Tensor:

@@ -6,11 +6,13 @@ from collections.abc import Iterable, Mapping, Sequence
 from itertools import repeat
 from typing import NamedTuple
 
+import numpy as np
+import numpy.typing as npt
 import torch
 from vllm.logger import init_logger
 
 from manthan.manager.config.resolve import ConfigError
-from manthan.manager.stores.arena import GRANULE, Arena, Extent
+from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
 from manthan.vllm_hooks.compat import pin
 from manthan.vllm_hooks.telemetry.log import human_bytes
 
@@ -18,6 +20,12 @@ logger = init_logger("vllm.manthan.worker")
 
 Name = tuple[int, bytes]
 """KV cache group and block key."""
+Numbers = npt.NDArray[np.int64]
+START, NBYTES, EXACT, FIRST_TOKEN, PIECES, GROUP = range(6)
+"""Rows of a tier's table: as in `Stored`, in how many extents a block lies, and its group; -1 in columns of no block."""
+FIELDS = 6
+LEAST_ROW = 16
+"""Blocks in a row that are worth looking for at once."""
 
 
 class Stored(NamedTuple):
@@ -33,16 +41,52 @@ class Stored(NamedTuple):
     first_token: int
 
 
+class Run(NamedTuple):
+    """Stored blocks that are worked on together, as many first tokens of each kept exact.
+
+    in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens: int64 [n], where in the
+    tier's codes each begins, its size, and its place in the chain. pieces: the extents of those that lie in several, by
+    their place in the run.
+    """
+
+    tier: "Tier"
+    in_place: bool
+    exact: int
+    starts: Numbers
+    nbytes: Numbers
+    first_tokens: Numbers
+    pieces: Mapping[int, tuple[Extent, ...]]
+
+    def part(self, start: int, end: int) -> "Run":
+        """The blocks from one place to another."""
+        some = slice(start, end)
+        pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
+        arrays = self.starts[some], self.nbytes[some], self.first_tokens[some]
+        return Run(self.tier, self.in_place, self.exact, *arrays, pieces)
+
+    @property
+    def extents(self) -> list[tuple[Extent, ...]]:
+        """Of each block."""
+        whole = zip(self.starts.tolist(), self.nbytes.tolist(), strict=True)
+        return [self.pieces.get(at) or (Extent(start, room(size)),) for at, (start, size) in enumerate(whole)]
+
+
 class Tier:
     """One tier of one rank: encoded blocks in a buffer, least recently used first.
 
     codes: uint8 [nbytes]. A byte of it is free, taken (a block is being written to it), or a stored block's.
+    What is known of a block is a column of an array, so that thousands of them are looked up at once. Blocks that are
+    put together, as those of a session, have columns in a row.
     """
 
     def __init__(self, codes: torch.Tensor) -> None:
         self.codes = codes
         self.arena = Arena(len(codes))
-        self._blocks: OrderedDict[Name, Stored] = OrderedDict()
+        self._columns: OrderedDict[Name, int] = OrderedDict()
+        self._table = np.zeros((FIELDS, 0), np.int64)
+        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all have the same length
+        self._spare: list[int] = []  # columns of no block
+        self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
 
     @classmethod
     def on_device(cls, max_bytes: int, device: torch.device) -> "Tier":
@@ -78,67 +122,153 @@ class Tier:
         return cls(codes)
 
     def __len__(self) -> int:
-        return len(self._blocks)
+        return len(self._columns)
+
+    def __contains__(self, name: Name) -> bool:
+        return name in self._columns
+
+    def blocks(self) -> dict[Name, Stored]:
+        """All that there are, the one that was not used for longest first."""
+        rows = self._table[:, list(self._columns.values())].T.tolist()
+        known = zip(self._columns.items(), rows, strict=True)
+        return {name: Stored(self._extents(at, *row[:2]), *row[1:-1]) for (name, at), row in known}
+
+    def stored(self, name: Name) -> Stored | None:
+        """What is known of a block."""
+        column = self._columns.get(name)
+        if column is None:
+            return None
+        start, nbytes, exact, first_token, _ = self._table[:, column].tolist()
+        return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
         """Blocks that are not here yet are in the extents that were allocated for them.
 
         What was allocated beyond a block's bytes is free again.
         """
-        for name, stored in blocks.items():
-            extents = stored.extents
-            taken = extents[0].nbytes if len(extents) == 1 else sum(size for _, size in extents)
-            if taken - stored.nbytes >= GRANULE:
-                stored = stored._replace(extents=self.arena.shrink(extents, stored.nbytes))
-            self._blocks[name] = stored
+        columns, rows = self._take_columns(len(blocks)), []
+        for column, (name, (extents, nbytes, exact, first_token)) in zip(columns, blocks.items(), strict=True):
+            taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
+            if taken - nbytes >= GRANULE:
+                extents = self.arena.shrink(extents, nbytes)
+            if len(extents) > 1:
+                self._pieces[column] = extents
+            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, len(extents), name[0]))
+            self._columns[name] = column
+        if rows:
+            self._table[:, columns] = np.array(rows, np.int64).T
+            self._write_keys(columns, [key for _, key in blocks])
 
-    def run(self, group: int, keys: Iterable[bytes], in_place: bool) -> list[Stored]:
+    def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
         """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
-        tokens and, where they are to be read in place, in one extent as well or not. Empty if the first is not here."""
-        found: list[Stored] = []
-        for stored in map(self._blocks.get, zip(repeat(group), keys)):
-            if stored is None:
-                break
-            if found and stored.exact != found[0].exact:
-                break
-            if in_place and found and (len(stored.extents) == 1) != (len(found[0].extents) == 1):
-                break
-            found.append(stored)
-        return found
+        tokens and, where they are to be read in place, in one extent as well or not. None if the first is not here."""
+        there = self._find(group, keys)
+        if not len(there):
+            return None
+        found = self._table[:, there]
+        same = found[EXACT] == found[EXACT, 0]
+        if in_place:
+            same &= (found[PIECES] == 1) == (found[PIECES, 0] == 1)
+        count = len(same) if same.all() else int(same.argmin())
+        found = found[:, :count]
+        several = (found[PIECES] > 1).nonzero()[0].tolist() if self._pieces else ()
+        pieces = {at: self._pieces[int(there[at])] for at in several}
+        arrays = found[START], found[NBYTES], found[FIRST_TOKEN]
+        return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces)
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
         """These blocks, which are here, are used now."""
         for key in keys:
-            self._blocks.move_to_end((group, key))
+            self._columns.move_to_end((group, key))
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
         """These blocks, as far as they are here, are to be taken out before all others, in this order."""
         for key in reversed(keys):
-            if (group, key) in self._blocks:
-                self._blocks.move_to_end((group, key), last=False)
+            if (group, key) in self._columns:
+                self._columns.move_to_end((group, key), last=False)
 
     def oldest(self) -> tuple[Name, Stored] | None:
         """The block that was not used for longest."""
-        return next(iter(self._blocks.items()), None)
+        name = next(iter(self._columns), None)
+        stored = None if name is None else self.stored(name)
+        return None if name is None or stored is None else (name, stored)
 
     def drop(self, names: Iterable[Name]) -> None:
         """Remove blocks; unknown names are ignored."""
-        for name in names:
-            stored = self._blocks.pop(name, None)
-            if stored is not None:
-                self.arena.free(stored.extents)
+        gone = [column for name in names if (column := self._columns.pop(name, None)) is not None]
+        for column, start, nbytes in zip(gone, *self._table[START : NBYTES + 1, gone].tolist(), strict=True):
+            self.arena.free(self._extents(column, start, nbytes))
+            self._pieces.pop(column, None)
+        self._table[GROUP, gone] = -1
+        self._spare += gone
 
     def clear(self) -> None:
         """Remove all blocks; what is taken stays so."""
-        for stored in self._blocks.values():
-            self.arena.free(stored.extents)
-        self._blocks.clear()
+        self.drop(list(self._columns))
+
+    def _find(self, group: int, keys: Sequence[bytes]) -> Numbers:
+        """The columns of these blocks, up to the first that is not here.
+
+        Two blocks that follow each other say where the others would be that were put together with them; whether they
+        are is seen at once. Only where that is no use are blocks looked up one by one.
+        """
+        get, found, done = self._columns.get, [], 0
+        wanted = _as_rows(keys)
+        while done < len(keys) and (first := get((group, keys[done]))) is not None:
+            second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
+            row = np.array([first])
+            if second is not None and wanted is not None and wanted.shape[1] == self._keys.shape[1]:
+                row = self._row(group, wanted[done:], first, second - first)
+            if second is not None and len(row) < min(LEAST_ROW, len(keys) - done):
+                rest = list(map(get, zip(repeat(group), keys[done:])))
+                end = rest.index(None) if None in rest else len(rest)
+                return np.concatenate([*found, np.array(rest[:end], np.int64)])
+            found.append(row)
+            done += len(row)
+        return np.concatenate(found) if found else np.zeros(0, np.int64)
+
+    def _row(self, group: int, wanted: npt.NDArray[np.uint8], first: int, step: int) -> Numbers:
+        """Columns at equal steps that have these keys, one behind the other, the first column's among them."""
+        columns = first + step * np.arange(len(wanted))
+        columns = columns[(columns >= 0) & (columns < self._table.shape[1])]
+        same = (self._keys[columns] == wanted[: len(columns)]).all(axis=1) & (self._table[GROUP, columns] == group)
+        return columns if same.all() else columns[: int(same.argmin())]
+
+    def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
+        rows = _as_rows(keys)
+        if rows is None:
+            return
+        if not self._keys.size:
+            self._keys = np.zeros((self._table.shape[1], rows.shape[1]), np.uint8)
+        if rows.shape[1] == self._keys.shape[1]:
+            self._keys[columns] = rows
+
+    def _take_columns(self, count: int) -> list[int]:
+        if count > len(self._spare):
+            there = self._table.shape[1]
+            more = max(there, count)
+            self._table = np.pad(self._table, ((0, 0), (0, more)), constant_values=-1)
+            self._keys = np.pad(self._keys, ((0, more), (0, 0)))
+            self._spare = [*range(there + more - 1, there - 1, -1), *self._spare]
+        taken = self._spare[len(self._spare) - count :][::-1]
+        del self._spare[len(self._spare) - count :]
+        return taken
+
+    def _extents(self, column: int, start: int, nbytes: int) -> tuple[Extent, ...]:
+        return self._pieces.get(column) or (Extent(start, room(nbytes)),)
 
     def release(self) -> None:
         """Unpin RAM; the tier is of no use afterwards."""
         if self.codes.device.type == "cpu" and self.codes.is_pinned():
             torch.cuda.cudart().cudaHostUnregister(self.codes.data_ptr())
         self.codes = self.codes[:0]
+
+
+def _as_rows(keys: Sequence[bytes]) -> npt.NDArray[np.uint8] | None:
+    """uint8 [blocks, bytes of a key]; None if they are of different lengths."""
+    if len(set(map(len, keys))) != 1 or not keys[0]:
+        return None
+    return np.frombuffer(b"".join(keys), np.uint8).reshape(len(keys), -1)
 
 
 class Demotion(NamedTuple):
@@ -156,14 +286,6 @@ class Taken(NamedTuple):
     tier: Tier
     extents: tuple[Extent, ...]
     in_place: bool
-
-
-class Run(NamedTuple):
-    """Stored blocks that are worked on together. in_place: where they are, rather than in a staging buffer."""
-
-    tier: Tier
-    in_place: bool
-    blocks: list[Stored]
 
 
 class Tiers:
@@ -193,16 +315,16 @@ class Tiers:
     def find(self, group: int, keys: Sequence[bytes]) -> Run | None:
         """The first of these blocks and its run; None if no tier has it."""
         for tier in self.all:
-            if blocks := tier.run(group, keys, tier is self.device):
+            if (run := tier.run(group, keys, tier is self.device)) is not None:
                 if len(self.all) > 1:  # where nothing moves down, the order does not matter
-                    tier.used(group, keys[: len(blocks)])
-                return Run(tier, tier is self.device and len(blocks[0].extents) == 1, blocks)
+                    tier.used(group, keys[: len(run.starts)])
+                return run
         return None
 
     def put(self, tier: Tier, blocks: Mapping[Name, Stored]) -> None:
         """Blocks are in the room that was taken for them, and in no tier where they were before."""
         for other in self.all:
-            other.drop(blocks)
+            other.drop([name for name in blocks if name in other])
         tier.put(blocks)
 
     def go_first(self, group: int, keys: Sequence[bytes]) -> None:
