@@ -94,7 +94,7 @@ class Driver(Generic[B]):
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
-        self._observer = observer or Observer()
+        self._observer = Observer() if observer is None else observer
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
             manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
