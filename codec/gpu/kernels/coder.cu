@@ -44,3 +44,30 @@ __device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, 
     if (x - whole * often >= often) whole++;
     if (on) x += whole * (4096 - often) + sum;
 }
+
+struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
+    const u16* words;
+    u32 size, at;
+
+    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
+    __device__ __forceinline__ void prefetch(const Streams& me, int streams) const {
+        for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
+    }
+};
+
+// Behind a symbol: next is its stream's state without the word that it may lack. Returns the word behind an escape. All
+// threads read a word, whether they need it or not: none waits for others.
+__device__ __forceinline__ u32 take_words(u32& x, u32 next, Reader& reader, bool escaped, bool on, const Streams& me) {
+    const bool low = on && next < LOWEST;
+    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
+    u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group), raw = 0;
+    if (escapes) {
+        __syncwarp();  // so that it is a branch: it is rarely taken, and long
+        mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
+        raw = reader.word(mine + low);
+    }
+    const u32 word = reader.word(mine);
+    x = low ? next << 16 | word : on ? next : x;
+    reader.at += taken;
+    return raw;
+}

@@ -199,96 +199,96 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
     }
 }
 
-// The words of a row that are read next, in the registers of its lanes: a pair in each of `now` and `next`, all that a
-// step may read, and one that is on its way. What is behind the row's end means nothing, and no encoder's codes ask for
-// it.
-struct Window {
-    const u32* from;
-    u32 at, end;  // in words from there on
-    u32 first;    // pair that the first lane has
-    u32 now, next, later, zero;
+struct Slots {  // of the tables
+    const u8 *tables, *pool;
 
-    // zero: what the compiler does not know to be it. Moving `later` by an addition of it leaves its register to the word
-    // that is fetched into it; a copy would be made afterwards, and wait for that.
-    __device__ __forceinline__ Window(const u16* words, u32 size, u32 zero, const Streams& me, int streams) : zero(zero) {
-        u32 odd = (u64)words / 2 % 2;
-        from = (const u32*)(words - odd);
-        at = odd, end = odd + size, first = 0;
-        now = next = later = 0;
-        fetch(now, me.stream), fetch(next, streams + me.stream), fetch(later, 2 * streams + me.stream);
-    }
-    __device__ __forceinline__ void fetch(u32& to, u32 pair) const {
-        if (2 * pair < end) to = from[pair];
-    }
-    __device__ __forceinline__ u32 word(u32 i, const Streams& me, int streams) const {  // all lanes ask for one
-        u32 pair = i / 2 - first, source = me.first + (pair & (streams - 1));
-        u32 one = __shfl_sync(FULL, now, source), other = __shfl_sync(FULL, next, source);
-        return (pair < streams ? one : other) >> (i % 2 * 16) & 0xffff;
-    }
-    __device__ __forceinline__ void skip(u32 words, const Streams& me, int streams) {
-        at += words;
-        if (__builtin_expect(at / 2 >= first + streams, 0)) {
-            first += streams;
-            now = next, next = later + zero;
-            fetch(later, first + 2 * streams + me.stream);
-        }
+    // The entry of a state's slot in one table.
+    __device__ __forceinline__ u32 entry(u32 table, u32 x) const {
+        const u8* from = tables + 16 * table;
+        const u32 slot = x & 4095, rank = pool[16 * *(const u16*)(from + 2 * (slot / 16)) + slot % 16];
+        return *(const u32*)(from + 512 + 4 * rank);
     }
 };
 
+// The next number of each stream.
+__device__ __forceinline__ Half get_number(u32& x, Reader& reader, u32 table, bool on, const Slots& slots,
+                                           const Streams& me) {
+    const u32 entry = slots.entry(table, x), symbol = entry >> 24;
+    const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
+    const bool escaped = on && symbol == ESCAPE;
+    const u32 raw = take_words(x, next, reader, escaped, on, me);
+    return escaped ? narrow((short)raw) : of_symbol(symbol);
+}
+
+// All numbers of rows, where threads of a warp are at the same component; those of rows that are not `there` are not written.
+template <int PARTS>
+__device__ __forceinline__ void get_evenly(const Sections& job, u32& x, Reader& reader, const Step& first,
+                                           const u32* tables, int steps, bool there, const Slots& slots,
+                                           const Streams& me) {
+    u32 at = first.at, ahead[BATCH / PARTS];
+#pragma unroll
+    for (int i = 0; i < BATCH / PARTS; i++) ahead[i] = tables[i];
+    for (int left = steps; left > 0; left -= BATCH, at += BATCH / PARTS * job.width) {
+        u32 table[BATCH / PARTS];
+        tables += BATCH / PARTS;
+#pragma unroll
+        for (int i = 0; i < BATCH / PARTS; i++) {
+            table[i] = ahead[i];
+            if (left > BATCH) ahead[i] = tables[i];
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const Half number = get_number(x, reader, table[i / PARTS], true, slots, me);
+            if (there) job.numbers[at + i / PARTS * job.width + i % PARTS * job.streams] = number;
+        }
+    }
+}
+
+__device__ __forceinline__ void get_any_way(const Sections& job, u32& x, Reader& reader, Step step, const u32* table_of,
+                                            int steps, bool there, const Slots& slots, const Streams& me) {
+    const Stride stride(job);
+    const u32 last = components(job) - 1;
+    u32 ahead = table_of[min((u32)step.component, last)];
+    for (int left = steps; left > 0; left--) {
+        const u32 table = ahead, at = step.at;
+        const bool on = step.component <= last;
+        stride.forth(step);
+        ahead = table_of[min((u32)step.component, last)];
+        const Half number = get_number(x, reader, table, on, slots, me);
+        if (on && there) job.numbers[at] = number;
+    }
+}
+
 // Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
-    const u8 *tables = fetch_tables(job), *pool = tables + job.pool;
+    const u8* tables = fetch_tables(job);
+    const Slots slots{tables, tables + job.pool};
     const Streams me(job.streams);
-    const Stride stride(job);
     const int all = components(job), steps = (all * job.tokens + job.streams - 1) / job.streams, streams = job.streams;
+    const int parts = job.tokens % streams == 0 ? job.tokens / streams : 0;
     const u32 together = (job.n + me.together - 1) / me.together;
     for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
         const bool there = block < job.n && job.status[block] == GOOD && job.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
-        const u16* words = 0;
-        u32 size = 0, x = LOWEST;
+        Reader reader{(const u16*)job.codes, 0, 0};
+        u32 x = LOWEST;
         if (there) {
             const u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
             i64 place = (i64)block * KINDS * job.layers + row;
-            words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
-            size = job.sizes[place];
+            reader.size = job.sizes[place];
+            if (reader.size) reader.words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
             const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));
             state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
+            reader.prefetch(me, streams);
         }
-        Window window(words, size, job.first_row, me, streams);  // of all rows the first is 0
-        bool good = x >= LOWEST;
+        const bool begins = x >= LOWEST;
         const u32* table_of = job.table_of + (i64)row * all;
-        Step step(job, row, block, me.stream);
-        u32 ahead = table_of[min((u32)step.component, (u32)all - 1)];
-        for (int left = steps; left > 0; left--) {
-            const u8* table = tables + 16 * ahead;
-            const bool on = there && step.component < all;
-            Half* to = job.numbers + step.at;
-            stride.forth(step);
-            ahead = table_of[min((u32)step.component, (u32)all - 1)];
-            u32 slot = x & 4095;
-            u32 rank = pool[16 * *(const u16*)(table + 2 * (slot / 16)) + slot % 16];
-            u32 found = *(const u32*)(table + 512 + 4 * rank), rest = slot - (found >> 12 & 4095);
-            if (on) x = (found & 4095) * (x >> 12) + rest;
-            u32 symbol = found >> 24;
-            const bool low = on && x < LOWEST, escaped = on && symbol == ESCAPE;
-            u32 lows = __ballot_sync(FULL, low) & me.group, escapes = __ballot_sync(FULL, escaped);
-            Half number = of_symbol(symbol);
-            u32 before = __popc(lows & me.before), taken = __popc(lows);
-            if (escapes) {
-                escapes &= me.group;
-                before += __popc(escapes & me.before), taken += __popc(escapes);
-                u32 word = window.word(window.at + before + low, me, streams);
-                if (escaped) number = narrow((short)word);
-            }
-            u32 word = window.word(window.at + before, me, streams);
-            if (low) x = x << 16 | word;
-            window.skip(taken, me, streams);
-            if (on) *to = number;
-        }
-        good = good && window.at == window.end && x == LOWEST;
-        if (there && !good) job.status[block] = 0;
+        const Step step(job, row, min(block, job.n - 1), me.stream);
+        if (parts == 1) get_evenly<1>(job, x, reader, step, table_of, steps, there, slots, me);
+        else if (parts == 4) get_evenly<4>(job, x, reader, step, table_of, steps, there, slots, me);
+        else get_any_way(job, x, reader, step, table_of, steps, there, slots, me);
+        if (there && !(begins && reader.at == reader.size && x == LOWEST)) job.status[block] = 0;
     }
 }

@@ -103,34 +103,14 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
-struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
-    const u16* words;
-    u32 size, at;
-
-    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
-    __device__ __forceinline__ void prefetch(const Streams& me, int streams) const {
-        for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
-    }
-};
-
-// A number, and 127 more, modulo 2**16. All threads read a word, whether they need it or not: none waits for others.
+// A number, and 127 more, modulo 2**16.
 __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
                                             const Streams& me) {
-    const u32 slot = x & (SLOTS - 1);
-    u32 symbol = slots[slot];
-    const u32 entry = entries[symbol], next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
-    const bool low = on && next < LOWEST, escaped = on && symbol == ESCAPE;
-    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
-    u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group);
-    if (escapes) {
-        mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
-        const u32 raw = reader.word(mine + low) + SYMBOL_MAX & 0xffff;
-        symbol = escaped ? raw : symbol;
-    }
-    const u32 word = reader.word(mine);
-    x = low ? next << 16 | word : on ? next : x;
-    reader.at += taken;
-    return symbol;
+    const u32 slot = x & (SLOTS - 1), symbol = slots[slot], entry = entries[symbol];
+    const u32 next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
+    const bool escaped = on && symbol == ESCAPE;
+    const u32 raw = take_words(x, next, reader, escaped, on, me);
+    return escaped ? raw + SYMBOL_MAX & 0xffff : symbol;
 }
 
 // Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
