@@ -117,45 +117,46 @@ def table(results: list[Result], title: str) -> Table:
     return made
 
 
-def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None) -> None:
-    """The CUDA kernels, 256 Ki to 4 Mi vectors at head size 128, and 1 Mi at others."""
+def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
+    """The CUDA kernels of one codec, or of "all"."""
     import torch
 
     from manthan.benchmarks import codec_gpu
 
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
+    works = codec_gpu.Work.all() if codec == "all" else codec_gpu.Work.of(codec)
     results: list[codec_gpu.GpuResult] = []
     with console.status("measuring") as status:
-        copy = codec_gpu.copy_bandwidth(repeats)
-        if codec not in SPECS:
-            for shape in codec_gpu.SHAPES:
-                for vectors in (1 << 18, 1 << 20, 1 << 22):
-                    status.update(f"{shape}, {vectors:,} vectors")
-                    results += codec_gpu.measure_sections(codec, shape, vectors, copy, repeats)
-        else:
-            for head_dim, vectors in ON_GPU:
-                status.update(f"D = {head_dim}, {vectors:,} vectors")
-                results += codec_gpu.measure(codec, head_dim, vectors, copy, repeats)
-    console.print(codec_gpu.table(results, f"{codec} on {where}, copy {copy / 1e12:.2f} TB/s"))
+        meter = codec_gpu.Meter(repeats, once=once)
+        for work in works:
+            status.update(f"{work.codec}, {work.shape}, {work.vectors:,} vectors")
+            results += codec_gpu.measure(work, meter)
+    if once:
+        return
+    console.print(codec_gpu.table(results, f"{where}, copy {meter.copy / 1e12:.2f} TB/s"))
     if json_file is not None:
-        figures = {"machine": where, "codec": codec, "copy_bytes_s": copy, "results": [asdict(r) for r in results]}
+        figures = {
+            "machine": where,
+            "codec": codec,
+            "copy_bytes_s": meter.copy,
+            "results": [asdict(r) for r in results],
+        }
         json_file.write_text(json.dumps(figures))
 
 
-ON_GPU = ((128, 1 << 18), (128, 1 << 20), (128, 1 << 22), (64, 1 << 20), (256, 1 << 20), (96, 1 << 20))
-"""Head sizes and vectors."""
-
-
 def main(
-    codec: Annotated[str, typer.Option(help="Name of the codec; numpy: of single vectors.")] = "k3v3",
+    codec: Annotated[str, typer.Option(help="Name of the codec; numpy: of single vectors; cuda: or all.")] = "k3v3",
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
+    once: Annotated[
+        bool, typer.Option("--once", help="cuda: run each once, for ncu --profile-from-start off.")
+    ] = False,
 ) -> None:
     """Measure the codec on this machine."""
     console = Console()
     if backend == "cuda":
-        on_gpu(console, codec, repeats, json_file)
+        on_gpu(console, codec, repeats, json_file, once)
         return
     if codec not in SPECS:
         raise typer.BadParameter(f"--codec {codec} is none of single vectors: {', '.join(SPECS)}, or --backend cuda")

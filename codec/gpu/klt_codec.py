@@ -47,6 +47,7 @@ SOURCES = (
     "seal.cu",
     "sections.cu",
     "runs.cu",
+    "coder.cu",
     "rows.cu",
     "transform.cu",
     "centred.cu",

@@ -49,6 +49,7 @@ SOURCES = (
     "centred.cu",
     "octets.cu",
     "wht.cu",
+    "coder.cu",
     "whole.cu",
 )
 ALL = slice(None)

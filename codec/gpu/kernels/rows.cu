@@ -1,5 +1,5 @@
 // Rows of small integers to words and back: manthan.codec.cpu.rans, whose words these are. A warp takes as many rows of
-// one layer, of blocks next to each other in the batch, as their streams fill it; they take their steps together.
+// one layer, of blocks next to each other in the batch, as their streams fill it.
 //
 // numbers has for each row its integers in the order of their streams, the rows of all blocks next to each other.
 //
@@ -22,9 +22,6 @@ __device__ __forceinline__ Half of_symbol(u32 symbol) {
     return number;
 }
 
-// Not reckoned again where it is used.
-__device__ __forceinline__ int kept(int x) { asm volatile("" : "+r"(x)); return x; }
-
 // In shared memory, where they fit.
 __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
 #if SHARED_TABLES
@@ -36,19 +33,6 @@ __device__ __forceinline__ const u8* fetch_tables(const Sections& job) {
     return job.tables;
 #endif
 }
-
-struct Lane {  // of a warp that works on some rows
-    int first, stream, together, row;  // first: lane of its row
-    u32 group, before;                 // the lanes of its row, and those of them before it
-
-    __device__ __forceinline__ Lane(const Sections& job) {
-        const int lane = threadIdx.x % 32;
-        stream = lane % job.streams, row = lane / job.streams, together = 32 / job.streams;
-        first = kept(lane - stream);
-        group = (job.streams == 32 ? FULL : (1u << job.streams) - 1) << first;
-        before = group & ((1u << lane) - 1);
-    }
-};
 
 struct Step {  // the numbers of all rows that are next: this lane's component, token, and place among numbers
     int component, token;
@@ -91,152 +75,220 @@ struct Numbers {  // that are encoded next
     }
 };
 
-// numbers: rounded here. far becomes 1 where one is no int16, or a row's words do not fit into their room.
-extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
-    const u8* tables = fetch_tables(job);
-    const u32* reciprocals = (const u32*)(tables + job.tables_nbytes - 4 * 4096);
-    const Lane me(job);
-    const Stride stride(job);
-    const int steps = (components(job) * job.tokens + job.streams - 1) / job.streams;
-    const u32 together = (job.n + me.together - 1) / me.together;
-    for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
-        const int row = run / together, block = run % together * me.together + me.row;
-        const bool there = block < job.n;
-        const u32 room = (row * job.n + min(block, job.n - 1)) * job.room;
-        const u32* table_of = job.table_of + (i64)row * components(job);
-        Step step(job, row, block, (steps - 1) * job.streams + me.stream);
-        if (!there) step.component = -1;
-        Numbers ahead;
-        ahead.fetch(job, stride, table_of, step);
-        int at = job.room;
-        u32 x = LOWEST;
-        bool lost = false;
-        for (int left = steps; left > 0; left -= BATCH) {
-            const Numbers now = ahead;
-            if (left > BATCH) ahead.fetch(job, stride, table_of, step);
+// The same of rows of whose components each takes PARTS steps: all threads of a warp are at the same component.
+template <int PARTS>
+struct EvenNumbers {
+    Half number[BATCH];
+    u32 table[BATCH / PARTS];
+
+    __device__ __forceinline__ u32 table_of(int i) const { return table[i / PARTS]; }
+    __device__ __forceinline__ void fetch(const Sections& job, const u32*& tables, u32& at) {
 #pragma unroll
-            for (int i = 0; i < BATCH; i++) {
-                const bool on = now.table[i] >= 0;
-                const float number = wide(now.number[i]);
-                lost = lost || !(fabsf(number) <= FURTHEST);
-                int value = (int)b(__fadd_rn(number, 12582912.f)) - 0x4b400000;  // to the nearest, ties to even
-                u32 symbol = (u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE;
-                u32 entry = *(const u32*)(tables + 16 * max(now.table[i], 0) + 4 * symbol);
-                u32 often = entry & 4095, sum = entry >> 12 & 4095, reciprocal = reciprocals[often];
-                bool escaped = on && entry >> 31, full = on && x >> 20 >= often;
-                u32 fulls = __ballot_sync(FULL, full) & me.group, escapes = __ballot_sync(FULL, escaped);
-                at -= __popc(fulls);
-                u32 before = __popc(fulls & me.before);
-                if (escapes) {
-                    at -= __popc(escapes & me.group);
-                    before += __popc(escapes & me.before);
-                    if (escaped && at >= 0) job.words[room + at + before + full] = value;
-                }
-                if (full && at >= 0) job.words[room + at + before] = x;
-                if (full) x >>= 16;
-                u32 whole = __umulhi(x, reciprocal);
-                if (x - whole * often >= often) whole++;
-                if (on) x += whole * (4096 - often) + sum;
-            }
-        }
-        if (!there) continue;
-        i64 place = (i64)block * KINDS * job.layers + row;
-        job.states[place * job.streams + me.stream] = x;
-        if (me.stream == 0) job.sizes[place] = job.room - at;
-        if (lost || at < 0) job.far[2 * block + (row >= job.layers)] = 1;
-    }
-}
-
-// The words of a row that are read next, in the registers of its lanes: a pair in each of `now` and `next`, all that a
-// step may read, and one that is on its way. What is behind the row's end means nothing, and no encoder's codes ask for
-// it.
-struct Window {
-    const u32* from;
-    u32 at, end;  // in words from there on
-    u32 first;    // pair that the first lane has
-    u32 now, next, later, zero;
-
-    // zero: what the compiler does not know to be it. Moving `later` by an addition of it leaves its register to the word
-    // that is fetched into it; a copy would be made afterwards, and wait for that.
-    __device__ __forceinline__ Window(const u16* words, u32 size, u32 zero, const Lane& me, int streams) : zero(zero) {
-        u32 odd = (u64)words / 2 % 2;
-        from = (const u32*)(words - odd);
-        at = odd, end = odd + size, first = 0;
-        now = next = later = 0;
-        fetch(now, me.stream), fetch(next, streams + me.stream), fetch(later, 2 * streams + me.stream);
-    }
-    __device__ __forceinline__ void fetch(u32& to, u32 pair) const {
-        if (2 * pair < end) to = from[pair];
-    }
-    __device__ __forceinline__ u32 word(u32 i, const Lane& me, int streams) const {  // all lanes ask for one
-        u32 pair = i / 2 - first, source = me.first + (pair & (streams - 1));
-        u32 one = __shfl_sync(FULL, now, source), other = __shfl_sync(FULL, next, source);
-        return (pair < streams ? one : other) >> (i % 2 * 16) & 0xffff;
-    }
-    __device__ __forceinline__ void skip(u32 words, const Lane& me, int streams) {
-        at += words;
-        if (__builtin_expect(at / 2 >= first + streams, 0)) {
-            first += streams;
-            now = next, next = later + zero;
-            fetch(later, first + 2 * streams + me.stream);
-        }
+        for (int i = 0; i < BATCH; i++)
+            number[i] = job.numbers[at - i / PARTS * job.width - i % PARTS * job.streams];
+#pragma unroll
+        for (int i = 0; i < BATCH / PARTS; i++) table[i] = *(tables - i);
+        tables -= BATCH / PARTS, at -= BATCH / PARTS * job.width;
     }
 };
 
+struct Row {  // that is encoded, of one stream
+    u16* words;
+    int at;
+    u32 x;
+    bool lost;  // a number is no int16
+};
+
+// To the nearest, ties to even, and 127 more: above 254 it needs an escape.
+__device__ __forceinline__ u32 whole_number(Half number) {
+    return b(__fadd_rn(wide(number), 12582912.f)) - (0x4b400000u - SYMBOL_MAX);
+}
+
+struct Entries {  // in the tables
+    const u8* tables;
+    const u32* reciprocals;
+
+    __device__ __forceinline__ u32 of(u32 table, u32 whole) const {
+        return *(const u32*)(tables + 16 * table + 4 * min(whole, (u32)ESCAPE));
+    }
+    __device__ __forceinline__ u32 inverse(u32 entry) const { return reciprocals[entry & 4095]; }
+};
+
+__device__ __forceinline__ void put_number(Row& row, Half number, u32 table, bool on, const Entries& entries,
+                                           const Streams& me) {
+    const u32 whole = whole_number(number), entry = entries.of(table, whole);
+    row.lost = row.lost || on && !(fabsf(wide(number)) <= FURTHEST);
+    put_any(row.x, row.at, row.words, entry, entries.inverse(entry), (int)whole - SYMBOL_MAX, on, me);
+}
+
+// All numbers of rows, from the last to the first.
+template <int PARTS>
+__device__ __forceinline__ void put_evenly(const Sections& job, Row& row, const Step& last, const u32* tables, int steps,
+                                           const Entries& entries, const Streams& me) {
+    u32 at = last.at;
+    tables += last.component;
+    EvenNumbers<PARTS> ahead;
+    ahead.fetch(job, tables, at);
+    for (int left = steps; left > 0; left -= BATCH) {
+        const EvenNumbers<PARTS> now = ahead;
+        if (left > BATCH) ahead.fetch(job, tables, at);
+        u32 found[BATCH], any = 0;
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) any |= found[i] = entries.of(now.table_of(i), whole_number(now.number[i]));
+        if (__any_sync(FULL, any >> 31)) {
+#pragma unroll 1
+            for (int i = 0; i < BATCH; i++) {
+                Half number = now.number[0];
+                u32 table = now.table_of(0);
+#pragma unroll
+                for (int k = 1; k < BATCH; k++)
+                    if (k == i) number = now.number[k], table = now.table_of(k);
+                put_number(row, number, table, true, entries, me);
+            }
+        } else {
+            u32 inverse[BATCH];
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) inverse[i] = entries.inverse(found[i]);
+#pragma unroll
+            for (int i = 0; i < BATCH; i++) put_symbol(row.x, row.at, row.words, found[i], inverse[i], me);
+        }
+    }
+}
+
+__device__ __forceinline__ void put_any_way(const Sections& job, Row& row, Step step, const u32* table_of, int steps,
+                                            const Entries& entries, const Streams& me) {
+    const Stride stride(job);
+    Numbers ahead;
+    ahead.fetch(job, stride, table_of, step);
+    for (int left = steps; left > 0; left -= BATCH) {
+        const Numbers now = ahead;
+        if (left > BATCH) ahead.fetch(job, stride, table_of, step);
+#pragma unroll
+        for (int i = 0; i < BATCH; i++)
+            put_number(row, now.number[i], max(now.table[i], 0), now.table[i] >= 0, entries, me);
+    }
+}
+
+// numbers: rounded here. far becomes 1 where one is no int16, or a row's words do not fit into their room.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
+    const u8* tables = fetch_tables(job);
+    const Entries entries{tables, (const u32*)(tables + job.tables_nbytes - 4 * 4096)};
+    const Streams me(job.streams);
+    const int steps = (components(job) * job.tokens + job.streams - 1) / job.streams;
+    const u32 together = (job.n + me.together - 1) / me.together;
+    const int parts = job.tokens % job.streams == 0 ? job.tokens / job.streams : 0;
+    for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
+        const int row = run / together, block = run % together * me.together + me.row, safe = min(block, job.n - 1);
+        const bool there = block < job.n;
+        const u32* table_of = job.table_of + (i64)row * components(job);
+        Row out{job.words + (i64)(row * job.n + safe) * job.room, there ? (int)job.room : -1, LOWEST, false};
+        Step step(job, row, safe, (steps - 1) * job.streams + me.stream);
+        if (parts == 1) {
+            put_evenly<1>(job, out, step, table_of, steps, entries, me);
+        } else if (parts == 4) {
+            put_evenly<4>(job, out, step, table_of, steps, entries, me);
+        } else {
+            if (!there) step.component = -1;
+            put_any_way(job, out, step, table_of, steps, entries, me);
+        }
+        if (!there) continue;
+        i64 place = (i64)block * KINDS * job.layers + row;
+        job.states[place * job.streams + me.stream] = out.x;
+        if (me.stream == 0) job.sizes[place] = job.room - out.at;
+        if (out.lost || out.at < 0) job.far[2 * block + (row >= job.layers)] = 1;
+    }
+}
+
+struct Slots {  // of the tables
+    const u8 *tables, *pool;
+
+    // The entry of a state's slot in one table.
+    __device__ __forceinline__ u32 entry(u32 table, u32 x) const {
+        const u8* from = tables + 16 * table;
+        const u32 slot = x & 4095, rank = pool[16 * *(const u16*)(from + 2 * (slot / 16)) + slot % 16];
+        return *(const u32*)(from + 512 + 4 * rank);
+    }
+};
+
+// The next number of each stream.
+__device__ __forceinline__ Half get_number(u32& x, Reader& reader, u32 table, bool on, const Slots& slots,
+                                           const Streams& me) {
+    const u32 entry = slots.entry(table, x), symbol = entry >> 24;
+    const u32 next = (entry & 4095) * (x >> 12) + (x & 4095) - (entry >> 12 & 4095);
+    const bool escaped = on && symbol == ESCAPE;
+    const u32 raw = take_words(x, next, reader, escaped, on, me);
+    return escaped ? narrow((short)raw) : of_symbol(symbol);
+}
+
+// All numbers of rows, where threads of a warp are at the same component; those of rows that are not `there` are not written.
+template <int PARTS>
+__device__ __forceinline__ void get_evenly(const Sections& job, u32& x, Reader& reader, const Step& first,
+                                           const u32* tables, int steps, bool there, const Slots& slots,
+                                           const Streams& me) {
+    u32 at = first.at, ahead[BATCH / PARTS];
+#pragma unroll
+    for (int i = 0; i < BATCH / PARTS; i++) ahead[i] = tables[i];
+    for (int left = steps; left > 0; left -= BATCH, at += BATCH / PARTS * job.width) {
+        u32 table[BATCH / PARTS];
+        tables += BATCH / PARTS;
+#pragma unroll
+        for (int i = 0; i < BATCH / PARTS; i++) {
+            table[i] = ahead[i];
+            if (left > BATCH) ahead[i] = tables[i];
+        }
+#pragma unroll
+        for (int i = 0; i < BATCH; i++) {
+            const Half number = get_number(x, reader, table[i / PARTS], true, slots, me);
+            if (there) job.numbers[at + i / PARTS * job.width + i % PARTS * job.streams] = number;
+        }
+    }
+}
+
+__device__ __forceinline__ void get_any_way(const Sections& job, u32& x, Reader& reader, Step step, const u32* table_of,
+                                            int steps, bool there, const Slots& slots, const Streams& me) {
+    const Stride stride(job);
+    const u32 last = components(job) - 1;
+    u32 ahead = table_of[min((u32)step.component, last)];
+    for (int left = steps; left > 0; left--) {
+        const u32 table = ahead, at = step.at;
+        const bool on = step.component <= last;
+        stride.forth(step);
+        ahead = table_of[min((u32)step.component, last)];
+        const Half number = get_number(x, reader, table, on, slots, me);
+        if (on && there) job.numbers[at] = number;
+    }
+}
+
 // Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
-    const u8 *tables = fetch_tables(job), *pool = tables + job.pool;
-    const Lane me(job);
-    const Stride stride(job);
+    const u8* tables = fetch_tables(job);
+    const Slots slots{tables, tables + job.pool};
+    const Streams me(job.streams);
     const int all = components(job), steps = (all * job.tokens + job.streams - 1) / job.streams, streams = job.streams;
+    const int parts = job.tokens % streams == 0 ? job.tokens / streams : 0;
     const u32 together = (job.n + me.together - 1) / me.together;
     for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
         const bool there = block < job.n && job.status[block] == GOOD && job.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
-        const u16* words = 0;
-        u32 size = 0, x = LOWEST;
+        Reader reader{(const u16*)job.codes, 0, 0};
+        u32 x = LOWEST;
         if (there) {
             const u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
             i64 place = (i64)block * KINDS * job.layers + row;
-            words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
-            size = job.sizes[place];
+            reader.size = job.sizes[place];
+            if (reader.size) reader.words = (const u16*)(section + front_nbytes(job, kind)) + job.places[place];
             const u16* state = (const u16*)(section + rows_at(job, kind) + sizes_nbytes(job));
             state += 2 * ((i64)(row - kind * job.layers) * streams + me.stream);
             x = state[0] | (u32)state[1] << 16;
+            reader.prefetch(me, streams);
         }
-        Window window(words, size, job.first_row, me, streams);  // of all rows the first is 0
-        bool good = x >= LOWEST;
+        const bool begins = x >= LOWEST;
         const u32* table_of = job.table_of + (i64)row * all;
-        Step step(job, row, block, me.stream);
-        u32 ahead = table_of[min((u32)step.component, (u32)all - 1)];
-        for (int left = steps; left > 0; left--) {
-            const u8* table = tables + 16 * ahead;
-            const bool on = there && step.component < all;
-            Half* to = job.numbers + step.at;
-            stride.forth(step);
-            ahead = table_of[min((u32)step.component, (u32)all - 1)];
-            u32 slot = x & 4095;
-            u32 rank = pool[16 * *(const u16*)(table + 2 * (slot / 16)) + slot % 16];
-            u32 found = *(const u32*)(table + 512 + 4 * rank), rest = slot - (found >> 12 & 4095);
-            if (on) x = (found & 4095) * (x >> 12) + rest;
-            u32 symbol = found >> 24;
-            const bool low = on && x < LOWEST, escaped = on && symbol == ESCAPE;
-            u32 lows = __ballot_sync(FULL, low) & me.group, escapes = __ballot_sync(FULL, escaped);
-            Half number = of_symbol(symbol);
-            u32 before = __popc(lows & me.before), taken = __popc(lows);
-            if (escapes) {
-                escapes &= me.group;
-                before += __popc(escapes & me.before), taken += __popc(escapes);
-                u32 word = window.word(window.at + before + low, me, streams);
-                if (escaped) number = narrow((short)word);
-            }
-            u32 word = window.word(window.at + before, me, streams);
-            if (low) x = x << 16 | word;
-            window.skip(taken, me, streams);
-            if (on) *to = number;
-        }
-        good = good && window.at == window.end && x == LOWEST;
-        if (there && !good) job.status[block] = 0;
+        const Step step(job, row, min(block, job.n - 1), me.stream);
+        if (parts == 1) get_evenly<1>(job, x, reader, step, table_of, steps, there, slots, me);
+        else if (parts == 4) get_evenly<4>(job, x, reader, step, table_of, steps, there, slots, me);
+        else get_any_way(job, x, reader, step, table_of, steps, there, slots, me);
+        if (there && !(begins && reader.at == reader.size && x == LOWEST)) job.status[block] = 0;
     }
 }

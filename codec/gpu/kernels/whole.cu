@@ -1,6 +1,5 @@
 // Rows of whole numbers to words and back: manthan.codec.cpu.rans, whose words these are, with a table for each run. A warp
-// takes as many rows of one layer, of blocks next to each other in the batch, as their streams fill it; they take their
-// steps together.
+// takes as many rows of one layer, of blocks next to each other in the batch, as their streams fill it.
 //
 // encoding: for each table and of 256 symbols frequency (12 bits), sum of those before it (12) and, where it is not in the
 // table and these are the escape's, the highest bit; and 2**32 divided by the frequency. decoding: of each table the
@@ -14,18 +13,6 @@
 #define DECODE_THREADS 1024
 #define ENCODING_UNITS (TABLES * 256 * 8 / 16)
 #define DECODING_UNITS (TABLES * (SLOTS + 256 * 4) / 16)
-
-struct Stream {  // of a thread
-    int stream, together, beside;  // rows that its warp works on together; which of them is its own
-    u32 group, before;             // the threads of its row, and those of them before it
-
-    __device__ __forceinline__ Stream(int streams) {
-        const int lane = threadIdx.x % 32;
-        stream = lane % streams, beside = lane / streams, together = 32 / streams;
-        group = (streams == 32 ? FULL : (1u << streams) - 1) << (lane - stream);
-        before = group & ((1u << lane) - 1);
-    }
-};
 
 struct Octets {  // eight numbers of each of a row's streams: where in the row they are, and in which run
     u32 all, numbers, of_run, first, head, begin;
@@ -48,25 +35,6 @@ __device__ __forceinline__ uint2 entry_of(const uint2* table, int value) {
     return table[(u32)(value + SYMBOL_MAX) <= 2 * SYMBOL_MAX ? value + SYMBOL_MAX : ESCAPE];
 }
 
-__device__ __forceinline__ void encode_whole(u32& x, int& at, u16* words, int value, uint2 entry, bool on,
-                                             const Stream& me) {
-    const u32 often = entry.x & 4095, sum = entry.x >> 12 & 4095;
-    const bool full = on && x >> 20 >= often, escaped = on && entry.x >> 31;
-    const u32 fulls = __ballot_sync(FULL, full);
-    int before = __popc(fulls & me.before), taken = __popc(fulls & me.group);
-    const u32 escapes = __ballot_sync(FULL, escaped);
-    if (escapes) {
-        before += __popc(escapes & me.before), taken += __popc(escapes & me.group);
-        if (escaped && at >= taken) words[at - taken + before + full] = value;
-    }
-    at -= taken;
-    if (full && at >= 0) words[at + before] = x;
-    if (full) x >>= 16;
-    u32 whole = __umulhi(x, entry.y);
-    if (x - whole * often >= often) whole++;
-    if (on) x += whole * (SLOTS - often) + sum;
-}
-
 // far becomes 1 where a row's words do not fit into their room.
 extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(const Wht job) {
     extern __shared__ uint4 shared[];
@@ -74,11 +42,11 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     __syncthreads();
     const uint2* tables = (const uint2*)shared;
     const Sections& all = job.all;
-    const Stream me(all.streams);
+    const Streams me(all.streams);
     const u32 together = (all.n + me.together - 1) / me.together, warps = ENCODE_THREADS / 32;
     const int batches = job.row_room / (8 * all.streams);
     for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
-        const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
+        const int row = run / together, block = run % together * me.together + me.row, kind = row >= all.layers;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
         const i64 place = (i64)row * all.n + safe;
         const uint4* from = (const uint4*)(job.rounded + place * job.row_room) + me.stream;
@@ -96,19 +64,34 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
             if (octets.alike()) {
                 if (octets.head != head) head = octets.head, table = tables + 256 * chosen[head];
                 uint2 entries[8];
+                u32 any = 0;
 #pragma unroll
-                for (int k = 0; k < 8; k++) entries[k] = entry_of(table, (short)(four[k / 2] >> 16 * (k % 2)));
+                for (int k = 0; k < 8; k++) {
+                    entries[k] = entry_of(table, (short)(four[k / 2] >> 16 * (k % 2)));
+                    any |= entries[k].x;
+                }
+                if (__any_sync(FULL, any >> 31)) {
+#pragma unroll 1
+                    for (int k = 7; k >= 0; k--) {
+                        const u32 two = k >= 4 ? k >= 6 ? four[3] : four[2] : k >= 2 ? four[1] : four[0];
+                        const int value = (short)(two >> 16 * (k % 2));
+                        const uint2 entry = entry_of(table, value);
+                        put_any(x, at, words, entry.x, entry.y, value, true, me);
+                    }
+                } else {
 #pragma unroll
-                for (int k = 7; k >= 0; k--)
-                    encode_whole(x, at, words, (short)(four[k / 2] >> 16 * (k % 2)), entries[k], true, me);
+                    for (int k = 7; k >= 0; k--) put_symbol(x, at, words, entries[k].x, entries[k].y, me);
+                }
             } else {
                 head = FULL;
-#pragma unroll
+#pragma unroll 1
                 for (int k = 7; k >= 0; k--) {
                     const u32 i = octets.first + k * all.streams + me.stream;
                     table = tables + 256 * chosen[min(i, octets.numbers - 1) / octets.of_run];
-                    const int value = (short)(four[k / 2] >> 16 * (k % 2));
-                    encode_whole(x, at, words, value, entry_of(table, value), i < octets.numbers, me);
+                    const u32 two = k >= 4 ? k >= 6 ? four[3] : four[2] : k >= 2 ? four[1] : four[0];
+                    const int value = (short)(two >> 16 * (k % 2));
+                    const uint2 entry = entry_of(table, value);
+                    put_any(x, at, words, entry.x, entry.y, value, i < octets.numbers, me);
                 }
             }
         }
@@ -120,34 +103,14 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
-struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
-    const u16* words;
-    u32 size, at;
-
-    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
-    __device__ __forceinline__ void prefetch(const Stream& me, int streams) const {
-        for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
-    }
-};
-
-// A number, and 127 more, modulo 2**16. All threads read a word, whether they need it or not: none waits for others.
+// A number, and 127 more, modulo 2**16.
 __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
-                                            const Stream& me) {
-    const u32 slot = x & (SLOTS - 1);
-    u32 symbol = slots[slot];
-    const u32 entry = entries[symbol], next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
-    const bool low = on && next < LOWEST, escaped = on && symbol == ESCAPE;
-    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
-    u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group);
-    if (escapes) {
-        mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
-        const u32 raw = reader.word(mine + low) + SYMBOL_MAX & 0xffff;
-        symbol = escaped ? raw : symbol;
-    }
-    const u32 word = reader.word(mine);
-    x = low ? next << 16 | word : on ? next : x;
-    reader.at += taken;
-    return symbol;
+                                            const Streams& me) {
+    const u32 slot = x & (SLOTS - 1), symbol = slots[slot], entry = entries[symbol];
+    const u32 next = (entry >> 16) * (x >> 12) + slot - (entry & 0xffff);
+    const bool escaped = on && symbol == ESCAPE;
+    const u32 raw = take_words(x, next, reader, escaped, on, me);
+    return escaped ? raw + SYMBOL_MAX & 0xffff : symbol;
 }
 
 // Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
@@ -162,11 +125,11 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
 #endif
     const u32* entries = (const u32*)(slots + TABLES * SLOTS);
     const Sections& all = job.all;
-    const Stream me(all.streams);
+    const Streams me(all.streams);
     const u32 together = (all.n + me.together - 1) / me.together, warps = DECODE_THREADS / 32;
     const int batches = job.row_room / (8 * all.streams);
     for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
-        const int row = run / together, block = run % together * me.together + me.beside, kind = row >= all.layers;
+        const int row = run / together, block = run % together * me.together + me.row, kind = row >= all.layers;
         const bool there = block < all.n && all.status[block] == GOOD && all.forms[2 * block + kind] == CODED;
         if (!__any_sync(FULL, there)) continue;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;

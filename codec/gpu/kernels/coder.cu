@@ -1,0 +1,73 @@
+// rANS by a warp: its threads are the streams of some rows, and take their steps together. A row's words are written
+// from their end, and read from their beginning.
+
+struct Streams {  // of a warp that works on some rows
+    int first, stream, together, row;  // first: lane of its row
+    u32 group, before;                 // the lanes of its row, and those of them before it
+
+    __device__ __forceinline__ Streams(int streams) {
+        const int lane = threadIdx.x % 32;
+        stream = lane % streams, row = lane / streams, together = 32 / streams;
+        first = lane - stream;
+        asm volatile("" : "+r"(first));  // not reckoned again where it is used
+        group = (streams == 32 ? FULL : (1u << streams) - 1) << first;
+        before = group & ((1u << lane) - 1);
+    }
+};
+
+// Each thread puts a symbol into its stream: entry has its frequency (12 bits) and the sum of those before it (12).
+// inverse: 2**32 divided by the frequency. at: where in `words` its row begins; below 0 if they do not fit.
+__device__ __forceinline__ void put_symbol(u32& x, int& at, u16* words, u32 entry, u32 inverse, const Streams& me) {
+    const u32 often = entry & 4095, sum = entry >> 12 & 4095;
+    const bool full = x >> 20 >= often;
+    const u32 fulls = __ballot_sync(FULL, full);
+    at -= __popc(fulls & me.group);
+    if (full && at >= 0) words[at + __popc(fulls & me.before)] = x;
+    if (full) x >>= 16;
+    u32 whole = __umulhi(x, inverse);
+    if (x - whole * often >= often) whole++;
+    x += whole * (4096 - often) + sum;
+}
+
+// The same for symbols some of which are escapes with `value` behind them, and some are none: those of threads not `on`.
+__device__ __forceinline__ void put_any(u32& x, int& at, u16* words, u32 entry, u32 inverse, int value, bool on,
+                                        const Streams& me) {
+    const u32 often = entry & 4095, sum = entry >> 12 & 4095;
+    const bool full = on && x >> 20 >= often, escaped = on && entry >> 31;
+    const u32 fulls = __ballot_sync(FULL, full), escapes = __ballot_sync(FULL, escaped);
+    const int before = __popc(fulls & me.before) + __popc(escapes & me.before);
+    at -= __popc(fulls & me.group) + __popc(escapes & me.group);
+    if (escaped && at >= 0) words[at + before + full] = value;
+    if (full && at >= 0) words[at + before] = x;
+    if (full) x >>= 16;
+    u32 whole = __umulhi(x, inverse);
+    if (x - whole * often >= often) whole++;
+    if (on) x += whole * (4096 - often) + sum;
+}
+
+struct Reader {  // of a row's words; there is a word at its end, of whatever kind, where it has none
+    const u16* words;
+    u32 size, at;
+
+    __device__ __forceinline__ u32 word(u32 i) const { return words[min(i, max(size, 1u) - 1)]; }
+    __device__ __forceinline__ void prefetch(const Streams& me, int streams) const {
+        for (u32 i = 64 * me.stream; i < size; i += 64 * streams) asm volatile("prefetch.global.L2 [%0];" ::"l"(words + i));
+    }
+};
+
+// Behind a symbol: next is its stream's state without the word that it may lack. Returns the word behind an escape. All
+// threads read a word, whether they need it or not: none waits for others.
+__device__ __forceinline__ u32 take_words(u32& x, u32 next, Reader& reader, bool escaped, bool on, const Streams& me) {
+    const bool low = on && next < LOWEST;
+    const u32 lows = __ballot_sync(FULL, low), escapes = __ballot_sync(FULL, escaped);
+    u32 mine = reader.at + __popc(lows & me.before), taken = __popc(lows & me.group), raw = 0;
+    if (escapes) {
+        __syncwarp();  // so that it is a branch: it is rarely taken, and long
+        mine += __popc(escapes & me.before), taken += __popc(escapes & me.group);
+        raw = reader.word(mine + low);
+    }
+    const u32 word = reader.word(mine);
+    x = low ? next << 16 | word : on ? next : x;
+    reader.at += taken;
+    return raw;
+}
