@@ -36,14 +36,15 @@ class PinnedRam(Memory):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
-        self._spans = _spans(nbytes)
         self._pinned = 0
         """So many of them are."""
         self._stopped = False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
         try:
-            self.codes = _pages(sum(self._spans[-1]) if self._spans else 0)
+            self.codes = _pages(_end(nbytes))
+            starts = range(0, len(self.codes), PIECE)
+            self._spans = [Extent(at, min(PIECE - GRANULE, len(self.codes) - at)) for at in starts]
             if self._spans:
                 self._pin(0)
         except (OSError, RuntimeError) as error:
@@ -120,14 +121,9 @@ class PinnedRam(Memory):
         return self.lendable[start : start + nbytes]
 
 
-def _spans(nbytes: int) -> list[Extent]:
-    """So many bytes in pieces of PIECE, less what lies between."""
-    found, at = [], 0
-    while nbytes > 0:
-        found.append(Extent(at, min(nbytes, PIECE - GRANULE)))
-        nbytes -= found[-1].nbytes
-        at += PIECE
-    return found
+def _end(nbytes: int) -> int:
+    """Where so many bytes end, in pieces of PIECE with a GRANULE between each and the next."""
+    return nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE))
 
 
 def _pages(nbytes: int) -> torch.Tensor:
