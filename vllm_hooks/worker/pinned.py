@@ -24,6 +24,7 @@ logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20
 """Bytes that are pinned at once, a multiple of what huge pages have."""
+ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
 
@@ -129,8 +130,8 @@ def _end(nbytes: int) -> int:
 def _pages(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(ADVICE)
     found = torch.frombuffer(pages, dtype=torch.uint8)
     begin = -found.data_ptr() % HUGE
     return found[begin : begin + nbytes]
