@@ -5,6 +5,7 @@ in a pipeline; both expire what they set. First all puts, then all gets: each ro
 comes first in the next.
 """
 
+import itertools
 import os
 import time
 from collections.abc import Callable, Iterator
@@ -66,6 +67,22 @@ class Raw:
             for name in some:
                 pipeline.get(name)
             yield from pipeline.execute()
+
+
+class SameBytes:
+    """As many blocks as a session has, of those that an engine has put there, read again by redis-py alone."""
+
+    def __init__(self, config: RedisConfig, blocks: int) -> None:
+        client = connect(config)
+        names = itertools.islice(client.scan_iter(f"{config.prefix}*:block:*", count=1000), blocks)
+        self._names = [name.decode() for name in names]
+        _expect(len(self._names) == blocks)
+        self._raw = Raw(client, max(1, BATCH_BYTES // int(client.strlen(self._names[0]))))
+
+    def read_s(self) -> float:
+        began = time.perf_counter()
+        _use(self._raw.get(self._names))
+        return time.perf_counter() - began
 
 
 def measure_speed(config: RedisConfig, sizes: Sizes, step: Callable[[str], None]) -> dict[str, Any]:

@@ -7,7 +7,8 @@ from functools import partial
 from typing import TypeAlias
 
 from manthan.manager.stores.arena import Arena, room, usable
-from manthan.manager.stores.memory import Buffer, Chunks, Kept, Memory
+from manthan.manager.stores.memory import Buffer as Buffer
+from manthan.manager.stores.memory import Chunks, Kept, Memory
 
 Found: TypeAlias = Buffer | str | None
 """What was read: a block; the cause why what is there cannot be used, a metric label; or None, if nothing is there."""

@@ -152,7 +152,7 @@ class HostPath(WorkerPath):
         with ExitStack() as stack:
             if intake is not None:
                 stack.callback(intake.clear)
-            values = store.read(part.group, part.keys, tenant, intake and intake.ring)
+            values = store.read(part.group, part.keys, tenant, None if intake is None else intake.ring)
             if isinstance(values, Generator):
                 stack.callback(values.close)
             n = -1

@@ -2,16 +2,19 @@
 device, and streams, so that a batch is copied and decoded while the next one is read."""
 
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found, Landing
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker.staging import Staging
+
+Addresses: TypeAlias = NDArray[np.int64]
 
 SLOT_BYTES = 32 << 20
 """What is read is copied to the GPU in batches of about so many bytes. What lies in RAM already is not read, and goes
@@ -83,14 +86,17 @@ class Ring(Landing):
         """Whether a block at this address was read, and not lent."""
         return not any(begin <= at < end for begin, end in self._lent)
 
-    def is_pinned(self, at: int) -> bool:
-        """Whether the GPU reads itself what is at this address."""
-        return self._begin <= at < self._end or not self.is_read(at)
+    def are_pinned(self, ats: Addresses) -> NDArray[np.bool_]:
+        """Of each address, whether the GPU reads itself what is there."""
+        found = self._are_ours(ats)
+        for begin, end in self._lent:
+            found |= (ats >= begin) & (ats < end)
+        return found
 
-    def copied(self, addresses: Iterable[int], event: torch.cuda.Event | None) -> None:
+    def copied(self, ats: Addresses, event: torch.cuda.Event | None) -> None:
         """The blocks there are not needed any more when the event is reached."""
-        slots = Counter((at - self._begin) // self._slot_nbytes for at in addresses if self._begin <= at < self._end)
-        self._copied.append(_Copied(event, slots))
+        slots = (ats[self._are_ours(ats)] - self._begin) // self._slot_nbytes
+        self._copied.append(_Copied(event, Counter(slots.tolist())))
 
     def clear(self) -> None:
         """Nothing is copied any more, and what was read is not needed."""
@@ -100,6 +106,9 @@ class Ring(Landing):
         self._lent.clear()
         while self._give_back:
             self._give_back.pop()()
+
+    def _are_ours(self, ats: Addresses) -> NDArray[np.bool_]:
+        return (ats >= self._begin) & (ats < self._end)
 
     def _allocate(self) -> None:
         pinned = self._device.type == "cuda"
@@ -155,20 +164,17 @@ class Intake:
     def copy(self, bufs: Sequence[Buffer], offsets: Sequence[int], lane: Lane) -> None:
         """Blocks into the lane's buffer, on the current stream, which is the lane's."""
         codes = lane.staging.codes
-        ats = []
-        for buf, offset in zip(bufs, offsets, strict=True):
-            at = address(buf)
-            if not self.ring.is_pinned(at):
-                mine = self.ring.room(buf.nbytes)
-                mine[:] = buf
-                at = address(mine)
-            ats.append(at)
-            if not self.ring.is_pinned(at):  # neither is there room: PyTorch copies it, and waits
-                codes[offset : offset + buf.nbytes].copy_(torch.from_numpy(mine))
-        pinned = [n for n, at in enumerate(ats) if self.ring.is_pinned(at)]
-        if pinned:
-            numbers = [[ats[n], codes.data_ptr() + offsets[n], bufs[n].nbytes] for n in pinned]
-            compat.copy_blocks(*torch.tensor(numbers, dtype=torch.int64).t().contiguous())
+        ats = np.fromiter(map(address, bufs), np.int64, len(bufs))
+        for n in (~self.ring.are_pinned(ats)).nonzero()[0].tolist():
+            mine = self.ring.room(bufs[n].nbytes)
+            mine[:] = bufs[n]
+            ats[n] = address(mine)
+            if not self.ring.are_pinned(ats[n : n + 1]).all():  # there was no room: PyTorch copies it, and waits
+                codes[offsets[n] : offsets[n] + len(mine)].copy_(torch.from_numpy(mine))
+        pinned = self.ring.are_pinned(ats)
+        if pinned.any():
+            targets, sizes = np.array(offsets) + codes.data_ptr(), np.array([buf.nbytes for buf in bufs])
+            compat.copy_blocks(*(torch.from_numpy(each[pinned]) for each in (ats, targets, sizes)))
         self.ring.copied(ats, lane.record())
 
     def clear(self) -> None:

@@ -24,6 +24,7 @@ logger = init_logger("vllm.manthan.worker")
 
 PIECE = 256 << 20
 """Bytes that are pinned at once, a multiple of what huge pages have."""
+ADVICE = mmap.MADV_HUGEPAGE
 PAGE, HUGE = 4096, 2 << 20
 
 
@@ -36,14 +37,15 @@ class PinnedRam(Memory):
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
         self.nbytes, self._device = nbytes, device
-        self._spans = _spans(nbytes)
         self._pinned = 0
         """So many of them are."""
         self._stopped = False
         self._began = time.monotonic()
         self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
         try:
-            self.codes = _pages(sum(self._spans[-1]) if self._spans else 0)
+            self.codes = _pages(_end(nbytes))
+            starts = range(0, len(self.codes), PIECE)
+            self._spans = [Extent(at, min(PIECE - GRANULE, len(self.codes) - at)) for at in starts]
             if self._spans:
                 self._pin(0)
         except (OSError, RuntimeError) as error:
@@ -120,21 +122,16 @@ class PinnedRam(Memory):
         return self.lendable[start : start + nbytes]
 
 
-def _spans(nbytes: int) -> list[Extent]:
-    """So many bytes in pieces of PIECE, less what lies between."""
-    found, at = [], 0
-    while nbytes > 0:
-        found.append(Extent(at, min(nbytes, PIECE - GRANULE)))
-        nbytes -= found[-1].nbytes
-        at += PIECE
-    return found
+def _end(nbytes: int) -> int:
+    """Where so many bytes end, in pieces of PIECE with a GRANULE between each and the next."""
+    return nbytes + GRANULE * (max(0, nbytes - 1) // (PIECE - GRANULE))
 
 
 def _pages(nbytes: int) -> torch.Tensor:
     """uint8 [nbytes], huge pages if the system has some. Raises OSError."""
     pages = mmap.mmap(-1, nbytes + HUGE, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    with suppress(OSError, AttributeError):  # a kernel without them
-        pages.madvise(mmap.MADV_HUGEPAGE)
+    with suppress(OSError):  # a kernel without them
+        pages.madvise(ADVICE)
     found = torch.frombuffer(pages, dtype=torch.uint8)
     begin = -found.data_ptr() % HUGE
     return found[begin : begin + nbytes]

@@ -1,0 +1,123 @@
+"""What is read for a GPU lands in a ring, whose slots are used again only when the GPU has copied what lies there."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found
+from manthan.vllm_hooks.worker.intake import Intake, Ring, address, batches
+
+CPU = torch.device("cpu")
+SLOT = 1000
+
+
+class Event:
+    """In an event's place; it is reached when somebody waits for it."""
+
+    reached = False
+
+    def synchronize(self) -> None:
+        self.reached = True
+
+
+def place(ring: Ring, buf: Buffer) -> int | None:
+    """Where it is in the ring; None for elsewhere."""
+    at = address(buf) - address(ring._memory)
+    return at if 0 <= at < ring._memory.nbytes else None
+
+
+def copied(ring: Ring, *bufs: Buffer) -> Event:
+    event: Any = Event()
+    ring.copied(np.array([address(buf) for buf in bufs], np.int64), event)
+    return event
+
+
+def test_a_slot_is_filled_again_when_all_of_it_is_copied() -> None:
+    ring = Ring(SLOT, 2, CPU)
+    one, two, three = ring.room(600), ring.room(600), ring.room(400)
+    assert [place(ring, buf) for buf in (one, two, three)] == [0, SLOT, SLOT + 600]
+    assert place(ring, ring.room(1)) is None, "nothing is copied yet"
+    first = copied(ring, two)
+    second = copied(ring, one)
+    four = ring.room(500)
+    assert (place(ring, four), first.reached, second.reached) == (0, True, True)
+    assert place(ring, ring.room(600)) is None, "a block of the second slot is not copied"
+    copied(ring, three)
+    assert place(ring, ring.room(600)) == SLOT
+
+
+def test_several_blocks_may_lie_in_one_room() -> None:
+    ring = Ring(SLOT, 1, CPU)
+    both = ring.room(800, blocks=2)
+    copied(ring, both[:400])
+    assert place(ring, ring.room(300)) is None
+    copied(ring, both[400:])
+    assert place(ring, ring.room(300)) == 0
+
+
+def test_what_is_larger_than_a_slot_lies_elsewhere() -> None:
+    ring = Ring(SLOT, 2, CPU)
+    assert place(ring, ring.room(SLOT + 1)) is None
+    assert place(ring, ring.room(SLOT)) == 0
+
+
+def test_what_is_lent_is_given_back_once() -> None:
+    ring, back = Ring(SLOT, 1, CPU), list[str]()
+    memory = np.zeros(5000, np.uint8)
+    ring.lend(memory, lambda: back.append("given"))
+    ats = np.array([address(memory[10:]), address(memory) + 5000, address(ring.room(10))], np.int64)
+    assert ring.are_pinned(ats).tolist() == [True, False, True]
+    assert [ring.is_read(at) for at in ats.tolist()] == [False, True, True]
+    ring.clear()
+    ring.clear()
+    assert back == ["given"]
+    assert ring.are_pinned(ats).tolist() == [False, False, True]
+
+
+def test_a_lost_ring_is_another_one() -> None:
+    ring = Ring(SLOT, 1, CPU)
+    before = ring.room(500)
+    ring.lose()
+    assert place(ring, before) is None
+    assert place(ring, ring.room(SLOT)) == 0
+
+
+def sized(*sizes: int) -> Iterator[Found]:
+    return iter([np.zeros(size, np.uint8) for size in sizes])
+
+
+@pytest.mark.parametrize(
+    ("sizes", "cut"), [((40,) * 5, [2, 2, 1]), ((10, 90, 100, 1), [2, 1, 1]), ((300, 10), [1, 1]), ((), [])]
+)
+def test_a_batch_is_full_before_it_is_too_large(sizes: tuple[int, ...], cut: list[int]) -> None:
+    assert [len(batch) for batch in batches(sized(*sizes), lambda buf: buf.nbytes, 100)] == cut
+
+
+def test_what_is_read_goes_sooner_than_what_is_lent() -> None:
+    intake = Intake(8 * SLOT, 1, SLOT, 2, CPU)
+    assert [len(batch) for batch in intake.batches(sized(*[250] * 16))] == [4, 4, 4, 4]
+    memory = np.zeros(4000, np.uint8)
+    intake.ring.lend(memory, lambda: None)
+    lent: list[Found] = [memory[at : at + 250] for at in range(0, 4000, 250)]
+    assert [len(batch) for batch in intake.batches(iter(lent))] == [16]
+    intake.clear()
+
+
+def test_what_came_before_an_error_is_a_batch() -> None:
+    def read() -> Iterator[Found]:
+        yield from sized(10, 10, 10)
+        raise ColdStoreError("down")
+
+    found = batches(read(), lambda buf: 1, 2)
+    assert [len(next(found)), len(next(found))] == [2, 1]
+    with pytest.raises(ColdStoreError):
+        next(found)
+
+
+def test_nothing_is_read_behind_what_is_not_there() -> None:
+    values = iter([np.zeros(1, np.uint8), None, np.zeros(1, np.uint8)])
+    assert [len(batch) for batch in batches(values, lambda buf: 1, 100)] == [2]
+    assert len(list(values)) == 1
