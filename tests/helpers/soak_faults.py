@@ -1,0 +1,144 @@
+"""What happens to the server of the soak, and when: faults of its disk, and kills, from a seed."""
+
+import contextlib
+import os
+import random
+import shutil
+from collections.abc import Iterator
+from enum import StrEnum
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from disk_faults import Faults, resize, small_disk
+
+PAGE = 4096
+LITTLE = 16 * PAGE
+"""What a full disk has left."""
+SPARE = 1.5
+"""The disk has so many times the store's budget: it is full when it is made smaller."""
+SHORTEST_SHARE, LONGEST_SHARE = 0.5, 0.7
+"""Of its turn, that a fault lasts."""
+
+
+class Fault(StrEnum):
+    """As docs/disk.md has them."""
+
+    full = "full"
+    read_only = "read-only"
+    slow = "slow"
+    hang = "hang"
+    hang_writes = "hang-writes"
+    eio = "EIO"
+    truncated = "truncated"
+    flipped = "flipped"
+    deleted = "file deleted"
+
+
+TOLD = {
+    Fault.full: "enospc",  # where the disk cannot be made smaller
+    Fault.read_only: "erofs",
+    Fault.slow: "slow",
+    Fault.hang: "hang",
+    Fault.hang_writes: "hang-writes",
+    Fault.eio: "eio",
+}
+"""What the preloaded library calls them."""
+FELT_LATER = {Fault.deleted}
+"""A file that is open can be read when it has no name any more: what was in it is missing at the next start."""
+
+
+class Turn(NamedTuple):
+    """One after the other, of `seconds` each. fault: None for a kill. It begins after `calm_s` and lasts `fault_s`."""
+
+    fault: Fault | None
+    calm_s: float
+    fault_s: float
+    seconds: float
+
+
+def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Turn]:
+    """Every fault once a round, in the round's own order; kills as far apart as they can be."""
+    chance = random.Random(seed)
+    what: list[Fault | None] = []
+    for _ in range(rounds):
+        what += chance.sample(list(Fault), len(Fault))
+    places = [round((number + 1) * len(what) / (kills + 1)) for number in range(kills)]
+    for place in reversed(places):
+        what.insert(place, None)
+    each = seconds / len(what)
+    turns = []
+    for fault in what:
+        lasts = each * chance.uniform(SHORTEST_SHARE, LONGEST_SHARE)
+        turns.append(Turn(fault, (each - lasts) * chance.uniform(0.1, 0.5), lasts, each))
+    return turns
+
+
+class Disk:
+    """A folder, and what goes wrong with it. is_small: it is a file system of its own, that can be full."""
+
+    def __init__(self, folder: Path, faults: Faults, nbytes: int, seed: int, *, is_small: bool) -> None:
+        self.folder, self.environment, self.is_small = folder, faults.environment, is_small
+        self._faults, self._nbytes, self._chance = faults, nbytes, random.Random(seed)
+
+    @contextlib.contextmanager
+    def failing(self, fault: Fault) -> Iterator[None]:
+        """Files that were damaged stay so."""
+        self._begin(fault)
+        try:
+            yield
+        finally:
+            self.heal()
+
+    def heal(self) -> None:
+        self._faults.now("")
+        if self.is_small:
+            resize(self.folder, self._nbytes)
+
+    def _begin(self, fault: Fault) -> None:
+        damage = {Fault.truncated: cut, Fault.flipped: self._flip, Fault.deleted: Path.unlink}.get(fault)
+        if damage is not None:
+            for path in self._half_of_the_segments():
+                with contextlib.suppress(FileNotFoundError):  # it was compacted meanwhile
+                    damage(path)
+        elif fault is Fault.full and self.is_small:
+            resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
+        else:
+            self._faults.now(TOLD[fault])
+
+    def _half_of_the_segments(self) -> list[Path]:
+        paths = sorted(self.folder.rglob("*.seg"))
+        return self._chance.sample(paths, -(-len(paths) // 2))
+
+    def _flip(self, path: Path) -> None:
+        """A byte of every page."""
+        with path.open("r+b", buffering=0) as file:
+            for begin in range(0, os.fstat(file.fileno()).st_size, PAGE):
+                at = begin + self._chance.randrange(PAGE)
+                byte = os.pread(file.fileno(), 1, at)
+                os.pwrite(file.fileno(), bytes(255 - one for one in byte), at)
+
+
+def cut(path: Path) -> None:
+    """It loses its second half."""
+    os.truncate(path, path.stat().st_size // 2)
+
+
+@contextlib.contextmanager
+def disk(run: Path, budget: int, seed: int) -> Iterator[Disk]:
+    """In RAM and of limited size where something can be mounted, else below `run`. Raises SystemExit without a C
+    compiler."""
+    folder, nbytes = run / "disk", int(SPARE * budget)
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    with contextlib.ExitStack() as stack:
+        try:
+            faults = Faults(run)
+        except pytest.skip.Exception as reason:
+            raise SystemExit(str(reason)) from None
+        try:
+            stack.enter_context(small_disk(folder, nbytes))
+            is_small = True
+        except pytest.skip.Exception:
+            is_small = False
+        yield Disk(folder, faults, nbytes, seed, is_small=is_small)

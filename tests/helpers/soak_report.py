@@ -1,0 +1,294 @@
+"""What the soak of faults found: what is wrong, tables, and a plot over time."""
+
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.box import SIMPLE
+from rich.console import Console
+from rich.table import Table
+from soak_chats import CALM, RESTART, SLICE_S
+from soak_faults import FELT_LATER, Fault
+
+from manthan.benchmarks.arms import save_plot, where
+from manthan.benchmarks.soak_memory import Sample, Slope, slope
+
+MIB = 2**20
+GAP_S = 15.0
+JUDGED_S = 900.0
+"""Memory of a life is judged if it is that long: before, it says too little."""
+BACK = "came_back"
+Report = dict[str, Any]
+
+
+# -- figures ------------------------------------------------------------------------------------------
+
+
+def quantiles(seconds: Sequence[float]) -> dict[str, float]:
+    """How many, their median, 99th percentile and most, in seconds."""
+    found = sorted(seconds)
+    if not found:
+        return {"count": 0}
+
+    def at(share: float) -> float:
+        return round(found[min(len(found) - 1, int(share * len(found)))], 4)
+
+    return {"count": len(found), "p50": at(0.5), "p99": at(0.99), "most": at(1)}
+
+
+def total(report: Report, what: str) -> int:
+    return sum(phase["number"].get(what, 0) for phase in report["phases"].values())
+
+
+def share(counts: dict[str, int]) -> float:
+    """Of what had been computed for returning sessions, what was not computed again."""
+    return counts["cached"] / counts["full"] if counts.get("full") else 0.0
+
+
+def slopes(report: Report) -> list[Slope | None]:
+    """Of each life's memory, after the warm-up."""
+    warm_up = report["arguments"]["warm_up"]
+    return [slope([Sample(*sample) for sample in life["memory"]], warm_up) for life in report["lives"]]
+
+
+def failures(report: Report) -> dict[str, Counter[str]]:
+    """Blocks that could not be stored or restored, by fault and cause."""
+    found: dict[str, Counter[str]] = {}
+    for event in report["events"]:
+        found.setdefault(event["what"], Counter()).update(event["failures"])
+    return found
+
+
+def failed(report: Report) -> list[str]:
+    """What is not as it should be, a sentence each."""
+    is_left = report["left"]
+    wrong = {
+        f"{total(report, 'errors')} requests failed": total(report, "errors"),
+        f"{total(report, 'misled')} answers were wrong that are right when computed anew": total(report, "misled"),
+        "nothing was checked": not total(report, "checked"),
+        f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
+        f"{is_left['sessions_not_cold']:.0f} sessions are not cold": is_left["sessions_not_cold"],
+        "the cold store is over its budget": is_left["cold_bytes"] > is_left["cold_budget_bytes"],
+    }
+    return [sentence for sentence, is_so in wrong.items() if is_so] + store_failed(report) + memory_failed(report)
+
+
+def store_failed(report: Report) -> list[str]:
+    """A fault that nobody felt is none: it was not tried."""
+    lost = [event for event in report["events"] if event["used_again_s"] is None]
+    felt, kills = failures(report), list(enumerate(report["lives"], 1))[1:]
+    returns = {number: report["returns_of_before"].get(str(number), {}) for number, _ in kills}
+    return [
+        *(f"the store was not in use again after {event['what']} at {event['ended_s']:.0f} s" for event in lost),
+        *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER and not felt.get(one)),
+        *(f"no session came back after the kill before life {life}" for life in returns if not returns[life].get(BACK)),
+    ]
+
+
+def memory_failed(report: Report) -> list[str]:
+    """Short lives are not judged."""
+    most, sentences = report["arguments"]["most_growth"], []
+    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
+        is_long = life["end_s"] - life["ready_s"] >= JUDGED_S
+        if is_long and found is not None and found.mib_per_hour - 2 * found.standard_error > most:
+            grown = f"{found.mib_per_hour:.0f} MiB an hour (standard error {found.standard_error:.0f})"
+            sentences.append(f"memory grew by {grown} in life {number}")
+    return sentences
+
+
+# -- tables -------------------------------------------------------------------------------------------
+
+
+def show(report: Report, plot: Path, console: Console) -> None:
+    """Tables, what is wrong, and the plot."""
+    console.print(where(report), soft_wrap=True)
+    for table in (phase_table(report), event_table(report), life_table(report)):
+        console.print(table)
+    for line in summary(report):
+        console.print(f"  {line}", soft_wrap=True)
+    for message in report["messages"]:
+        console.print(f"  {message}", style="red", markup=False, soft_wrap=True)
+    for sentence in failed(report):
+        console.print(f"  FAILED: {sentence}", style="red", soft_wrap=True)
+    save_plot(draw, report, plot, console)
+
+
+def phase_table(report: Report) -> Table:
+    minutes, rate = report["seconds"] / 60, report["arguments"]["rate"]
+    title = f"{report['sessions']:,} sessions in {minutes:.1f} min, {rate:g} new ones a second"
+    headers = ("requests", "sent\nagain", "errors", "wrong", "right if\ncomputed anew")
+    times = ("first token\np50", "first token\np99", "answer\np50", "answer\np99")
+    table = _table(title, "sent while", *headers, *times)
+    phases = [CALM, RESTART, *(str(fault) for fault in Fault)]
+    for phase in [phase for phase in phases if phase in report["phases"]]:
+        found = report["phases"][phase]
+        numbers = [f"{found['number'].get(what, 0):,}" for what in ("requests", "retried", "errors", "wrong", "misled")]
+        waits = [_ms(found[what], at) for what in ("first_s", "seconds") for at in ("p50", "p99")]
+        table.add_row(phase, *numbers, *waits)
+    numbers = [f"{total(report, what):,}" for what in ("requests", "retried", "errors", "wrong", "misled")]
+    table.add_row("all", *numbers, "", "", "", "")
+    return table
+
+
+def event_table(report: Report) -> Table:
+    table = _table(
+        "What happened", "", "times", "seconds", "in use again\nafter, s (most)", "blocks that failed, by cause"
+    )
+    felt = failures(report)
+    for what in dict.fromkeys(event["what"] for event in report["events"]):
+        events = [event for event in report["events"] if event["what"] == what]
+        lasted = [event["ended_s"] - event["began_s"] for event in events]
+        again = [event["used_again_s"] for event in events]
+        most = "never" if None in again else f"{max(again):.1f}"
+        causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(felt[what].items()))
+        table.add_row(what, str(len(events)), f"{min(lasted):.1f} to {max(lasted):.1f}", most, causes)
+    return table
+
+
+def life_table(report: Report) -> Table:
+    headers = ("minutes", "returns", "not computed\nagain", "of before\nthe kill", "came back", "not computed\nagain")
+    table = _table("The server's lives", "", *headers, "memory,\nMiB", "its slope,\nMiB an hour")
+    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
+        returns, before = (report[what].get(str(number), {}) for what in ("returns", "returns_of_before"))
+        rss = [nbytes / MIB for _, nbytes, _ in life["memory"]]
+        table.add_row(
+            str(number),
+            f"{(life['end_s'] - life['ready_s']) / 60:.1f}",
+            f"{returns.get('returns', 0):,}",
+            f"{share(returns):.0%}",
+            f"{before.get('returns', 0):,}" if number > 1 else "",
+            f"{before.get(BACK, 0):,}" if number > 1 else "",
+            f"{share(before):.0%}" if number > 1 else "",
+            f"{min(rss):,.0f} to {max(rss):,.0f}",
+            f"{found.mib_per_hour:+,.1f} ± {found.standard_error:,.1f}" if found else "",
+        )
+    return table
+
+
+def summary(report: Report) -> list[str]:
+    """What Manthan did, what is left, and what it took."""
+    told, is_left = Counter[str](), report["left"]
+    for life in report["lives"]:
+        told.update(life["told"])
+    names = ("evictions", "restores", "prefetches", "encoded_blocks", "restored_blocks", "pins_refused")
+    counts = [f"{told[f'{name}_total']:,.0f} {name.replace('_', ' ')}" for name in names]
+    labelled = {
+        "tokens from RAM": "prompt_tokens_cached_by_source_total{host}",
+        "from the disk": "prompt_tokens_cached_by_source_total{disk}",
+        "blocks dropped for room": "dropped_blocks_total{budget}",
+    }
+    counts += [f"{told[name]:,.0f} {what}" for what, name in labelled.items()]
+    requests = max(1, total(report, "requests"))
+    by_process = Counter[str]()
+    for life in report["lives"]:
+        by_process.update(life["processor_s"])
+    each = ", ".join(f"{name} {seconds / requests * 1000:.1f}" for name, seconds in by_process.most_common())
+    server_s = by_process.total()
+    return [
+        f"Manthan: {', '.join(counts)}",
+        f"Processor time of a request: server {server_s / requests * 1000:.1f} ms ({each}), this program "
+        f"{report['client_processor_s'] / requests * 1000:.1f} ms; of {report['machine']['cores']} cores, "
+        f"{(server_s + report['client_processor_s']) / served_s(report):.2f} were busy with both",
+        f"Left when all is quiet: {is_left['pool_in_use']:.1%} of the pool, {is_left['sessions_not_cold']:.0f} "
+        f"sessions that are not cold; codes {is_left['cold_bytes'] / MIB:.1f} of "
+        f"{is_left['cold_budget_bytes'] / MIB:.1f} MiB",
+    ]
+
+
+def served_s(report: Report) -> float:
+    """That there was a server to answer."""
+    return float(sum(life["end_s"] - life["ready_s"] for life in report["lives"]))
+
+
+def _table(title: str, first: str, *headers: str) -> Table:
+    table = Table(title=title, box=SIMPLE)
+    table.add_column(first)
+    for header in headers:
+        table.add_column(header, justify="right")
+    return table
+
+
+def _ms(found: dict[str, float], at: str) -> str:
+    return f"{found[at] * 1000:,.0f} ms" if at in found else ""
+
+
+# -- the plot -----------------------------------------------------------------------------------------
+
+BLUE, RED, GREY, GREEN = "#2f6db5", "#d1663b", "#8a8a8a", "#4a9d5b"
+
+
+def draw(report: Report) -> Any:
+    """Memory, sessions, and what was not computed again, over time; faults as bands, kills as lines."""
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(12, 8.5), layout="constrained")
+    panels = figure.subplots(3, 1, sharex=True)
+    for axes, draw_panel in zip(panels, (_memory, _sessions, _returns), strict=True):
+        draw_panel(axes, report)
+        _events(axes, report, has_names=axes is panels[0])
+        axes.grid(alpha=0.3)
+        axes.legend(frameon=False, loc="best", fontsize=8)
+    panels[-1].set_xlabel("minutes")
+    figure.suptitle(where(report), fontsize=9)
+    return figure
+
+
+def _memory(axes: Any, report: Report) -> None:
+    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
+        minutes = [(life["ready_s"] + seconds) / 60 for seconds, _, _ in life["memory"]]
+        rss = [nbytes / MIB for _, nbytes, _ in life["memory"]]
+        told = f"life {number}" + (
+            f": {found.mib_per_hour:+,.1f} ± {found.standard_error:,.1f} MiB an hour" if found else ""
+        )
+        axes.plot(minutes, rss, color=(BLUE, GREEN, RED)[(number - 1) % 3], lw=1.2, label=told)
+    axes.set_ylim(0, 1.25 * max(nbytes / MIB for life in report["lives"] for _, nbytes, _ in life["memory"]))
+    axes.set_ylabel("RSS, all processes, MiB")
+    counts = [f"{total(report, what):,} {what}" for what in ("requests", "errors")]
+    axes.set_title(", ".join([*counts, f"{total(report, 'misled')} wrong answers"]), loc="left", fontsize=10)
+
+
+def _sessions(axes: Any, report: Report) -> None:
+    lines = {"open_sessions": ("talking or thinking", GREY), "sessions{cold}": ("cold", BLUE)}
+    lines |= {"sessions{idle}": ("idle", GREEN), "sessions{hot}": ("hot", RED)}
+    samples = report["samples"]
+    minutes = [sample["at_s"] / 60 for sample in samples]
+    for name, (label, color) in lines.items():
+        values = [sample.get(name, 0) for sample in samples]
+        axes.plot(*_broken(minutes, values), color=color, lw=1, label=label)
+    axes.set_ylabel("sessions")
+
+
+def _broken(minutes: Sequence[float], values: Sequence[float]) -> tuple[list[float], list[float]]:
+    """As a line with gaps, where there was nobody to ask."""
+    found: list[tuple[float, float]] = []
+    for at, value in zip(minutes, values, strict=True):
+        if found and at - found[-1][0] > GAP_S / 60:
+            found.append((at, float("nan")))
+        found.append((at, value))
+    return [at for at, _ in found], [value for _, value in found]
+
+
+def _returns(axes: Any, report: Report) -> None:
+    slices = sorted((int(number), counts) for number, counts in report["slices"].items())
+    began = report["lives"][0]["ready_s"]
+    minutes = [(began + (number + 0.5) * SLICE_S) / 60 for number, _ in slices]
+    axes.plot(
+        *_broken(minutes, [share(counts) for _, counts in slices]),
+        color=BLUE,
+        lw=1.2,
+        label="tokens not computed again",
+    )
+    axes.set(ylim=(0, 1.05), ylabel=f"of returning sessions, in {SLICE_S:.0f} s")
+
+
+def _events(axes: Any, report: Report, *, has_names: bool) -> None:
+    for event in report["events"]:
+        begin, end = event["began_s"] / 60, event["ended_s"] / 60
+        is_kill = event["what"] not in list(Fault)
+        if is_kill:
+            axes.axvline(begin, color="black", lw=1.4)
+        axes.axvspan(begin, end, color=GREY if is_kill else RED, alpha=0.12, lw=0)
+        if has_names:
+            where_to = {"transform": axes.get_xaxis_transform(), "rotation": 90, "fontsize": 6, "va": "top"}
+            axes.text((begin + end) / 2, 0.98, event["what"], ha="center", **where_to)
