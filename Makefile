@@ -1,7 +1,7 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
 # make test-all  the same with all tests                        make setup  the virtual environment only
 # make lint      ruff and mypy only                             make docs   what is generated in docs/ and deploy/
-# make site      the documents as a site, in build/site
+# make site      the documents as a site, in build/site         make soak   a server whose disk fails, for MINUTES=60
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin
@@ -19,7 +19,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all lint demo docs site clean
+.PHONY: setup test test-all lint demo soak docs site clean
 
 setup: $(VENV)/.installed
 
@@ -38,6 +38,11 @@ lint: $(VENV)/.installed
 
 demo: $(VENV)/.installed
 	$(BIN)/python benchmarks/demo.py
+
+# docs/benchmarks.md, "An hour of faults". SOAK: further options.
+MINUTES := 60
+soak: $(VENV)/.installed
+	$(BIN)/python tests/helpers/soak_hour.py --minutes $(MINUTES) $(SOAK)
 
 # configuration.md, metrics.md, the Grafana board and the alert rules, from the code and configs/default.yaml.
 docs: $(VENV)/.installed

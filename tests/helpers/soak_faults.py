@@ -84,8 +84,8 @@ class Disk:
     @contextlib.contextmanager
     def failing(self, fault: Fault) -> Iterator[None]:
         """Files that were damaged stay so."""
-        self._begin(fault)
         try:
+            self._begin(fault)
             yield
         finally:
             self.heal()
@@ -95,12 +95,16 @@ class Disk:
         if self.is_small:
             resize(self.folder, self._nbytes)
 
-    def _begin(self, fault: Fault) -> None:
+    def damage(self, fault: Fault) -> None:
+        """Once, or once more; nothing if it is no fault of files."""
         damage = {Fault.truncated: cut, Fault.flipped: self._flip, Fault.deleted: Path.unlink}.get(fault)
-        if damage is not None:
-            for path in self._half_of_the_segments():
-                with contextlib.suppress(FileNotFoundError):  # it was compacted meanwhile
-                    damage(path)
+        for path in self._half_of_the_segments() if damage else ():
+            with contextlib.suppress(FileNotFoundError):  # it was compacted meanwhile
+                damage(path)
+
+    def _begin(self, fault: Fault) -> None:
+        if fault not in TOLD:
+            self.damage(fault)
         elif fault is Fault.full and self.is_small:
             resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
         else:

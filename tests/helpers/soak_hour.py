@@ -24,7 +24,7 @@ from typing import Annotated, Any
 import typer
 from rich.console import Console
 from soak_chats import CALM, RESTART, Counts, Traffic
-from soak_faults import FELT_LATER, Disk, Turn, disk, schedule
+from soak_faults import FELT_LATER, Disk, Fault, Turn, disk, schedule
 from soak_lives import DISK_S, MODEL, SESSION_BYTES, Lives, Told
 from soak_report import failed, quantiles, show
 
@@ -46,7 +46,7 @@ FROM_DISK = "prompt_tokens_cached_by_source_total{disk}"
 
 def is_used_again(before: Told, now: Told) -> bool:
     """Both ways."""
-    put = now["encoded_blocks_total"] - before["encoded_blocks_total"]
+    put = now["encoded_blocks_total"] - before.get("encoded_blocks_total", 0)
     read = now.get(FROM_DISK, 0) - before.get(FROM_DISK, 0)
     return put >= USED_BLOCKS and read >= USED_TOKENS and now.get("cold_store_up") == 1
 
@@ -64,6 +64,11 @@ class Weather:
         self._lives, self._disk, self._traffic = lives, disk, traffic
         self.events: list[dict[str, Any]] = []
 
+    def wait_until_used(self) -> None:
+        """There is something to lose. Raises ServerError."""
+        if self._lives.wait_for(lambda now: is_used_again({}, now), USED_AGAIN_S) is None:
+            raise self._lives.server.error(f"The cold store was not in use after {USED_AGAIN_S:.0f} s.")
+
     def let(self, turn: Turn) -> None:
         """Takes longer than the turn if the store is not in use again by its end. Raises ServerError."""
         until = time.monotonic() + turn.seconds
@@ -79,8 +84,15 @@ class Weather:
         with self._disk.failing(turn.fault):
             self._lives.pause(turn.fault_s)
             if turn.fault not in FELT_LATER:
-                self._lives.wait_for(lambda now: bool(failures(before, now)), FELT_S)
+                self._lives.wait_for(lambda now: self._is_felt(turn.fault, before, now), FELT_S)
         self._note(str(turn.fault), began, before)
+
+    def _is_felt(self, fault: Fault, before: Told, now: Told) -> bool:
+        """If not, more files are damaged: what was may have been in nobody's way."""
+        is_felt = bool(failures(before, now))
+        if not is_felt:
+            self._disk.damage(fault)
+        return is_felt
 
     def _kill(self) -> None:
         """Sessions that come meanwhile wait."""
@@ -140,6 +152,7 @@ def soak(lives: Lives, disk: Disk, traffic: Traffic, turns: list[Turn], progress
     url, processor_s = lives.begin(), -time.process_time()
     traffic.phase = CALM
     with running.running(url):
+        weather.wait_until_used()
         for number, turn in enumerate(turns, 1):
             progress.begin(f"{number} of {len(turns)}, {turn.fault or 'kill -9'}; {so_far(traffic)}")
             weather.let(turn)
@@ -206,14 +219,15 @@ def run(traffic: Traffic, turns: list[Turn], rate: float, seed: int, out: Path, 
     """Leaves with status 1 if the server does not live as it should."""
     out.mkdir(parents=True, exist_ok=True)
 
-    def open_sessions() -> Told:
-        return {"open_sessions": traffic.open_sessions}
+    def of_traffic() -> Told:
+        requests = sum(counts.number["requests"] for counts in list(traffic.counts.values()))
+        return {"open_sessions": traffic.open_sessions, "requests": requests}
 
     try:
         with (
             disk(out, int(DISK_S * rate * SESSION_BYTES), seed) as folder,
             Bar(console, "soak") as bar,
-            Lives(out, folder, rate, open_sessions) as lives,
+            Lives(out, folder, rate, of_traffic) as lives,
         ):
             return soak(lives, folder, traffic, turns, bar)
     except ServerError as error:

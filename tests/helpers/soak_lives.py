@@ -148,7 +148,8 @@ class Lives:
         def watch() -> None:
             while not over.wait(SAMPLE_S):
                 with contextlib.suppress(ServerError):  # who asks it something finds out, too
-                    self.samples.append({"at_s": self.now()} | self._on_sample() | told(server))
+                    took = {"processor_s": sum(self._processor_s().values())}
+                    self.samples.append({"at_s": self.now()} | self._on_sample() | took | told(server))
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
