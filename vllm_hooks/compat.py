@@ -587,7 +587,16 @@ def pin(memory: "torch.Tensor") -> None:
 
 
 def unpin(memory: "torch.Tensor") -> None:
-    """Undo `pin` of the same memory."""
+    """Undo `pin` of the same memory. Raises RuntimeError."""
     import torch
 
-    torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    error = torch.cuda.cudart().cudaHostUnregister(memory.data_ptr())
+    if error.value != 0:
+        raise RuntimeError(f"cudaHostUnregister failed: {error}")
+
+
+def leave_captures_alone() -> None:
+    """What this thread asks of CUDA from now on does not end another thread's capture of a graph."""
+    from cuda.bindings import runtime
+
+    runtime.cudaThreadExchangeStreamCaptureMode(runtime.cudaStreamCaptureMode.cudaStreamCaptureModeRelaxed)

@@ -76,7 +76,9 @@ class ColdStore(ABC):
         """A store with a tier in front of another moves these blocks out of it before all others, in this order."""
 
     def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
-        """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank."""
+        """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank.
+
+        Before the first step nothing is asked for."""
 
     @abstractmethod
     def cleared(self, place: str) -> "ColdStore":
@@ -200,6 +202,9 @@ class HostStore(FrontStore):
         with self._lock:
             for key in keys:
                 self._remove((group, key))
+
+    def reached(self, step: int) -> None:
+        self._memory.start()
 
     def cleared(self, place: str) -> "HostStore":
         """This one; what is being put is kept when it is whole."""

@@ -39,6 +39,9 @@ class Memory(ABC):
     def lendable(self) -> Buffer | None:
         """All of it, by address, if it can be read where it lies; else it has to be copied."""
 
+    def start(self) -> None:  # noqa: B027 most memory is there at once
+        """It is used from now on."""
+
     @abstractmethod
     def close(self) -> None:
         """It is not used any more."""

@@ -155,6 +155,7 @@ class ServingStore(ColdStore):
         self.store.go_first(group, keys)
 
     def reached(self, step: int) -> None:
+        self.store.reached(step)
         self._server.reached(step)
 
     def cleared(self, place: str) -> "ServingStore":

@@ -3,6 +3,7 @@
 import threading
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import compress
 
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found, FrontStore, Landing
 
@@ -40,15 +41,20 @@ class TieredStore(ColdStore):
     def read(self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None) -> Iterator[Found]:
         """Raises what the store behind raises, when it comes to the first block that is not in front."""
         with self._lock:
-            near = {key for key in keys if (group, key) in self._order}
-            for key in keys:
-                if key in near:
-                    self._order.move_to_end((group, key))
+            near = [(group, key) in self._order for key in keys]
+            for key in compress(keys, near):
+                self._order.move_to_end((group, key))
+                if self._going:
                     self._going.pop((group, key), None)
-        here = self._in_front(group, [key for key in keys if key in near], tenant, into)
-        far = self.behind.read(group, [key for key in keys if key not in near], tenant, into)
-        for key in keys:
-            if key in near:
+        here = self._in_front(group, list(compress(keys, near)), tenant, into)
+        if all(near):
+            yield from here
+            return
+        far = self.behind.read(
+            group, [key for key, is_near in zip(keys, near, strict=True) if not is_near], tenant, into
+        )
+        for key, is_near in zip(keys, near, strict=True):
+            if is_near:
                 yield next(here)
                 continue
             buf = next(far)
@@ -84,6 +90,10 @@ class TieredStore(ColdStore):
                 if (group, key) in self._order:
                     self._going[group, key] = None
         self.behind.go_first(group, keys)
+
+    def reached(self, step: int) -> None:
+        self.front.reached(step)
+        self.behind.reached(step)
 
     def cleared(self, place: str) -> "TieredStore":
         """A new one; what is under way in this one is forgotten with it."""

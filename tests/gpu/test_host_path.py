@@ -19,6 +19,7 @@ from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
 from manthan.manager.stores.tiered import TieredStore
+from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import GroupKeys, ManthanMetadata
 from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.half import paged_codec
@@ -58,6 +59,7 @@ def test_blocks_go_and_come_back(
         if not kind.startswith(("ram", "little")):
             return store
         ram = PinnedRam((4 if kind.startswith("little") else 64) * MIB, device)
+        ram.start()
         ram.wait()
         assert ram.is_whole
         return TieredStore(HostStore(ram.nbytes, ram), store)
@@ -78,23 +80,46 @@ def test_blocks_go_and_come_back(
 
 
 def test_ram_is_pinned_while_it_is_used(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Piece by piece; what lies in one is copied by the GPU's copy engines while others are pinned."""
+    """Piece by piece; the GPU writes to what is there, and a graph is captured, while others are pinned."""
     monkeypatch.setattr(pinned, "PIECE", 2 * MIB)
     device = torch.device("cuda", 0)
     ram = PinnedRam(512 * MIB, device)
-    assert ram.spans
-    there = torch.randint(0, 256, (MIB,), dtype=torch.uint8, device=device)
-    seen = 0
-    while not ram.is_whole or seen < len(ram.spans):
-        for span in ram.spans[seen:]:
-            ram.codes[span.start : span.start + MIB].copy_(there, non_blocking=True)
-            assert ram.codes[span.start : span.start + MIB].is_pinned()
-            seen += 1
+    assert len(ram.spans) == 1
+    there = torch.randint(0, 256, (MIB // 32,), dtype=torch.uint8, device=device)
+    graph, twice, stream = torch.cuda.CUDAGraph(), torch.zeros_like(there), torch.cuda.Stream(device)
+    torch.cuda.synchronize()
+    ram.start()
+    captured = 0
+    while not ram.is_whole:
+        with torch.cuda.graph(graph, stream=stream):
+            twice.copy_(there)
+            twice.add_(there)
+        captured += 1
+        graph.reset()
+        for span in ram.spans:
+            ram.codes[span.start : span.start + len(there)].copy_(there, non_blocking=True)
+    assert captured
+    for span in ram.spans:
+        ram.codes[span.start : span.start + len(there)].copy_(there, non_blocking=True)
     torch.cuda.synchronize()
     for span in ram.spans:
-        assert torch.equal(ram.codes[span.start : span.start + MIB].to(device), there)
+        assert torch.equal(ram.codes[span.start : span.start + len(there)].to(device), there)
+    errors: list[str] = []
+    unpin = compat.unpin
+
+    def unpinned(memory: torch.Tensor) -> None:
+        try:
+            unpin(memory)
+        except RuntimeError as error:  # it was not pinned
+            errors.append(str(error))
+
+    monkeypatch.setattr(compat, "unpin", unpinned)
+    ram.close()
+    assert (list(ram.spans), errors) == ([], [])
+
+
+def test_who_stops_does_not_wait_for_the_rest() -> None:
+    ram = PinnedRam(8 << 30, torch.device("cuda", 0))
+    ram.start()
     ram.close()
     assert not ram.spans
-    stopped = PinnedRam(8 << 30, device)
-    stopped.close()
-    assert not stopped.spans

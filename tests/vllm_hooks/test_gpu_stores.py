@@ -53,6 +53,7 @@ def start(tmp_path: Path) -> Iterator[Start]:
             if "ram" not in kind:
                 return made
             ram = PinnedRam(ram_nbytes, device)
+            ram.start()
             ram.wait()
             return TieredStore(HostStore(ram_nbytes, ram), made)
 
@@ -231,6 +232,7 @@ def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(compat, "pin", pin)
     ram = PinnedRam(4 * PIECE, torch.device("cpu"))
     store = HostStore(4 * PIECE, ram)
+    store.reached(1)
     half = store.room(PIECE // 2 - 512)
     blocks = {bytes([n]): np.full(half, n, np.uint8) for n in range(8)}
     assert len(store.put_all(0, blocks)) == 6, "one piece is there"
@@ -253,6 +255,7 @@ def test_who_stops_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -
     unpinned: list[int] = []
     monkeypatch.setattr(compat, "unpin", lambda memory: unpinned.append(memory.nbytes))
     ram = PinnedRam(10_000 * PIECE, torch.device("cpu"))
+    ram.start()
     ram.close()
     assert 0 < len(unpinned) < 10_000
     assert list(ram.spans) == []
@@ -267,6 +270,8 @@ def test_a_limit_in_the_middle_leaves_what_there_is(monkeypatch: pytest.MonkeyPa
 
     monkeypatch.setattr(compat, "pin", pin)
     ram = PinnedRam(5 * PIECE, torch.device("cpu"))
+    assert len(ram.spans) == 1
+    TieredStore(HostStore(5 * PIECE, ram), HostStore(1)).reached(1)
     ram.wait()
     assert len(ram.spans) == 3
     store = HostStore(5 * PIECE, ram)

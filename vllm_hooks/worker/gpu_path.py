@@ -148,6 +148,7 @@ class GpuPath(WorkerPath):
                 self._prepare(group, name)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
+        self.tiers.start()
         self._may_pause = metadata.model_rests
         if metadata.place is not None:
             self.tiers.clear()

@@ -155,33 +155,47 @@ class HostPath(WorkerPath):
             values = store.read(part.group, part.keys, tenant, None if intake is None else intake.ring)
             if isinstance(values, Generator):
                 stack.callback(values.close)
-            n = -1
-            for n, (cause, buf) in enumerate(self._decoding(part, values, intake)):
-                if cause is None:
-                    loaded.add(buf)
-                    continue
-                loaded.fail(cause)  # what follows is of no use
-                # Where one is, there are more: not one a return, please.
-                if cause == MISSING:
-                    gone = store.absent(part.group, part.keys[n + 1 :])
-                    loaded.failed += [FailedBlock(part.group, key, MISSING) for key in gone]
-                elif isinstance(buf, str):
-                    rest = zip(part.keys[n + 1 :], values, strict=True)
-                    loaded.failed += [FailedBlock(part.group, key, buf) for key, buf in rest if isinstance(buf, str)]
-                return
-            if n + 1 < len(part.keys):
-                raise ValueError(f"the store has answered for {n + 1} of {len(part.keys)} blocks")
+            done = 0
+            for causes, bufs in self._decoding(part, values, intake):
+                good = next((n for n, cause in enumerate(causes) if cause is not None), len(bufs))
+                loaded.add(bufs[:good])
+                done += good
+                if good < len(bufs):
+                    self._fail(part, done, str(causes[good]), bufs[good], values, store, loaded)
+                    return
+            if done < len(part.keys):
+                raise ValueError(f"the store has answered for {done} of {len(part.keys)} blocks")
+
+    def _fail(
+        self,
+        part: GroupBlocks,
+        at: int,
+        cause: str,
+        found: Found,
+        following: Iterator[Found],
+        store: ColdStore,
+        loaded: "_Loaded",
+    ) -> None:
+        """The block at this place is not to be had; what follows is of no use. Where one is, there are more: not one a
+        return, please."""
+        loaded.fail(cause)
+        group, rest = part.group, part.keys[at + 1 :]
+        if cause == MISSING:
+            loaded.failed += [FailedBlock(group, key, MISSING) for key in store.absent(group, rest)]
+        elif isinstance(found, str):
+            causes = zip(rest, following, strict=True)
+            loaded.failed += [FailedBlock(group, key, buf) for key, buf in causes if isinstance(buf, str)]
 
     def _decoding(
         self, part: GroupBlocks, values: Iterator[Found], intake: Intake | None
-    ) -> Iterator[tuple[str | None, Found]]:
-        """What was read of each block, and why it could not be decoded. One batch is read while the GPU works on the
-        one before it; none behind a block that is not there."""
+    ) -> Iterator[tuple[list[str | None], list[Found]]]:
+        """Blocks as they were read, batch by batch, and why each could not be decoded. One batch is read while the GPU
+        works on the one before it; none behind a block that is not there."""
         blocks, start = self.blocks[part.group], 0
         if intake is None:
             for bufs in batches(values, lambda buf: 1, blocks.batch):
                 some = slice(start, start := start + len(bufs))
-                yield from zip(blocks.decode_all(part.keys[some], part.block_ids[some], bufs), bufs, strict=True)
+                yield blocks.decode_all(part.keys[some], part.block_ids[some], bufs), bufs
             return
         begun: deque[tuple[Callable[[], list[str | None]], list[Found]]] = deque()
         error = None
@@ -191,11 +205,11 @@ class HostPath(WorkerPath):
                 begun.append((blocks.begin(part.keys[some], part.block_ids[some], bufs, intake), bufs))
                 while len(begun) > UNDER_WAY:
                     end, done = begun.popleft()
-                    yield from zip(end(), done, strict=True)
+                    yield end(), done
         except ColdStoreError as raised:  # what came before is good
             error = raised
         for end, done in begun:
-            yield from zip(end(), done, strict=True)
+            yield end(), done
         if error is not None:
             raise error
 
@@ -209,10 +223,10 @@ class _Loaded:
         self.failed: list[FailedBlock] = []
         self._blocks = blocks
 
-    def add(self, buf: Found) -> None:
-        """The next one is good, and has these codes."""
-        self.good += 1
-        self.nbytes += len(buf) if isinstance(buf, np.ndarray) else 0
+    def add(self, bufs: Sequence[Found]) -> None:
+        """The next ones are good, and have these codes."""
+        self.good += len(bufs)
+        self.nbytes += sum(buf.nbytes for buf in bufs if isinstance(buf, np.ndarray))
 
     def fail(self, cause: str) -> None:
         """The next one is not, unless one is known already; nor is the last one, if it happened behind that."""

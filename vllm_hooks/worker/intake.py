@@ -61,7 +61,7 @@ class Ring(Landing):
 
     def __init__(self, slot_nbytes: int, slots: int, device: torch.device) -> None:
         self._slot_nbytes, self._slots, self._device = slot_nbytes, slots, device
-        self._lent: list[tuple[int, int]] = []
+        self._lent: list[Buffer] = []
         self._give_back: list[Callable[[], object]] = []
         self._allocate()
 
@@ -74,23 +74,23 @@ class Ring(Landing):
         return self._memory[start : start + nbytes]
 
     def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
-        begin = address(memory)
-        self._lent.append((begin, begin + memory.nbytes))
+        self._lent.append(memory)
         self._give_back.append(give_back)
 
     def lose(self) -> None:
         """Whoever writes there holds the memory."""
         self._allocate()
 
-    def is_read(self, at: int) -> bool:
-        """Whether a block at this address was read, and not lent."""
-        return not any(begin <= at < end for begin, end in self._lent)
+    def is_read(self, buf: Buffer) -> bool:
+        """Whether a block was read, and not lent."""
+        return all(buf.base is not memory for memory in self._lent)
 
     def are_pinned(self, ats: Addresses) -> NDArray[np.bool_]:
         """Of each address, whether the GPU reads itself what is there."""
         found = self._are_ours(ats)
-        for begin, end in self._lent:
-            found |= (ats >= begin) & (ats < end)
+        for memory in self._lent:
+            begin = address(memory)
+            found |= (ats >= begin) & (ats < begin + memory.nbytes)
         return found
 
     def copied(self, ats: Addresses, event: torch.cuda.Event | None) -> None:
@@ -157,12 +157,12 @@ class Intake:
         read = self.nbytes // self._slot_nbytes
 
         def cost(buf: Buffer) -> int:
-            return buf.nbytes * read if self.ring.is_read(address(buf)) else buf.nbytes
+            return buf.nbytes * read if self.ring.is_read(buf) else buf.nbytes
 
         return batches(bufs, cost, self.nbytes)
 
-    def copy(self, bufs: Sequence[Buffer], offsets: Sequence[int], lane: Lane) -> None:
-        """Blocks into the lane's buffer, on the current stream, which is the lane's."""
+    def copy(self, bufs: Sequence[Buffer], sizes: Addresses, offsets: Addresses, lane: Lane) -> None:
+        """Blocks of these sizes into the lane's buffer, on the current stream, which is the lane's."""
         codes = lane.staging.codes
         ats = np.fromiter(map(address, bufs), np.int64, len(bufs))
         for n in (~self.ring.are_pinned(ats)).nonzero()[0].tolist():
@@ -170,10 +170,10 @@ class Intake:
             mine[:] = bufs[n]
             ats[n] = address(mine)
             if not self.ring.are_pinned(ats[n : n + 1]).all():  # there was no room: PyTorch copies it, and waits
-                codes[offsets[n] : offsets[n] + len(mine)].copy_(torch.from_numpy(mine))
+                codes[int(offsets[n]) : int(offsets[n]) + len(mine)].copy_(torch.from_numpy(mine))
         pinned = self.ring.are_pinned(ats)
         if pinned.any():
-            targets, sizes = np.array(offsets) + codes.data_ptr(), np.array([buf.nbytes for buf in bufs])
+            targets = offsets + codes.data_ptr()
             compat.copy_blocks(*(torch.from_numpy(each[pinned]) for each in (ats, targets, sizes)))
         self.ring.copied(ats, lane.record())
 

@@ -1,12 +1,14 @@
 """Blocks of a GPU's paged cache to codes in this process's memory and back, for stores that the GPU cannot reach."""
 
-import struct
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from itertools import accumulate, groupby
-from typing import NamedTuple
+from functools import cache
+from itertools import groupby
+from typing import NamedTuple, TypeAlias
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from manthan.codec import wire
 from manthan.codec.block import exact_of
@@ -21,10 +23,10 @@ from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
 from manthan.vllm_hooks.worker.intake import Intake
 from manthan.vllm_hooks.worker.staging import Staging
 
-SECTIONS, MOST_KINDS = 4, 256
-"""What is remembered of headers: of so many sections, and so many of them."""
-SIZE_AND_PLACE = struct.Struct("<QQ")
-"""The fields of a header from byte 32 on."""
+Sizes: TypeAlias = NDArray[np.int64]
+"""Numbers of each block of some, int64 [n]."""
+SIZE_AT, PLACE_AT = 32, 40
+"""Where a header says how long the block is, and where its first token stands in its chain."""
 
 
 class Kind(NamedTuple):
@@ -66,8 +68,6 @@ class PagedBlocks(Blocks):
         self.batch = max(1, STAGING_BYTES // codec.form(0).nbytes)
         self._buffers = Buffers(max(STAGING_BYTES, self.largest), codec.device)
         self._own = Own(max(STAGING_BYTES, self.largest), codec.device)
-        self._kinds: dict[bytes, Kind] = {}
-        """By what headers say, but for what tells blocks of one kind apart."""
 
     @property
     def largest(self) -> int:
@@ -96,20 +96,21 @@ class PagedBlocks(Blocks):
     ) -> Callable[[], list[str | None]]:
         """Copy, check and decode encoded blocks without waiting for it; what is returned waits, and gives what
         `decode_all` gives."""
+        good, cause = _up_to_a_cause(bufs)
+        begun: list[tuple[slice, Callable[[], list[int]]]] = []
+        at = 0
+        while at < len(good) and not isinstance(found := self._alike(good[at:]), str):
+            kind, first_tokens, sizes = found
+            for part in _fitting(sizes, intake.nbytes):
+                some = slice(at + part.start, at + part.stop)
+                told = keys[some], block_ids[some], first_tokens[part]
+                begun.append((some, self._decode(kind, *told, good[some], sizes[part], intake)))
+            at += len(sizes)
+        if at < len(good):
+            cause = str(found)
         causes: list[str | None] = [None] * len(bufs)
-        fronts: list[tuple[Kind, int]] = []
-        good: list[Buffer] = []
-        for buf in bufs:
-            front = cause_of(buf) if buf is None or isinstance(buf, str) else self._front(buf)
-            if buf is None or isinstance(buf, str) or isinstance(front, str):
-                causes[len(fronts)] = str(front)
-                break
-            fronts.append(front)
-            good.append(buf)
-        begun = []
-        for part in _fitting([kind for kind, _ in fronts], [buf.nbytes for buf in good], intake.nbytes):
-            kind, first_tokens = fronts[part.start][0], [first_token for _, first_token in fronts[part]]
-            begun.append((part, self._decode(kind, keys[part], block_ids[part], first_tokens, good[part], intake)))
+        if cause is not None:
+            causes[at] = cause
 
         def end() -> list[str | None]:
             for part, statuses in begun:
@@ -141,18 +142,19 @@ class PagedBlocks(Blocks):
         kind: Kind,
         keys: Sequence[bytes],
         block_ids: Sequence[int],
-        first_tokens: Sequence[int],
+        first_tokens: Sizes,
         bufs: Sequence[Buffer],
+        sizes: Sizes,
         intake: Intake,
     ) -> Callable[[], list[int]]:
         """Check and decode blocks of one form, as many as fit into a lane's buffer; what is returned waits for their
         statuses."""
         codec, lane = kind.codec, intake.next_lane()
-        sizes = [buf.nbytes for buf in bufs]
-        offsets = [0, *accumulate(map(_aligned, sizes))][:-1]
+        offsets = np.cumsum(_aligned(sizes)) - _aligned(sizes)
         with lane.used():
-            intake.copy(bufs, offsets, lane)
-            batch = codec.batch(kind.exact, keys, block_ids, first_tokens, offsets, sizes)
+            intake.copy(bufs, sizes, offsets, lane)
+            numbers = first_tokens.tolist(), offsets.tolist(), sizes.tolist()
+            batch = codec.batch(kind.exact, keys, block_ids, *numbers)
             codec.verify(batch, lane.staging.codes)
             codec.decode(batch, lane.staging.codes)
             status = torch.empty(len(keys), dtype=torch.int32, pin_memory=codec.device.type == "cuda")
@@ -167,23 +169,31 @@ class PagedBlocks(Blocks):
 
         return statuses
 
-    def _front(self, buf: Buffer) -> tuple[Kind, int] | str:
-        """What kind of encoded block it is, and the place of its first token in its chain. It is what the block says,
-        and compared with the rest of it later; or the cause why it cannot be right."""
-        mark = _mark(buf)
-        kind = None if mark is None else self._kinds.get(mark)
-        if kind is not None:
-            nbytes, first_token = SIZE_AND_PLACE.unpack_from(buf.data, 32)
-            if nbytes == buf.nbytes and first_token <= wire.PLACE_MAX and kind.codec.form(kind.exact).fits(nbytes):
-                return kind, first_token
-        found = self._look_into(buf)
-        if mark is not None and not isinstance(found, str):
-            if len(self._kinds) >= MOST_KINDS:
-                self._kinds.clear()
-            self._kinds[mark] = found[0]
-        return found
+    def _alike(self, bufs: Sequence[Buffer]) -> tuple[Kind, Sizes, Sizes] | str:
+        """The first of these blocks and those behind it that are of its kind: the places of their first tokens in
+        their chains, and their sizes, int64 [n]. It is what they say, and compared with the rest of them later; or the
+        cause why the first cannot be right."""
+        kind = self._look_into(bufs[0])
+        if isinstance(kind, str):
+            return kind
+        front = wire.peek(bufs[0])
+        sizes = np.fromiter((buf.nbytes for buf in bufs), np.int64, len(bufs))
+        nbytes = wire.HEADER.size + wire.ENTRY.size * front.sections
+        short = (sizes < nbytes).nonzero()[0]
+        some = bufs[: short[0]] if len(short) else bufs
+        heads = np.concatenate([buf[:nbytes] for buf in some]).reshape(len(some), nbytes)
+        same = _same(front.sections)
+        told, places = (heads[:, at : at + 8].copy().view("<u8")[:, 0] for at in (SIZE_AT, PLACE_AT))
+        are_alike = (heads[:, same] == heads[0, same]).all(axis=1) & (told == sizes[: len(some)])
+        are_alike &= places <= wire.PLACE_MAX
+        fits = kind.codec.form(kind.exact).fits
+        fitting = [size for size in set(sizes.tolist()) if fits(size)]
+        are_alike &= np.isin(sizes[: len(some)], fitting)
+        n = len(some) if are_alike.all() else max(1, int(are_alike.argmin()))
+        return kind, places[:n].astype(np.int64), sizes[:n]
 
-    def _look_into(self, buf: Buffer) -> tuple[Kind, int] | str:
+    def _look_into(self, buf: Buffer) -> Kind | str:
+        """What kind of encoded block it is, or why it cannot be one."""
         try:
             front = wire.peek(buf)
         except WireError as error:
@@ -194,9 +204,7 @@ class PagedBlocks(Blocks):
             exact = 0
         codec = self._codecs[self.formats.of(buf)]
         fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
-        return (
-            (Kind(codec, exact), front.first_token) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
-        )
+        return Kind(codec, exact) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
 
     def _places(self, kind: Kind) -> Sequence[tuple[Extent]]:
         """Where blocks lie in the buffers."""
@@ -213,29 +221,35 @@ class PagedBlocks(Blocks):
             start = end
 
 
-def _fitting(kinds: Sequence[Kind], sizes: Sequence[int], nbytes: int) -> Iterator[slice]:
-    """Blocks of one kind next to each other, as many as fit into so many bytes."""
-    start = taken = 0
-    for n, (kind, size) in enumerate(zip(kinds, sizes, strict=True)):
-        if n > start and (kind != kinds[start] or taken + size > nbytes):
-            yield slice(start, n)
-            start, taken = n, 0
-        taken += _aligned(size)
-    if kinds:
-        yield slice(start, len(kinds))
+def _up_to_a_cause(bufs: Sequence[Found]) -> tuple[list[Buffer], str | None]:
+    """The blocks before the first that is none, and why it is none."""
+    good: list[Buffer] = []
+    for buf in bufs:
+        if buf is None or isinstance(buf, str):
+            return good, cause_of(buf)
+        good.append(buf)
+    return good, None
 
 
-def _aligned(nbytes: int) -> int:
+def _fitting(sizes: Sizes, nbytes: int) -> Iterator[slice]:
+    """Blocks next to each other, as many as fit into so many bytes."""
+    ends, start = np.cumsum(_aligned(sizes)), 0
+    while start < len(sizes):
+        before = ends[start - 1] if start else 0
+        end = max(start + 1, int(np.searchsorted(ends, before + nbytes, side="right")))
+        yield slice(start, end)
+        start = end
+
+
+def _aligned(nbytes: Sizes) -> Sizes:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
 
 
-def _mark(buf: Buffer) -> bytes | None:
-    """What a header says but for checksum, sizes, place and key; None for one of many sections."""
-    head = buf[: wire.HEADER.size + SECTIONS * wire.ENTRY.size].tobytes()
-    sections = int.from_bytes(head[50:52], "little")
-    if sections > SECTIONS:
-        return None
-    parts = [head[:8], head[16:32], head[48:57]]
-    for at in range(wire.HEADER.size, wire.HEADER.size + sections * wire.ENTRY.size, wire.ENTRY.size):
-        parts += [head[at : at + 24], head[at + 32 : at + 64]]
-    return b"".join(parts)
+@cache
+def _same(sections: int) -> NDArray[np.int64]:
+    """The bytes of a header of so many sections that blocks of one kind have in common: all but checksum, sizes, place
+    and key."""
+    entries = range(wire.HEADER.size, wire.HEADER.size + wire.ENTRY.size * sections, wire.ENTRY.size)
+    fronts = [range(wire.CHECKSUM.start), range(wire.CHECKSUM.stop, SIZE_AT), range(PLACE_AT + 8, wire.KEY_AT - 7)]
+    parts = [part for at in entries for part in (range(at, at + 24), range(at + 32, at + wire.ENTRY.size))]
+    return np.concatenate([np.arange(part.start, part.stop) for part in (*fronts, *parts)])

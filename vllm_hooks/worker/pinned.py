@@ -1,5 +1,8 @@
 """RAM that a GPU reads and writes itself, pinned piece by piece on a thread, so that nobody waits for the whole.
 
+The thread begins with the first step that is served: before that vLLM captures CUDA graphs, which the driver breaks off
+when memory is pinned meanwhile.
+
 Most of the time that pinning takes is the system's, which gives and clears the pages. It gives huge ones where it may
 (`madvise`): 512 times fewer. They are asked for, and written to, before the driver is called, whose locks a copy may
 need meanwhile.
@@ -32,7 +35,8 @@ class PinnedRam(Memory):
     """nbytes: how much there will be. device: whose.
 
     Each piece is pinned on its own, and the driver takes no copy that reaches from one to the next: between them lies a
-    GRANULE that is nobody's. The first piece is there at once. Raises ConfigError if it cannot be.
+    GRANULE that is nobody's. The first piece is there at once, the others come after `start`. Raises ConfigError if
+    that cannot be pinned.
     """
 
     def __init__(self, nbytes: int, device: torch.device) -> None:
@@ -40,8 +44,7 @@ class PinnedRam(Memory):
         self._pinned = 0
         """So many of them are."""
         self._stopped = False
-        self._began = time.monotonic()
-        self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
+        self._thread: threading.Thread | None = None
         try:
             self.codes = _pages(_end(nbytes))
             starts = range(0, len(self.codes), PIECE)
@@ -53,15 +56,19 @@ class PinnedRam(Memory):
                 f"the cold store's {human_bytes(nbytes)} of RAM cannot be pinned ({error}): lower "
                 "cold_store.max_bytes or host_bytes, or raise the memlock limit (ulimit -l)."
             ) from None
-        if not self.is_whole:
-            said = "Manthan: pinning %s of RAM for codes; what is pinned is used already"
-            logger.info(said, human_bytes(nbytes))
-            self._thread.start()
 
     @property
     def spans(self) -> Sequence[Extent]:
         """Those that are pinned."""
         return self._spans[: self._pinned]
+
+    def start(self) -> None:
+        """Pin the rest in the background, if that has not begun."""
+        if self._thread is None and not self.is_whole:
+            said = "Manthan: pinning %s of RAM for codes; what is pinned is used already"
+            logger.info(said, human_bytes(self.nbytes))
+            self._thread = threading.Thread(target=self._pin_others, name="manthan-pin", daemon=True)
+            self._thread.start()
 
     @property
     def is_whole(self) -> bool:
@@ -75,22 +82,23 @@ class PinnedRam(Memory):
     def close(self) -> None:
         """Unpin; what is being pinned is waited for. It is of no use afterwards."""
         self._stopped = True
-        if self._thread.is_alive():
-            self._thread.join()
+        self.wait()
         for at in range(self._pinned):
-            compat.unpin(self._piece_of(at))
+            with suppress(RuntimeError):  # of a GPU that does not answer
+                compat.unpin(self._piece_of(at))
         self._spans, self._pinned = [], 0
         self.codes = torch.empty(0, dtype=torch.uint8)
 
     def wait(self) -> None:
-        """Until all is pinned that can be."""
-        if self._thread.is_alive():
+        """Until all is pinned that can be, if that has begun."""
+        if self._thread is not None:
             self._thread.join()
 
     def _pin_others(self) -> None:
+        size, began = human_bytes(self.nbytes), time.monotonic()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-        size = human_bytes(self.nbytes)
+            compat.leave_captures_alone()
         while not (self.is_whole or self._stopped):
             try:
                 self._pin(self._pinned)
@@ -105,7 +113,7 @@ class PinnedRam(Memory):
                 )
                 return
         if self.is_whole:
-            logger.info("Manthan: %s of RAM for codes are pinned, in %.1f s", size, time.monotonic() - self._began)
+            logger.info("Manthan: %s of RAM for codes are pinned, in %.1f s", size, time.monotonic() - began)
 
     def _pin(self, number: int) -> None:
         """Raises RuntimeError."""

@@ -105,6 +105,11 @@ class Tier:
         ram = PinnedRam(max_bytes, device)
         return cls(ram.codes, ram)
 
+    def start(self) -> None:
+        """It is used from now on."""
+        if self._ram is not None:
+            self._ram.start()
+
     def grow(self) -> None:
         """What was pinned meanwhile can be taken."""
         if self._ram is not None:
@@ -291,6 +296,11 @@ class Tiers:
         self.device, self.host = device, host
         self.all = [tier for tier in (device, host) if tier is not None]
         self.first = self.all[0]
+
+    def start(self) -> None:
+        """They are used from now on."""
+        for tier in self.all:
+            tier.start()
 
     def take(self, nbytes: int, count: int) -> tuple[list[Taken], list[Demotion]]:
         """Room for new blocks of so many bytes each, or for as many as fit; and what must be copied before it is

@@ -66,7 +66,7 @@ def run_nbytes(run: Sequence[Record]) -> int:
 
 
 def digest_of(body: Buffer) -> int:
-    return xxhash.xxh3_64_intdigest(body.data)
+    return xxhash.xxh3_64(body.data).intdigest()  # an object lets other threads run meanwhile
 
 
 class Segment:

@@ -189,14 +189,17 @@ class DiskStore(FrontStore):
             return dict.fromkeys(blocks, DiskSlowError.cause)
 
     def _put_batch(self, batch: "_Batch") -> dict[bytes, str]:
-        group, blocks, refused = batch.group, batch.blocks, {}
-        for key, buf in blocks.items():
+        group, blocks, refused = batch.group, batch.blocks, dict[bytes, str]()
+        left = list(blocks)
+        while left:
             try:
-                if not self._put((group, key), buf, batch):
-                    refused[key] = STORE_FULL
+                placed = self._place_some(group, left, batch)
             except OSError as error:
-                refused[key] = STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
-                logger.warning("Manthan: %s: a block could not be written: %s", self.folder, error.strerror)
+                refused[left[0]], placed = self._cause(error), []
+            if not placed:
+                refused.setdefault(left[0], STORE_FULL)
+            left = left[max(1, len(placed)) :]
+            refused |= self._write_some(placed, batch)
         if not (self._sync_s or batch.is_given_up):
             try:
                 self.sync()
@@ -363,28 +366,58 @@ class DiskStore(FrontStore):
                     self._forget(name)
                     self._keep(name, _Kept(segment, record))
 
-    def _put(self, name: Name, buf: Buffer, batch: "_Batch") -> bool:
-        """Raises OSError."""
-        need = room(buf.nbytes)
+    def _place_some(self, group: int, keys: Sequence[bytes], batch: "_Batch") -> "list[_Placed]":
+        """The first of these blocks, one behind the other at the log's end, so that they can be read at once; none if
+        there is no room for the first. Raises OSError."""
+        placed: list[_Placed] = []
+        nbytes = 0
         with self._appending:
-            with self._lock:
-                if batch.is_given_up:
-                    return False
-                batch.begun.append(name)
-                self._forget(name)
-                if self._used() + need > self.usable:
-                    return False
-            log = self._end(need)
-            if log is None:
-                return False
-            kept = self._place(log, name, buf)
+            for key in keys:
+                name, buf = (group, key), batch.blocks[key]
+                need = room(buf.nbytes)
+                log = placed[0].log if placed else None
+                if log is not None and (nbytes + need > RUN_BYTES or log.segment.end + need > self.segment_bytes):
+                    break
+                with self._lock:
+                    if batch.is_given_up:
+                        break
+                    batch.begun.append(name)
+                    self._forget(name)
+                    if self._used() + need > self.usable:
+                        break
+                if log is None:  # only the first makes room: others would wait for what is placed already
+                    log = self._end(need)
+                if log is None:
+                    break
+                placed.append(_Placed(name, buf, log, self._place(log, name, buf)))
+                nbytes += need
+        return placed
+
+    def _write_some(self, placed: "Sequence[_Placed]", batch: "_Batch") -> dict[bytes, str]:
+        """Returns those that are not kept, each with the cause."""
+        refused, left = dict[bytes, str](), deque(placed)
         try:
+            while left:
+                one = left.popleft()
+                try:
+                    if not self._write(one, batch):
+                        refused[one.name[1]] = STORE_FULL
+                except OSError as error:
+                    refused[one.name[1]] = self._cause(error)
+        finally:
+            for one in left:
+                self._let_go(one)
+        return refused
+
+    def _write(self, one: "_Placed", batch: "_Batch") -> bool:
+        """Whether it is kept. Raises OSError."""
+        name, buf, log, kept = one
+        try:
+            if batch.is_given_up:
+                return False
             kept.segment.write(kept.record, buf)
         finally:
-            with self._lock:
-                log.writing -= 1
-                log.alive -= need
-                self._written.notify_all()
+            self._let_go(one)
         self._writers.answered()
         with self._lock:
             if batch.is_given_up or self._logs.get(log.segment.number) is not log:  # all was cleared meanwhile
@@ -392,6 +425,18 @@ class DiskStore(FrontStore):
             self._forget(name)  # somebody else may have put it meanwhile
             self._keep(name, kept)
         return True
+
+    def _let_go(self, one: "_Placed") -> None:
+        """It is not being written any more."""
+        with self._lock:
+            one.log.writing -= 1
+            one.log.alive -= one.kept.record.room
+            self._written.notify_all()
+
+    def _cause(self, error: OSError) -> str:
+        """Why a block is not kept."""
+        logger.warning("Manthan: %s: a block could not be written: %s", self.folder, error.strerror)
+        return STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
 
     def _end(self, need: int) -> "_Log | None":
         """A segment with so much room behind its end; None if there is none to be made. Whoever asks is appending."""
@@ -544,6 +589,15 @@ class _Log:
     segment: Segment
     alive: int = 0
     writing: int = 0
+
+
+class _Placed(NamedTuple):
+    """A block, and where it is about to be written."""
+
+    name: Name
+    buf: Buffer
+    log: _Log
+    kept: _Kept
 
 
 def _locked(folder: Path) -> IO[bytes]:

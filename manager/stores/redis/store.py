@@ -1,7 +1,9 @@
 """Encoded blocks of one rank in Redis."""
 
+import threading
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from copy import copy
 from dataclasses import replace
 from typing import Any
@@ -19,7 +21,37 @@ BATCH_BYTES = 4 << 20
 FIRST_NBYTES = 256 << 10
 """What a block is taken for before one was seen."""
 AHEAD_THREADS = 2
-"""Threads of a store that fetch what is read next."""
+"""Threads of a store that fetch what is read next: for whoever restores, and whoever prefetches."""
+AHEAD = 1
+"""Batches that are fetched, or wait to be, beside the one that is wanted next."""
+
+
+class _Fetchers:
+    """Threads that fetch, each for one reader at a time."""
+
+    def __init__(self) -> None:
+        self._all: list[ThreadPoolExecutor] = []
+        self._idle: list[ThreadPoolExecutor] = []
+        self._lock = threading.Lock()
+
+    def take(self) -> ThreadPoolExecutor:
+        with self._lock:
+            if not self._idle:
+                self._all.append(ThreadPoolExecutor(1, "manthan-fetch"))
+                self._idle.append(self._all[-1])
+            return self._idle.pop()
+
+    def give_back(self, one: ThreadPoolExecutor) -> None:
+        with self._lock:
+            self._idle.append(one)
+
+    def close(self) -> None:
+        for one in self._all:
+            one.shutdown(wait=True, cancel_futures=True)
+
+
+def _buffer(value: bytes | None) -> Buffer | None:
+    return None if value is None else np.frombuffer(value, np.uint8)
 
 
 class RedisStore(ColdStore):
@@ -32,7 +64,7 @@ class RedisStore(ColdStore):
         self._client, self._circuit = client, circuit
         self.namespace, self._rank = namespace, rank
         self._ttl_ms = round(1250 * ttl_s)
-        self._ahead = ThreadPoolExecutor(AHEAD_THREADS, "manthan-fetch")
+        self._fetchers = _Fetchers()
         self._nbytes: dict[int, int] = {}  # of a group's block, as the last ones were: those of one read are much alike
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
@@ -54,21 +86,27 @@ class RedisStore(ColdStore):
     def read(
         self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
     ) -> Iterator[Buffer | None]:
-        """Raises StoreDownError. One batch is fetched while the one before it is used.
-
-        If that did not take long enough for another thread to begin, this one fetches: it would only wait.
-        """
-        following, left = self._next(group, keys)
-        values = self._fetch(group, following)
-        while values:
-            following, left = self._next(group, left)
-            ahead = self._ahead.submit(self._fetch, group, following) if following else None
-            values.reverse()
-            while values:  # let go of each when it has been used: the next batch gets its memory
-                value = values.pop()
-                yield None if value is None else np.frombuffer(value, np.uint8)
-            if ahead is not None:
-                values = self._fetch(group, following) if ahead.cancel() else ahead.result()
+        """Raises StoreDownError. While a batch is used, another thread fetches the next ones: one alone, since bytes that
+        several allocate in turn cost twice the processor time."""
+        some, left = self._next(group, keys)
+        if not left:
+            yield from map(_buffer, self._fetch(group, some))
+            return
+        fetcher = self._fetchers.take()
+        ahead: deque[Future[list[bytes | None]]] = deque()
+        try:
+            while some or ahead:
+                while some and len(ahead) <= AHEAD:
+                    ahead.append(fetcher.submit(self._fetch, group, some))
+                    some, left = self._next(group, left)
+                values = ahead.popleft().result()
+                values.reverse()
+                while values:  # let go of each when it has been used: the next batch gets its memory
+                    yield _buffer(values.pop())
+        finally:
+            for future in ahead:
+                future.cancel()
+            self._fetchers.give_back(fetcher)
 
     def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
         gone: list[bytes] = []
@@ -88,7 +126,7 @@ class RedisStore(ColdStore):
         return other
 
     def close(self) -> None:
-        self._ahead.shutdown(wait=True, cancel_futures=True)
+        self._fetchers.close()
         self._client.close()
 
     def room(self, nbytes: int) -> int:
