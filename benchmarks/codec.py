@@ -118,13 +118,15 @@ def table(results: list[Result], title: str) -> Table:
 
 
 def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, once: bool) -> None:
-    """The CUDA kernels of one codec, or of "all"."""
+    """The CUDA kernels of one codec, of several with commas between, or of "all"."""
     import torch
 
     from manthan.benchmarks import codec_gpu
 
     where = f"{torch.cuda.get_device_name()}, torch {torch.__version__}"
-    works = codec_gpu.Work.all() if codec == "all" else codec_gpu.Work.of(codec)
+    names = codec.split(",")
+    several = [work for work in codec_gpu.Work.all() if codec == "all" or work.codec in names]
+    works = several if codec == "all" or len(names) > 1 else codec_gpu.Work.of(codec)
     results: list[codec_gpu.GpuResult] = []
     with console.status("measuring") as status:
         meter = codec_gpu.Meter(repeats, once=once)
@@ -145,7 +147,9 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, o
 
 
 def main(
-    codec: Annotated[str, typer.Option(help="Name of the codec; numpy: of single vectors; cuda: or all.")] = "k3v3",
+    codec: Annotated[
+        str, typer.Option(help="Name of the codec; numpy: of single vectors; cuda: or several, or all.")
+    ] = "k3v3",
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",

@@ -28,6 +28,28 @@ CODE_THREADS = 128
 """Of a block of threads that encodes or decodes vectors of their own."""
 
 
+class Occupancy(NamedTuple):
+    """How many such blocks a processor is to hold while it encodes, and decodes, which bounds a thread's registers; and
+    how many tiles of codes are read ahead. Measured on an H200."""
+
+    encode: int
+    decode: int
+    ahead: int
+
+
+OCCUPANCY = {
+    64: Occupancy(5, 7, 2),
+    80: Occupancy(4, 6, 2),
+    96: Occupancy(4, 6, 2),
+    112: Occupancy(4, 6, 2),
+    128: Occupancy(4, 5, 2),
+    160: Occupancy(3, 4, 2),
+    192: Occupancy(3, 4, 2),
+    256: Occupancy(3, 3, 1),
+}
+"""By head size; others take the next one's."""
+
+
 class Job(ctypes.Structure):
     """`struct Job` of common.cu."""
 
@@ -211,7 +233,9 @@ def constants(spec: CodecSpec, head_dim: int, dtype: Dtype, aligned: bool, whole
         "WHOLE": int(whole),
         "FAST": int(aligned and spec.rotated and head_dim in TENSOR_CORE_DIMS and dtype.numpy.itemsize == 2),
     }
-    macros |= {"CODE_THREADS": CODE_THREADS, "COUNT_ASM": 1, "PIN": 256, "ENCODE_BLOCKS": 1, "DECODE_BLOCKS": 1}
+    tuned = OCCUPANCY[min((dim for dim in OCCUPANCY if dim >= head_dim), default=256)]
+    macros |= {"CODE_THREADS": CODE_THREADS, "ENCODE_BLOCKS": tuned.encode, "DECODE_BLOCKS": tuned.decode}
+    macros["AHEAD"] = tuned.ahead
     made = tables(head_dim, 3, spec.rotated)
     sizes = block_sizes(head_dim)
     roots = [size**-0.5 for size in sizes for _ in range(size // 16)]

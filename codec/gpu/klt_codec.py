@@ -31,8 +31,10 @@ from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 
-NUMBERS_AT_ONCE = 72 * 2**20
-"""Of a group of blocks: 2 bytes for each, and when encoding 1 more."""
+SCRATCH_BYTES = 256 * 2**20
+"""Of a group of blocks, beside products."""
+ENCODING, DECODING = 3, 2
+"""Bytes of it for each number."""
 PRODUCTS_AT_ONCE = 2**24
 """Numbers of rows that are multiplied at once: when encoding 2 bytes for each, when decoding 4."""
 WORD_NUMBERS = 2
@@ -181,7 +183,7 @@ class KltPagedCodec(PagedCodec):
             self._launch_exact("encode_exact", plan.exact, batch, codes)
         if plan.sections is not None:
             with torch.inference_mode():
-                for job in self._jobs(plan.sections, batch, codes):
+                for job in self._jobs(plan.sections, batch, codes, ENCODING):
                     self._encode(job)
         self._launch_one("seal", plan.seal, batch, codes)
 
@@ -197,7 +199,7 @@ class KltPagedCodec(PagedCodec):
         plan = self._plan(batch.exact)
         if plan.sections is not None:
             with torch.inference_mode():
-                for job in self._jobs(plan.sections, batch, codes):
+                for job in self._jobs(plan.sections, batch, codes, DECODING):
                     self._decode(job)
         if plan.exact is not None:
             self._launch_exact("decode_exact", plan.exact, batch, codes)
@@ -229,9 +231,9 @@ class KltPagedCodec(PagedCodec):
             self._launch("scatter", part, part.rows * part.heads)
         self._launch("decode_centred", job, job.rows * job.heads)
 
-    def _jobs(self, plan: Sections, batch: Batch, codes: Tensor) -> Iterator[Sections]:
-        """The batch in even groups of NUMBERS_AT_ONCE, or of a block."""
-        n, most = len(batch.block_ids), max(1, NUMBERS_AT_ONCE // (plan.rows * self._components * plan.tokens))
+    def _jobs(self, plan: Sections, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
+        """The batch in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.rows * self._components * plan.tokens * each))
         groups = -(-n // most)
         for group in range(groups):
             yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))

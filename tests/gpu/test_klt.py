@@ -384,7 +384,7 @@ def test_groups_of_blocks(monkeypatch: pytest.MonkeyPatch, numbers: int, exact: 
     keys, codes = [i.to_bytes(32, "big") for i in range(n)], torch.zeros(n * room, dtype=torch.uint8, device="cuda")
     places = (room * np.random.default_rng(1).permutation(n)).tolist()
     firsts, sources, targets = list(range(n)), [i % 8 for i in range(n)], list(range(8, 24))
-    monkeypatch.setattr(klt_codec, "NUMBERS_AT_ONCE", numbers)
+    monkeypatch.setattr(klt_codec, "SCRATCH_BYTES", 3 * numbers)
     monkeypatch.setattr(klt_codec, "PRODUCTS_AT_ONCE", numbers)
     encoded = world.codec.batch(exact, keys, sources, firsts, places)
     world.codec.encode(encoded, codes)

@@ -6,15 +6,13 @@ __device__ __forceinline__ u32 tiles_of_layer(const Job& job) { return job.heads
 struct Place {  // a tile of the keys, or of the values, of one layer of one block, and how many tiles follow in it
     Word* x;
     u8 *scales, *planes;
-    int kind, block, index, token, tiles;
+    int block, index, token, tiles;
 
-    __device__ __forceinline__ Place(const Job& job, u32 tile) {
+    __device__ __forceinline__ Place(const Job& job, u32 tile, int kind) {
         u32 of_layer = tiles_of_layer(job), of_head = (job.tokens + TILE - 1) / TILE, in_layer = tile % of_layer;
         tile /= of_layer;
         int layer = tile % (u32)job.layers;
-        tile /= (u32)job.layers;
-        kind = tile % 2;
-        block = tile / 2;
+        block = tile / (u32)job.layers;
         tiles = of_layer - in_layer;
         int head = in_layer / of_head;
         token = in_layer % of_head * TILE;
@@ -80,8 +78,13 @@ template <int BITS>
 __device__ __forceinline__ void decode_run(const Job& job, Place place, const Decoder& decoder, int lane) {
     const int width = BITS * (HEAD_DIM / 8);
 #if FAST
-    Packed<BITS> packed;
-    packed.fetch(place.scales, place.planes, place.valid(job), lane);
+    Packed<BITS> packed[AHEAD];  // of the tiles that follow
+    Place far = place;
+#pragma unroll
+    for (int i = 0; i < AHEAD; i++) {
+        if (i < place.tiles) packed[i].fetch(far.scales, far.planes, far.valid(job), lane);
+        far.next(job, width);
+    }
 #endif
     for (int tile = 0; tile < place.tiles; tile++) {
         const Place now = place;
@@ -89,8 +92,11 @@ __device__ __forceinline__ void decode_run(const Job& job, Place place, const De
         place.next(job, width);
         u32 slow = (1u << valid) - 1;
 #if FAST
-        Packed<BITS> these = packed;
-        if (tile + 1 < place.tiles) packed.fetch(place.scales, place.planes, place.valid(job), lane);
+        Packed<BITS> these = packed[0];
+#pragma unroll
+        for (int i = 1; i < AHEAD; i++) packed[i - 1] = packed[i];
+        if (tile + AHEAD < place.tiles) packed[AHEAD - 1].fetch(far.scales, far.planes, far.valid(job), lane);
+        far.next(job, width);
         slow = decode_tile<BITS>(decoder, these, now.vector(job, 0), job.token_stride, valid, lane);
         if (slow) __syncwarp();
 #endif
@@ -102,11 +108,11 @@ __device__ __forceinline__ void decode_run(const Job& job, Place place, const De
     }
 }
 
-struct Range {  // the tiles of this warp: all warps of the launch share them evenly
-    u32 tile, end;
+struct Range {  // the tiles of this warp: all warps of the launch share the keys evenly, and the values, which take
+    u32 tile, end;  // longer or shorter where they have other bits
 
     __device__ __forceinline__ Range(const Job& job) {
-        u32 all = (u32)job.n * 2 * job.layers * tiles_of_layer(job);
+        u32 all = (u32)job.n * job.layers * tiles_of_layer(job);
         u32 warp = blockIdx.x * CODE_WARPS + threadIdx.x / 32, warps = gridDim.x * CODE_WARPS;
         u32 each = all / warps, more = all % warps;  // the first so many warps take one more
         tile = warp * each + min(warp, more);
@@ -118,31 +124,52 @@ struct Range {  // the tiles of this warp: all warps of the launch share them ev
     }
 };
 
+template <int BITS>
+__device__ __forceinline__ void encode_kind(const Job& job, int kind, const Encoder& encoder, int lane, Room& room) {
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile, kind);
+        range.take(place);
+        encode_run<BITS>(job, place, encoder, lane, room);
+    }
+}
+
+template <int BITS>
+__device__ __forceinline__ void decode_kind(const Job& job, int kind, const Decoder& decoder, int lane) {
+    Range range(job);
+    while (range.tile < range.end) {
+        Place place(job, range.tile, kind);
+        range.take(place);
+        if (*(volatile int*)(job.status + place.block) >= 0) decode_run<BITS>(job, place, decoder, lane);
+    }
+}
+
 // status: GOOD must be there before; becomes the first vector that is not finite.
 extern "C" __global__ void __launch_bounds__(CODE_THREADS, ENCODE_BLOCKS) encode(const Job job) {
     __shared__ Room rooms[CODE_WARPS];
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    u32 lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    pin(lane), pin(warp);
     const Encoder encoder(lane);
-    Range range(job);
-    while (range.tile < range.end) {
-        Place place(job, range.tile);
-        range.take(place);
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) encode_run<KEY_BITS>(job, place, encoder, lane, rooms[warp]);
-        else encode_run<VALUE_BITS>(job, place, encoder, lane, rooms[warp]);
+    if (KEY_BITS == VALUE_BITS) {
+#pragma unroll 1
+        for (int kind = 0; kind < 2; kind++) encode_kind<KEY_BITS>(job, kind, encoder, lane, rooms[warp]);
+    } else {
+        encode_kind<KEY_BITS>(job, 0, encoder, lane, rooms[warp]);
+        encode_kind<VALUE_BITS>(job, 1, encoder, lane, rooms[warp]);
     }
 }
 
 // Blocks whose status is below 0, which `verify` has refused, are left alone; of the others it becomes the first vector
 // whose scale is not finite.
 extern "C" __global__ void __launch_bounds__(CODE_THREADS, DECODE_BLOCKS) decode(const Job job) {
-    int lane = threadIdx.x % 32;
+    u32 lane = threadIdx.x % 32;
+    pin(lane);
     const Decoder decoder(lane);
-    Range range(job);
-    while (range.tile < range.end) {
-        Place place(job, range.tile);
-        range.take(place);
-        if (*(volatile int*)(job.status + place.block) < 0) continue;
-        if (KEY_BITS == VALUE_BITS || place.kind == 0) decode_run<KEY_BITS>(job, place, decoder, lane);
-        else decode_run<VALUE_BITS>(job, place, decoder, lane);
+    if (KEY_BITS == VALUE_BITS) {
+#pragma unroll 1
+        for (int kind = 0; kind < 2; kind++) decode_kind<KEY_BITS>(job, kind, decoder, lane);
+    } else {
+        decode_kind<KEY_BITS>(job, 0, decoder, lane);
+        decode_kind<VALUE_BITS>(job, 1, decoder, lane);
     }
 }

@@ -2,14 +2,15 @@
 // from their end, and read from their beginning.
 
 struct Streams {  // of a warp that works on some rows
-    int first, stream, together, row;  // first: lane of its row
-    u32 group, before;                 // the lanes of its row, and those of them before it
+    u32 first;                    // lane of its row
+    int stream, together, row;
+    u32 group, before;            // the lanes of its row, and those of them before it
 
     __device__ __forceinline__ Streams(int streams) {
         const int lane = threadIdx.x % 32;
         stream = lane % streams, row = lane / streams, together = 32 / streams;
         first = lane - stream;
-        asm volatile("" : "+r"(first));  // not reckoned again where it is used
+        pin(first);
         group = (streams == 32 ? FULL : (1u << streams) - 1) << first;
         before = group & ((1u << lane) - 1);
     }

@@ -1,10 +1,12 @@
 // Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in cuda_codec.py
 // and compiled by NVRTC for one head size, codec and cache dtype.
 //
-// What comes from Python, ahead of this text, as macros: THREADS, HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
+// What comes from Python, ahead of this text, as macros: THREADS and CODE_THREADS (of blocks of threads), ENCODE_BLOCKS,
+// DECODE_BLOCKS and AHEAD (Occupancy), HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
 // scale), DTYPE (0 bf16, 1 fp16, 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes), FAST (tile.cu is of use),
 // WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit
-// i % 32 of word i / 32: element i changes sign); BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block;
+// i % 32 of word i / 32: element i changes sign); RMS and BLOCK_ROOT, the roots of the largest Hadamard block over HEAD_DIM
+// and of 1 over it; ROOTS[HEAD_DIM / 16] of 1 over an element's block; BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block;
 // LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as
 // tables for prmt.
 
@@ -42,6 +44,9 @@ struct Job {  // sections of n blocks of one form
 #define GOOD 0x7fffffff
 #define BAD_CHECKSUM -1
 #define BAD_HEADER -2  // minus the offset of the first byte that differs
+
+// Not reckoned again where it is used.
+__device__ __forceinline__ void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 b(float x) { return __float_as_uint(x); }

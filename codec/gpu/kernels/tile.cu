@@ -31,9 +31,6 @@
                  : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])                                                    \
                  : "r"(a0), "r"(a1), "r"(b0))
 
-// Not reckoned again where it is used.
-__device__ __forceinline__ void pin(u32& x) { if (HEAD_DIM <= PIN) asm volatile("" : "+r"(x)); }
-
 // A pair of +-1 in 16 bits: the sign of the first, and whether the second differs from it.
 __device__ __forceinline__ u32 ones(u32 one, int minus, int differ) {
     return one * 0x10001u ^ (minus & 1 ? 0x80008000u : 0u) ^ (differ ? 0x80000000u : 0u);
@@ -175,6 +172,12 @@ __device__ __forceinline__ void transform(const Encoder& encoder, const Piece& p
     norm[1] = __shfl_sync(FULL, own, source + 4);
 }
 
+__device__ __forceinline__ float is_above(float x, float y) {
+    float flag;
+    asm("set.gt.f32.f32 %0, %1, %2;" : "=f"(flag) : "f"(x), "f"(y));
+    return flag;
+}
+
 // What quantizing a thread's part of a vector gives: a bit of each plane for each element, and sums for the scale.
 template <int BITS>
 struct Part {
@@ -226,15 +229,12 @@ struct Part {
     }
 
 private:
-    // In one piece, so that the predicate is used where it is made.
+    // 1 or 0 instead of a predicate: compilers keep dozens of those in registers, bit by bit, when they move comparisons
+    // ahead.
     __device__ __forceinline__ static void count(float magnitude, float cut, float bit, float& set, float& above) {
-#if COUNT_ASM
-        asm("{.reg .pred p; setp.gt.f32 p, %2, %3; @p add.f32 %0, %0, %4; @p add.f32 %1, %1, %2;}"
-            : "+f"(set), "+f"(above)
-            : "f"(magnitude), "f"(cut), "f"(bit));
-#else
-        if (magnitude > cut) set += bit, above += magnitude;
-#endif
+        const float flag = is_above(magnitude, cut);
+        set = fmaf(flag, bit, set);
+        above = fmaf(flag, magnitude, above);
     }
 };
 
