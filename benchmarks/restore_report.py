@@ -21,7 +21,13 @@ NAMED = (*REDIS, *DISK)
 CAPACITY = ("vllm-offload", "host", "plain", "device")
 ALONE = "redis-py alone"
 """The same bytes, read by redis-py and not used."""
-RATIOS = (("host", "vllm-offload"), ("device", "hot"), ("recompute", "host"))
+RATIOS = (
+    ("host", "vllm-offload"),
+    ("device", "hot"),
+    ("recompute", "host"),
+    ("tiered", "host"),
+    ("disk-cached", "host"),
+)
 GAINS = (("host", "vllm-offload"), ("device", "plain"))
 BUDGET_OF = {
     "vllm-offload": "host memory, beside a small pool",

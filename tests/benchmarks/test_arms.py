@@ -160,6 +160,23 @@ def test_the_warm_up_does_not_count() -> None:
     assert latency_ratios(rows) == {"host klt-8x / vllm-offload": 1, "host / vllm-offload": 0.5}
 
 
+def test_redis_is_compared_with_redis_py_that_reads_as_much(setting: Setting) -> None:
+    def seconds(*times: float) -> list[dict[str, float]]:
+        return [{"ttft_s": time, "cached_tokens": 16} for time in times]
+
+    arms = {
+        "latency host": {"returns": seconds(9, 1)},
+        "latency redis": {"returns": seconds(9, 3), "hot": seconds(9, 1), "alone": seconds(9, 2)},
+        "latency tiered": {"returns": seconds(9, 2)},
+    }
+    rows = latency_rows({"arms": arms})
+    assert [row.name for row in rows] == ["host", "redis", "redis, hot", "redis, redis-py alone", "tiered"]
+    assert latency_ratios(rows) == {"redis / redis-py alone": 1.5, "tiered / host": 2}
+    redis, tiered = (latency_arm(name, setting) for name in ("redis", "tiered"))
+    assert redis.parameters["redis"] == {"url": "redis://there", "prefix": "manthan-redis:"}
+    assert "redis" not in tiered.parameters
+
+
 def test_ratios_of_what_was_kept() -> None:
     kept = kept_sessions({"arms": {"capacity host": {"kept": 81}, "capacity vllm-offload": {"kept": 16}}})
     assert capacity_ratios(kept) == {"host / vllm-offload": 81 / 16}

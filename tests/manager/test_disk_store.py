@@ -7,6 +7,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import disk_writer
@@ -285,6 +286,28 @@ def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     assert set(store.blocks()) == {(0, KEYS[0]), (0, KEYS[2])}
     store.check()
     store.close()
+
+
+def test_blocks_that_were_put_together_are_read_together(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though others were put at the same time."""
+    halves = KEYS[:25], KEYS[25:]
+    with ThreadPoolExecutor(2) as threads:
+        bufs = ({key: numbers(KEYS.index(key), 9000) for key in half} for half in halves)
+        assert list(threads.map(lambda half: store.put_all(0, half), bufs)) == [{}, {}]
+    reads: list[int] = []
+    real = os.preadv
+
+    def counting(file: int, memory: list[memoryview], at: int) -> int:
+        reads.append(sum(map(len, memory)))
+        return real(file, memory, at)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(os, "preadv", counting)
+        for n, found in enumerate(store.read(0, KEYS)):
+            assert found is not None
+            assert np.array_equal(found, numbers(n, 9000))
+    assert len(reads) < 15
+    assert sum(reads) < 50 * room(9000)
 
 
 def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ from manthan.codec import wire
 from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
 from manthan.codec.formats import Formats
-from manthan.codec.gpu.paged import ALIGNMENT, GOOD, PagedCodec, status_cause
+from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Form, PagedCodec, status_cause
 from manthan.manager.stores.arena import Extent
 from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
@@ -186,9 +186,7 @@ class PagedBlocks(Blocks):
         told, places = (heads[:, at : at + 8].copy().view("<u8")[:, 0] for at in (SIZE_AT, PLACE_AT))
         are_alike = (heads[:, same] == heads[0, same]).all(axis=1) & (told == sizes[: len(some)])
         are_alike &= places <= wire.PLACE_MAX
-        fits = kind.codec.form(kind.exact).fits
-        fitting = [size for size in set(sizes.tolist()) if fits(size)]
-        are_alike &= np.isin(sizes[: len(some)], fitting)
+        are_alike &= _fit(kind.codec.form(kind.exact), sizes[: len(some)])
         n = len(some) if are_alike.all() else max(1, int(are_alike.argmin()))
         return kind, places[:n].astype(np.int64), sizes[:n]
 
@@ -229,6 +227,13 @@ def _up_to_a_cause(bufs: Sequence[Found]) -> tuple[list[Buffer], str | None]:
             return good, cause_of(buf)
         good.append(buf)
     return good, None
+
+
+def _fit(form: Form, sizes: Sizes) -> NDArray[np.bool_]:
+    """Whether blocks of the form may have these sizes. Of one form, all that are aligned do between two that do."""
+    if form.fits(int(sizes.min())) and form.fits(int(sizes.max())):
+        return sizes % ALIGNMENT == 0
+    return np.isin(sizes, [size for size in set(sizes.tolist()) if form.fits(size)])
 
 
 def _fitting(sizes: Sizes, nbytes: int) -> Iterator[slice]:

@@ -98,7 +98,8 @@ class PinnedRam(Memory):
         size, began = human_bytes(self.nbytes), time.monotonic()
         if self._device.type == "cuda":
             torch.cuda.set_device(self._device)
-            compat.leave_captures_alone()
+            with suppress(ImportError):  # cuda-bindings are not there, and graphs are captured already
+                compat.leave_captures_alone()
         while not (self.is_whole or self._stopped):
             try:
                 self._pin(self._pinned)

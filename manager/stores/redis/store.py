@@ -86,8 +86,10 @@ class RedisStore(ColdStore):
     def read(
         self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
     ) -> Iterator[Buffer | None]:
-        """Raises StoreDownError. While a batch is used, another thread fetches the next ones: one alone, since bytes that
-        several allocate in turn cost twice the processor time."""
+        """Raises StoreDownError. While a batch is used, another thread fetches the next ones.
+
+        One alone, since bytes that several allocate in turn cost twice the processor time.
+        """
         some, left = self._next(group, keys)
         if not left:
             yield from map(_buffer, self._fetch(group, some))
