@@ -226,7 +226,7 @@ class Driver(Generic[B]):
         drops = self.manager.take_drops()
         for drop in drops:
             self._observer.dropped(drop)
-            self.pressure.runway.forget()  # what was dropped may be hot
+            self.pressure.runway.dropped(drop)
         self._release()
         if self._directory is not None:
             self._directory.tell(drops, now)  # before room is asked for, which it may make
