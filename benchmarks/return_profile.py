@@ -10,23 +10,15 @@ apart from the kernels, which play no part here. `--steps` tells what each step 
 
 import cProfile
 import os
-import pstats
-import statistics
-import tempfile
 import time
-from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Any
 
-import typer
-from rich.table import Table
-
-from manthan.benchmarks.arms import make_console
 from manthan.benchmarks.engines import random_tokens
-from manthan.benchmarks.shapes import DEFAULT, PUBLIC, write_model
+from manthan.benchmarks.shapes import PUBLIC, write_model
 from manthan.manager.sessions.session import SessionState
 
 BLOCK = 16

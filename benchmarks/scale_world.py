@@ -5,7 +5,6 @@ meter on every call of it.
 import gc
 import hashlib
 import random
-import resource
 import time
 import tracemalloc
 from collections import defaultdict, deque
@@ -18,7 +17,7 @@ from typing import Any, NamedTuple, ParamSpec, TypeVar
 from manthan.benchmarks.arena import resident
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.driver import Driver, Work
+from manthan.manager.driver import Driver
 from manthan.manager.lives import Lives
 from manthan.manager.sessions.adoption import HISTORY, LeftSession
 from manthan.manager.sessions.budget import Shares
@@ -44,17 +43,18 @@ TENANTS, QUOTA = 10, 0.02
 SYSTEM_PROMPTS = 8
 PAGE = 100
 LOOKS = 21
+REQUEST, WITH_SHARE = "request", "request with its share of steps"
 P = ParamSpec("P")
 R = TypeVar("R")
 
 
 class Scale(NamedTuple):
-    """sessions: known. named: how many of them have one session_id. blocks: of a session, on average. events: a second.
-    requests: measured; warm_up: served before."""
+    """sessions: known. named: the share of them that have one session_id. blocks: of a session, on average. pool: its
+    blocks. events: a second. requests: measured; warm_up: served before."""
 
     policy: str
     sessions: int
-    named: int
+    named: float
     blocks: int
     pool: int
     events: float
@@ -138,7 +138,7 @@ class Request:
 
 class Traffic:
     """Who comes, and with what. One request in ten begins a conversation; of the others half go on with one of the
-    last minute's. Some say what they wish."""
+    last 2,048, half with any. One in fifty changes an earlier message, one in five says what it wishes."""
 
     def __init__(self, scale: Scale) -> None:
         self.rng, self._scale = random.Random(scale.seed), scale
@@ -150,7 +150,7 @@ class Traffic:
     def _new(self, begun: bool) -> Conversation:
         number, rng, blocks = next(self._numbers), self.rng, self._scale.blocks
         low, most = max(2, blocks // 2), max(4, 3 * blocks // 2)
-        is_one_name = rng.random() < self._scale.named / self._scale.sessions
+        is_one_name = rng.random() < self._scale.named
         name = NAME if is_one_name else (f"chat-{number}" if number % 2 else None)
         tenant = f"tenant-{number // 10 % TENANTS}" if number % 10 == 0 else ""
         length = rng.randint(low, most) if begun else low
@@ -287,15 +287,16 @@ class World:
                 self._finish(request)
             work = self.meter.call("step", self.driver.step, taken, self.now)
             self._shared_ns += self.meter.last
-            self._spills, self._loads = work.spills, self._note_loads(work)
-            share = self._shared_ns // len(ended) if ended else 0
-            for request in ended:
-                self.meter.spent["request"].append(request.spent)
-                self.meter.spent["request and its share"].append(request.spent + share)
-            self._shared_ns = 0 if ended else self._shared_ns
+            self._spills, self._loads = work.spills, work.loads
+            self._count(ended)
 
-    def _note_loads(self, work: Work) -> Sequence[Load]:
-        return list(work.loads)
+    def _count(self, ended: Sequence[Request]) -> None:
+        """What requests that have ended took, alone and with what was done for all since others ended."""
+        for request in ended:
+            self.meter.spent[REQUEST].append(request.spent)
+            self.meter.spent[WITH_SHARE].append(request.spent + self._shared_ns // len(ended))
+        if ended:
+            self._shared_ns = 0
 
     def _of(self, request: Request, kind: str, what: Callable[P, R], *args: P.args, **kwargs: P.kwargs) -> R:
         result = self.meter.call(kind, what, *args, **kwargs)
@@ -427,20 +428,31 @@ def measure(scale: Scale) -> dict[str, Any]:
     world.meter.reset()
     began = world.now
     world.serve(scale.requests)
+    pauses = {str(generation): figures(took) for generation, took in sorted(world.meter.pauses.items())}
     world.look()
+    full = _full_collections(world.meter)
     world.meter.close()
     states = {str(state): count for state, count in world.manager.usage.sessions.items()}
     return {
         "known": known,
-        "blocks": blocks,
+        "known_blocks": blocks,
         "states": states,
         "seconds": world.now - began,
         "resident_nbytes": grown,
         "resident_after": resident() - before,
-        "peak_kib": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss,
         "kinds": {kind: figures(spent) for kind, spent in world.meter.spent.items()},
-        "pauses": {str(generation): figures(took) for generation, took in sorted(world.meter.pauses.items())},
+        "pauses": pauses,
+        "full_collection": figures(full),
     }
+
+
+def _full_collections(meter: Meter) -> list[int]:
+    """What it takes Python to go through all that there is: it does so now and then by itself, more seldom the more
+    there is."""
+    meter.pauses.clear()
+    for _ in range(3):
+        gc.collect()
+    return meter.pauses[2]
 
 
 def measure_memory(scale: Scale) -> dict[str, Any]:

@@ -97,7 +97,7 @@ class Driver(Generic[B]):
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
-        self._observer = observer or Observer()
+        self._observer = Observer() if observer is None else observer
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
             manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
@@ -229,7 +229,7 @@ class Driver(Generic[B]):
         drops = self.manager.take_drops()
         for drop in drops:
             self._observer.dropped(drop)
-            self.pressure.runway.forget()  # what was dropped may be hot
+            self.pressure.runway.dropped(drop)
         self._release()
         if self._directory is not None:
             self._directory.tell(drops, now)  # before room is asked for, which it may make

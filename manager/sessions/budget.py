@@ -103,6 +103,8 @@ class ColdBudget:
 
     def _drop_redundant(self, wanted: int) -> None:
         """Codes that a running request has read, and that nobody else needs, go before any cold session."""
+        if self.free >= wanted:
+            return
         for session, blocks in self._restores.read_by_running():
             while blocks and self.free < wanted and not session.pinned:
                 block = blocks.pop()
@@ -149,15 +151,14 @@ class ColdBudget:
             self.unpin(session)
             return refused
         session.pinned = True
-        self._pruning.pinned[session.session_id] = needed
+        self._pruning.pinned.put(session, needed)
         self._table.leave_cold(session)
         return ""
 
     def _refusal(self, session: Session, needed: int) -> str:
         """Why the session cannot be pinned, if so: in words that tell its tenant nothing of what others have."""
-        pinned, sessions, tenant = self._pruning.pinned, self._table.by_id, session.tenant
-        others = {name: nbytes for name, nbytes in pinned.items() if name != session.session_id}
-        own = sum(nbytes for name, nbytes in others.items() if sessions[name].tenant == tenant)
+        pinned, tenant = self._pruning.pinned, session.tenant
+        others, own = (nbytes - pinned.of(session) for nbytes in (pinned.total, pinned.of_tenant[tenant]))
         whole, part = self.shares.pinned, min(1.0, self.shares.of_tenant(tenant))
         said = f"quotas.pinned_share is {whole:g}" + (f", the tenant's share {part:g}" if part < 1 else "")
         if own + needed > (allowed := int(whole * part * self.nbytes)):
@@ -165,11 +166,11 @@ class ColdBudget:
                 f"pin is refused: pinned sessions may take {allowed} bytes of the cold store ({said}), {own} are "
                 f"taken, and this session needs {needed}"
             )
-        if sum(others.values()) + needed > int(whole * self.nbytes):
+        if others + needed > int(whole * self.nbytes):
             return f"pin is refused: {needed} bytes are not left of what all tenants' pinned sessions may take ({said})"
         return ""
 
     def unpin(self, session: Session) -> None:
         session.pinned = False
-        if self._pruning.pinned.pop(session.session_id, None) is not None:
+        if self._pruning.pinned.take(session):
             self._table.enter_cold(session)

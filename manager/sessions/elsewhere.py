@@ -1,5 +1,6 @@
 """What other engines have in a cold store that engines share, and what its directory is to be told of ours."""
 
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from itertools import takewhile
 
@@ -32,7 +33,7 @@ class Elsewhere:
         self._anchors = anchors
         self.nbytes = 0
         """Bytes in the store that this engine does not know of."""
-        self._strangers: list[Stranger] = []  # in the order of their last use
+        self._strangers: deque[Stranger] = deque()  # in the order of their last use
         self._departed: list[Stranger] = []
 
     def listen(self) -> None:
@@ -87,7 +88,8 @@ class Elsewhere:
             self.nbytes = max(0, used - self._blocks.stored)
         if strangers is not None:
             mine = self._table.by_id
-            self._strangers = sorted((s for s in strangers if s.session_id not in mine), key=lambda s: s.last_used)
+            others = (stranger for stranger in strangers if stranger.session_id not in mine)
+            self._strangers = deque(sorted(others, key=lambda stranger: stranger.last_used))
 
     def not_stored(self, keys: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()) -> None:
         """These codes are not there any more. beside: those of other groups, by group and key."""
@@ -122,12 +124,11 @@ class Elsewhere:
             if block.group is not None:
                 self._pruning.lose_anchors(block, DropCause.FAILED)
         for session in [s for s in self._table.by_id.values() if s.state is SessionState.COLD]:
-            if session.chain:  # an earlier one may have taken it along
-                self._pruning.bury(session.chain)
-        self.nbytes, self._strangers = 0, []
+            self._pruning.end_before_gone(session)
+        self.nbytes, self._strangers = 0, deque()
 
     def reset(self) -> None:
-        self.nbytes, self._strangers, self._departed = 0, [], []
+        self.nbytes, self._strangers, self._departed = 0, deque(), []
         if self._table.changed is not None:
             self._table.changed = {}
 
@@ -146,7 +147,7 @@ class Elsewhere:
     def make_room(self, before: float, short: Callable[[], int]) -> None:
         """Others' sessions that were not used since `before` go, until nothing is short."""
         while self._strangers and short() > 0 and self._strangers[0].last_used < before:
-            stranger = self._strangers.pop(0)
+            stranger = self._strangers.popleft()
             self._departed.append(stranger)
             self.nbytes = max(0, self.nbytes - stranger.nbytes)
 

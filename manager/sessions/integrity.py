@@ -35,10 +35,16 @@ def _budget(manager: SessionMemoryManager) -> Findings:
         within = share >= 1 or nbytes <= share * budget.total  # not of `nbytes`, of which others take some later
         yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.total}"
     pinned, share = manager._pruning.pinned, budget.shares.pinned
-    within = sum(pinned.values()) <= share * budget.total
-    yield within, f"pinned sessions take {pinned}, of {share:g} of {budget.total}"
-    named = {session.session_id for session in manager.table.by_id.values() if session.pinned}
-    yield set(pinned) == named, f"pinned are {named}, and {set(pinned)} are counted"
+    within = pinned.total <= share * budget.total
+    yield within, f"pinned sessions take {pinned.nbytes}, of {share:g} of {budget.total}"
+    sessions = manager.table.by_id
+    named = {name for name, session in sessions.items() if session.pinned}
+    yield set(pinned.nbytes) == named, f"pinned are {named}, and {set(pinned.nbytes)} are counted"
+    own: Counter[str] = Counter()
+    for name in named:
+        own[sessions[name].tenant] += pinned.nbytes[name]
+    agree = pinned.total == own.total() and pinned.of_tenant == +own
+    yield agree, f"pinned sessions take {own}, and {pinned.of_tenant} are counted"
 
 
 def _totals(manager: SessionMemoryManager) -> Findings:

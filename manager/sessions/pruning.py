@@ -5,6 +5,7 @@ from collections.abc import Iterable, Sequence
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.orders import Orders
+from manthan.manager.sessions.pins import Pins
 from manthan.manager.sessions.session import Block, CodeState, DropCause, News, NewsKind, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 
@@ -15,8 +16,7 @@ class Pruning:
 
     def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens, anchors: Anchors) -> None:
         self._table, self._orders, self._exact, self._anchors = table, orders, exact, anchors
-        self.pinned: dict[str, int] = {}
-        """Bytes of each pinned session."""
+        self.pinned = Pins()
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
         """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""
@@ -51,7 +51,7 @@ class Pruning:
         self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:
-            self.pinned.pop(session.session_id, None)
+            self.pinned.take(session)
             session.pinned, session.pinned_until = False, None
         if session.state is SessionState.EVICTING:
             self._orders.releases += [block.key for block in cut if not block.hot]
@@ -78,6 +78,12 @@ class Pruning:
             for session in self._table.holders(gone):
                 if session.state is SessionState.COLD:
                     self._shorten(session, gone.depth, DropCause.ABANDONED)
+
+    def end_before_gone(self, session: Session) -> None:
+        """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""
+        gone = next((block for block in session.chain if block.gone), None)
+        if gone is not None:
+            self._shorten(session, gone.depth, DropCause.ABANDONED)
 
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Nothing of it is to be kept, neither codes nor bf16, nor that it be known again."""

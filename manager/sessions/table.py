@@ -197,7 +197,7 @@ class SessionTable:
         return SessionView(
             session_id=session.session_id,
             tokens=len(session.chain) * self.shape.block_tokens,
-            nbytes=len(session.chain) * nbytes + session.beside_nbytes,
+            nbytes=len(session.chain) * nbytes + (session.beside_nbytes if session.anchors else 0),
             created=session.created,
             last_used=session.last_used,
             uses=session.uses,

@@ -1,7 +1,9 @@
 """What clients say of their sessions, and what becomes of it: pins, times to live, expected returns."""
 
 import sys
+from collections import OrderedDict
 from collections.abc import Iterable
+from itertools import islice
 from typing import NamedTuple
 
 from manthan.manager.sessions.anchors import Anchors
@@ -13,6 +15,9 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import DropCause, News, NewsKind, Prefetch, Session, SessionState, qualified
 from manthan.manager.sessions.table import SessionTable
+
+LOOKED_AT = 64
+"""So many of the sessions that are expected are looked at at a time."""
 
 
 class Awaited(NamedTuple):
@@ -46,7 +51,7 @@ class Wishes:
         self._ttls = Deadlines()
         self._expected = Deadlines()
         self._pins = Deadlines()
-        self._to_prefetch: dict[str, Awaited] = {}  # by session id
+        self._to_prefetch: OrderedDict[str, Awaited] = OrderedDict()  # by session id
 
     @property
     def next_deadline(self) -> float | None:
@@ -136,10 +141,13 @@ class Wishes:
         """
         if not self.may_prefetch:
             return 0
+        longest = 0
         for session in self._awaited(now):
-            if self._size(session) > most:
+            if (size := self._size(session)) > most:
                 del self._to_prefetch[session.session_id]
-        return max(map(self._size, self._awaited(now)), default=0)
+            else:
+                longest = max(longest, size)
+        return longest
 
     def take_prefetches(self, room: int, now: float, limit: int | None) -> list[Prefetch]:
         taken: list[Prefetch] = []
@@ -179,18 +187,22 @@ class Wishes:
             self._table.set_state(session, SessionState.IDLE, now)
 
     def _awaited(self, now: float) -> list[Session]:
-        """Cold sessions to be prefetched. One that is idle still may go cold before it is expected."""
+        """Cold sessions to be prefetched, among the first LOOKED_AT. One that is idle still may go cold before it is
+        expected; where there are more it lets others go ahead."""
         for session_id in self._expected.pop_due(now):
             session = self._table.by_id.get(session_id)
             if session is not None and session.expected is not None:
                 self._to_prefetch[session_id] = Awaited(session.expected, session.uses)
         awaited = []
-        for session_id, (late, uses) in list(self._to_prefetch.items()):
+        are_more = len(self._to_prefetch) > LOOKED_AT
+        for session_id, (late, uses) in list(islice(self._to_prefetch.items(), LOOKED_AT)):
             session = self._table.by_id.get(session_id)
             if session is None or late < now or session.uses > uses:
                 del self._to_prefetch[session_id]
             elif self._is_cold(session) and _prefetch_id(session_id) not in self._restores.under_way:
                 awaited.append(session)
+            elif are_more:
+                self._to_prefetch.move_to_end(session_id)
         return awaited
 
     def _is_cold(self, session: Session) -> bool:

@@ -334,7 +334,7 @@ def test_a_pinned_session_takes_its_anchor_s_bytes(world: World) -> None:
     world.manager.request_finished(
         "r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])]
     )
-    assert world.manager._pruning.pinned == {"s": 4 * 100 + 2 * 50}
+    assert world.manager._pruning.pinned.nbytes == {"s": 4 * 100 + 2 * 50}
 
 
 def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
