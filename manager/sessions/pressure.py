@@ -4,6 +4,7 @@ from collections.abc import Iterator
 from typing import Protocol, TypeAlias
 
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.session import Drop
 
 IN_FLIGHT_SHARE = 4
 """A block under encoding is out of the pool's reach: at most one in so many blocks of the pool at a time."""
@@ -40,9 +41,13 @@ class Runway:
         """So many blocks may have been taken out of the queue."""
         self._left -= at_most
 
-    def forget(self) -> None:
-        """Blocks in the queue may be worth keeping now that were not before."""
-        self._left = 0
+    def dropped(self, drop: Drop) -> None:
+        """These codes are gone: of what is hot, blocks in the queue are worth keeping now that were not before. Most are
+        of sessions that were cold, and change nothing there."""
+        group = None if drop.group == self._manager.shape.group else drop.group
+        names = ((key, group) for key in drop.keys)
+        if self._left > 0 and self._manager.safe(names, len(drop.keys)) < len(drop.keys):
+            self._left = 0
 
     def length(self, wanted: int) -> int:
         """Blocks before the first one worth keeping; only exact below `wanted`."""
@@ -68,8 +73,9 @@ class Pressure:
 
     def relieve(self, now: float) -> None:
         """Below the low watermark, evict sessions until the high one is reached."""
-        if self.runway.length(self.low) < self.low:
-            self._manager.relieve(self._high - self.runway.length(self._high) - self._manager.on_their_way, now)
+        left = self.runway.length(self.low)
+        if left < self.low:  # then it has been walked as far as the high one just now
+            self._manager.relieve(self._high - left - self._manager.on_their_way, now)
 
     def must_wait(self, request_id: str, needed: int, now: float) -> bool:
         """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.
