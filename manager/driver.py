@@ -38,6 +38,11 @@ if TYPE_CHECKING:
     from manthan.manager.journal_link import JournalLink
 
 
+A_STEP = 1024
+"""So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
+62,500, and others' steps wait for what is done for it. It is more than a GPU encodes while a step computes."""
+
+
 @dataclass
 class Restore:
     """A restore under way: which session, which load, and what the ranks have answered."""
@@ -275,7 +280,7 @@ class Driver(Generic[B]):
         Returns how many are not there any more.
         """
         held, lost = [], 0
-        most = 0 if self.rests else self.pressure.max_in_flight - len(self._held)
+        most = 0 if self.rests else min(A_STEP, self.pressure.max_in_flight - len(self._held))
         for order in self.manager.take_spills(most):
             group, pool = order.group, self._pool
             block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
@@ -385,7 +390,7 @@ class Driver(Generic[B]):
             self._pool.give_back(done)
 
     def _release(self) -> None:
-        if keys := self.manager.take_releases():
+        if keys := self.manager.take_releases(A_STEP):
             self._pool.release(keys)
 
     def tell_news(self) -> None:

@@ -141,12 +141,28 @@ class BlockTable:
         old = block.encoding if block.code is CodeState.COLD else None
         self._set(block, CodeState.QUEUED, encoding, old, tenant)
 
+    def queue_all(self, blocks: Sequence[Block], encodings: Sequence[Encoding], tenant: str) -> None:
+        """`queue` for blocks of chains that have no codes, all at once, for long chains."""
+        self.exposed -= sum(block.exposed for block in blocks)
+        queued = CodeState.QUEUED
+        for block, encoding in zip(blocks, encodings, strict=True):
+            block.code, block.encoding, block.tenant = queued, encoding, tenant
+        if self.changed is not None:
+            self.changed.update(((block.group, block.key), None) for block in blocks)
+        nbytes = sum(encoding.nbytes for encoding in encodings)
+        self._count[queued] += len(blocks)
+        self._nbytes[queued] += nbytes
+        self.reserved += nbytes
+        if nbytes:
+            self.reserved_of[tenant] += nbytes
+
     def begin(self, block: Block) -> None:
         """A queued block is being encoded."""
-        for change in (-1, +1):
-            self._count[block.code] += change
-            self._nbytes[block.code] += change * block.encoding.nbytes
-            block.code = CodeState.SPILLING
+        assert block.code is CodeState.QUEUED
+        for state, change in ((CodeState.QUEUED, -1), (CodeState.SPILLING, +1)):
+            self._count[state] += change
+            self._nbytes[state] += change * block.encoding.nbytes
+        block.code = CodeState.SPILLING
 
     def store(self, block: Block, encoding: Encoding, tenant: str | None = None) -> None:
         """The codes are in the cold store, and this is what they take; older ones are replaced."""

@@ -1,5 +1,7 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
+from collections.abc import Sequence
+
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
@@ -68,22 +70,22 @@ class Evictions:
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         session.evict_for = request_id
         self._exact.move_window(session)
-        needed = [block for block in session.chain if block.code is CodeState.NONE]
-        wanted = list(map(self.wanted, needed))
+        none = CodeState.NONE
+        needed = [block for block in session.chain if block.code is none]
+        wanted = self._wanted_of_chain(needed)
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
-        for block, encoding in zip(reversed(needed[:fits]), reversed(wanted[:fits]), strict=True):
-            self._orders.encode(block, encoding, session.tenant)  # who has it stored pays for it
+        tail_first = slice(fits - 1, None, -1) if fits else slice(0)
+        self._orders.encode_chain(needed[tail_first], wanted[tail_first], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
-        for block in session.chain:
-            if block.in_flight:
-                block.waiters[session] = None
-                session.pending += 1
-            elif not block.hot:
-                self._orders.releases.append(block.key)
+        coming = [block for block in session.chain if block.in_flight]
+        for block in coming:
+            block.waiters[session] = None
+        session.pending += len(coming)
+        self._orders.releases += [block.key for block in session.chain if not (block.hot or block.in_flight)]
         self._finish(session, now)
 
     def _cut_to_anchor(self, session: Session) -> None:
@@ -113,6 +115,19 @@ class Evictions:
         bounds = shape.beside[block.group]
         exact = exact if exact in bounds else 0  # a state has no first tokens
         return Encoding(bounds[exact], exact, "" if block.group in shape.settled else shape.codec)
+
+    def _wanted_of_chain(self, blocks: Sequence[Block]) -> list[Encoding]:
+        """`wanted` of blocks of chains: it is the same for most of them."""
+        plain, first = None, self._exact.sink_blocks
+        found = []
+        for block in blocks:
+            if block.windows or block.depth < first:
+                found.append(self.wanted(block))
+                continue
+            if plain is None:
+                plain = self.wanted(block)
+            found.append(plain)
+        return found
 
     def _replace(self, session: Session) -> None:
         """What is no longer at the session's end need not be exact; the old codes stay until there are others.
@@ -151,7 +166,8 @@ class Evictions:
         if block in self._stale:
             self._fail(block, now)
             return
-        self._blocks.store(block, block.encoding._replace(nbytes=nbytes))
+        _, exact, codec = block.encoding
+        self._blocks.store(block, Encoding(nbytes, exact, codec))
         self._release(block)
         for session in self._waiters_of(block):
             self._table.touch(session)
@@ -237,13 +253,14 @@ class Evictions:
             return
         self._anchors.tidy(session)
         shape, beside = self._table.shape, session.beside
+        hot_nbytes = sum(shape.pool_nbytes(part.group) for part in beside)
         self._orders.evictions.append(
             Eviction(
                 session_id=session.session_id,
                 blocks=len(session.chain),
                 beside=len(beside),
                 tokens=len(session.chain) * shape.block_tokens,
-                hot_nbytes=sum(shape.pool_nbytes(block.group) for block in (*session.chain, *beside)),
+                hot_nbytes=len(session.chain) * shape.hot_nbytes + hot_nbytes,
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
                 cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),

@@ -1,6 +1,6 @@
 """What the manager wants done: codes to drop, bf16 to release, blocks to encode; and what is to be told of it."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
@@ -16,8 +16,7 @@ class Orders:
 
     def __init__(self, blocks: BlockTable, group: int | None) -> None:
         self._blocks, self._group = blocks, group
-        self.queue: OrderedDict[Block, None] = OrderedDict()
-        """The QUEUED blocks, the first to be encoded first."""
+        self._queue: deque[list[Block]] = deque()  # runs, each from its end; what is QUEUED no longer is passed over
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
@@ -32,14 +31,27 @@ class Orders:
             self._blocks.store(block, encoding, tenant)
             return
         self._blocks.queue(block, encoding, tenant)
-        self.queue[block] = None
-        if block.group is not None:
-            self.queue.move_to_end(block, last=False)
+        if block.group is None:
+            self._queue.append([block])
+        else:
+            self._queue.appendleft([block])
+
+    def encode_chain(self, blocks: Sequence[Block], encodings: Sequence[Encoding], tenant: str) -> None:
+        """The same of blocks of chains that have no codes, the first to be encoded first."""
+        if self._group is None:
+            for block, encoding in zip(blocks, encodings, strict=True):
+                self._blocks.store(block, encoding, tenant)
+            return
+        self._blocks.queue_all(blocks, encodings, tenant)
+        self._queue.append(list(reversed(blocks)))
 
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""
-        del self.queue[block]
         self._blocks.revert(block)
+
+    def queued(self) -> set[Block]:
+        """Blocks that wait to be encoded."""
+        return {block for run in self._queue for block in run if block.code is CodeState.QUEUED}
 
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
         """These are to leave the cold store."""
@@ -54,19 +66,23 @@ class Orders:
 
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
-        while self.queue and len(taken) < limit:
-            block, _ = self.queue.popitem(last=False)
-            assert block.code is CodeState.QUEUED
-            self._blocks.begin(block)
-            taken.append(block)
+        queued = CodeState.QUEUED
+        while self._queue and len(taken) < limit:
+            run = self._queue[0]
+            while run and len(taken) < limit:
+                if (block := run.pop()).code is queued:
+                    self._blocks.begin(block)
+                    taken.append(block)
+            if not run:
+                self._queue.popleft()
         return taken
 
     def take_drops(self) -> list[Drop]:
         taken, self.drops = self.drops, []
         return taken
 
-    def take_releases(self) -> list[bytes]:
-        keys, self.releases = self.releases, []
+    def take_releases(self, limit: int) -> list[bytes]:
+        keys, self.releases = self.releases[:limit], self.releases[limit:]
         return [key for key in keys if (b := self._blocks.get(key)) is None or not (b.hot or b.in_flight)]
 
     def take_evictions(self) -> list[Eviction]:
@@ -80,4 +96,4 @@ class Orders:
 
     def __bool__(self) -> bool:
         """Whether something is to be taken, evictions and news aside, or the answer to a taken spill is outstanding."""
-        return bool(self.queue or self.releases or self.drops or self._blocks.spilling)
+        return bool(self._blocks.queued or self.releases or self.drops or self._blocks.spilling)
