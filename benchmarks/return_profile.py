@@ -1,25 +1,30 @@
-"""What a return costs vLLM's two threads beside the model: processor time of each call, without a GPU.
+"""What a return costs the threads beside the model: processor time of each call, without a GPU.
 
-vLLM's own scheduler and KV cache manager, with Manthan's connector, keep sessions of `--tokens` tokens in a pool of one
-and a half of them; a model is not run, and what workers would answer is answered at once. On the scheduler's side that
-is the whole of a return and of an eviction. The worker's side is its planning: what it does for a load and for a spill
-apart from the kernels, which play no part here. `--steps` tells what each step of the engine costs, for long sessions.
+vLLM's own scheduler and KV cache manager, with Manthan's connector, keep two sessions of `--tokens` tokens in a pool
+that has room for one and a half of them; no model is run, and what workers would answer is answered at once. That is
+all of the scheduler's side of a return, and of an eviction: of a session that has no codes yet (first), and of one that
+has (again). The worker's side needs a GPU, and its kernels; what it does on the model's thread is timed there.
 
-    python benchmarks/return_profile.py [--tokens 32000] [--returns 9] [--side scheduler|worker] [--steps] [--calls 25]
+    python benchmarks/return_profile.py [--tokens 32000] [--returns 9] [--calls 25]
 """
 
 import cProfile
 import os
+import pstats
+import statistics
+import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from enum import StrEnum
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any, NamedTuple
 
+import typer
+from rich.table import Table
+
+from manthan.benchmarks.arms import make_console
 from manthan.benchmarks.engines import random_tokens
-from manthan.benchmarks.shapes import PUBLIC, write_model
-from manthan.manager.sessions.session import SessionState
+from manthan.benchmarks.shapes import DEFAULT, PUBLIC, write_model
 
 BLOCK = 16
 POOL_SESSIONS = 1.5
@@ -31,21 +36,12 @@ SIZE = 499_712
 ENVIRONMENT = {"HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_CPU_KVCACHE_SPACE": "1"}
 
 
-class Side(StrEnum):
-    """Whose calls are timed."""
-
-    scheduler = "scheduler"
-    worker = "worker"
-
-
 class Watch:
-    """Processor time of this thread, in seconds, by what was going on; one value for each lap.
-
-    What runs within another is not counted to it. profile: of the laps, but for the first."""
+    """Processor time of this thread in a lap, in seconds, by what was going on. What runs within another is not counted
+    to that."""
 
     def __init__(self) -> None:
-        self.laps: list[dict[str, float]] = []
-        self.profile: cProfile.Profile | None = None
+        self.lap: dict[str, float] = {}
         self._inner = [0.0]
 
     @contextmanager
@@ -58,11 +54,7 @@ class Watch:
             spent = time.thread_time() - began
             own = spent - self._inner.pop()
             self._inner[-1] += spent
-            if self.laps:
-                self.laps[-1][what] = self.laps[-1].get(what, 0.0) + own
-
-    def lap(self) -> None:
-        self.laps.append({})
+            self.lap[what] = self.lap.get(what, 0.0) + own
 
     def around(self, owner: Any, method: str, what: str) -> None:
         """Time a method of an object from now on."""
@@ -75,7 +67,11 @@ class Watch:
         setattr(owner, method, timed)
 
 
-# -- the scheduler's side -------------------------------------------------------------------------------
+class Lap(NamedTuple):
+    """What calls took of the scheduler's thread, and what each step did, in seconds."""
+
+    calls: dict[str, float]
+    steps: list[float]
 
 
 class Engine:
@@ -116,7 +112,7 @@ class Engine:
         self._hasher = get_request_block_hasher(BLOCK, hashed)
         self._requests = 0
         self.steps: list[float] = []
-        """Of the scheduler's thread, in seconds, since they were cleared."""
+        """What each took the scheduler's thread, in seconds."""
         for owner, method, what in (
             (self.scheduler, "add_request", "vLLM: add_request"),
             (self.scheduler, "schedule", "vLLM: schedule"),
@@ -143,19 +139,25 @@ class Engine:
             session_id=f"s{session}",
         )
 
-    def ask(self, request: Any) -> int:
-        """Until it has ended; how many of its tokens were restored."""
+    def ask(self, request: Any) -> "Lap":
+        """Until it has ended."""
+        self._begin()
         self.scheduler.add_request(request)
         while self.scheduler.requests:
             self.step()
-        return int(request.num_external_computed_tokens if hasattr(request, "num_external_computed_tokens") else 0)
+        return Lap(self.watch.lap, self.steps)
 
-    def rest(self) -> None:
-        """Until all is cold."""
+    def rest(self) -> "Lap":
+        """Until all is cold, and nothing is left to be done."""
+        self._begin()
         time.sleep(2 * IDLE_AFTER_S)
-        while sum(map(self.half.manager.table.states.__getitem__, (SessionState.IDLE, SessionState.EVICTING))):
-            self.step()
         self.step()
+        while self.scheduler.connector.has_pending_push_work():
+            self.step()
+        return Lap(self.watch.lap, self.steps)
+
+    def _begin(self) -> None:
+        self.watch.lap, self.steps = {}, []
 
     def step(self) -> None:
         began = time.thread_time()
@@ -224,3 +226,66 @@ def _report(metadata: Any) -> Any:
         spills=[SpillResult(spill.key, spill.group, None, 1e-3, SIZE) for spill in metadata.spills],
         loads=[LoadResult(load.request_id, [], load.blocks * SIZE, 1e-3) for load in metadata.loads],
     )
+
+
+# -- what came of it ------------------------------------------------------------------------------------
+
+
+def median_ms(laps: Sequence[Lap], call: str) -> float:
+    return 1e3 * statistics.median(lap.calls.get(call, 0.0) for lap in laps)
+
+
+def _sum(lap: Lap, is_vllm: bool) -> float:
+    return sum(spent for call, spent in lap.calls.items() if call.startswith("vLLM") == is_vllm)
+
+
+def show(kinds: dict[str, list[Lap]]) -> None:
+    """A row for each call, and what the longest step took."""
+    calls = {call for laps in kinds.values() for lap in laps for call in lap.calls}
+    table = Table("", *kinds, title="processor time, ms (median)", box=None)
+    for call in sorted(calls, key=lambda call: -sum(median_ms(laps, call) for laps in kinds.values())):
+        table.add_row(call, *(f"{median_ms(laps, call):.2f}" for laps in kinds.values()))
+    for what, is_vllm in (("Manthan", False), ("vLLM", True)):
+        own = ([_sum(lap, is_vllm) for lap in laps] for laps in kinds.values())
+        table.add_row(f"all of {what}", *(f"{1e3 * statistics.median(found):.2f}" for found in own))
+    longest = ([max(lap.steps) for lap in laps] for laps in kinds.values())
+    table.add_row("longest step", *(f"{1e3 * statistics.median(found):.2f}" for found in longest))
+    make_console().print(table)
+
+
+def main(
+    tokens: Annotated[int, typer.Option(help="Of a session.")] = 32000,
+    returns: Annotated[int, typer.Option(help="How many are timed.")] = 9,
+    shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,
+    store: Annotated[str, typer.Option(help="Where codes are: host or device.")] = "host",
+    calls: Annotated[int, typer.Option(help="Show so many functions of a profile of the returns, too.")] = 0,
+) -> None:
+    """Processor time of the scheduler's thread, by call."""
+    profile = cProfile.Profile()
+    with tempfile.TemporaryDirectory() as folder:
+        engine = Engine(Path(folder), tokens, shape, store)
+        kinds: dict[str, list[Lap]] = {"return": [], "eviction, first": [], "eviction, again": [], "prefill": []}
+        for session in range(SESSIONS):
+            kinds["prefill"].append(engine.ask(engine.request(session)))
+            kinds["eviction, first"].append(engine.rest())
+        for number in range(returns + 1):
+            request = engine.request(number % SESSIONS)
+            if calls:
+                profile.enable()
+            back = engine.ask(request)
+            profile.disable()
+            again = engine.rest()
+            if number:
+                kinds["return"].append(back)
+                kinds["eviction, again"].append(again)
+        restored = engine.half.telemetry.totals["restored_tokens"]
+        if restored < returns * (tokens - 2 * BLOCK):
+            raise RuntimeError(f"{restored} tokens were restored in {returns} returns of {tokens}")
+        engine.scheduler.shutdown()
+    show(kinds)
+    if calls:
+        pstats.Stats(profile).sort_stats("tottime").print_stats(calls)
+
+
+if __name__ == "__main__":
+    typer.run(main)

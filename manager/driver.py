@@ -40,6 +40,9 @@ if TYPE_CHECKING:
 
 
 _NO_CAUSE = {None}
+A_STEP = 1024
+"""So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
+62,500, and others' steps wait for what is done for it. It is more than a GPU encodes while a step computes."""
 
 
 @dataclass
@@ -273,7 +276,7 @@ class Driver(Generic[B]):
         Returns how many are not there any more.
         """
         held, names, lost = [], [], 0
-        most = 0 if self.rests else self.pressure.max_in_flight - len(self._held)
+        most = 0 if self.rests else min(A_STEP, self.pressure.max_in_flight - len(self._held))
         pool = self._pool
         for order in self.manager.take_spills(most):
             group = order.group
@@ -393,7 +396,7 @@ class Driver(Generic[B]):
             self._pool.give_back(done)
 
     def _release(self) -> None:
-        if keys := self.manager.take_releases():
+        if keys := self.manager.take_releases(A_STEP):
             self._pool.release(keys)
 
     def tell_news(self) -> None:

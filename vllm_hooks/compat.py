@@ -442,8 +442,8 @@ class VllmPool:
                 yield get_block_hash(block.block_hash), None if group == self._group else group
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
-        found = self._pool.get_cached_block(BlockHash(key), [self._group])
-        return found[0] if found else None
+        of_group = make_block_hash_with_group_id(BlockHash(key), self._group)
+        return self._pool.cached_block_hash_to_block.get_one_block(of_group)
 
     def block_id(self, block: "KVCacheBlock") -> int:
         return block.block_id
@@ -478,12 +478,15 @@ class VllmPool:
 
     def release(self, keys: "Sequence[bytes]") -> None:
         """Take blocks that no request uses out of the prefix cache, and put them at the head of the free queue."""
-        released = []
-        for key in keys:
-            while (block := self.get(key)) is not None and block.ref_cnt == 0:
-                self._pool.touch([block])
-                self._pool.evict_blocks({block.block_id})
-                released.append(block)
+        released: list[KVCacheBlock] = []
+        left = list(dict.fromkeys(keys))
+        while left:  # once more for those of which there are several
+            found = [(key, block) for key in left if (block := self.get(key)) is not None and block.ref_cnt == 0]
+            blocks = [block for _, block in found]
+            self._pool.touch(blocks)
+            self._pool.evict_blocks({block.block_id for block in blocks})
+            released += blocks
+            left = [key for key, _ in found]
         self._pool.free_blocks(reversed(released))
 
     @property

@@ -130,6 +130,6 @@ class Anchors:
         for block in anchor.parts:
             self._blocks.change(block, users=-1, hot=0, running=0)
         for block in idle:
-            if block in self._orders.queue:
+            if block.code is CodeState.QUEUED:
                 self._orders.take_back(block)
         self._orders.forget_codes([block for block in idle if block.droppable], cause)

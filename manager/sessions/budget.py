@@ -88,6 +88,8 @@ class ColdBudget:
         self._drop_redundant(wanted)
         self._drop_until(lambda: wanted - self.free, session)
         fits = min(wanted, self.free)
+        if sum(sizes) <= fits:
+            return len(sizes)
         return sum(1 for total in accumulate(sizes) if total <= fits)
 
     def _drop_until(self, short: Callable[[], int], session: Session, tenant: str | None = None) -> None:

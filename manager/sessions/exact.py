@@ -20,6 +20,11 @@ class ExactTokens:
         """From now on all tokens are."""
         self._sink = sys.maxsize
 
+    @property
+    def sink_blocks(self) -> int:
+        """How many of a chain's first blocks have some of a session's first tokens."""
+        return -(-self._sink // self._block_tokens)
+
     def wanted(self, block: Block) -> int:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:

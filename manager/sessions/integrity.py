@@ -103,6 +103,8 @@ def _blocks(manager: SessionMemoryManager) -> Findings:
         )
         yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
         yield from _leaks(manager, block)
+    queued = {block for block in manager.blocks if block.code is CodeState.QUEUED}
+    yield manager._orders.queued() == queued, f"{len(queued)} blocks are queued, and the queue disagrees"
 
 
 def _anchors(manager: SessionMemoryManager) -> Findings:
@@ -142,7 +144,6 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield bool(needed), f"{name} is a record that nobody needs"
     yield block.code is CodeState.COLD or not block.pins, f"{name} is read, but has no codes"
     yield block.code is CodeState.COLD or not block.moved, f"{name} has moved, but has no codes"
-    yield queued == (block in manager._orders.queue), f"{name} is {block.code}, and the queue disagrees"
     yield bool(block.waiters) or not queued, f"{name} is queued, and nobody waits for it"
     yield block.in_flight or not block.waiters, f"{name} is waited for, but is {block.code}"
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"

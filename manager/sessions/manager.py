@@ -466,9 +466,9 @@ class SessionMemoryManager:
         """Codes to remove, before any spill taken later is begun."""
         return self._orders.take_drops()
 
-    def take_releases(self) -> list[bytes]:
-        """Blocks whose bf16 copy nobody needs any more."""
-        return self._orders.take_releases()
+    def take_releases(self, limit: int = sys.maxsize) -> list[bytes]:
+        """Up to `limit` blocks whose bf16 copy nobody needs any more."""
+        return self._orders.take_releases(limit)
 
     def take_spills(self, limit: int) -> list[SpillOrder]:
         """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""

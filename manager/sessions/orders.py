@@ -1,6 +1,6 @@
 """What the manager wants done: codes to drop, bf16 to release, blocks to encode; and what is to be told of it."""
 
-from collections import OrderedDict, deque
+from collections import deque
 from collections.abc import Sequence
 
 from manthan.manager.sessions.blocks import BlockTable
@@ -16,8 +16,7 @@ class Orders:
 
     def __init__(self, blocks: BlockTable, group: int | None) -> None:
         self._blocks, self._group = blocks, group
-        self.queue: OrderedDict[Block, None] = OrderedDict()
-        """The QUEUED blocks, the first to be encoded first."""
+        self._queue: deque[list[Block]] = deque()  # runs, each from its end; what is QUEUED no longer is passed over
         self.releases: list[bytes] = []
         self.drops: list[Drop] = []
         self.evictions: list[Eviction] = []
@@ -32,24 +31,27 @@ class Orders:
             self._blocks.store(block, encoding, tenant)
             return
         self._blocks.queue(block, encoding, tenant)
-        self.queue[block] = None
-        if block.group is not None:
-            self.queue.move_to_end(block, last=False)
+        if block.group is None:
+            self._queue.append([block])
+        else:
+            self._queue.appendleft([block])
 
     def encode_all(self, blocks: Sequence[Block], encodings: Sequence[Encoding], tenant: str) -> None:
-        """The same of blocks of chains without codes."""
+        """The same of blocks of chains without codes, the first to be encoded first."""
         if self._group is None:
             for block, encoding in zip(blocks, encodings, strict=True):
                 self._blocks.store(block, encoding, tenant)
             return
         self._blocks.queue_new(blocks, encodings, tenant)
-        for block in blocks:
-            self.queue[block] = None
+        self._queue.append(list(reversed(blocks)))
 
     def take_back(self, block: Block) -> None:
         """A queued block need not be encoded."""
-        del self.queue[block]
         self._blocks.revert(block)
+
+    def queued(self) -> set[Block]:
+        """Blocks that wait to be encoded."""
+        return {block for run in self._queue for block in run if block.code is CodeState.QUEUED}
 
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
         """These are to leave the cold store."""
@@ -64,16 +66,25 @@ class Orders:
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 
     def take_spills(self, limit: int) -> list[Block]:
-        taken = [self.queue.popitem(last=False)[0] for _ in range(min(limit, len(self.queue)))]
-        self._blocks.begin(taken)
+        taken: list[Block] = []
+        queued = CodeState.QUEUED
+        while self._queue and len(taken) < limit:
+            run, some = self._queue[0], list[Block]()
+            while run and len(taken) + len(some) < limit:
+                if (block := run.pop()).code is queued:
+                    some.append(block)
+            self._blocks.begin(some)  # before the next run, in which one may be again
+            taken += some
+            if not run:
+                self._queue.popleft()
         return taken
 
     def take_drops(self) -> list[Drop]:
         taken, self.drops = self.drops, []
         return taken
 
-    def take_releases(self) -> list[bytes]:
-        keys, self.releases = self.releases, []
+    def take_releases(self, limit: int) -> list[bytes]:
+        keys, self.releases = self.releases[:limit], self.releases[limit:]
         find = self._blocks.of_chain
         return [key for key in keys if (b := find(key)) is None or not (b.hot or b.in_flight)]
 
@@ -88,4 +99,4 @@ class Orders:
 
     def __bool__(self) -> bool:
         """Whether something is to be taken, evictions and news aside, or the answer to a taken spill is outstanding."""
-        return bool(self.queue or self.releases or self.drops or self._blocks.spilling)
+        return bool(self._blocks.queued or self.releases or self.drops or self._blocks.spilling)

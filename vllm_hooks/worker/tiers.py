@@ -18,7 +18,7 @@ Name = tuple[int, bytes]
 """KV cache group and block key."""
 Numbers = npt.NDArray[np.int64]
 START, NBYTES, EXACT, FIRST_TOKEN, PIECES, GROUP = range(6)
-"""Rows of a tier's table: as in `Stored`, in how many extents a block lies, and its group; -1 in columns of no block."""
+"""Rows of a tier's table: as in `Stored`; in how many extents a block lies; its group, -1 in columns of no block."""
 FIELDS = 6
 LEAST_ROW = 16
 """Blocks in a row that are worth looking for at once."""
