@@ -70,8 +70,13 @@ def launches(path: Path) -> list[list[dict[str, float]]]:
 
 
 def _factor(unit: str) -> float:
-    """Of what a metric is given in to bytes, seconds, or a second: "Gbyte", "us", "Ghz"."""
-    return UNITS.get(unit[0], 1.0) if unit[1:] in ("byte", "s", "second", "hz", "Hz", "inst") else 1.0
+    """Of what a metric is given in to bytes, seconds, cycles: "Gbyte", "us", "Ghz", "cycle/nsecond"."""
+    above, _, below = unit.partition("/")
+    return _prefix(above) / _prefix(below)
+
+
+def _prefix(unit: str) -> float:
+    return UNITS.get(unit[:1], 1.0) if unit[1:].lower() in ("byte", "s", "second", "hz") else 1.0
 
 
 def points(figures: dict[str, Any], passes: list[list[dict[str, float]]]) -> Iterator[Point]:
@@ -135,9 +140,8 @@ def draw(report: dict[str, Any]) -> Any:
         label = f"{codec} {operation}"
         marker = OPERATIONS[operation]
         filled = color if operation == "encode" else "none"
-        axes.scatter(
-            [p.intensity for p in some], [p.rate for p in some], 30, filled, marker, edgecolors=color, label=label
-        )
+        places = [p.intensity for p in some], [p.rate for p in some]
+        axes.scatter(*places, 30, filled, marker=marker, edgecolors=color, label=label)
     axes.set(xscale="log", yscale="log", xlabel="warp instructions for a byte read or written")
     axes.set_ylabel("G warp instructions a second")
     axes.set_title(f"{report['machine']}: a copy's pace (half of it dotted), and the rate of issue", fontsize=9)

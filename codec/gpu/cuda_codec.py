@@ -123,6 +123,9 @@ class CudaPagedCodec(PagedCodec):
         self._plans: dict[int, Plan] = {}
         self._plan(0)  # compiled now
 
+    def prepare(self, exact: int) -> None:
+        self._plan(exact)
+
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
         batch.status.fill_(GOOD)
         for name in ("encode_exact", "encode", "seal"):

@@ -1,5 +1,6 @@
 """The worker's side of the guard: blocks of the cache are measured beside the model, and there is always an answer."""
 
+import threading
 import time
 from collections.abc import Sequence
 
@@ -52,6 +53,22 @@ class World:
             assert time.monotonic() < until, "there is no answer"
             time.sleep(0.001)
         return verdicts
+
+
+def test_warming_up_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is beside the start, and beside what waits until the paged cache is not read."""
+    world, begun, end = World(), threading.Event(), threading.Event()
+
+    def compile_for_long() -> None:
+        begun.set()
+        end.wait(60)
+
+    monkeypatch.setattr(world.formats[0], "warm_up", compile_for_long)
+    world.guard.warm_up()
+    assert begun.wait(60)
+    world.guard.wait()
+    assert world.measure().codec == "k3v3"
+    end.set()
 
 
 def test_a_faithful_codec_needs_no_other() -> None:

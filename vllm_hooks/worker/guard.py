@@ -38,6 +38,11 @@ class Guard:
         self._verdicts: list[Verdict] = []
         self._threads: Threads | None = None
 
+    def warm_up(self) -> None:
+        """Compile on a thread, while the server starts, what the first measurement would otherwise wait for: measuring
+        is the CPU's codecs' wherever blocks are encoded."""
+        threading.Thread(target=self._formats[0].warm_up, name="manthan-warm-up", daemon=True).start()
+
     def submit(self, samples: Sequence[SpillBlock]) -> None:
         """Measure these blocks, once what the model computes in this step was begun."""
         if not samples:

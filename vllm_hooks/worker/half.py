@@ -229,7 +229,9 @@ class WorkerHalf:
             if isinstance(path, GpuPath):
                 path.prepare(form.codec)
 
-        return Guard(chain.memory, chain.forms, rope, device, prepare)
+        guard = Guard(chain.memory, chain.forms, rope, device, prepare)
+        guard.warm_up()
+        return guard
 
     def _path(
         self,
@@ -343,8 +345,10 @@ def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
 
 
 def _paged_blocks(cache: GroupCache) -> PagedBlocks:
-    layout = cache.layout
-    return PagedBlocks(*(paged_codec(layout, form) for form in cache.forms))
+    codecs = [paged_codec(cache.layout, form) for form in cache.forms]
+    for exact in (0,) if cache.shape.is_raw else cache.exacts:
+        codecs[0].prepare(min(exact, cache.layout.tokens))
+    return PagedBlocks(*codecs)
 
 
 def _intakes(blocks: Sequence[PagedBlocks], device: torch.device) -> tuple[Intake, Intake]:
