@@ -18,8 +18,8 @@ from typing import Any, NamedTuple
 import aiohttp
 
 NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
-ENTRIES, TIMES = 4, 4
-"""A table has so many lines, and is said so many times: about 150 tokens. Said once, the model errs by itself."""
+ENTRIES, TIMES = 4, 2
+"""A table has so many lines, and is said so many times: about 80 tokens."""
 DIGITS = 4
 LEFT_TOKENS, LEFT_AFTER = 24, 2
 """Of an answer that is not waited for: what it would have, and after how many pieces the client goes."""
@@ -188,7 +188,14 @@ class Traffic:
             self.sessions += 1
             task = asyncio.create_task(self._talk(Chat.new(self.sessions, self._seed)))
             self._tasks.add(task)
-            task.add_done_callback(self._tasks.discard)
+            task.add_done_callback(self._is_done)
+
+    def _is_done(self, task: asyncio.Task[None]) -> None:
+        """What nobody has thought of is an error too."""
+        self._tasks.discard(task)
+        if (error := task.exception()) is not None:
+            self.counts.setdefault(self.phase, Counts()).number["errors"] += 1
+            self._note(f"{self.phase}: {error!r}")
 
     async def _is_over_within(self, seconds: float) -> bool:
         try:

@@ -15,6 +15,7 @@ from disk_faults import Faults, resize, small_disk
 PAGE = 4096
 LITTLE = 16 * PAGE
 """What a full disk has left."""
+FLIPPED = PAGE // 4
 SPARE = 1.5
 """The disk has so many times the store's budget: it is full when it is made smaller."""
 SHORTEST_SHARE, LONGEST_SHARE = 0.5, 0.7
@@ -115,12 +116,12 @@ class Disk:
         return self._chance.sample(paths, -(-len(paths) // 2))
 
     def _flip(self, path: Path) -> None:
-        """A byte of every page."""
+        """A run of bytes in every page."""
         with path.open("r+b", buffering=0) as file:
             for begin in range(0, os.fstat(file.fileno()).st_size, PAGE):
-                at = begin + self._chance.randrange(PAGE)
-                byte = os.pread(file.fileno(), 1, at)
-                os.pwrite(file.fileno(), bytes(255 - one for one in byte), at)
+                at = begin + self._chance.randrange(PAGE - FLIPPED)
+                run = os.pread(file.fileno(), FLIPPED, at)
+                os.pwrite(file.fileno(), bytes(255 - byte for byte in run), at)
 
 
 def cut(path: Path) -> None:

@@ -195,6 +195,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=0, help="Of all faults; 0: one in 7.5 minutes.")] = 0,
     kills: Annotated[int, typer.Option(min=0, help="Of the server, with SIGKILL.")] = 2,
     seed: Annotated[int, typer.Option(help="Of sessions and faults.")] = 0,
+    codec: Annotated[str, typer.Option(help="One of `manthan codecs`.")] = "wht-5x",
     warm_up: Annotated[float, typer.Option(min=0, help="Seconds of each life until memory counts.")] = 120,
     most_growth: Annotated[float, typer.Option(help="MiB an hour, of a life of 15 minutes or more.")] = 64,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs, and the disk.")] = Path("build", "soak"),
@@ -207,7 +208,7 @@ def main(
     leave_on_signals()
     turns = schedule(seed, 60 * minutes, rounds or max(1, round(minutes / ROUND_MINUTES)), kills)
     traffic = Traffic(str(MODEL), rate, seed)
-    found = run(traffic, turns, rate, seed, out.resolve(), console)
+    found = run(traffic, turns, rate, codec, seed, out.resolve(), console)
     path = write_report(new_report(NAME, context.params, [], {}, {}) | found, out)
     console.print(f"  {path}", soft_wrap=True)
     report = read_report(path, NAME)
@@ -215,7 +216,9 @@ def main(
     raise typer.Exit(1 if failed(report) else 0)
 
 
-def run(traffic: Traffic, turns: list[Turn], rate: float, seed: int, out: Path, console: Console) -> dict[str, Any]:
+def run(
+    traffic: Traffic, turns: list[Turn], rate: float, codec: str, seed: int, out: Path, console: Console
+) -> dict[str, Any]:
     """Leaves with status 1 if the server does not live as it should."""
     out.mkdir(parents=True, exist_ok=True)
 
@@ -227,7 +230,7 @@ def run(traffic: Traffic, turns: list[Turn], rate: float, seed: int, out: Path, 
         with (
             disk(out, int(DISK_S * rate * SESSION_BYTES), seed) as folder,
             Bar(console, "soak") as bar,
-            Lives(out, folder, rate, of_traffic) as lives,
+            Lives(out, folder, rate, codec, of_traffic) as lives,
         ):
             return soak(lives, folder, traffic, turns, bar)
     except ServerError as error:

@@ -23,14 +23,13 @@ MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 POOL_BLOCKS, LONGEST, TOGETHER = 256, 1024, 64
 RAM_S, DISK_S = 3, 36
 """Budgets are for what comes in so many seconds."""
-SESSION_BYTES = 140_000
+SESSION_BYTES = 100_000
 """About what the codes of one take."""
 MANTHAN: dict[str, Any] = {
     "policy": "lru",
     "idle_after_s": 1,
     "sweep_interval_s": 0.25,
     "min_tokens": 64,
-    "codec": {"name": "wht-5x", "calibrate": False},
     "quotas": {"header": HEADER, "default_share": 0.5, "pinned_share": 0.05},
     "prefetch": {"lead_s": 1},
 }
@@ -69,8 +68,8 @@ class Lives:
     """Use as a context manager: the last one is stopped at the end. rate: new sessions a second, for budgets.
     on_sample: what else is to be written down."""
 
-    def __init__(self, run: Path, disk: Disk, rate: float, on_sample: Callable[[], Told]) -> None:
-        self._run, self._disk, self._rate, self._on_sample = run, disk, rate, on_sample
+    def __init__(self, run: Path, disk: Disk, rate: float, codec: str, on_sample: Callable[[], Told]) -> None:
+        self._run, self._disk, self._rate, self._codec, self._on_sample = run, disk, rate, codec, on_sample
         self._began = time.monotonic()
         self.lives: list[Life] = []
         self.samples: list[Told] = []
@@ -149,7 +148,8 @@ class Lives:
             while not over.wait(SAMPLE_S):
                 with contextlib.suppress(ServerError):  # who asks it something finds out, too
                     took = {"processor_s": sum(self._processor_s().values())}
-                    self.samples.append({"at_s": self.now()} | self._on_sample() | took | told(server))
+                    found = {name: value for name, value in told(server).items() if value}
+                    self.samples.append({"at_s": self.now()} | self._on_sample() | took | found)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -164,7 +164,8 @@ class Lives:
         store = {"kind": "tiered", "tiers": ["host", "disk"], "host_bytes": RAM_S * come, "max_bytes": DISK_S * come}
         path = self._run / "soak.yaml"
         disk = {"path": str(self._disk.folder)} | DISK_SETTINGS
-        path.write_text(yaml.safe_dump(MANTHAN | {"cold_store": store, "disk": disk}))
+        codec = {"name": self._codec, "calibrate": False}
+        path.write_text(yaml.safe_dump(MANTHAN | {"cold_store": store, "disk": disk, "codec": codec}))
         return path
 
     def _processor_s(self) -> dict[str, float]:

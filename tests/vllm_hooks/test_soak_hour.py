@@ -146,7 +146,7 @@ def test_half_of_the_files_are_damaged(tmp_path: Path, fault: Fault) -> None:
     damaged = [each for each in found if each != whole]
     assert len(damaged) == (0 if fault is Fault.deleted else 3)
     for each in damaged if fault is Fault.flipped else ():
-        assert [at // page for at, byte in enumerate(each) if byte != whole[at]] == list(range(len(whole) // page))
+        assert Counter(at // page for at, byte in enumerate(each) if byte != whole[at]) == dict.fromkeys(range(5), 1024)
     for each in damaged if fault is Fault.truncated else ():
         assert each == whole[: len(whole) // 2]
 
