@@ -28,6 +28,7 @@ def scale(
     events: Annotated[float, typer.Option(min=1, help="A second: about six are a request.")] = 1000,
     requests: Annotated[int, typer.Option(min=1, help="Measured.")] = 6000,
     warm_up: Annotated[int, typer.Option(min=0, help="Requests before.")] = 3000,
+    rounds: Annotated[int, typer.Option(min=1, help="Of each; the least of them counts, request by request.")] = 1,
     seed: Annotated[int, typer.Option(help="Of the requests.")] = 0,
     out: Annotated[Path, typer.Option(help="Folder for JSON and plot.")] = Path("build", "benchmarks"),
     plot_only: Annotated[
@@ -46,7 +47,7 @@ def scale(
         for each in numbers("blocks", blocks)
         for known in numbers("sessions", sessions)
     ]
-    run(scales, out, plot_only or [], context.params)
+    run(scales, rounds, out, plot_only or [], context.params)
 
 
 def numbers(option: str, text: str) -> list[int]:

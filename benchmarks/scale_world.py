@@ -239,6 +239,8 @@ class World:
         self._computing: defaultdict[int, list[Request]] = defaultdict(list)  # by step
         self._spills: Sequence[SpillBlock] = ()
         self._loads: Sequence[Load] = ()
+        self.spent: dict[str, tuple[int, int]] = {}
+        """By request, ns of its own calls, and with its share of what is done for all."""
         self._step, self._shared_ns = 0, 0
         self.requests = 0
 
@@ -293,8 +295,7 @@ class World:
     def _count(self, ended: Sequence[Request]) -> None:
         """What requests that have ended took, alone and with what was done for all since others ended."""
         for request in ended:
-            self.meter.spent[REQUEST].append(request.spent)
-            self.meter.spent[WITH_SHARE].append(request.spent + self._shared_ns // len(ended))
+            self.spent[request.name] = request.spent, request.spent + self._shared_ns // len(ended)
         if ended:
             self._shared_ns = 0
 
@@ -426,6 +427,7 @@ def measure(scale: Scale) -> dict[str, Any]:
     grown, blocks = resident() - before, len(world.manager.blocks)
     world.serve(scale.warm_up)
     world.meter.reset()
+    world.spent.clear()
     began = world.now
     world.serve(scale.requests)
     pauses = {str(generation): figures(took) for generation, took in sorted(world.meter.pauses.items())}
@@ -441,6 +443,7 @@ def measure(scale: Scale) -> dict[str, Any]:
         "resident_nbytes": grown,
         "resident_after": resident() - before,
         "kinds": {kind: figures(spent) for kind, spent in world.meter.spent.items()},
+        "requests": world.spent,
         "pauses": pauses,
         "full_collection": figures(full),
     }

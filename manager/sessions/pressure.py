@@ -42,8 +42,8 @@ class Runway:
         self._left -= at_most
 
     def dropped(self, drop: Drop) -> None:
-        """These codes are gone: of what is hot, blocks in the queue are worth keeping now that were not before. Most are
-        of sessions that were cold, and change nothing there."""
+        """These codes are gone: where the block is hot, it is worth keeping in the queue now, and was not before. Most
+        are of sessions that were cold, and change nothing there."""
         group = None if drop.group == self._manager.shape.group else drop.group
         names = ((key, group) for key in drop.keys)
         if self._left > 0 and self._manager.safe(names, len(drop.keys)) < len(drop.keys):

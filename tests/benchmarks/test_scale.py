@@ -24,7 +24,7 @@ def invoke(*arguments: object) -> str:
 
 
 def test_a_run_has_figures_for_every_call_and_look(tmp_path: Path) -> None:
-    small = ("--sessions", 120, "--blocks", 8, "--pool", 8192, "--requests", 80, "--warm-up", 40)
+    small = ("--sessions", 120, "--blocks", 8, "--pool", 8192, "--requests", 80, "--warm-up", 40, "--rounds", 2)
     text = invoke(*small, "--out", tmp_path)
     assert "lru, 120 × 8" in text
     [found] = json.loads((tmp_path / "scale.json").read_text())["runs"]
@@ -52,7 +52,8 @@ def test_sessions_are_of_all_kinds_and_the_books_agree(policy: str) -> None:
     check_integrity(world.manager)
     spent = world.meter.spent
     assert {"restored", "encoded", "prefetched"} <= spent.keys()
-    assert len(spent[REQUEST]) == len(spent["finished"])
+    assert len(world.spent) == len(spent["finished"])
+    assert all(0 < own <= shared for own, shared in world.spent.values())
     assert world.manager.usage.sessions["cold"] > 100
     assert world.manager.budget.free < 0.1 * world.manager.budget.nbytes, "evictions have to make room"
     events = {event.kind for name in world.manager.table.by_id for event in world.lives.of(name)}
