@@ -17,8 +17,8 @@ from manthan.manager.simulator.traces import TracedRequest
 
 def spare_collector() -> None:
     """Have Python look for garbage less often, in a process that does nothing but replay traces. The trace stays, and
-    what a replay makes, blocks and sessions, stays for long and hardly ever in cycles: looking through it after each 700
-    of them finds nothing, and took a tenth of the time."""
+    what a replay makes stays for long and is hardly ever in cycles: looking through it after each 700 new objects finds
+    nothing, and took a tenth of the time."""
     gc.freeze()
     gc.set_threshold(50_000, 20, 20)
 
