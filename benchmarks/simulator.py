@@ -20,7 +20,7 @@ from rich.table import Table
 
 from manthan.benchmarks.arms import OUT, make_console, new_report, write_report
 from manthan.manager.simulator.replay import Setup
-from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.run import replay, spare_collector
 from manthan.manager.simulator.traces import Trace, read_trace
 from manthan.policies import get_policy
 
@@ -82,7 +82,7 @@ def main(
     console = make_console()
     out.mkdir(parents=True, exist_ok=True)
     trace = read_trace(path)
-    gc.freeze()  # as `manthan simulate` does
+    spare_collector()  # as `manthan simulate` does
     worlds = {key: setup for name in policy.split(",") for key, setup in setups(trace, name).items()}
     rows: dict[str, list[float]] = {name: [] for name in worlds}
     with console.status("") as status:

@@ -93,6 +93,8 @@ class Orders:
         return taken
 
     def take_news(self) -> list[News]:
+        if not self.news:
+            return []
         taken = list(self.news)
         self.news.clear()
         return taken

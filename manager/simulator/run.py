@@ -5,6 +5,7 @@
 What it takes from reality and what is simplified is said in docs/simulate.md.
 """
 
+import gc
 from collections.abc import Callable, Sequence
 
 from manthan.manager.integrity import IntegrityError
@@ -12,6 +13,14 @@ from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.simulator.engine import EngineReplay
 from manthan.manager.simulator.replay import OneCacheReplay, Replay, Setup, Tally
 from manthan.manager.simulator.traces import TracedRequest
+
+
+def spare_collector() -> None:
+    """Have Python look for garbage less often, in a process that does nothing but replay traces. The trace stays, and
+    what a replay makes stays for long and is hardly ever in cycles: looking through it after each 700 new objects finds
+    nothing, and took a tenth of the time."""
+    gc.freeze()
+    gc.set_threshold(50_000, 20, 20)
 
 
 def replay(

@@ -1,6 +1,5 @@
 """Many replays of one trace, in processes side by side, and what they come to."""
 
-import gc
 import multiprocessing
 import time
 from collections.abc import Callable, Sequence
@@ -16,7 +15,7 @@ import numpy as np
 from manthan.manager.integrity import IntegrityError
 from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.replay import Setup, Tally
-from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.run import replay, spare_collector
 from manthan.manager.simulator.traces import Trace, TracedRequest, read_trace
 
 LOOK_EVERY_S = 0.2
@@ -150,7 +149,7 @@ _counts: Any = None
 def _begin(path: Path, block_tokens: int, counts: Any) -> None:
     global _requests, _block_tokens, _counts
     _requests, _block_tokens, _counts = read_trace(path, block_tokens).requests, block_tokens, counts
-    gc.freeze()  # the trace stays: nobody need look through it again and again
+    spare_collector()
 
 
 def _replay(number: int, run: Run, check: bool) -> tuple[Tally, float]:
