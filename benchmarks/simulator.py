@@ -49,10 +49,18 @@ def requests_a_second(trace: Trace, setup: Setup) -> float:
     return len(trace.requests) / (time.process_time() - began)
 
 
-def show(console: Console, rows: dict[str, list[float]]) -> None:
-    table = Table("requests a second", "median", "least", "most", box=SIMPLE)
+def blocks_a_request(trace: Trace) -> float:
+    """Blocks that a prompt asks for, the last one perhaps not full."""
+    return sum(-(-request.input_tokens // trace.block_tokens) for request in trace.requests) / len(trace.requests)
+
+
+def show(console: Console, trace: Trace, rows: dict[str, list[float]]) -> None:
+    blocks = blocks_a_request(trace)
+    caption = f"{trace.name}: {len(trace.requests):,} requests, which ask for {blocks:.1f} blocks each"
+    table = Table("requests a second", "median", "least", "most", "blocks a second", box=SIMPLE, caption=caption)
     for name, rounds in rows.items():
-        table.add_row(name, *(f"{value:,.0f}" for value in (statistics.median(rounds), min(rounds), max(rounds))))
+        median = statistics.median(rounds)
+        table.add_row(name, *(f"{value:,.0f}" for value in (median, min(rounds), max(rounds), median * blocks)))
     console.print(table)
 
 
@@ -82,8 +90,9 @@ def main(
             for name, setup in worlds.items():
                 status.update(f"{name}: round {number + 1} of {rounds}")
                 rows[name].append(requests_a_second(trace, setup))
-    show(console, rows)
+    show(console, trace, rows)
     arguments: dict[str, Any] = {"trace": trace.name, "requests": len(trace.requests), "rounds": rounds}
+    arguments["blocks_a_request"] = blocks_a_request(trace)
     report = new_report("simulator", arguments, [], rows, {})
     console.print(
         f"  {report['machine']['cpu']}, Python {report['machine']['python']}, load {report['machine']['load']}"

@@ -19,7 +19,7 @@ from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.pressure import Pressure
-from manthan.manager.sessions.session import Outcome, Place
+from manthan.manager.sessions.session import Outcome, Place, StoredBlock
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
     STORE_DOWN,
@@ -37,6 +37,9 @@ from manthan.manager.work import (
 if TYPE_CHECKING:
     from manthan.manager.directory_link import DirectoryLink
     from manthan.manager.journal_link import JournalLink
+
+
+_NO_CAUSE = {None}
 
 
 @dataclass
@@ -269,7 +272,7 @@ class Driver(Generic[B]):
 
         Returns how many are not there any more.
         """
-        held, lost = [], 0
+        held, names, lost = [], [], 0
         most = 0 if self.rests else self.pressure.max_in_flight - len(self._held)
         pool = self._pool
         for order in self.manager.take_spills(most):
@@ -279,10 +282,12 @@ class Driver(Generic[B]):
                 self.manager.lost(order.key, now, order.group)
                 lost += 1
                 continue
-            self._held[self._name(order)] = order, block
+            name = self._of_chain(order.key) if group is None else (group, order.key)
+            self._held[name] = order, block
             held.append(order)
+            names.append(name)
         if self._directory is None:
-            self._granted += map(self._name, held)  # the manager's own count is all that there is to know
+            self._granted += names  # the manager's own count is all that there is to know
         else:
             self._directory.reserve(held)
         return lost
@@ -315,8 +320,10 @@ class Driver(Generic[B]):
 
         What every rank has answered is settled, and what is not needed any more released.
         """
+        stored: list[StoredBlock] = []
         for spill in spills:
-            self._spill_answered(spill, now)
+            self._spill_answered(spill, stored, now)
+        self.manager.all_spilled(stored, now)
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
@@ -326,19 +333,23 @@ class Driver(Generic[B]):
         self._release()
         self.tell_news()
 
-    def _spill_answered(self, answer: SpillResult, now: float) -> None:
-        name, answers = (answer.group, answer.key), [answer]
+    def _spill_answered(self, answer: SpillResult, stored: list[StoredBlock], now: float) -> None:
+        """stored: takes what the manager is to be told when all is heard."""
+        name, answers, causes, sizes = (answer.group, answer.key), [answer], {answer.cause}, [answer.nbytes]
         if self._ranks > 1:
             answers = [*self._answers.pop(name, ()), answer]
             if len(answers) < self._ranks:
                 self._answers[name] = answers
                 return
-        if causes := {one.cause for one in answers if one.cause is not None}:
-            self._refuse(name, causes, now)
+            causes, sizes = {one.cause for one in answers}, [one.nbytes for one in answers]
+        if causes != _NO_CAUSE:
+            self.manager.all_spilled(stored, now)  # in the order of the answers
+            stored.clear()
+            self._refuse(name, {cause for cause in causes if cause is not None}, now)
             return
         order = self._let_go(name)
         self._observer.spilled(answers)
-        self.manager.spilled(answer.key, self._weigh([one.nbytes for one in answers]), now, order.group)
+        stored.append((answer.key, self._weigh(sizes), order.group))
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:

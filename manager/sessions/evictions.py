@@ -1,6 +1,6 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
@@ -18,8 +18,11 @@ from manthan.manager.sessions.session import (
     Eviction,
     Session,
     SessionState,
+    StoredBlock,
 )
 from manthan.manager.sessions.table import SessionTable
+
+_NONE, _SPILLING = CodeState.NONE, CodeState.SPILLING  # looked up once, see `manthan.manager.sessions.blocks`
 
 DOUBLINGS = 5
 """A session that the cold store has no room for is idle for twice as long each time, up to so often."""
@@ -70,7 +73,7 @@ class Evictions:
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         session.evict_for = request_id
         self._exact.move_window(session)
-        needed = [block for block in session.chain if block.code is CodeState.NONE]
+        needed = [block for block in session.chain if block.code is _NONE]
         wanted = self._wanted_of_chain(needed)
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
@@ -79,11 +82,13 @@ class Evictions:
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
+        alone = (session,)
         for block in session.chain:
             if block.in_flight:
-                if block.waiters is None:
-                    block.waiters = {}
-                block.waiters[session] = None
+                if block.waiters:
+                    block.await_codes(session)
+                else:
+                    block.waiters = alone
                 session.pending += 1
             elif not block.hot:
                 self._orders.releases.append(block.key)
@@ -158,26 +163,33 @@ class Evictions:
                         break
         return chosen
 
-    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
-        """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        if (block := self._spilling(key, group)) is None:
-            return
-        if self._stale and block in self._stale:
-            self._fail(block, now)
-            return
-        self._blocks.settle(block, nbytes)
-        if not block.hot or group is not None:
-            self._release(block)
-        for session in self._waiters_of(block):
-            self._table.touch(session)
-            session.evict_encoded += 1
-            session.evict_nbytes += nbytes
-            if not session.pending:
-                self._finish(session, now)
-        if group is not None:
-            self._anchors.stored(block)
-        if not block.users:
-            self._pruning.drop([block], DropCause.ABANDONED)
+    def spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
+        """Every rank has put the codes of these blocks into its tier."""
+        find, settle, last = self._blocks.of_chain, self._blocks.settle, None
+        for key, nbytes, group in stored:
+            block = find(key) if group is None else self._blocks.get(key, group)
+            if block is None or block.code is not _SPILLING:
+                continue
+            if self._stale and block in self._stale:
+                self._fail(block, now)
+                continue
+            settle(block, nbytes)
+            if group is not None:
+                self._release(block)
+            elif not block.hot:
+                self._orders.releases.append(key)
+            for session in self._waiters_of(block) if block.waiters else ():
+                if session is not last:
+                    self._table.touch(session)
+                    last = session
+                session.evict_encoded += 1
+                session.evict_nbytes += nbytes
+                if not session.pending:
+                    self._finish(session, now)
+            if group is not None:
+                self._anchors.stored(block)
+            if not block.users:
+                self._pruning.drop([block], DropCause.ABANDONED)
 
     def failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
         """A rank could not store this block: its sessions stay hot, unless there are older codes of it."""
@@ -274,13 +286,11 @@ class Evictions:
 
     def _spilling(self, key: bytes, group: int | None) -> Block | None:
         block = self._blocks.get(key, group)
-        return block if block is not None and block.code is CodeState.SPILLING else None
+        return block if block is not None and block.code is _SPILLING else None
 
-    def _waiters_of(self, block: Block) -> list[Session]:
+    def _waiters_of(self, block: Block) -> Sequence[Session]:
         """The sessions that waited for a block, which is answered for now."""
-        if block.waiters is None:
-            return []
-        sessions, block.waiters = list(block.waiters), None
+        sessions, block.waiters = tuple(block.waiters), ()
         for session in sessions:
             session.pending -= 1
         return sessions

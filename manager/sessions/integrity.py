@@ -148,7 +148,7 @@ def _leaks(manager: SessionMemoryManager, block: Block) -> Findings:
     yield block.in_flight or block.old is None, f"{name} has codes to be replaced, but is {block.code}"
     reserves = block.reserves and manager.shape.group is not None
     yield reserves == (block.encoding.nbytes > 0), f"{name} is {block.code}, with {block.encoding}"
-    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters or ())
+    evicting = all(s.state is SessionState.EVICTING and s.chain[block.depth] is block for s in block.waiters)
     yield evicting, f"{name} is waited for by a session that is not being evicted"
 
 
@@ -158,7 +158,7 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
         hot = session.state is SessionState.HOT
         yield hot == bool(session.requests), f"{name} is {session.state} with requests {session.requests}"
         yield bool(session.chain or session.requests), f"{name} has neither blocks nor requests"
-        waits = sum(session in (block.waiters or ()) for block in session.chain)
+        waits = sum(session in block.waiters for block in session.chain)
         yield session.pending == waits, f"{name} waits for {waits} blocks, and {session.pending} are counted"
         evicting = session.state is SessionState.EVICTING
         yield evicting == bool(waits), f"{name} is {session.state} and waits for {waits} blocks"

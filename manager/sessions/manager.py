@@ -45,6 +45,7 @@ from manthan.manager.sessions.session import (
     Session,
     SessionInfo,
     SessionState,
+    StoredBlock,
 )
 from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
@@ -409,7 +410,11 @@ class SessionMemoryManager:
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled(key, nbytes, now, group)
+        self._evictions.spilled(((key, nbytes, group),), now)
+
+    def all_spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
+        """The same of several, in this order."""
+        self._evictions.spilled(stored, now)
 
     def spill_failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
         """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while.

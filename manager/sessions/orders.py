@@ -54,11 +54,12 @@ class Orders:
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
         """These are to leave the cold store."""
         keys: dict[int, list[bytes]] = {}
+        cold = CodeState.COLD
         for block in blocks:
             group = self._group if block.group is None else block.group
             if group is not None:
                 keys.setdefault(group, []).append(block.key)
-                self.has_freed |= block.code is CodeState.COLD
+                self.has_freed |= block.code is cold
         self._blocks.forget_all(blocks)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 

@@ -73,8 +73,9 @@ class Pressure:
 
     def relieve(self, now: float) -> None:
         """Below the low watermark, evict sessions until the high one is reached."""
-        if self.runway.length(self.low) < self.low:
-            self._manager.relieve(self._high - self.runway.length(self._high) - self._manager.on_their_way, now)
+        left = self.runway.length(self.low)
+        if left < self.low:  # then it has been walked as far as the high one just now
+            self._manager.relieve(self._high - left - self._manager.on_their_way, now)
 
     def must_wait(self, request_id: str, needed: int, now: float) -> bool:
         """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.

@@ -60,7 +60,8 @@ class Pruning:
 
     def _tell(self, session: Session, blocks: Sequence[Block], cause: DropCause) -> None:
         """The session loses these; what has no codes is not missed."""
-        lost = [block.encoding.nbytes for block in blocks if block.code is CodeState.COLD]
+        cold = CodeState.COLD
+        lost = [block.encoding.nbytes for block in blocks if block.code is cold]
         if lost:
             kind = NewsKind.RELEASED if cause in (DropCause.RELEASED, DropCause.EXPIRED) else NewsKind.DROPPED
             news = News(session.session_id, kind, blocks=len(lost), nbytes=sum(lost), cause=str(cause))
@@ -111,7 +112,7 @@ class Pruning:
             return
         for block in blocks:
             if block.waiters and session in block.waiters:
-                del block.waiters[session]
+                block.await_no_longer(session)
                 session.pending -= 1
                 if not block.waiters and block.code is CodeState.QUEUED:
                     self._orders.take_back(block)

@@ -3,7 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import NamedTuple, TypeAlias
 
 
 class SessionState(StrEnum):
@@ -142,8 +142,8 @@ class Block:
     """Whether its codes had to leave the fast tier."""
     windows: int = 0
     """Sessions that have it among their last tokens, which are kept exact."""
-    waiters: "dict[Session, None] | None" = None
-    """EVICTING sessions that wait for its codes, in order of arrival."""
+    waiters: "tuple[Session, ...] | dict[Session, None]" = ()
+    """EVICTING sessions that wait for its codes, in order of arrival; mostly one, so that a dict is for more."""
 
     @property
     def reserves(self) -> bool:
@@ -154,6 +154,19 @@ class Block:
     def in_flight(self) -> bool:
         """Whether its bf16 copy is about to be encoded, or being encoded."""
         return self.code is _QUEUED or self.code is _SPILLING
+
+    def await_codes(self, session: "Session") -> None:
+        """An EVICTING session waits for its codes, as others do."""
+        if isinstance(self.waiters, tuple):
+            self.waiters = dict.fromkeys(self.waiters)
+        self.waiters[session] = None
+
+    def await_no_longer(self, session: "Session") -> None:
+        """One that waited does so no more."""
+        if isinstance(self.waiters, tuple):
+            self.waiters = ()
+        else:
+            del self.waiters[session]
 
     @property
     def droppable(self) -> bool:
@@ -388,6 +401,11 @@ class DropCause(StrEnum):
     RESET = auto()
     EXPIRED = auto()
     RELEASED = auto()
+
+
+StoredBlock: TypeAlias = tuple[bytes, int, int | None]
+"""A block whose codes every rank has stored: its key, the bytes that they take together, its group or None for one of
+chains."""
 
 
 class Drop(NamedTuple):

@@ -15,6 +15,8 @@ from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import HOT_STATES, Block, MemoryShape, Session, SessionState
 from manthan.policies import EvictionPolicy, SessionView
 
+_HOT, _IDLE, _EVICTING, _COLD = SessionState  # looked up once, see `manthan.manager.sessions.blocks`
+
 REMEMBERED = 1024
 """How many sessions without KV are remembered at least; as many as there are with KV otherwise."""
 
@@ -86,7 +88,7 @@ class SessionTable:
         self.touch(session)
         old = session.state
         hot = (state in HOT_STATES) - (old in HOT_STATES)
-        running = (state is SessionState.HOT) - (old is SessionState.HOT)
+        running = (state is _HOT) - (old is _HOT)
         if hot or running:
             self.blocks.move(session.chain, hot=hot, running=running)
         self.states[old] -= 1
@@ -95,14 +97,14 @@ class SessionTable:
         self._leave_idle(session)
         if hot < 0:
             self.hot.forget(session.session_id)
-        if state is SessionState.IDLE:
+        if state is _IDLE:
             session.idle_since = now
             self.idle[session.session_id] = session
             if session.session_id not in self.hot:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
-        elif state in (SessionState.EVICTING, SessionState.COLD) and session.session_id not in self.cold:
+        elif (state is _EVICTING or state is _COLD) and session.session_id not in self.cold:
             self.enter_cold(session)
-        if state is SessionState.COLD and self.front is not None:
+        if state is _COLD and self.front is not None:
             self.front.used(self.view(session, self.shape.cold_nbytes), session.priority)
 
     def put_off_until(self, session: Session, when: float) -> None:
@@ -113,6 +115,8 @@ class SessionTable:
     def take_up(self, now: float, *, earlier: bool) -> None:
         """Sessions that were put off until now are idle as others, and, if so, the next one `earlier` than it was to
         be."""
+        if not self.put_off:
+            return
         names = [*self.put_off.pop_due(now), *([*islice(self.put_off.pop_due(math.inf), 1)] if earlier else [])]
         for name in names:
             session = self.idle[name] = self.by_id[name]
@@ -143,7 +147,7 @@ class SessionTable:
         self.chains.remove(session)
         cut = session.chain[length:]
         del session.chain[length:]
-        hot, running = session.state in HOT_STATES, session.state is SessionState.HOT
+        hot, running = session.state in HOT_STATES, session.state is _HOT
         self.blocks.leave(cut, hot=hot, running=running)
         self.chains.add(session)
         if not session.chain and not session.requests:
@@ -163,7 +167,7 @@ class SessionTable:
     def hot_victims(self) -> Iterator[Session]:
         """IDLE sessions, the one to be evicted first first; sessions may leave while one iterates."""
         sessions = map(self.by_id.__getitem__, self.hot.victims())
-        return (session for session in sessions if session.state is SessionState.IDLE)
+        return (session for session in sessions if session.state is _IDLE)
 
     def cold_victims(self, tenant: str | None = None) -> Iterator[Session]:
         """Sessions, of one tenant or of all, the one whose codes are to be dropped first first; likewise."""

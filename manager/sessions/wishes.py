@@ -107,11 +107,11 @@ class Wishes:
 
     def expire(self, now: float) -> None:
         """Forget sessions whose time to live is over, and pins."""
-        for session_id in list(self._pins.pop_due(now)):
+        for session_id in list(self._pins.pop_due(now)) if self._pins else ():
             pinned = self._table.by_id.get(session_id)
             if pinned is not None and pinned.pinned_until is not None and pinned.pinned_until <= now:
                 self.unpin(pinned)
-        for session_id in list(self._ttls.pop_due(now)):
+        for session_id in list(self._ttls.pop_due(now)) if self._ttls else ():
             session = self._table.by_id.get(session_id)
             if session is not None and session.state in (SessionState.IDLE, SessionState.COLD):
                 self._pruning.forget_session(session, DropCause.EXPIRED)

@@ -243,7 +243,7 @@ class EngineReplay(Replay):
         work = self._driver.step(0, self.now)
         self._counting.look_at_store()
         if work.spills:
-            self._held.update(spill.block_id for spill in work.spills)
+            self._held.update([spill.block_id for spill in work.spills])
             self.tally.note("spill", "", [spill.key for spill in work.spills])
             seconds = self.cost.spill_s_per_token * len(work.spills) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
@@ -254,7 +254,7 @@ class EngineReplay(Replay):
 
     def _encoded(self, spills: Sequence[SpillBlock]) -> None:
         self._counting.stored([spill.key for spill in spills])
-        self._held.difference_update(spill.block_id for spill in spills)
+        self._held.difference_update([spill.block_id for spill in spills])
         nbytes = self.manager.shape.cold_nbytes
         answers = [SpillResult(spill.key, spill.group, None, 0.0, nbytes) for spill in spills]
         self._driver.answered(answers, (), self.now)

@@ -26,8 +26,8 @@ class SimulatedPool:
 
     def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        keys = self._key
-        return (None if (key := keys[block]) is None else (key, None) for block in self._free)
+        keys = map(self._key.__getitem__, self._free)
+        return (None if key is None else (key, None) for key in keys)
 
     def users(self, block: int) -> int:
         return self._users[block]

@@ -199,7 +199,7 @@ class OneCacheReplay(Replay):
             keys = [order.key for order in manager.take_spills(self.setup.cold_blocks)]
             self.tally.note("spill", "", keys)
             counting.stored(keys)
-            for key in keys:
-                manager.spilled(key, manager.shape.cold_nbytes, now)
+            nbytes = manager.shape.cold_nbytes
+            manager.all_spilled([(key, nbytes, None) for key in keys], now)
         for eviction in manager.take_evictions():
             counting.evicted(eviction)

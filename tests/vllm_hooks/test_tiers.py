@@ -118,6 +118,35 @@ def test_runs_are_of_one_kind() -> None:
     assert found[2].part(1, 2).extents == [pieces]
 
 
+def test_blocks_in_a_row_are_found_wherever_they_were_put() -> None:
+    """Put together tail first, as evictions do; then one is gone, comes back elsewhere, or has a key of another
+    length."""
+    tiers, keys = Tiers(None, tier(64 * GRANULE)), [n.to_bytes(32, "big") for n in range(40)]
+    keep(tiers, *reversed(keys[:25]))
+    keep(tiers, *reversed(keys[25:]))
+    places = {name[1]: stored.extents for name, stored in tiers.host.blocks().items()}
+
+    def found(*wanted: bytes) -> list[tuple[Extent, ...]]:
+        run = tiers.find(0, wanted)
+        return [] if run is None else run.extents
+
+    assert found(*keys) == [places[key] for key in keys]
+    assert found(*keys[::-1]) == [places[key] for key in keys[::-1]]
+    assert found(*keys, b"another".ljust(32)) == [places[key] for key in keys]
+    assert tiers.find(1, keys) is None
+    tiers.drop(0, [keys[30]])
+    assert found(*keys) == [places[key] for key in keys[:30]]
+    keep(tiers, b"another".ljust(32))  # in its place
+    assert found(*keys) == [places[key] for key in keys[:30]]
+    keep(tiers, keys[30])
+    assert found(*keys[:30]) == [places[key] for key in keys[:30]]
+    assert len(found(*keys)) == 40
+    tiers.drop(0, [keys[31]])
+    keep(tiers, b"short")
+    assert len(found(*keys)) == 31
+    assert found(b"short") == found(b"short", keys[31])
+
+
 class TierMachine(RuleBasedStateMachine):
     """Two tiers, or one, whose blocks' bytes are written, moved and read as the path beside a GPU does it.
 

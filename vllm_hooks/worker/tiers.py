@@ -84,7 +84,7 @@ class Tier:
         self.arena = Arena(len(codes))
         self._columns: OrderedDict[Name, int] = OrderedDict()
         self._table = np.zeros((FIELDS, 0), np.int64)
-        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all have the same length
+        self._keys = np.zeros((0, 0), np.uint8)  # of each column, if all that came have the same length
         self._spare: list[int] = []  # columns of no block
         self._pieces: dict[int, tuple[Extent, ...]] = {}  # by column: blocks in several extents
 
@@ -131,14 +131,14 @@ class Tier:
         """All that there are, the one that was not used for longest first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
-        return {name: Stored(self._extents(at, *row[:2]), *row[1:-1]) for (name, at), row in known}
+        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : FIRST_TOKEN + 1]) for (name, at), row in known}
 
     def stored(self, name: Name) -> Stored | None:
         """What is known of a block."""
         column = self._columns.get(name)
         if column is None:
             return None
-        start, nbytes, exact, first_token, _ = self._table[:, column].tolist()
+        start, nbytes, exact, first_token, *_ = self._table[:, column].tolist()
         return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
@@ -217,7 +217,7 @@ class Tier:
         while done < len(keys) and (first := get((group, keys[done]))) is not None:
             second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
             row = np.array([first])
-            if second is not None and wanted is not None and wanted.shape[1] == self._keys.shape[1]:
+            if second is not None and wanted is not None and 0 < wanted.shape[1] == self._keys.shape[1]:
                 row = self._row(group, wanted[done:], first, second - first)
             if second is not None and len(row) < min(LEAST_ROW, len(keys) - done):
                 rest = list(map(get, zip(repeat(group), keys[done:])))
@@ -235,12 +235,11 @@ class Tier:
         return columns if same.all() else columns[: int(same.argmin())]
 
     def _write_keys(self, columns: Sequence[int], keys: Sequence[bytes]) -> None:
-        rows = _as_rows(keys)
-        if rows is None:
-            return
-        if not self._keys.size:
-            self._keys = np.zeros((self._table.shape[1], rows.shape[1]), np.uint8)
-        if rows.shape[1] == self._keys.shape[1]:
+        rows, fresh = _as_rows(keys), len(self._columns) == len(columns)
+        width = 0 if rows is None else rows.shape[1]
+        if fresh or width != self._keys.shape[1]:  # of several lengths, they are looked up one by one
+            self._keys = np.zeros((self._table.shape[1], width if fresh else 0), np.uint8)
+        if self._keys.shape[1] and rows is not None:
             self._keys[columns] = rows
 
     def _take_columns(self, count: int) -> list[int]:
