@@ -1,10 +1,12 @@
 """When does a session come back? Proportional hazards of its return, learned online.
 
-The hazard of a session's return at age t (seconds since its last use) is modelled as base(t) · exp(Σ w_f[bucket]): one
-curve over age for all, and a factor for what is known of the session, feature by feature. Both are estimated from the
-last few thousand requests: events (it came back) over exposure (it was waited for), as in Poisson regression with
-piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models for Survival Data with Covariates", Annals of
-Statistics 1982). Sessions that never return count as exposure, so the model learns which do not.
+The hazard of a session's return at age t (seconds since its last use) is modelled as base_k(t) · exp(Σ w_f[bucket]): a
+curve over age, and a factor for what is known of the session, feature by feature. There are a few curves, for kinds k
+of sessions by the pause before their last request: whoever was back after four seconds will be soon or not at all. All
+are estimated from the last few thousand requests, recent ones counting more: events (it came back) over exposure (it
+was waited for), as in Poisson regression with piecewise exponential lifetimes (Friedman, "Piecewise Exponential Models
+for Survival Data with Covariates", Annals of Statistics 1982). Sessions that never return count as exposure, so the
+model learns which do not.
 """
 
 from bisect import bisect_left
@@ -30,6 +32,14 @@ FEATURES: dict[str, tuple[int, ...]] = {
     "tokens of earlier turns that its last request changed": (0,),
 }
 """What is known of a session: the upper ends, included, of each feature's buckets but the last."""
+GAP = list(FEATURES).index("seconds between its last two requests")
+KIND_OF_GAP = (0, 1, 1, 2, 2, 3, 3, 3, 3)
+"""Which curve a session's return follows, by the bucket of that feature: there was none, 10 s, a minute, or more."""
+KINDS = max(KIND_OF_GAP) + 1
+HALF_LIVES = 4
+"""A request counts half as much after so many parts of the window."""
+FITS = 16
+"""As many estimates are made while the requests in the window are replaced."""
 
 
 def buckets(session: SessionView) -> tuple[int, ...]:
@@ -62,9 +72,9 @@ class _Window:
 class ReturnModel:
     """Learns from requests as they come, and says how likely a return is.
 
-    window: how many requests it learns from. refit_every: requests between two estimates, or an eighth of those that it
-    learns from if that is more, so that an estimate costs a request the same however many there are. prior: events that
-    each factor is taken to have seen at the average rate, which pulls what is rare towards 1.
+    window: how many requests it learns from. refit_every: requests between two estimates, or a sixteenth of those that
+    it learns from if that is more, so that an estimate costs a request the same however many there are. prior: events
+    that each factor is taken to have seen at the average rate, which pulls what is rare towards 1.
     """
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
@@ -75,8 +85,8 @@ class ReturnModel:
         self._open: dict[str, tuple[int, int]] = {}  # session id to its last request's number, and its uses then
         self._begins = np.array((0.0, *AGES))
         self._widths = np.array((*AGES, HORIZON)) - self._begins
-        self.base: Floats = 1 / np.array((*AGES, HORIZON))
-        """Returns per second in each piece, of a session whose factors are all 1."""
+        self.base: Floats = np.tile(1 / np.array((*AGES, HORIZON)), (KINDS, 1))
+        """Returns per second of a session whose factors are all 1, [kinds, pieces of age]."""
         self.weights = [np.zeros(len(ends) + 1) for ends in FEATURES.values()]
         """The logarithm of each bucket's factor."""
         self._logs: list[list[float]] = [weights.tolist() for weights in self.weights]  # plain numbers are read faster
@@ -110,22 +120,29 @@ class ReturnModel:
         self._window.weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
         if is_new and self._count >= self._next_fit:
             self._fit(session.last_used)
-            self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // 8)
+            self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // FITS)
 
     def _fit(self, now: float) -> None:
-        """Two rounds of: the base curve given the factors, each factor given the curve and the others."""
-        n = min(self._count, self._size)
+        """Two rounds of: the curves given the factors, each factor given the curves and the others."""
+        n, pieces = min(self._count, self._size), len(self._widths)
         known, began, returned = self._window.buckets[:n], self._window.began[:n], self._window.returned[:n]
-        weight = self._window.weight[:n] / self._window.weight[:n].mean()
+        ago = (self._count - 1 - np.arange(n)) % self._size
+        weight = self._window.weight[:n] / self._window.weight[:n].mean() * 0.5 ** (ago * HALF_LIVES / self._size)
         came = ~np.isnan(returned)
         age = np.where(came, returned, now) - began
-        events = np.bincount(np.searchsorted(AGES, age[came], side="left"), weight[came], len(self.base))
+        kind = np.array(KIND_OF_GAP)[known[:, GAP]]
+        cell = kind[came] * pieces + np.searchsorted(AGES, age[came], side="left")
+        events = np.bincount(cell, weight[came], KINDS * pieces).reshape(KINDS, pieces)
         exposure = np.clip(age[:, None] - self._begins, 0, self._widths) * weight[:, None]
+        is_kind = np.equal.outer(np.arange(KINDS), kind).astype(float)
         log_factor = np.sum([weights[known[:, f]] for f, weights in enumerate(self.weights)], axis=0)
         for _ in range(2):
+            waited = (is_kind * np.exp(log_factor)) @ exposure
             # As if two returns had been seen in each piece at the rate of one per age, which any scale of time has.
-            self.base = (events + 2) / (np.exp(log_factor) @ exposure + 2 * (self._begins + self._widths).clip(30))
-            expected = exposure @ self.base
+            prior = 2 * (self._begins + self._widths).clip(30)
+            mean = (events.sum(axis=0) + 2) / (waited.sum(axis=0) + prior)
+            self.base = mean * (events + self._prior) / (mean * waited + self._prior)
+            expected = (exposure @ self.base.T)[np.arange(n), kind]
             for f, weights in enumerate(self.weights):
                 others = np.exp(log_factor - weights[known[:, f]]) * expected
                 seen = np.bincount(known[came, f], weight[came], len(weights))
@@ -137,19 +154,20 @@ class ReturnModel:
         self.version += 1
 
     def index(self, log_factors: Floats) -> Floats:
-        """The Gittins index of waiting, [factors, pieces of age]: returns per second of room, stopping when it is best.
+        """The Gittins index of waiting, [kinds, factors, pieces of age]: returns per second of room, stopping when it is
+        best.
 
         That is max over τ of P(return within τ) / E[seconds until the return or τ], from where each piece begins
         (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
         """
-        hazard = self.base * np.exp(log_factors)[:, None]
+        hazard = self.base[:, None] * np.exp(log_factors)[:, None]
         returns = 1 - np.exp(-hazard * self._widths)
         waited = returns / hazard
         index: Floats = np.zeros_like(hazard)
-        for begin in range(len(self.base)):
-            waiting = np.ones_like(returns[:, begin:])
-            np.cumprod(1 - returns[:, begin:-1], axis=1, out=waiting[:, 1:])
-            gain = np.cumsum(waiting * returns[:, begin:], axis=1)
-            cost = np.cumsum(waiting * waited[:, begin:], axis=1)
-            index[:, begin] = (gain / cost).max(axis=1)
+        for begin in range(len(self._widths)):
+            waiting = np.ones_like(returns[..., begin:])
+            np.cumprod(1 - returns[..., begin:-1], axis=-1, out=waiting[..., 1:])
+            gain = np.cumsum(waiting * returns[..., begin:], axis=-1)
+            cost = np.cumsum(waiting * waited[..., begin:], axis=-1)
+            index[..., begin] = (gain / cost).max(axis=-1)
         return index

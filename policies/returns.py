@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, Floats, ReturnModel, buckets
+from manthan.policies.return_model import AGES, GAP, KIND_OF_GAP, KINDS, Floats, ReturnModel, buckets
 
 STEP, LEVELS = 0.25, 33
 LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
@@ -20,9 +20,9 @@ LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64
 class ReturnsOptions(PolicyOptions):
     """How it learns."""
 
-    window: int = Field(default=8192, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
+    window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
     refit_every: int = Field(
-        default=256, ge=1, description="a number of requests between two estimates, at least, 1 or more"
+        default=64, ge=1, description="a number of requests between two estimates, at least, 1 or more"
     )
     prior: float = Field(default=8.0, gt=0, description="a number of returns above 0")
 
@@ -35,8 +35,9 @@ class Returns(EvictionPolicy):
     before it, how long the session is, and whether it went on from the middle of another. What a session is worth is
     the Gittins index of waiting for it: returns per second of room, at the best moment to give up.
 
-    Sessions of about the same factor (a level) share a queue, in which only age tells them apart; the index rises with
-    age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim, O(1) a use.
+    Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart; the
+    index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim, O(1)
+    a use.
     """
 
     name: ClassVar[str] = "returns"
@@ -48,7 +49,7 @@ class Returns(EvictionPolicy):
         o = self.options
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
-        self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(LEVELS)]
+        self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(KINDS * LEVELS)]
         self._level_of: dict[str, int] = {}
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._index: list[list[float]] = []
@@ -65,7 +66,7 @@ class Returns(EvictionPolicy):
         known = buckets(session)
         self.model.observe(session, known)
         level = round(self.model.log_factor(known) / STEP) + LEVELS // 2
-        level = min(max(level, 0), LEVELS - 1)
+        level = min(max(level, 0), LEVELS - 1) + LEVELS * KIND_OF_GAP[known[GAP]]
         self._level_of[session.session_id] = level
         self._levels[level][session.session_id] = session.last_used
 
@@ -111,7 +112,7 @@ class Returns(EvictionPolicy):
         """Take over the model's last estimate, smoothed so that it rises with age to one peak and then falls."""
         if self._version != self.model.version:
             self._version = self.model.version
-            self._index = [_with_one_peak(row).tolist() for row in self.model.index(LOG_FACTORS)]
+            self._index = [_with_one_peak(row).tolist() for rows in self.model.index(LOG_FACTORS) for row in rows]
 
 
 def _with_one_peak(row: Floats) -> Floats:

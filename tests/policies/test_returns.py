@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from manthan.policies import SessionView
-from manthan.policies.return_model import AGES, FEATURES, ReturnModel, buckets
+from manthan.policies.return_model import AGES, FEATURES, KINDS, ReturnModel, buckets
 from manthan.policies.returns import Returns, ReturnsOptions
 
 
@@ -122,20 +122,21 @@ def test_hazards_are_found_that_made_the_data() -> None:
     factors = [np.exp(model.log_factor(known)) for known in (short, long)]
     assert 2.5 < factors[0] / factors[1] < 3.5
     piece = AGES.index(30)
-    assert 0.024 < model.base[piece] * factors[0] < 0.036
+    assert 0.024 < model.base[0, piece] * factors[0] < 0.036
 
 
 def test_the_index_of_a_constant_hazard_is_the_hazard() -> None:
     model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full(len(AGES) + 1, 0.01)
-    assert np.allclose(model.index(np.log([1.0, 3.0])), [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)])
+    model.base = np.full((KINDS, len(AGES) + 1), 0.01)
+    expected = [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)]
+    assert np.allclose(model.index(np.log([1.0, 3.0])), [expected] * KINDS)
 
 
 def test_the_index_looks_ahead_to_a_peak_and_not_behind_it() -> None:
     model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full(len(AGES) + 1, 1e-6)
-    model.base[AGES.index(60)] = 0.1
-    (index,) = model.index(np.zeros(1))
+    model.base = np.full((KINDS, len(AGES) + 1), 1e-6)
+    model.base[2, AGES.index(60)] = 0.1
+    index = model.index(np.zeros(1))[2, 0]
     peak = AGES.index(60)
     assert (np.diff(index[: peak + 1]) > 0).all()
     assert (index[peak + 1 :] < 1e-4).all()
