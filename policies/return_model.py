@@ -10,7 +10,9 @@ model learns which do not.
 """
 
 from bisect import bisect_left
+from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -19,31 +21,51 @@ from manthan.policies.base import SessionView
 
 Floats = NDArray[np.float64]
 
-AGES = (5, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
+AGES = (2, 5, 8, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 400, 520, 690, 1100, 2000)
 """Seconds at which one piece of the base curve ends and the next begins."""
 HORIZON = 4 * 3600.0
 """Seconds after which nobody is waited for."""
 FEATURES: dict[str, tuple[int, ...]] = {
-    "requests so far": (1, 2, 3, 4, 6, 9),
+    "requests so far": (1, 2, 3, 4, 6, 9, 14, 24),
     "tokens that its last request added": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     "tokens of the last answer": (2, 6, 20, 60, 150, 300, 500, 700, 1000),
-    "seconds between its last two requests": (-1, 0, 10, 30, 60, 120, 240, 480),
+    "seconds between its last two requests": (-1, 2, 5, 10, 30, 60, 120, 240, 480),
     "tokens": (1024, 2048, 4096, 8192, 16384, 32768, 65536),
     "tokens of earlier turns that its last request changed": (0,),
+    "seconds after which the client said it would be back": (-1, 2, 5, 10, 30, 60, 300),
+    "its last pause, in parts of what the client had said": (-1, 0.5, 2),
 }
 """What is known of a session: the upper ends, included, of each feature's buckets but the last."""
 GAP = list(FEATURES).index("seconds between its last two requests")
-KIND_OF_GAP = (0, 1, 1, 2, 2, 3, 3, 3, 3)
+SAID = list(FEATURES).index("seconds after which the client said it would be back")
+KIND_OF_GAP = (0, 1, 1, 1, 2, 2, 3, 3, 3, 3)
 """Which curve a session's return follows, by the bucket of that feature: there was none, 10 s, a minute, or more."""
-KINDS = max(KIND_OF_GAP) + 1
+KIND_OF_SAID = (None, 4, 4, 4, 5, 5, 6, 6)
+"""And where the client said when it would be back: in 10 s, a minute, or more."""
+KINDS = 7
 HALF_LIVES = 4
 """A request counts half as much after so many parts of the window."""
 FITS = 16
 """As many estimates are made while the requests in the window are replaced."""
 
 
-def buckets(session: SessionView) -> tuple[int, ...]:
-    """The bucket of each feature."""
+def kind_of(known: Sequence[int]) -> int:
+    """Which curve the return follows of a session with these buckets."""
+    said = KIND_OF_SAID[known[SAID]]
+    return KIND_OF_GAP[known[GAP]] if said is None else said
+
+
+_KIND_OF = np.array([[kind if kind is not None else gap for kind in KIND_OF_SAID] for gap in KIND_OF_GAP])
+
+
+def said_s(session: SessionView) -> float | None:
+    """For how long it said it would be away; None if it did not."""
+    return None if session.expected is None else max(0.0, session.expected - session.last_used)
+
+
+def buckets(session: SessionView, kept: float = -1.0) -> tuple[int, ...]:
+    """The bucket of each feature. kept: the last pause in parts of what the client had said; -1 if it had not."""
+    said = said_s(session)
     values = (
         session.uses,
         session.added_tokens,
@@ -51,8 +73,23 @@ def buckets(session: SessionView) -> tuple[int, ...]:
         -1.0 if session.gap is None else session.gap,
         session.tokens,
         session.left_tokens,
+        -1.0 if said is None else said,
+        kept,
     )
     return tuple(bisect_left(ends, value) for ends, value in zip(FEATURES.values(), values, strict=True))
+
+
+class _Last(NamedTuple):
+    """A session's last request: its number, `uses` then, what the client said of the pause that follows, and how the
+    pause before was to what had been said of that, as in `buckets`."""
+
+    number: int
+    uses: int
+    said: float | None
+    kept: float
+
+
+NOBODY = _Last(-1, 0, None, -1.0)
 
 
 @dataclass
@@ -82,7 +119,7 @@ class ReturnModel:
         self._window, self._size = _Window.of(window), window
         self._count = 0
         self._next_fit = refit_every
-        self._open: dict[str, tuple[int, int]] = {}  # session id to its last request's number, and its uses then
+        self._open: dict[str, _Last] = {}
         self._begins = np.array((0.0, *AGES))
         self._widths = np.array((*AGES, HORIZON)) - self._begins
         self.base: Floats = np.tile(1 / np.array((*AGES, HORIZON)), (KINDS, 1))
@@ -97,20 +134,31 @@ class ReturnModel:
         """Σ w_f of a session."""
         return sum(logs[bucket] for logs, bucket in zip(self._logs, known, strict=True))
 
+    def buckets(self, session: SessionView) -> tuple[int, ...]:
+        """The bucket of each feature, with what the client said of earlier pauses."""
+        return buckets(session, self._kept(session))
+
+    def _kept(self, session: SessionView) -> float:
+        last = self._open.get(session.session_id, NOBODY)
+        if last.uses == session.uses:
+            return last.kept
+        return -1.0 if last.said is None or session.gap is None else session.gap / max(last.said, 1.0)
+
     def observe(self, session: SessionView, known: tuple[int, ...]) -> None:
         """A request of the session ended. What is told again of the same request only corrects what is known."""
-        number, uses = self._open.get(session.session_id, (-1, 0))
-        is_new = uses != session.uses
+        last = self._open.get(session.session_id, NOBODY)
+        number, is_new = last.number, last.uses != session.uses
         if is_new and number >= self._count - self._size and session.gap is not None:
             slot = number % self._size
             self._window.returned[slot] = self._window.began[slot] + session.gap
         if is_new:
             number = self._count
             self._count += 1
-            self._open[session.session_id] = (number, session.uses)
+        if is_new or session.expected is not None:
+            self._open[session.session_id] = _Last(number, session.uses, said_s(session), self._kept(session))
             if len(self._open) > 2 * self._size:
                 oldest = self._count - self._size
-                self._open = {key: entry for key, entry in self._open.items() if entry[0] >= oldest}
+                self._open = {key: entry for key, entry in self._open.items() if entry.number >= oldest}
         if number < self._count - self._size:
             return
         slot = number % self._size
@@ -130,7 +178,7 @@ class ReturnModel:
         weight = self._window.weight[:n] / self._window.weight[:n].mean() * 0.5 ** (ago * HALF_LIVES / self._size)
         came = ~np.isnan(returned)
         age = np.where(came, returned, now) - began
-        kind = np.array(KIND_OF_GAP)[known[:, GAP]]
+        kind = _KIND_OF[known[:, GAP], known[:, SAID]]
         cell = kind[came] * pieces + np.searchsorted(AGES, age[came], side="left")
         events = np.bincount(cell, weight[came], KINDS * pieces).reshape(KINDS, pieces)
         exposure = np.clip(age[:, None] - self._begins, 0, self._widths) * weight[:, None]
@@ -154,11 +202,10 @@ class ReturnModel:
         self.version += 1
 
     def index(self, log_factors: Floats) -> Floats:
-        """The Gittins index of waiting, [kinds, factors, pieces of age]: returns per second of room, stopping when it is
-        best.
+        """The Gittins index of waiting, [kinds, factors, pieces of age]: returns per second of room.
 
-        That is max over τ of P(return within τ) / E[seconds until the return or τ], from where each piece begins
-        (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
+        That is, if one stops when it is best, max over τ of P(return within τ) / E[seconds until the return or τ], from
+        where each piece begins (Gittins, "Bandit Processes and Dynamic Allocation Indices", JRSS B 1979).
         """
         hazard = self.base[:, None] * np.exp(log_factors)[:, None]
         returns = 1 - np.exp(-hazard * self._widths)

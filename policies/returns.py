@@ -10,7 +10,7 @@ import numpy as np
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, GAP, KIND_OF_GAP, KINDS, Floats, ReturnModel, buckets
+from manthan.policies.return_model import AGES, KINDS, Floats, ReturnModel, kind_of
 
 STEP, LEVELS = 0.25, 33
 LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
@@ -32,12 +32,13 @@ class Returns(EvictionPolicy):
 
     Most sessions never return, and the others do so after times that have a shape. A model (see return_model) learns
     both online: from how many requests a session had, what the last one added, how long the answer was, the pause
-    before it, how long the session is, and whether it went on from the middle of another. What a session is worth is
-    the Gittins index of waiting for it: returns per second of room, at the best moment to give up.
+    before it, how long the session is, whether it went on from the middle of another, and when the client said that it
+    would be back, which counts for as much as was true of it before. What a session is worth is the Gittins index of
+    waiting for it: returns per second of room, at the best moment to give up.
 
     Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart; the
-    index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim, O(1)
-    a use.
+    index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim,
+    O(1) a use.
     """
 
     name: ClassVar[str] = "returns"
@@ -63,10 +64,10 @@ class Returns(EvictionPolicy):
     def used(self, session: SessionView) -> None:
         self.forget(session.session_id)
         self._now = max(self._now, session.last_used)
-        known = buckets(session)
+        known = self.model.buckets(session)
         self.model.observe(session, known)
         level = round(self.model.log_factor(known) / STEP) + LEVELS // 2
-        level = min(max(level, 0), LEVELS - 1) + LEVELS * KIND_OF_GAP[known[GAP]]
+        level = min(max(level, 0), LEVELS - 1) + LEVELS * kind_of(known)
         self._level_of[session.session_id] = level
         self._levels[level][session.session_id] = session.last_used
 

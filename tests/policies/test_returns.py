@@ -163,6 +163,7 @@ def test_each_feature_tells_sessions_apart() -> None:
         view("s", 0.0, answer_tokens=500),
         view("s", 0.0, left_tokens=16),
         view("s", 0.0)._replace(tokens=50_000),
+        view("s", 0.0)._replace(expected=8.0),
     ]
-    assert len(FEATURES) == len(others)
+    assert len(FEATURES) == len(others) + 1, "and how true it was what the client said"
     assert all(buckets(other) != plain for other in others)
