@@ -9,9 +9,10 @@ for Survival Data with Covariates", Annals of Statistics 1982). Sessions that ne
 model learns which do not.
 """
 
+import math
+from array import array
 from bisect import bisect_left
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
@@ -36,6 +37,7 @@ FEATURES: dict[str, tuple[int, ...]] = {
     "its last pause, in parts of what the client had said": (-1, 0.5, 2),
 }
 """What is known of a session: the upper ends, included, of each feature's buckets but the last."""
+_ENDS = tuple(FEATURES.values())
 GAP = list(FEATURES).index("seconds between its last two requests")
 SAID = list(FEATURES).index("seconds after which the client said it would be back")
 KIND_OF_GAP = (0, 1, 1, 1, 2, 2, 3, 3, 3, 3)
@@ -65,18 +67,18 @@ def said_s(session: SessionView) -> float | None:
 
 def buckets(session: SessionView, kept: float = -1.0) -> tuple[int, ...]:
     """The bucket of each feature. kept: the last pause in parts of what the client had said; -1 if it had not."""
-    said = said_s(session)
-    values = (
-        session.uses,
-        session.added_tokens,
-        session.answer_tokens,
-        -1.0 if session.gap is None else session.gap,
-        session.tokens,
-        session.left_tokens,
-        -1.0 if said is None else said,
-        kept,
+    requests, added, answer, pause, tokens, left, said, held = _ENDS
+    away = said_s(session)
+    return (
+        bisect_left(requests, session.uses),
+        bisect_left(added, session.added_tokens),
+        bisect_left(answer, session.answer_tokens),
+        bisect_left(pause, -1.0 if session.gap is None else session.gap),
+        bisect_left(tokens, session.tokens),
+        bisect_left(left, session.left_tokens),
+        bisect_left(said, -1.0 if away is None else away),
+        bisect_left(held, kept),
     )
-    return tuple(bisect_left(ends, value) for ends, value in zip(FEATURES.values(), values, strict=True))
 
 
 class _Last(NamedTuple):
@@ -92,18 +94,23 @@ class _Last(NamedTuple):
 NOBODY = _Last(-1, 0, None, -1.0)
 
 
-@dataclass
 class _Window:
-    """The last requests in a ring: what was known [n, features], when it began and returned (NaN: not yet) [n]."""
+    """The last requests in a ring of `size`: what was known [size, features], when each began and returned (NaN: not
+    yet) and what it counts for [size]. Arrays of plain numbers, as these are written one by one."""
 
-    buckets: NDArray[np.int64]
-    began: Floats
-    returned: Floats
-    weight: Floats
+    def __init__(self, size: int) -> None:
+        self._known = bytearray(size * len(FEATURES))
+        self.began, self.weight = array("d", bytes(8 * size)), array("d", bytes(8 * size))
+        self.returned = array("d", [math.nan]) * size
 
-    @classmethod
-    def of(cls, size: int) -> "_Window":
-        return cls(np.zeros((size, len(FEATURES)), np.int64), np.zeros(size), np.full(size, np.nan), np.zeros(size))
+    def put(self, slot: int, known: tuple[int, ...], began: float, weight: float) -> None:
+        self._known[slot * len(known) : (slot + 1) * len(known)] = bytes(known)
+        self.began[slot], self.weight[slot], self.returned[slot] = began, weight, math.nan
+
+    def first(self, n: int) -> tuple[NDArray[np.int64], Floats, Floats, Floats]:
+        """Copies of the first `n` rows: known, began, returned, weight."""
+        known = np.frombuffer(self._known, np.uint8).reshape(-1, len(FEATURES))[:n].astype(np.int64)
+        return known, np.array(self.began[:n]), np.array(self.returned[:n]), np.array(self.weight[:n])
 
 
 class ReturnModel:
@@ -116,7 +123,7 @@ class ReturnModel:
 
     def __init__(self, window: int, refit_every: int, prior: float) -> None:
         self._refit_every, self._prior = refit_every, prior
-        self._window, self._size = _Window.of(window), window
+        self._window, self._size = _Window(window), window
         self._count = 0
         self._next_fit = refit_every
         self._open: dict[str, _Last] = {}
@@ -129,10 +136,14 @@ class ReturnModel:
         self._logs: list[list[float]] = [weights.tolist() for weights in self.weights]  # plain numbers are read faster
         self.version = 0
         """How often it was estimated."""
+        self._table: tuple[int, list[list[float]]] = -1, []
 
     def log_factor(self, known: tuple[int, ...]) -> float:
         """Σ w_f of a session."""
-        return sum(logs[bucket] for logs, bucket in zip(self._logs, known, strict=True))
+        total = 0.0
+        for logs, bucket in zip(self._logs, known, strict=True):
+            total += logs[bucket]
+        return total
 
     def buckets(self, session: SessionView) -> tuple[int, ...]:
         """The bucket of each feature, with what the client said of earlier pauses."""
@@ -162,10 +173,8 @@ class ReturnModel:
         if number < self._count - self._size:
             return
         slot = number % self._size
-        self._window.buckets[slot] = known
-        self._window.began[slot] = session.last_used
-        self._window.returned[slot] = np.nan
-        self._window.weight[slot] = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
+        weight = max(1, session.tokens) ** 0.5  # long ones matter more, but not as their size
+        self._window.put(slot, known, session.last_used, weight)
         if is_new and self._count >= self._next_fit:
             self._fit(session.last_used)
             self._next_fit = self._count + max(self._refit_every, min(self._count, self._size) // FITS)
@@ -173,9 +182,9 @@ class ReturnModel:
     def _fit(self, now: float) -> None:
         """Two rounds of: the curves given the factors, each factor given the curves and the others."""
         n, pieces = min(self._count, self._size), len(self._widths)
-        known, began, returned = self._window.buckets[:n], self._window.began[:n], self._window.returned[:n]
+        known, began, returned, weight = self._window.first(n)
         ago = (self._count - 1 - np.arange(n)) % self._size
-        weight = self._window.weight[:n] / self._window.weight[:n].mean() * 0.5 ** (ago * HALF_LIVES / self._size)
+        weight *= 0.5 ** (ago * HALF_LIVES / self._size) / weight.mean()
         came = ~np.isnan(returned)
         age = np.where(came, returned, now) - began
         kind = _KIND_OF[known[:, GAP], known[:, SAID]]
@@ -201,6 +210,12 @@ class ReturnModel:
         self._logs = [weights.tolist() for weights in self.weights]
         self.version += 1
 
+    def table(self, log_factors: Floats) -> list[list[float]]:
+        """The index, row by row, smoothed so that it rises with age to one peak and then falls. All places share it."""
+        if self._table[0] != self.version:
+            self._table = self.version, _with_one_peak(self.index(log_factors)).reshape(-1, len(self._widths)).tolist()
+        return self._table[1]
+
     def index(self, log_factors: Floats) -> Floats:
         """The Gittins index of waiting, [kinds, factors, pieces of age]: returns per second of room.
 
@@ -218,3 +233,9 @@ class ReturnModel:
             cost = np.cumsum(waiting * waited[..., begin:], axis=-1)
             index[..., begin] = (gain / cost).max(axis=-1)
         return index
+
+
+def _with_one_peak(index: Floats) -> Floats:
+    is_behind = np.arange(index.shape[-1]) >= index.argmax(axis=-1)[..., None]
+    falling = np.minimum.accumulate(np.where(is_behind, index, np.inf), axis=-1)
+    return np.where(is_behind, falling, np.maximum.accumulate(index, axis=-1))

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, KINDS, Floats, ReturnModel, kind_of
+from manthan.policies.return_model import AGES, KINDS, ReturnModel, kind_of
 
-STEP, LEVELS = 0.25, 33
+STEP, LEVELS = 0.5, 17
 LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
 """Sessions are kept by the logarithm of their return's factor, in steps."""
 
@@ -83,14 +83,9 @@ class Returns(EvictionPolicy):
 
     def victims(self) -> Iterator[str]:
         yield from in_order(self._superseded)
-        self._refresh()
-        ends = [
-            (self._worth(level, last_used), last_used, level, newest, session_id)
-            for level, queue in enumerate(self._levels)
-            if queue
-            for newest in (False, True)
-            for session_id, last_used in [next(reversed(queue.items()) if newest else iter(queue.items()))]
-        ]
+        if self._version != self.model.version:
+            self._version, self._index = self.model.version, self.model.table(LOG_FACTORS)
+        ends = list(self._ends())
         heapq.heapify(ends)
         queues: dict[tuple[int, bool], Iterator[str]] = {}
         passed: set[str] = set()
@@ -106,16 +101,14 @@ class Returns(EvictionPolicy):
                 last_used = queue[following]
                 heapq.heappush(ends, (self._worth(level, last_used), last_used, level, newest, following))
 
+    def _ends(self) -> Iterator[tuple[float, float, int, bool, str]]:
+        """The oldest and the newest of each queue: its worth, when it was used, the level, whether it is the newest."""
+        for level, queue in enumerate(self._levels):
+            if queue:
+                oldest, newest = next(iter(queue)), next(reversed(queue))
+                yield self._worth(level, queue[oldest]), queue[oldest], level, False, oldest
+                if newest != oldest:
+                    yield self._worth(level, queue[newest]), queue[newest], level, True, newest
+
     def _worth(self, level: int, last_used: float) -> float:
         return self._index[level][bisect_left(AGES, self._now - last_used)]
-
-    def _refresh(self) -> None:
-        """Take over the model's last estimate, smoothed so that it rises with age to one peak and then falls."""
-        if self._version != self.model.version:
-            self._version = self.model.version
-            self._index = [_with_one_peak(row).tolist() for rows in self.model.index(LOG_FACTORS) for row in rows]
-
-
-def _with_one_peak(row: Floats) -> Floats:
-    peak = int(row.argmax())
-    return np.concatenate((np.maximum.accumulate(row[:peak]), np.minimum.accumulate(row[peak:])))
