@@ -167,3 +167,59 @@ def test_each_feature_tells_sessions_apart() -> None:
     ]
     assert len(FEATURES) == len(others) + 1, "and how true it was what the client said"
     assert all(buckets(other) != plain for other in others)
+
+
+def said(policy: Returns, true: bool, sessions: int = 400) -> float:
+    """Half of the sessions say that they will be back in 30 s, the others nothing. If that is true, those who said it
+    are, and nobody else; if not, the others are after 40 s, and they never. Returns the time at which it ends."""
+    events = []
+    for i in range(sessions):
+        begin, says = i * 5.0, i % 2 == 0
+        first = view(f"t{i}", begin)
+        events.append((begin, first._replace(expected=begin + 30.0) if says else first))
+        if says == true:
+            gap = 30.0 if says else 40.0
+            events.append((begin + gap, view(f"t{i}", begin + gap, 2, gap, added=20_000)))
+    for _, session in sorted(events, key=lambda event: event[0]):
+        policy.used(session)
+    for i in range(sessions):
+        policy.evicted(f"t{i}")
+    return sessions * 5.0 + 100
+
+
+def first_of_both(policy: Returns, now: float) -> str:
+    """Who goes first: one who has said that it will be back, or one used at the same time that has not."""
+    policy.used(view("says", now)._replace(expected=now + 30.0))
+    policy.used(view("silent", now))
+    policy.used(view("last", now + 10.0))
+    return next(name for name in policy.victims() if name != "last")
+
+
+def test_who_says_when_it_will_be_back_stays_where_that_was_true() -> None:
+    policy = quick()
+    assert first_of_both(policy, said(policy, true=True)) == "silent"
+
+
+def test_what_is_said_is_worth_nothing_where_it_was_not_true() -> None:
+    policy = quick()
+    assert first_of_both(policy, said(policy, true=False)) == "says"
+
+
+def test_who_is_overdue_goes_before_who_is_expected() -> None:
+    policy = quick()
+    now = said(policy, true=True)
+    policy.used(view("overdue", now)._replace(expected=now + 30.0))
+    policy.used(view("expected", now + 400.0)._replace(expected=now + 430.0))
+    assert next(policy.victims()) == "overdue"
+
+
+def test_how_true_it_was_is_known_of_each_session() -> None:
+    model = ReturnModel(window=64, refit_every=64, prior=1.0)
+    for gap in (10.0, 100.0, 300.0):
+        first = view("s", 0.0)._replace(expected=100.0)
+        model.observe(first, model.buckets(first))
+        then = view("s", gap, 2, gap)
+        assert model.buckets(then) == buckets(then, gap / 100.0)
+        model.observe(then, model.buckets(then))
+        assert model.buckets(then) == buckets(then, gap / 100.0), "told again of the same request"
+        model._open.clear()
