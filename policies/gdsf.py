@@ -41,14 +41,14 @@ class GDSF(RankedPolicy):
 
     def __init__(self, options: Any = None) -> None:
         super().__init__(options)
-        self._age = 0.0
+        self.age = 0.0
         """L in the paper: the priority of who went last."""
 
     def rank(self, session: SessionView) -> float:
         cost = session.tokens + session.tokens**2 / self.options.attention_tokens
-        return self._age + session.uses * cost / max(1, session.nbytes)
+        return self.age + session.uses * cost / max(1, session.nbytes)
 
     def evicted(self, session_id: str) -> None:
         if (rank := self._ranking.get(session_id)) is not None:
-            self._age = max(self._age, rank)
+            self.age = max(self.age, rank)
         self.forget(session_id)

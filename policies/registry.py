@@ -10,12 +10,12 @@ from manthan.policies.fifo import FIFO
 from manthan.policies.gdsf import GDSF
 from manthan.policies.lfu import LFU
 from manthan.policies.lru import LRU
-from manthan.policies.returns import Returns
+from manthan.policies.mixture import Mixture
 from manthan.policies.s3fifo import S3FIFO
 from manthan.policies.ttl import TTL
 
 BUILTIN: dict[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in (LRU, FIFO, LFU, TTL, ARC, S3FIFO, GDSF, Returns)
+    policy.name: policy for policy in (LRU, FIFO, LFU, TTL, ARC, S3FIFO, GDSF, Mixture)
 }
 ENTRY_POINT_GROUP = "manthan.policies"
 

@@ -10,9 +10,9 @@ import numpy as np
 from pydantic import Field
 
 from manthan.policies.base import EvictionPolicy, PolicyOptions, SessionView, in_order
-from manthan.policies.return_model import AGES, Floats, ReturnModel, buckets
+from manthan.policies.return_model import AGES, KINDS, ReturnModel, kind_of
 
-STEP, LEVELS = 0.25, 33
+STEP, LEVELS = 0.5, 17
 LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64)
 """Sessions are kept by the logarithm of their return's factor, in steps."""
 
@@ -20,9 +20,9 @@ LOG_FACTORS = STEP * np.arange(-(LEVELS // 2), LEVELS // 2 + 1, dtype=np.float64
 class ReturnsOptions(PolicyOptions):
     """How it learns."""
 
-    window: int = Field(default=8192, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
+    window: int = Field(default=4096, ge=64, le=1 << 20, description="a number of requests to learn from, 64 or more")
     refit_every: int = Field(
-        default=256, ge=1, description="a number of requests between two estimates, at least, 1 or more"
+        default=64, ge=1, description="a number of requests between two estimates, at least, 1 or more"
     )
     prior: float = Field(default=8.0, gt=0, description="a number of returns above 0")
 
@@ -32,11 +32,13 @@ class Returns(EvictionPolicy):
 
     Most sessions never return, and the others do so after times that have a shape. A model (see return_model) learns
     both online: from how many requests a session had, what the last one added, how long the answer was, the pause
-    before it, how long the session is, and whether it went on from the middle of another. What a session is worth is
-    the Gittins index of waiting for it: returns per second of room, at the best moment to give up.
+    before it, how long the session is, whether it went on from the middle of another, and when the client said that it
+    would be back, which counts for as much as was true of it before. What a session is worth is the Gittins index of
+    waiting for it: returns per second of room, at the best moment to give up.
 
-    Sessions of about the same factor (a level) share a queue, in which only age tells them apart; the index rises with
-    age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim, O(1) a use.
+    Sessions of one kind and of about the same factor (a level) share a queue, in which only age tells them apart; the
+    index rises with age to a peak and then falls, so the least of a queue is at one of its ends. O(levels) a victim,
+    O(1) a use.
     """
 
     name: ClassVar[str] = "returns"
@@ -48,7 +50,7 @@ class Returns(EvictionPolicy):
         o = self.options
         self.model = model if model is not None else ReturnModel(o.window, o.refit_every, o.prior)
         self._now = 0.0
-        self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(LEVELS)]
+        self._levels: list[OrderedDict[str, float]] = [OrderedDict() for _ in range(KINDS * LEVELS)]
         self._level_of: dict[str, int] = {}
         self._superseded: OrderedDict[str, None] = OrderedDict()
         self._index: list[list[float]] = []
@@ -62,10 +64,10 @@ class Returns(EvictionPolicy):
     def used(self, session: SessionView) -> None:
         self.forget(session.session_id)
         self._now = max(self._now, session.last_used)
-        known = buckets(session)
+        known = self.model.buckets(session)
         self.model.observe(session, known)
         level = round(self.model.log_factor(known) / STEP) + LEVELS // 2
-        level = min(max(level, 0), LEVELS - 1)
+        level = min(max(level, 0), LEVELS - 1) + LEVELS * kind_of(known)
         self._level_of[session.session_id] = level
         self._levels[level][session.session_id] = session.last_used
 
@@ -81,14 +83,9 @@ class Returns(EvictionPolicy):
 
     def victims(self) -> Iterator[str]:
         yield from in_order(self._superseded)
-        self._refresh()
-        ends = [
-            (self._worth(level, last_used), last_used, level, newest, session_id)
-            for level, queue in enumerate(self._levels)
-            if queue
-            for newest in (False, True)
-            for session_id, last_used in [next(reversed(queue.items()) if newest else iter(queue.items()))]
-        ]
+        if self._version != self.model.version:
+            self._version, self._index = self.model.version, self.model.table(LOG_FACTORS)
+        ends = list(self._ends())
         heapq.heapify(ends)
         queues: dict[tuple[int, bool], Iterator[str]] = {}
         passed: set[str] = set()
@@ -104,16 +101,14 @@ class Returns(EvictionPolicy):
                 last_used = queue[following]
                 heapq.heappush(ends, (self._worth(level, last_used), last_used, level, newest, following))
 
+    def _ends(self) -> Iterator[tuple[float, float, int, bool, str]]:
+        """The oldest and the newest of each queue: its worth, when it was used, the level, whether it is the newest."""
+        for level, queue in enumerate(self._levels):
+            if queue:
+                oldest, newest = next(iter(queue)), next(reversed(queue))
+                yield self._worth(level, queue[oldest]), queue[oldest], level, False, oldest
+                if newest != oldest:
+                    yield self._worth(level, queue[newest]), queue[newest], level, True, newest
+
     def _worth(self, level: int, last_used: float) -> float:
         return self._index[level][bisect_left(AGES, self._now - last_used)]
-
-    def _refresh(self) -> None:
-        """Take over the model's last estimate, smoothed so that it rises with age to one peak and then falls."""
-        if self._version != self.model.version:
-            self._version = self.model.version
-            self._index = [_with_one_peak(row).tolist() for row in self.model.index(LOG_FACTORS)]
-
-
-def _with_one_peak(row: Floats) -> Floats:
-    peak = int(row.argmax())
-    return np.concatenate((np.maximum.accumulate(row[:peak]), np.minimum.accumulate(row[peak:])))

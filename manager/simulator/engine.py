@@ -8,6 +8,7 @@ from itertools import count
 from typing import Any
 
 from manthan.manager.driver import Driver
+from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup
@@ -113,6 +114,7 @@ class EngineReplay(Replay):
             self.now,
             tokens=traced.input_tokens,
             blocks=self.asked(traced),
+            hints=Hints(expect_return_s=traced.expect_return_s),
         )
         self._waiting.append(request)
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.observer import Observer
+from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, Eviction, MemoryShape
 from manthan.manager.simulator.cost_model import CostModel
@@ -171,7 +172,8 @@ class OneCacheReplay(Replay):
     def _serve(self, number: int, request: TracedRequest) -> None:
         manager, now, name = self.manager, request.at, str(number)
         prompt = request.keys[: request.prompt_blocks]
-        manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens)
+        hints = Hints(expect_return_s=request.expect_return_s)
+        manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens, hints=hints)
         found = manager.match(request.keys[: self.usable(request)])
         if found:
             self._counting.restoring(name, request.keys[:found])

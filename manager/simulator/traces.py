@@ -17,6 +17,7 @@ CSV_BLOCK_TOKENS = 16
 CSV_COLUMNS = ("time_s", "session_id", "input_tokens", "output_tokens")
 """Those that must be there."""
 
+_SECONDS = "a number of seconds above 0"
 _COUNT = "a whole number of tokens, {} or more"
 _TIME = "a number of {}, 0 or more"
 
@@ -29,7 +30,8 @@ class TracedRequest(NamedTuple):
     """One request of a trace.
 
     at: seconds. session: what the client called it, if it did. prompt_blocks: how many of the keys are the prompt's.
-    keys: of all full blocks: the prompt's, and then the answer's as far as the trace tells.
+    keys: of all full blocks: the prompt's, and then the answer's as far as the trace tells. expect_return_s: the hint
+    of that name, if the client gave it.
     """
 
     at: float
@@ -38,6 +40,7 @@ class TracedRequest(NamedTuple):
     prompt_blocks: int
     input_tokens: int
     output_tokens: int
+    expect_return_s: float | None = None
 
 
 class Trace(NamedTuple):
@@ -62,6 +65,7 @@ class MooncakeLine(_Line):
     input_length: int = Field(ge=1, strict=True, description=_COUNT.format(1))
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
+    expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
 
 
 class CsvLine(_Line):
@@ -75,6 +79,7 @@ class CsvLine(_Line):
     output_tokens: int = Field(ge=0, description=_COUNT.format(0))
     prefix_id: str = Field(default="", description="what the shared beginning is called; empty for none")
     prefix_tokens: int = Field(default=0, ge=0, description=_COUNT.format(0))
+    expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
 
 
 def read_trace(path: str | Path, block_tokens: int | None = None) -> Trace:
@@ -119,7 +124,8 @@ def _read_mooncake(name: str, file: Iterable[str], block_tokens: int) -> Trace:
         full = line.input_length // block_tokens
         prompt = keys.of(line.hash_ids, number)[:full]
         at = line.timestamp / 1000
-        requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length))
+        said = line.expect_return_s
+        requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, said))
     return _trace(name, block_tokens, requests, len(keys))
 
 
@@ -199,7 +205,8 @@ def _read_csv(name: str, file: TextIO, block_tokens: int) -> Trace:
         text.grow(line.input_tokens + line.output_tokens, block_tokens)
         keys, full = text.keys[: computed // block_tokens], line.input_tokens // block_tokens
         asked = line.session_id or None
-        requests.append(TracedRequest(line.time_s, asked, keys, full, line.input_tokens, line.output_tokens))
+        said = line.expect_return_s
+        requests.append(TracedRequest(line.time_s, asked, keys, full, line.input_tokens, line.output_tokens, said))
     distinct = {key for request in requests for key in request.keys}
     return _trace(name, block_tokens, requests, len(distinct))
 
@@ -240,7 +247,8 @@ def _checked(model: type[_AnyLine], values: object, name: str, number: int) -> _
     except ValidationError as error:
         first = first_mistake(error)
     if not first.key:
-        raise TraceError(f"{name}, line {number}: must be an object with {', '.join(model.model_fields)}")
+        needed = [field for field, said in model.model_fields.items() if said.is_required()]
+        raise TraceError(f"{name}, line {number}: must be an object with {', '.join(needed)}")
     show = (lambda _: "missing") if first.kind == "missing" else repr
     right = model.model_fields[first.field].description
     raise TraceError(f"{name}, line {number}: {must_be(first.field, right, first.value, show)}")

@@ -5,6 +5,7 @@ import math
 import random
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from typing import Annotated, NamedTuple
 
 import typer
@@ -95,15 +96,37 @@ SINGLE = Kind(
     edit_share=0.0,
 )
 """One request that nobody goes on from: classification, extraction, summaries."""
+READER = Kind(
+    turns=4,
+    pause=Spread(20, 1.4),
+    away=Spread(200, 1.0),
+    away_share=0.3,
+    systems=1,
+    system=Spread(60, 0.1),
+    document_share=1.0,
+    document=Spread(12_000, 0.9),
+    said=Spread(60, 1.0),
+    answer=Spread(120, 1.0),
+    edit_share=0.0,
+)
+"""People who ask a few questions about a long document, which others may read too."""
+TOLD_SIGMA = 0.3
+"""Of the lognormal error of what honest clients say of their pauses."""
+LIE_S = 1.0
+"""What those say who lie: that they will be back at once."""
 
 
 class WorkloadLine(NamedTuple):
-    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens."""
+    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens; and the hint."""
 
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
+    expect_return_s: float | None = None
+
+
+MOONCAKE = WorkloadLine._fields[:-1]
 
 
 class _Part(NamedTuple):
@@ -114,27 +137,50 @@ class _Part(NamedTuple):
 
 
 def make_workload(
-    sessions: int, seed: int, hours: float = 1.0, chat: float = 55, agent: float = 15, single: float = 30
+    sessions: int,
+    seed: int,
+    hours: float = 1.0,
+    chat: float = 55,
+    agent: float = 15,
+    single: float = 30,
+    reader: float = 0,
+    told: float = 0,
+    lies: float = 0,
 ) -> list[WorkloadLine]:
     """Requests of so many sessions, in the order of their arrival.
 
-    Sessions begin at random times within `hours`; chat, agent, single: their shares. The same arguments give the same
-    workload, and the sessions of a smaller one are among those of a larger one, though with other block ids.
+    Sessions begin at random times within `hours`; chat, agent, single, reader: their shares. told: the share of agents
+    that say when they will be back. lies: the share of other sessions that always say they will be back at once. The
+    same arguments give the same workload, and the sessions of a smaller one are among those of a larger one, though
+    with other block ids.
     """
-    requests: list[tuple[float, list[_Part], int]] = []
+    kinds = (("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER))
+    requests: list[tuple[float, list[_Part], int, float | None]] = []
     for number in range(sessions):
         rng = random.Random(f"{seed} {number}")
         begin = rng.uniform(0, hours * 3600)
-        name, kind = rng.choices((("chat", CHAT), ("agent", AGENT), ("single", SINGLE)), weights=(chat, agent, single))[
-            0
-        ]
-        requests += _session(kind, name, f"{seed} {number}", begin, rng)
+        ((name, kind),) = rng.choices(kinds, weights=(chat, agent, single, reader))
+        asked = list(_session(kind, name, f"{seed} {number}", begin, rng))
+        saying = random.Random(f"{seed} {number} says")
+        says, lying = saying.random() < told and name == "agent", saying.random() < lies and name != "agent"
+        pauses = [_pause(before, after) for before, after in pairwise(asked)]
+        said: list[float | None] = [None] * len(asked)
+        if says:
+            said[:-1] = [pause * Spread(1.0, TOLD_SIGMA).draw(saying) for pause in pauses]
+        elif lying:
+            said = [LIE_S] * len(asked)
+        requests += [(*request, hint) for request, hint in zip(asked, said, strict=True)]
     requests.sort(key=lambda request: request[0])
     blocks = _Blocks()
     return [
-        WorkloadLine(round(1000 * at), sum(part.tokens for part in parts), answer, blocks.ids(parts))
-        for at, parts, answer in requests
+        WorkloadLine(round(1000 * at), sum(part.tokens for part in parts), answer, blocks.ids(parts), hint)
+        for at, parts, answer, hint in requests
     ]
+
+
+def _pause(before: tuple[float, list[_Part], int], after: tuple[float, list[_Part], int]) -> float:
+    """Seconds from the end of an answer to the next request."""
+    return after[0] - before[0] - FIRST_TOKEN_S - ANSWER_S_PER_TOKEN * before[2]
 
 
 def _session(
@@ -210,10 +256,14 @@ def workload(
     chat: Annotated[float, typer.Option(min=0, help="Share of chats.")] = 55,
     agent: Annotated[float, typer.Option(min=0, help="Share of agents.")] = 15,
     single: Annotated[float, typer.Option(min=0, help="Share of single requests.")] = 30,
+    reader: Annotated[float, typer.Option(min=0, help="Share of readers of long documents.")] = 0,
+    told: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that say when they return.")] = 0,
+    lies: Annotated[float, typer.Option(min=0, max=1, help="Of the others, those that say they return at once.")] = 0,
 ) -> None:
     """Print a made-up request trace for `simulate`, one JSON object a line."""
-    if not chat + agent + single:
-        typer.echo("--chat, --agent and --single must not all be 0", err=True)
+    if not chat + agent + single + reader:
+        typer.echo("--chat, --agent, --single and --reader must not all be 0", err=True)
         raise typer.Exit(1)
-    for line in make_workload(sessions, seed, hours, chat, agent, single):
-        typer.echo(json.dumps(line._asdict()))
+    for line in make_workload(sessions, seed, hours, chat, agent, single, reader, told, lies):
+        said = {} if line.expect_return_s is None else {"expect_return_s": round(line.expect_return_s, 3)}
+        typer.echo(json.dumps({name: getattr(line, name) for name in MOONCAKE} | said))

@@ -40,6 +40,15 @@ def test_mooncake(read) -> None:
     )
 
 
+def test_what_the_client_says_of_its_return(read) -> None:
+    said = read(json.dumps(LINE | {"expect_return_s": 8}))
+    assert [request.expect_return_s for request in said.requests] == [8.0]
+    said = read(f"{HEAD},expect_return_s\n0,a,100,5,2.5\n9,a,120,5,\n")
+    assert [request.expect_return_s for request in said.requests] == [2.5, None]
+    with pytest.raises(TraceError, match=r"line 1: expect_return_s must be a number of seconds above 0, not 0"):
+        read(json.dumps(LINE | {"expect_return_s": 0}))
+
+
 def test_the_excerpt() -> None:
     trace = read_trace(EXCERPT)
     assert len(trace.requests) == 1000

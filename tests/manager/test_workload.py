@@ -5,7 +5,7 @@ from statistics import mean, median
 
 import pytest
 
-from manthan.manager.simulator.workload import AGENT, CHAT, CONTEXT_TOKENS, SINGLE, Kind, make_workload
+from manthan.manager.simulator.workload import AGENT, CHAT, CONTEXT_TOKENS, LIE_S, READER, SINGLE, Kind, make_workload
 
 ONLY = {"chat": 0.0, "agent": 0.0, "single": 0.0}
 
@@ -17,7 +17,7 @@ def test_lines_are_in_order_and_say_how_many_blocks_they_have() -> None:
     assert all(0 < line.input_length <= CONTEXT_TOKENS and line.output_length > 0 for line in lines)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("chat", CHAT), ("agent", AGENT), ("single", SINGLE)])
+@pytest.mark.parametrize(("name", "kind"), [("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER)])
 def test_turns_and_answers(name: str, kind: Kind) -> None:
     lines = make_workload(400, seed=5, **(ONLY | {name: 1.0}))
     assert len(lines) / 400 == pytest.approx(kind.turns, rel=0.15)
@@ -55,3 +55,19 @@ def test_pauses_are_those_of_the_kind() -> None:
         ]
     assert median(pauses) == pytest.approx(AGENT.pause.median, rel=0.35)
     assert mean(pauses) > 2 * median(pauses)
+
+
+def test_agents_say_when_they_will_be_back_and_others_lie() -> None:
+    plain = make_workload(60, seed=4, agent=50, chat=50, single=0)
+    lines = make_workload(60, seed=4, agent=50, chat=50, single=0, told=1, lies=1)
+    assert [line._replace(expect_return_s=None) for line in lines] == plain
+    said = [line.expect_return_s for line in lines if line.expect_return_s is not None]
+    assert said.count(LIE_S) > 20
+    assert len(set(said)) > 100
+    (agent,) = [make_workload(1, 1, told=1, **(ONLY | {"agent": 1.0}))]
+    assert len(agent) > 1
+    assert agent[-1].expect_return_s is None, "it does not come back"
+    for before, after in pairwise(agent):
+        pause = (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
+        assert before.expect_return_s is not None
+        assert pause / 4 < before.expect_return_s < pause * 4

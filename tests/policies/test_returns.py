@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from manthan.policies import SessionView
-from manthan.policies.return_model import AGES, FEATURES, ReturnModel, buckets
+from manthan.policies.return_model import AGES, FEATURES, KINDS, ReturnModel, buckets
 from manthan.policies.returns import Returns, ReturnsOptions
 
 
@@ -122,20 +122,21 @@ def test_hazards_are_found_that_made_the_data() -> None:
     factors = [np.exp(model.log_factor(known)) for known in (short, long)]
     assert 2.5 < factors[0] / factors[1] < 3.5
     piece = AGES.index(30)
-    assert 0.024 < model.base[piece] * factors[0] < 0.036
+    assert 0.024 < model.base[0, piece] * factors[0] < 0.036
 
 
 def test_the_index_of_a_constant_hazard_is_the_hazard() -> None:
     model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full(len(AGES) + 1, 0.01)
-    assert np.allclose(model.index(np.log([1.0, 3.0])), [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)])
+    model.base = np.full((KINDS, len(AGES) + 1), 0.01)
+    expected = [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)]
+    assert np.allclose(model.index(np.log([1.0, 3.0])), [expected] * KINDS)
 
 
 def test_the_index_looks_ahead_to_a_peak_and_not_behind_it() -> None:
     model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full(len(AGES) + 1, 1e-6)
-    model.base[AGES.index(60)] = 0.1
-    (index,) = model.index(np.zeros(1))
+    model.base = np.full((KINDS, len(AGES) + 1), 1e-6)
+    model.base[2, AGES.index(60)] = 0.1
+    index = model.index(np.zeros(1))[2, 0]
     peak = AGES.index(60)
     assert (np.diff(index[: peak + 1]) > 0).all()
     assert (index[peak + 1 :] < 1e-4).all()
@@ -162,6 +163,63 @@ def test_each_feature_tells_sessions_apart() -> None:
         view("s", 0.0, answer_tokens=500),
         view("s", 0.0, left_tokens=16),
         view("s", 0.0)._replace(tokens=50_000),
+        view("s", 0.0)._replace(expected=8.0),
     ]
-    assert len(FEATURES) == len(others)
+    assert len(FEATURES) == len(others) + 1, "and how true it was what the client said"
     assert all(buckets(other) != plain for other in others)
+
+
+def said(policy: Returns, true: bool, sessions: int = 400) -> float:
+    """Half of the sessions say that they will be back in 30 s, the others nothing. If that is true, those who said it
+    are, and nobody else; if not, the others are after 40 s, and they never. Returns the time at which it ends."""
+    events = []
+    for i in range(sessions):
+        begin, says = i * 5.0, i % 2 == 0
+        first = view(f"t{i}", begin)
+        events.append((begin, first._replace(expected=begin + 30.0) if says else first))
+        if says == true:
+            gap = 30.0 if says else 40.0
+            events.append((begin + gap, view(f"t{i}", begin + gap, 2, gap, added=20_000)))
+    for _, session in sorted(events, key=lambda event: event[0]):
+        policy.used(session)
+    for i in range(sessions):
+        policy.evicted(f"t{i}")
+    return sessions * 5.0 + 100
+
+
+def first_of_both(policy: Returns, now: float) -> str:
+    """Who goes first: one who has said that it will be back, or one used at the same time that has not."""
+    policy.used(view("says", now)._replace(expected=now + 30.0))
+    policy.used(view("silent", now))
+    policy.used(view("last", now + 10.0))
+    return next(name for name in policy.victims() if name != "last")
+
+
+def test_who_says_when_it_will_be_back_stays_where_that_was_true() -> None:
+    policy = quick()
+    assert first_of_both(policy, said(policy, true=True)) == "silent"
+
+
+def test_what_is_said_is_worth_nothing_where_it_was_not_true() -> None:
+    policy = quick()
+    assert first_of_both(policy, said(policy, true=False)) == "says"
+
+
+def test_who_is_overdue_goes_before_who_is_expected() -> None:
+    policy = quick()
+    now = said(policy, true=True)
+    policy.used(view("overdue", now)._replace(expected=now + 30.0))
+    policy.used(view("expected", now + 400.0)._replace(expected=now + 430.0))
+    assert next(policy.victims()) == "overdue"
+
+
+def test_how_true_it_was_is_known_of_each_session() -> None:
+    model = ReturnModel(window=64, refit_every=64, prior=1.0)
+    for gap in (10.0, 100.0, 300.0):
+        first = view("s", 0.0)._replace(expected=100.0)
+        model.observe(first, model.buckets(first))
+        then = view("s", gap, 2, gap)
+        assert model.buckets(then) == buckets(then, gap / 100.0)
+        model.observe(then, model.buckets(then))
+        assert model.buckets(then) == buckets(then, gap / 100.0), "told again of the same request"
+        model._open.clear()

@@ -1,0 +1,108 @@
+"""The policy `returns`: which of three it follows, and that it is never much worse than the best of the others."""
+
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from traces import EXCERPT
+
+from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.run import replay
+from manthan.manager.simulator.traces import Trace, read_trace
+from manthan.policies import EvictionPolicy, SessionView, get_policy
+from manthan.policies.gdsf import GDSF
+from manthan.policies.lru import LRU
+from manthan.policies.mixture import LOOK_EVERY, SAMPLE, Mixture
+from manthan.policies.returns import Returns
+
+WORST = 0.01
+"""How much less than the better of lru and gdsf it may find, as a part of that."""
+
+
+def view(name: str, at: float, uses: int = 1, nbytes: int = 1000, gap: float | None = None) -> SessionView:
+    return SessionView(name, nbytes // 10, nbytes, last_used=at, uses=uses, gap=gap)
+
+
+def in_and_out(policy: EvictionPolicy, session: SessionView) -> None:
+    """A request begins and ends."""
+    policy.used(session)
+    policy.used(session)
+
+
+def told(policy: EvictionPolicy) -> EvictionPolicy:
+    """Sessions of different ages, sizes and numbers of requests."""
+    for number in range(12):
+        for uses in range(1, 1 + number * 5 % 7 + 1):
+            in_and_out(policy, view(f"s{number}", 10.0 * number + uses, uses, 100 * (number * 7 % 11 + 1)))
+    return policy
+
+
+def test_it_predicts_returns_at_first_and_then_follows_whose_shadow_finds_clearly_more() -> None:
+    policy = Mixture()
+    told(policy)
+    assert list(policy.victims()) == list(told(Returns()).victims())
+    for best, other in (("lru", LRU()), ("gdsf", GDSF())):
+        policy._found = {"returns": 100.0, "lru": 104.0, "gdsf": 104.0} | {best: 106.0}
+        policy._followed = "returns"
+        policy._follow_the_best()
+        assert list(policy.victims()) == list(told(other).victims())
+
+
+def test_a_little_more_is_no_reason_to_change() -> None:
+    policy = Mixture()
+    policy._found = {"returns": 100.0, "lru": 104.0, "gdsf": 104.0}
+    policy._follow_the_best()
+    assert policy._followed == "returns"
+
+
+def test_a_crowd_of_sessions_is_sampled() -> None:
+    policy, rng = Mixture(), random.Random(0)
+    for number in range(12_000):
+        in_and_out(policy, view(f"s{number}", float(number)))
+        if number > 4000:
+            back = rng.randrange(4000)
+            in_and_out(policy, view(f"s{number - back}", number + 0.5, 2, gap=float(back)))
+            for victim in policy.victims():
+                policy.evicted(victim)
+                break
+    sizes = [len(shadow.kept) for shadow in policy._shadows.values()]
+    assert policy._mask
+    assert SAMPLE / 4 < max(sizes) <= 2 * SAMPLE + LOOK_EVERY
+    assert len(policy._uses) < 20 * SAMPLE
+    assert all(policy._is_sampled(name) for shadow in policy._shadows.values() for name in shadow.kept)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.tuples(st.integers(0, 20), st.booleans(), st.booleans()), max_size=150))
+def test_shadows_hold_nobody_who_is_over(events: list[tuple[int, bool, bool]]) -> None:
+    """Who leaves because it is over leaves the shadows; who leaves since it was its turn may stay there."""
+    policy, over, uses = Mixture(), set[str](), dict[str, int]()
+    for at, (number, is_over, is_full) in enumerate(events):
+        name = f"s{number}"
+        uses[name] = uses.get(name, 0) + 1
+        over.discard(name)
+        in_and_out(policy, view(name, float(at), uses[name]))
+        if is_full:
+            policy.evicted(next(iter(policy.victims())))
+        elif is_over:
+            policy.forget(name)
+            over.add(name)
+        for shadow in policy._shadows.values():
+            assert shadow.nbytes == sum(shadow.kept.values())
+            assert not over & set(shadow.kept)
+
+
+@pytest.fixture(scope="module")
+def excerpt() -> Trace:
+    return read_trace(EXCERPT)
+
+
+@pytest.mark.parametrize("percent", [2, 5, 10])
+def test_it_is_never_much_worse_than_the_better_of_lru_and_gdsf(excerpt: Trace, percent: int) -> None:
+    blocks = excerpt.distinct_blocks * percent // 100
+    found = {}
+    for name in ("lru", "gdsf", "returns"):
+        tally = replay(excerpt.requests, Setup(get_policy(name), cold_blocks=blocks))
+        found[name] = sum(one.restored for one in tally.served if one is not None)
+    assert found["returns"] >= (1 - WORST) * max(found["lru"], found["gdsf"]), found
