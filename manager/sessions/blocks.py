@@ -113,26 +113,28 @@ class BlockTable:
             block.pins += by
 
     def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
-        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
-        running: -1, 0 or 1."""
+        """A session that holds these blocks changed its state: its blocks' counts, -1, 0 or 1 each, and the totals."""
         none = CodeState.NONE  # looked up once: that takes longer than the rest of a turn
         bare = [block for block in blocks if block.code is none]
-        exposed = sum(block.exposed for block in bare)
+        exposed = _exposed(bare)
         for block in blocks:
             block.hot += hot
             block.running += running
         if hot:
             edge = 1 if hot > 0 else 0
-            self.hot += hot * sum(block.hot == edge for block in blocks)
-        self.exposed += sum(block.exposed for block in bare) - exposed
+            self.hot += hot * [block.hot for block in blocks].count(edge)
+        self.exposed += _exposed(bare) - exposed
 
-    def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
-        """Add to the block's counts, and keep the totals."""
-        block.users += users
-        if users:
-            self.touch(block.key, block.group)
-        self.move((block,), hot=hot, running=running)
-        self._forget_if_unused(block)
+    def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:
+        """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""
+        for block in blocks:
+            block.users += users
+        if users and self.changed is not None:
+            self.changed.update(((block.group, block.key), None) for block in blocks)
+        self.move(blocks, hot=hot, running=running)
+        if users < 0:
+            for block in blocks:
+                self._forget_if_unused(block)
 
     # -- its codes ------------------------------------------------------------------------------------
 
@@ -143,7 +145,7 @@ class BlockTable:
 
     def queue_all(self, blocks: Sequence[Block], encodings: Sequence[Encoding], tenant: str) -> None:
         """`queue` for blocks of chains that have no codes, all at once, for long chains."""
-        self.exposed -= sum(block.exposed for block in blocks)
+        self.exposed -= _exposed(blocks)
         queued = CodeState.QUEUED
         for block, encoding in zip(blocks, encodings, strict=True):
             block.code, block.encoding, block.tenant = queued, encoding, tenant
@@ -223,3 +225,8 @@ class BlockTable:
             self._blocks.pop(block.key, None)
         else:
             self._beside.pop((block.group, block.key), None)
+
+
+def _exposed(bare: Sequence[Block]) -> int:
+    """How many of these blocks without codes are `exposed`."""
+    return len([block for block in bare if block.hot > 0 and not block.running])

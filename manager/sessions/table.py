@@ -128,10 +128,9 @@ class SessionTable:
         self.touch(session)
         self.chains.remove(session)
         start = len(session.chain)
-        for key in keys:
-            block = self.blocks.obtain(key, len(session.chain), session)
-            self.blocks.change(block, users=+1, hot=+1, running=+1)
-            session.chain.append(block)
+        grown = [self.blocks.obtain(key, depth, session) for depth, key in enumerate(keys, start)]
+        self.blocks.change(grown, users=+1, hot=+1, running=+1)
+        session.chain += grown
         self.chains.add(session)
         if self.grown is not None:
             self.grown(session.chain, start)
@@ -143,8 +142,7 @@ class SessionTable:
         cut = session.chain[length:]
         del session.chain[length:]
         hot, running = session.state in HOT_STATES, session.state is SessionState.HOT
-        for block in cut:
-            self.blocks.change(block, users=-1, hot=-hot, running=-running)
+        self.blocks.change(cut, users=-1, hot=-hot, running=-running)
         self.chains.add(session)
         if not session.chain and not session.requests:
             self._forget(session)
