@@ -80,6 +80,7 @@ class Engine:
     def __init__(self, folder: Path, tokens: int, shape: str, store: str) -> None:
         os.environ.update({name: value for name, value in ENVIRONMENT.items() if name not in os.environ})
         from vllm import EngineArgs
+        from vllm.utils.gc_utils import freeze_gc_heap
         from vllm.utils.hashing import get_hash_fn_by_name
         from vllm.v1.core.kv_cache_utils import get_request_block_hasher, init_none_hash
         from vllm.v1.core.sched.scheduler import Scheduler
@@ -110,6 +111,7 @@ class Engine:
         hashed = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
         init_none_hash(hashed)
         self._hasher = get_request_block_hasher(BLOCK, hashed)
+        freeze_gc_heap()  # as vLLM's engine core does when it has started
         self._requests = 0
         self.steps: list[float] = []
         """What each took the scheduler's thread, in seconds."""

@@ -40,9 +40,9 @@ if TYPE_CHECKING:
 
 
 _NO_CAUSE = {None}
-A_STEP = 1024
+A_STEP = 512
 """So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
-62,500, and others' steps wait for what is done for it. It is more than a GPU encodes while a step computes."""
+62,500, and others wait for a step's end. It is about what a GPU encodes while a step is computed."""
 
 
 @dataclass

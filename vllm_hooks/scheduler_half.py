@@ -227,7 +227,13 @@ class SchedulerHalf:
         )
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
-        """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment."""
+        """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment.
+
+        And whether that is asynchronous, so that the request waits for it in steps of its own: always. A synchronous
+        load would spare two steps in which nothing is computed. But it is computed on before it is known whether the
+        codes are right. What vLLM does if they are not drops the token of that step alone: that of the step after,
+        which asynchronous scheduling has begun by then, was made of the same bad blocks, and would be served.
+        """
         self.notice_reset()
         self._begin_again()
         hot = computed // self._block_size

@@ -148,15 +148,16 @@ class Form(NamedTuple):
 
     def fits(self, nbytes: int) -> bool:
         """Whether a block may have so many bytes."""
-        return not len(self.unfit(np.array([nbytes])))
+        return not self.unfit(np.array([nbytes]))
 
-    def unfit(self, nbytes: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+    def unfit(self, nbytes: npt.NDArray[np.int64]) -> list[int]:
         """Those of so many sizes in bytes that no block has."""
         if not self.varies:
-            return nbytes[nbytes != self.nbytes]
+            return [int(size) for size in nbytes[nbytes != self.nbytes]]
         coded = sum(section.codec != EXACT for section in self.header.sections)
         least = self.starts[-coded] + coded * ALIGNMENT
-        return nbytes[(nbytes < least) | (nbytes > self.nbytes) | (nbytes % ALIGNMENT != 0)]
+        bad = (nbytes < least) | (nbytes > self.nbytes) | (nbytes % ALIGNMENT != 0)
+        return [int(size) for size in nbytes[bad]]
 
 
 class Batch(NamedTuple):
@@ -224,7 +225,7 @@ class PagedCodec(ABC):
         numbers[0], numbers[1] = block_ids, offsets
         if nbytes is not None:
             numbers[2] = nbytes
-            if len(unfit := form.unfit(numbers[2])):
+            if unfit := form.unfit(numbers[2]):
                 raise ShapeError(f"no block of {exact} exact tokens has {unfit[0]} bytes: {form.nbytes} are the most.")
         headers = heads(form.header, form.sizes, keys, first_tokens)
         turns = self._place_turns.of(first_tokens).to(self.device, non_blocking=True)

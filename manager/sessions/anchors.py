@@ -47,8 +47,8 @@ class Anchors:
         if anchor is None:
             blocks = [self._blocks.obtain_beside(*part, session) for part in parts]
             anchor = self._at[last.key] = Anchor(last.key, depth, blocks)
+            self._blocks.change(blocks, users=+1, hot=0, running=0)
             for block in blocks:
-                self._blocks.change(block, users=+1, hot=0, running=0)
                 self._of.setdefault(block, {})[anchor.key] = anchor
         if session not in anchor.sessions:
             anchor.sessions[session] = None
@@ -127,8 +127,7 @@ class Anchors:
             if not of_block:
                 del self._of[block]
                 idle.append(block)
-        for block in anchor.parts:
-            self._blocks.change(block, users=-1, hot=0, running=0)
+        self._blocks.change(anchor.parts, users=-1, hot=0, running=0)
         for block in idle:
             if block.code is CodeState.QUEUED:
                 self._orders.take_back(block)

@@ -170,13 +170,16 @@ class BlockTable:
             self.hot += hot * sum(block.hot == edge for block in blocks)
         self.exposed += sum(block.hot > 0 and not block.running for block in bare) - exposed
 
-    def change(self, block: Block, *, users: int, hot: int, running: int) -> None:
-        """Add to the block's counts, and keep the totals."""
-        block.users += users
-        if users:
-            self.touch(block.key, block.group)
-        self.move((block,), hot=hot, running=running)
-        self._forget_if_unused(block)
+    def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:
+        """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""
+        for block in blocks:
+            block.users += users
+        if users and self.changed is not None:
+            self.changed.update(((block.group, block.key), None) for block in blocks)
+        self.move(blocks, hot=hot, running=running)
+        if users < 0:
+            for block in blocks:
+                self._forget_if_unused(block)
 
     # -- its codes ------------------------------------------------------------------------------------
 

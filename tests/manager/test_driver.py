@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
 
-from manthan.manager.driver import Driver
+from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.integrity import check_integrity
@@ -125,3 +125,40 @@ def test_what_was_found_of_a_prompt_is_what_was_hot_and_what_was_restored() -> N
     assert served.driver.found("second") == 4 * 16
     served.driver.finished("second", MORE, 21.0, 129)
     assert served.driver.found("second") == 0
+
+
+def test_a_long_session_goes_cold_by_so_many_blocks_a_step() -> None:
+    """Tail first, and released likewise; and when it goes cold again, with nothing to encode, too."""
+    blocks = 2 * A_STEP + 10
+    keys = [n.to_bytes(32, "big") for n in range(blocks)]
+    manager = SessionMemoryManager(get_policy("lru"), SHAPE, blocks * SHAPE.bounds[0], IDLE_AFTER_S)
+    pool = SimulatedPool(8 * blocks)
+    driver: Driver[int] = Driver(manager, pool, 8 * blocks, low=0.0, high=0.0)
+
+    def turn(now: float) -> None:
+        driver.started("request", keys, "A", now, tokens=16 * blocks, blocks=blocks)
+        taken = pool.take(blocks)
+        for block, key in zip(taken, keys, strict=True):
+            pool.cache(block, key)
+        driver.finished("request", keys, now, 16 * blocks)
+        pool.give_back(taken)
+
+    turn(1.0)
+    spilled, hot = [], []
+    while driver.has_work or not spilled:
+        work = driver.step(0, 2.0 + IDLE_AFTER_S)
+        assert len(work.spills) <= A_STEP
+        spilled += [spill.key for spill in work.spills]
+        driver.answered([SpillResult(spill.key, spill.group, None, 0.0, 1) for spill in work.spills], [], 12.0)
+        hot.append(len(pool.hit(keys)))
+        check_integrity(manager)
+    assert spilled == keys[::-1]
+    assert (max(hot), hot[-1]) == (blocks - A_STEP, 0)
+    turn(20.0)
+    left = [blocks]
+    while driver.has_work or left[-1]:
+        assert not driver.step(0, 22.0 + IDLE_AFTER_S).spills
+        left.append(len(pool.hit(keys)))
+        assert left[-2] - left[-1] <= A_STEP or left[-1] == 0
+    assert len(left) > 3
+    check_integrity(manager)

@@ -208,8 +208,8 @@ class Tier:
         Two blocks that follow each other say where the others would be that were put together with them; whether they
         are is seen at once. Only where that is no use are blocks looked up one by one.
         """
-        get, found, done = self._columns.get, [], 0
-        wanted = _as_rows(keys)
+        get, wanted, done = self._columns.get, _as_rows(keys), 0
+        found: list[Numbers] = []
         while done < len(keys) and (first := get((group, keys[done]))) is not None:
             second = get((group, keys[done + 1])) if done + 1 < len(keys) else None
             row = np.array([first])
