@@ -126,7 +126,7 @@ class HostPath(WorkerPath):
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None, intake: Intake | None) -> None:
+    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None, intake: Intake | None = None) -> None:
         began = time.monotonic()
         loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys])
         try:

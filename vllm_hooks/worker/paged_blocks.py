@@ -232,7 +232,7 @@ def _up_to_a_cause(bufs: Sequence[Found]) -> tuple[list[Buffer], str | None]:
 def _fit(form: Form, sizes: Sizes) -> NDArray[np.bool_]:
     """Whether blocks of the form may have these sizes. Of one form, all that are aligned do between two that do."""
     if form.fits(int(sizes.min())) and form.fits(int(sizes.max())):
-        return sizes % ALIGNMENT == 0
+        return np.equal(sizes % ALIGNMENT, 0)
     return np.isin(sizes, [size for size in set(sizes.tolist()) if form.fits(size)])
 
 
