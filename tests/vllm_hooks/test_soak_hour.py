@@ -27,10 +27,11 @@ KILL = "kill -9"
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """Every fault once, and a kill; `folder` is where it is."""
+    """Every fault once, and a kill; `folder` is where it is. The codec decodes whatever it is given."""
     folder = tmp_path_factory.mktemp("soak")
-    arguments = ["--minutes", "1", "--rate", "3", "--kills", "1", "--warm-up", "10", "--out", str(folder)]
-    done = subprocess.run([sys.executable, str(SCRIPT), *arguments], capture_output=True, text=True, check=False)
+    options = "--minutes 1 --rate 3 --kills 1 --warm-up 10 --codec k3v3"
+    command = [sys.executable, str(SCRIPT), *options.split(), "--out", str(folder)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
     return dict(json.loads((folder / "soak_hour.json").read_text())) | {"folder": folder, "said": done.stdout}
 
