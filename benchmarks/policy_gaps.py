@@ -157,6 +157,7 @@ def main(
         return show(json.loads(plot_only.read_text()), plot_only.with_suffix(".png"), console)
     out.mkdir(parents=True, exist_ok=True)
     shares = [float(size) for size in sizes.split(",")]
+    parameters = context.params | {"traces": [path.name for path in traces or []]}
     found = {}
     with tempfile.TemporaryDirectory() as folder:
         paths = {path.stem: path for path in traces or []}
@@ -166,10 +167,9 @@ def main(
             paths[name].write_text("".join(json.dumps(line) + "\n" for line in lines))
         for name, path in paths.items():
             found[name] = measure(path, shares, jobs)
-            console.print(f"  {name}")
-    report = new_report("policy_gaps", context.params, [], found, {})
-    path = write_report(report, out)
-    console.print(f"  {path}", soft_wrap=True)
+            report = new_report("policy_gaps", parameters, [], found, {})
+            path = write_report(report, out)
+            console.print(f"  {name}: {path}", soft_wrap=True)
     show(report, path.with_suffix(".png"), console)
 
 

@@ -72,6 +72,7 @@ class Mixture(EvictionPolicy):
 
     def used(self, session: SessionView) -> None:
         session_id = self._last = session.session_id
+        self._offered = ""
         self._present.put_last(session_id, session.nbytes)
         self._gdsf.age = self._gdsf_shadow.age
         self._gdsf.used(session)
@@ -87,6 +88,7 @@ class Mixture(EvictionPolicy):
                     shadow.forget(session_id)
 
     def evicted(self, session_id: str) -> None:
+        self._offered = ""
         self._left(session_id)
 
     def superseded(self, session_id: str) -> None:
@@ -97,10 +99,14 @@ class Mixture(EvictionPolicy):
     def victims(self) -> Iterator[str]:
         room = self._present.nbytes - self._present.size(self._last)
         self._room += (DRIFT if self._room else 1.0) * (room - self._room)
-        order = {"returns": self._returns.victims, "gdsf": self._gdsf.victims, "lru": lambda: in_order(self._present)}
-        for victim in order[self._followed]():
+        for victim in self._order():
             self._offered = victim
             yield victim
+
+    def _order(self) -> Iterator[str]:
+        if self._followed == "lru":
+            return in_order(self._present)
+        return (self._gdsf if self._followed == "gdsf" else self._returns).victims()
 
     def _left(self, session_id: str) -> None:
         self._present.pop(session_id)

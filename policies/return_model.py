@@ -26,7 +26,7 @@ AGES = (2, 5, 8, 12, 20, 30, 40, 50, 60, 75, 90, 105, 120, 150, 180, 240, 300, 4
 """Seconds at which one piece of the base curve ends and the next begins."""
 HORIZON = 4 * 3600.0
 """Seconds after which nobody is waited for."""
-FEATURES: dict[str, tuple[int, ...]] = {
+FEATURES: dict[str, tuple[float, ...]] = {
     "requests so far": (1, 2, 3, 4, 6, 9, 14, 24),
     "tokens that its last request added": (64, 128, 256, 512, 1024, 2048, 4096, 8192, 16384, 32768),
     "tokens of the last answer": (2, 6, 20, 60, 150, 300, 500, 700, 1000),
