@@ -4,6 +4,7 @@ import json
 import re
 import subprocess
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -158,13 +159,13 @@ def test_the_books_are_counted_again(short: Path) -> None:
 
 @pytest.mark.parametrize("hot", ["0", "130k"])
 def test_books_that_do_not_agree_are_told(short: Path, hot: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    forget = BlockTable.forget
+    forget_all = BlockTable.forget_all
 
-    def miscount(table: BlockTable, block: Block) -> None:
-        forget(table, block)
+    def miscount(table: BlockTable, blocks: Iterable[Block]) -> None:
+        forget_all(table, blocks)
         table.exact += 1
 
-    monkeypatch.setattr(BlockTable, "forget", miscount)
+    monkeypatch.setattr(BlockTable, "forget_all", miscount)
     flags = ("--hot", hot, "--cold", "2%", "--jobs", 1)
     assert run("simulate", short, *flags).exit_code == 0
     result = run("simulate", short, *flags, "--check")
