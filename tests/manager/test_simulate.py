@@ -4,7 +4,7 @@ import json
 import re
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -161,9 +161,9 @@ def test_the_books_are_counted_again(short: Path) -> None:
 def test_books_that_do_not_agree_are_told(short: Path, hot: str, monkeypatch: pytest.MonkeyPatch) -> None:
     forget_all = BlockTable.forget_all
 
-    def miscount(table: BlockTable, blocks: Sequence[Block]) -> None:
+    def miscount(table: BlockTable, blocks: Iterable[Block]) -> None:
         forget_all(table, blocks)
-        table.exact += len(blocks)
+        table.exact += 1
 
     monkeypatch.setattr(BlockTable, "forget_all", miscount)
     flags = ("--hot", hot, "--cold", "2%", "--jobs", 1)
@@ -210,4 +210,4 @@ def test_kinds_of_sessions() -> None:
     assert len(singles) == 50 < len(agents) / 5
     result = run("workload", "--chat", 0, "--agent", 0, "--single", 0)
     assert result.exit_code == 1
-    assert result.stderr == "--chat, --agent, --single and --reader must not all be 0\n"
+    assert result.stderr == "--chat, --agent and --single must not all be 0\n"
