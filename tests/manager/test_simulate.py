@@ -210,4 +210,4 @@ def test_kinds_of_sessions() -> None:
     assert len(singles) == 50 < len(agents) / 5
     result = run("workload", "--chat", 0, "--agent", 0, "--single", 0)
     assert result.exit_code == 1
-    assert result.stderr == "--chat, --agent and --single must not all be 0\n"
+    assert result.stderr == "--chat, --agent, --single and --reader must not all be 0\n"
