@@ -9,7 +9,7 @@ from typer.main import get_command
 from manthan.manager.cli import app
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.traces import read_trace
-from manthan.manager.simulator.workload import AGENT, CHAT, SINGLE
+from manthan.manager.simulator.workload import AGENT, CHAT, READER, SINGLE
 
 DOCS = Path(__file__).parents[1] / "docs"
 TEXT = (DOCS / "simulate.md").read_text(encoding="utf-8")
@@ -49,18 +49,20 @@ def test_the_cost_model_has_these_defaults() -> None:
 
 
 def test_the_kinds_of_sessions_are_these() -> None:
-    table = TEXT.split("| | chat | agent | single |")[1].split("\n\n")[0]
+    table = TEXT.split("| | chat | agent | single | reader |")[1].split("\n\n")[0]
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in table.splitlines()[2:]]
     said = {row[0]: row[1:] for row in rows}
-    kinds = (CHAT, AGENT, SINGLE)
+    kinds = (CHAT, AGENT, SINGLE, READER)
 
     def spreads(name: str) -> list[str]:
         return [f"{getattr(kind, name).median} ({getattr(kind, name).sigma})" for kind in kinds]
 
     assert said["requests of a session, geometric, mean"] == [f"{kind.turns}" for kind in kinds]
-    assert said["pause after an answer, s"][:2] == spreads("pause")[:2]
-    assert said["… of which 10% are instead"][:2] == spreads("away")[:2]
-    assert [kind.away_share for kind in kinds] == [0.1, 0.1, 0]
+    pauses = [text for kind, text in zip(kinds, spreads("pause"), strict=True) if kind is not SINGLE]
+    away = [text for kind, text in zip(kinds, spreads("away"), strict=True) if kind is not SINGLE]
+    assert [*filter(None, said["pause after an answer, s"])] == pauses
+    assert [*filter(None, said["… of which 10%, of a reader's 30%, are instead"])] == away
+    assert [kind.away_share for kind in kinds] == [0.1, 0.1, 0, 0.3]
     assert said["shared system prompts"] == [f"{kind.systems}" for kind in kinds]
     assert said["their tokens"] == spreads("system")
     assert said["sessions that begin with a document"] == [f"{kind.document_share:.0%}" for kind in kinds]

@@ -155,7 +155,7 @@ class Faults(Conversations):
         self.go_cold()
         gate, at_gate, store = threading.Event(), threading.Event(), self.path.store
 
-        def read(group: int, keys: Any, tenant: str = "") -> Any:
+        def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
             at_gate.set()
             assert gate.wait(PATIENCE_S)
             return type(store).read(store, group, keys)
@@ -214,7 +214,7 @@ class Faults(Conversations):
     def failing_reads(self) -> Iterator[None]:
         store, chain = self.path.store, self.half.groups.chain.index
 
-        def read(group: int, keys: Any, tenant: str = "") -> Any:
+        def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
             if group != chain:
                 raise OSError("the store is on fire")
             return type(store).read(store, group, keys)
