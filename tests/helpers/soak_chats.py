@@ -37,6 +37,8 @@ TIMEOUT_S = 60.0
 AGAIN_S = 5.0
 """When the server is there again, requests that it had begun come again within so many seconds."""
 KEPT_ERRORS = 20
+SURE_NATS = 2.0
+"""So much likelier than the next best an answer's tokens are, each of them, if a codec's loss is not to change it."""
 SLICE_S = 10.0
 RESTART = "restart"
 CALM = "calm"
@@ -100,11 +102,13 @@ class Chat:
 
 
 class Answer(NamedTuple):
-    """usage: empty where the client has left. first_s: None of what is not streamed."""
+    """usage: empty where the client has left. first_s: None of what is not streamed. margin: by how much each token was
+    likelier than the next best, at least, in nats; 0 where nobody asked for it."""
 
     text: str
     usage: dict[str, Any]
     first_s: float | None
+    margin: float = 0.0
 
 
 @dataclass
@@ -227,9 +231,11 @@ class Traffic:
             answer = await self._answered(chat, self._options(chat, hints, kind), asked)
             is_right = bool(answer.text) and answer.text[:DIGITS] == right[: len(answer.text)]
             number.update(checked=1, wrong=not is_right)
-            if not is_right and await self._is_right_anew(chat, right):
-                number["misled"] += 1
-                self._note(f"{asked.phase}: misled: {answer.text!r} instead of {right!r}, {answer.usage}")
+            if not is_right and (anew := await self._anew(chat)).text == right:
+                number["misled" if anew.margin >= SURE_NATS else "doubtful"] += 1
+                if anew.margin >= SURE_NATS:
+                    told = f"{answer.text!r} instead of {right!r}, sure by {anew.margin:.1f}, {answer.usage}"
+                    self._note(f"{asked.phase}: misled: {told}")
         except (BrokenError, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
             number["errors"] += 1
             self._note(f"{asked.phase}: {kind}: {type(error).__name__}: {error} after {asked.seconds():.1f} s")
@@ -288,11 +294,11 @@ class Traffic:
             more |= {"stream": True, "stream_options": {"include_usage": True}}
         return ANSWER | {"max_tokens": LEFT_TOKENS if kind == "left" else DIGITS} | more
 
-    async def _is_right_anew(self, chat: Chat, right: str) -> bool:
-        """Whether the same prompt is answered rightly when nothing is found in any cache."""
-        options = ANSWER | {"max_tokens": DIGITS, "cache_salt": secrets.token_hex()}
-        answer = await self._answered(chat, options, Asked(self.phase, time.monotonic(), "posted"))
-        return answer.text == right
+    async def _anew(self, chat: Chat) -> Answer:
+        """To the same prompt when nothing is found in any cache, with its margin."""
+        likeliest = {"logprobs": True, "top_logprobs": 2} if chat.is_chat else {"logprobs": 2}
+        options = ANSWER | {"max_tokens": DIGITS, "cache_salt": secrets.token_hex()} | likeliest
+        return await self._answered(chat, options, Asked(self.phase, time.monotonic(), "posted"))
 
     async def _answered(self, chat: Chat, options: dict[str, Any], asked: Asked) -> Answer:
         """Sent again after the server was down."""
@@ -317,7 +323,8 @@ class Traffic:
                 raise ValueError(f"status {response.status}: {(await response.text())[:300]}")
             if asked.kind == "posted":
                 found = await response.json()
-                return Answer(_text(found["choices"][0]), found["usage"], None)
+                choice = found["choices"][0]
+                return Answer(_text(choice), found["usage"], None, _margin(choice))
             pieces, usage, first_s = [], {}, None
             async for chunk in _events(response):
                 text = _text(chunk["choices"][0]) if chunk["choices"] else ""
@@ -349,3 +356,12 @@ def _text(choice: dict[str, Any]) -> str:
     """Of a completion or a chat completion, streamed or not."""
     said = choice.get("delta") or choice.get("message")
     return str((said.get("content") if said else choice.get("text")) or "")
+
+
+def _margin(choice: dict[str, Any]) -> float:
+    """Of a completion or a chat completion that was asked for two log-probabilities of each token, the least."""
+    told = choice.get("logprobs") or {}
+    tokens = [list(token.values()) for token in told.get("top_logprobs") or ()]
+    tokens += [[one["logprob"] for one in token["top_logprobs"]] for token in told.get("content") or ()]
+    ranked = [sorted(token, reverse=True) for token in tokens]
+    return min((first - second for first, second, *_ in ranked), default=0.0)

@@ -19,6 +19,7 @@ GAP_S = 15.0
 JUDGED_S = 900.0
 """Memory of a life is judged if it is that long: before, it says too little."""
 BACK = "came_back"
+COUNTED = ("requests", "retried", "errors", "wrong", "doubtful", "misled")
 Report = dict[str, Any]
 
 
@@ -65,7 +66,7 @@ def failed(report: Report) -> list[str]:
     is_left = report["left"]
     wrong = {
         f"{total(report, 'errors')} requests failed": total(report, "errors"),
-        f"{total(report, 'misled')} answers were wrong that are right when computed anew": total(report, "misled"),
+        f"{total(report, 'misled')} wrong answers are surely right when computed anew": total(report, "misled"),
         "nothing was checked": not total(report, "checked"),
         f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
         f"{is_left['sessions_not_cold']:.0f} sessions are not cold": is_left["sessions_not_cold"],
@@ -117,16 +118,16 @@ def show(report: Report, plot: Path, console: Console) -> None:
 def phase_table(report: Report) -> Table:
     minutes, rate = report["seconds"] / 60, report["arguments"]["rate"]
     title = f"{report['sessions']:,} sessions in {minutes:.1f} min, {rate:g} new ones a second"
-    headers = ("requests", "sent\nagain", "errors", "wrong", "right if\ncomputed anew")
+    headers = ("requests", "sent\nagain", "errors", "wrong", "right anew:\nby a hair", "surely")
     times = ("first token\np50", "first token\np99", "answer\np50", "answer\np99")
     table = _table(title, "sent while", *headers, *times)
     phases = [CALM, RESTART, *(str(fault) for fault in Fault)]
     for phase in [phase for phase in phases if phase in report["phases"]]:
         found = report["phases"][phase]
-        numbers = [f"{found['number'].get(what, 0):,}" for what in ("requests", "retried", "errors", "wrong", "misled")]
+        numbers = [f"{found['number'].get(what, 0):,}" for what in COUNTED]
         waits = [_ms(found[what], at) for what in ("first_s", "seconds") for at in ("p50", "p99")]
         table.add_row(phase, *numbers, *waits)
-    numbers = [f"{total(report, what):,}" for what in ("requests", "retried", "errors", "wrong", "misled")]
+    numbers = [f"{total(report, what):,}" for what in COUNTED]
     table.add_row("all", *numbers, "", "", "", "")
     return table
 

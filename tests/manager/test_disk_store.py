@@ -323,6 +323,24 @@ def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     assert np.array_equal(get(store, KEYS[0]), numbers(0))
 
 
+def test_a_disk_that_takes_nothing_is_named_once_with_a_count(
+    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(*_: object) -> int:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    with monkeypatch.context() as broken:
+        broken.setattr(os, "pwritev", fail)
+        for n in range(20):
+            assert store.put_all(0, {KEYS[n]: numbers(n)}) == {KEYS[n]: "disk"}
+        assert [record.getMessage() for record in caplog.records] == [
+            f"Manthan: {store.folder}: blocks that could not be written: 1: Input/output error"
+        ]
+        monkeypatch.setattr(store, "_tell_at", 0.0)
+        store.put_all(0, {KEYS[0]: numbers(0)})
+    assert "could not be written: 20: Input/output error" in caplog.text
+
+
 def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = DiskStore(folder, 4 * MIB, timeout_s=0.1)
     store.put_all(0, {KEYS[0]: numbers(0), KEYS[1]: numbers(1)})

@@ -14,7 +14,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -54,6 +54,8 @@ CLOSE_S = 5.0
 """How long a disk that does not answer is waited for at the end."""
 READERS, AHEAD = 8, 12
 """Threads that read, and how many runs of one reader they are ahead."""
+TELL_S = 10.0
+"""So long nothing more is said of blocks that cannot be written."""
 RUN_BYTES = 4 << 20
 """Blocks that lie one behind the other are read at once, so many bytes at most."""
 CHECKED = 2
@@ -167,6 +169,9 @@ class DiskStore(FrontStore):
         self._folder_lock = _locked(folder)
         self._open()
         self._readers, self._writers = ThreadPoolExecutor(READERS, "manthan-disk"), Writers(timeout_s)
+        self._unwritten: Counter[str] = Counter()
+        """Blocks that could not be written, by what the system said, and of which nothing was said yet."""
+        self._tell_at = 0.0
         self._stuck: _Reading | None = None
         """What a reader has given up waiting for."""
         self._closing = False
@@ -434,8 +439,14 @@ class DiskStore(FrontStore):
             self._written.notify_all()
 
     def _cause(self, error: OSError) -> str:
-        """Why a block is not kept."""
-        logger.warning("Manthan: %s: a block could not be written: %s", self.folder, error.strerror)
+        """Why a block is not kept. A disk that fails does so for each of thousands: what is said of it is counted."""
+        with self._lock:
+            self._unwritten[error.strerror or str(error)] += 1
+            told, is_due = self._unwritten, time.monotonic() >= self._tell_at
+            if is_due:
+                self._unwritten, self._tell_at = Counter(), time.monotonic() + TELL_S
+        for cause, blocks in told.items() if is_due else ():
+            logger.warning("Manthan: %s: blocks that could not be written: %d: %s", self.folder, blocks, cause)
         return STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
 
     def _end(self, need: int) -> "_Log | None":
