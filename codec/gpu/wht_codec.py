@@ -1,12 +1,11 @@
 """`manthan.codec.wht` by CUDA kernels: the same bytes as the CPU's, and the same numbers.
 
-Blocks are worked on in groups, so that what lies between two kernels is bounded: whole numbers, and when encoding the
-words of each row, whose places in the block are known when all are coded. Sections in form 1 are made by the kernels of
+What lies between two kernels is bounded by working on blocks in groups: whole numbers, and when encoding the words of
+each row, whose places in the block are known when all are coded. Sections in form 1 are made by the kernels of
 `manthan.codec.centred`, of blocks that need them, in the same stream: nothing waits for the device.
 """
 
 import ctypes
-from collections.abc import Iterator
 from functools import lru_cache
 from typing import Any, NamedTuple, Self
 
@@ -93,10 +92,20 @@ class Wht(ctypes.Structure):
         made.one_token, made.one_number = np.float32(1 / all.tokens), np.float32(1 / numbers)
         return made
 
-    def of(self, batch: Batch, codes: Tensor, some: slice) -> Self:
+    def of(self, batch: Batch, codes: Tensor, some: slice = ALL) -> Self:
         """The same for these blocks of a batch."""
         job = type(self).from_buffer_copy(self)
         job.all = self.all.of(batch, codes, some)
+        return job
+
+    def part(self, some: range, turns_nbytes: int) -> Self:
+        """The same for these blocks of its own, with their books. turns_nbytes: of a block."""
+        job = type(self).from_buffer_copy(self)
+        steps = {"block_ids": 8, "offsets": 8, "headers": self.all.head_nbytes, "status": 4, "nbytes": 8}
+        steps |= {"turns": turns_nbytes, "sizes": 4 * self.all.rows, "places": 4 * self.all.rows}
+        for name, step in (steps | {"forms": 8, "starts": 8}).items():
+            setattr(job.all, name, getattr(self.all, name) + some.start * step)
+        job.all.n = len(some)
         return job
 
 
@@ -145,8 +154,8 @@ class WhtPagedCodec(PagedCodec):
         for kept in plan.exact:
             self._launch_exact("encode_exact", kept, batch, codes)
         if plan.rows is not None:
-            for job in self._jobs(plan.rows, batch, codes, ENCODING):
-                self._encode(job)
+            for some in _groups(plan.rows, len(batch.block_ids), ENCODING):
+                self._encode(plan.rows.of(batch, codes, slice(some.start, some.stop)))
         self._launch_one("seal", plan.seal, batch, codes)
 
     def verify(self, batch: Batch, codes: Tensor) -> None:
@@ -161,8 +170,7 @@ class WhtPagedCodec(PagedCodec):
         """A status becomes 0 or more for codes that no encoder writes, too."""
         plan = self._plan(batch.exact)
         if plan.rows is not None:
-            for job in self._jobs(plan.rows, batch, codes, DECODING):
-                self._decode(job)
+            self._decode(plan.rows.of(batch, codes), batch.turns[:1].nbytes)
         for kept in plan.exact:
             self._launch_exact("decode_exact", kept, batch, codes)
 
@@ -183,28 +191,24 @@ class WhtPagedCodec(PagedCodec):
         for name, warps in (("lay_out", ALONE), ("pack", all.rows), ("encode_centred", all.rows * all.heads)):
             self._kernels.launch(name, all, all.n * warps)
 
-    def _decode(self, job: Wht) -> None:
-        all = job.all
-        rows, threads = all.n * all.rows, self._restoring(job)
-        rounded, books = self._scratch(2 * rows * job.row_room), self._scratch(4 * (2 * rows + 4 * all.n))
+    def _decode(self, job: Wht, turns_nbytes: int) -> None:
+        """Only what whole numbers lie between is done group by group: launches are the model's thread's time."""
+        all, threads, groups = job.all, self._restoring(job), _groups(job, job.all.n, DECODING)
+        rounded = self._scratch(2 * max(map(len, groups), default=0) * all.rows * job.row_room)
+        books = self._scratch(4 * all.n * (2 * all.rows + 4))
         job.rounded = rounded.data_ptr()
         _keep_books(all, books)
         self._kernels.launch("find_rows", all, all.n * ALONE)
         self._launch("check_fronts", job, 2 * all.n * ALONE)
-        self._launch_words("decode_words", job, self._tables[1], DECODE_THREADS, shared=self._shared)
-        self._launch("restore_rows", job, rows * all.heads, 32 * threads.warps, threads.shared)
+        for some in groups:
+            part = job.part(some, turns_nbytes)
+            self._launch_words("decode_words", part, self._tables[1], DECODE_THREADS, shared=self._shared)
+            self._launch("restore_rows", part, len(some) * all.rows * all.heads, 32 * threads.warps, threads.shared)
         self._kernels.launch("decode_centred", all, all.n * all.rows * all.heads)
 
     def _scratch(self, nbytes: int) -> Tensor:
         """For this stream; who has launched what uses it may let go of it."""
         return torch.empty(nbytes, dtype=torch.uint8, device=self.device)
-
-    def _jobs(self, plan: Wht, batch: Batch, codes: Tensor, each: int) -> Iterator[Wht]:
-        """The batch in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
-        n, most = len(batch.block_ids), max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each))
-        groups = -(-n // most)
-        for group in range(groups):
-            yield plan.of(batch, codes, slice(group * n // groups, (group + 1) * n // groups))
 
     def _rounding(self, job: Wht) -> Threads:
         """A warp for each head; a row between their two passes in shared memory, where it fits."""
@@ -264,6 +268,12 @@ class WhtPagedCodec(PagedCodec):
 def properties_of(device: torch.device) -> Any:
     """Which are more than PyTorch's stubs know."""
     return torch.cuda.get_device_properties(device)
+
+
+def _groups(plan: Wht, n: int, each: int) -> list[range]:
+    """So many blocks in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
+    count = -(-n // max(1, SCRATCH_BYTES // (plan.all.rows * plan.row_room * each)))
+    return [range(group * n // count, (group + 1) * n // count) for group in range(count)]
 
 
 def _keep_books(all: Sections, books: Tensor) -> None:

@@ -39,7 +39,7 @@ from manthan.vllm_hooks.worker.tiers import Demotion, Numbers, Run, Stored, Take
 
 logger = init_logger("vllm.manthan.worker")
 
-LOAD_CHUNK = 1024
+LOAD_CHUNK = 4096
 """Blocks of a restore that are begun at once, at most: the GPU works on them while more are prepared."""
 PAUSE_S = 1e-3
 """What vLLM's engine core sleeps after a step in which the model computes nothing."""
