@@ -38,14 +38,14 @@ class Occupancy(NamedTuple):
 
 
 OCCUPANCY = {
-    64: Occupancy(5, 7, 2),
+    64: Occupancy(6, 7, 2),
     80: Occupancy(4, 6, 2),
-    96: Occupancy(4, 6, 2),
-    112: Occupancy(4, 6, 2),
+    96: Occupancy(4, 6, 1),
+    112: Occupancy(4, 5, 2),
     128: Occupancy(4, 5, 2),
     160: Occupancy(3, 4, 2),
-    192: Occupancy(3, 4, 2),
-    256: Occupancy(3, 3, 1),
+    192: Occupancy(3, 4, 1),
+    256: Occupancy(2, 3, 2),
 }
 """By head size; others take the next one's."""
 
