@@ -4,6 +4,7 @@ import contextlib
 import os
 import random
 import shutil
+import subprocess
 from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
@@ -15,6 +16,8 @@ from disk_faults import Faults, resize, small_disk
 PAGE = 4096
 LITTLE = 16 * PAGE
 """What a full disk has left."""
+FILLS = 100
+"""So often a disk is tried to be made as small as its files."""
 FLIPPED = PAGE // 4
 SPARE = 1.5
 """The disk has so many times the store's budget: it is full when it is made smaller."""
@@ -107,9 +110,20 @@ class Disk:
         if fault not in TOLD:
             self.damage(fault)
         elif fault is Fault.full and self.is_small:
-            resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
+            self._fill()
         else:
             self._faults.now(TOLD[fault])
+
+    def _fill(self) -> None:
+        """Others write meanwhile: what is free now may not be in a moment, and no disk is made smaller than its files."""
+        for left in range(FILLS - 1, -1, -1):
+            try:
+                resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
+            except subprocess.CalledProcessError:
+                if not left:
+                    raise
+            else:
+                return
 
     def _half_of_the_segments(self) -> list[Path]:
         paths = sorted(self.folder.rglob("*.seg"))
