@@ -115,7 +115,7 @@ class Disk:
             self._faults.now(TOLD[fault])
 
     def _fill(self) -> None:
-        """Others write meanwhile: what is free now may not be in a moment, and no disk is made smaller than its files."""
+        """No disk is made smaller than its files, and others write: what is free now may not be in a moment."""
         for left in range(FILLS - 1, -1, -1):
             try:
                 resize(self.folder, shutil.disk_usage(self.folder).used + LITTLE)
