@@ -1,5 +1,6 @@
 """The clock of the sweep: a background job that rings when a session is due."""
 
+import logging
 from collections.abc import Callable
 
 from apscheduler.schedulers.background import BackgroundScheduler
@@ -7,6 +8,9 @@ from apscheduler.schedulers.background import BackgroundScheduler
 LATE_SHARE = 0.25
 """A session goes cold at the latest so much of its idle time late."""
 SHORTEST_S = 0.01
+
+logger = logging.getLogger("vllm.manthan.sweeper")
+logger.setLevel(logging.ERROR)  # the scheduler warns of each call that it leaves out, since the last one is not over
 
 
 class Sweeper:
@@ -19,7 +23,7 @@ class Sweeper:
         self, interval_s: float, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]
     ) -> None:
         self._due, self._ring = due, ring
-        self._scheduler = BackgroundScheduler(timezone="UTC")  # no look at the machine's time zone
+        self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger)  # no look at the machine's time zone
         self._scheduler.add_job(
             self._tick,
             "interval",

@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
+from apscheduler.events import EVENT_JOB_MAX_INSTANCES
 
 from manthan.manager.sweeper import SHORTEST_S, Sweeper
 
@@ -73,6 +74,16 @@ def test_an_error_does_not_stop_the_clock() -> None:
 
     with running(Sweeper(OFTEN_S, 60.0, due, rung.set)):
         assert rung.wait(PATIENCE_S)
+
+
+def test_nothing_is_said_of_a_call_that_is_left_out(caplog: pytest.LogCaptureFixture) -> None:
+    is_over, left_out = threading.Event(), threading.Event()
+    sweeper = Sweeper(OFTEN_S, 60.0, lambda: is_over.wait(PATIENCE_S), lambda: None)
+    sweeper._scheduler.add_listener(lambda _: left_out.set(), EVENT_JOB_MAX_INSTANCES)
+    with running(sweeper):
+        assert left_out.wait(PATIENCE_S)
+        is_over.set()
+    assert caplog.messages == []
 
 
 def test_a_late_sweep_is_run_all_the_same() -> None:
