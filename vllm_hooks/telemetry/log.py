@@ -1,7 +1,5 @@
 """What the log says: what is on, once at start, who goes cold and returns."""
 
-import time
-from collections import Counter
 from typing import TYPE_CHECKING
 
 from pydantic import ByteSize
@@ -11,6 +9,7 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
+from manthan.manager.sparing import Sparing
 from manthan.vllm_hooks.settled import wants_profile
 from manthan.vllm_hooks.telemetry.structured import (
     CODEC_MEASURED,
@@ -193,15 +192,10 @@ class Complaints:
     """Says that blocks could not be stored, and why: the first at once, and then how many once a minute."""
 
     def __init__(self) -> None:
-        self._unsaid: Counter[str] = Counter()
-        self._quiet_until: dict[str, float] = {}
+        self._sparing = Sparing(QUIET_S)
 
     def not_stored(self, causes: "Iterable[str]") -> None:
-        now = time.monotonic()
         for cause in causes:
-            self._unsaid[cause] += 1
-            if now >= self._quiet_until.get(cause, 0.0):
-                count = self._unsaid.pop(cause)
+            if count := self._sparing.due(cause):
                 told = fields(NOT_STORED, cause=cause, blocks=count)
                 logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count, extra=told)
-                self._quiet_until[cause] = now + QUIET_S

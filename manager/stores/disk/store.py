@@ -14,7 +14,7 @@ import fcntl
 import logging
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -26,6 +26,7 @@ from typing import IO, NamedTuple, TypeAlias
 import numpy as np
 
 from manthan.manager.integrity import IntegrityError
+from manthan.manager.sparing import Sparing
 from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, Landing
 from manthan.manager.stores.disk.segment import (
     APART,
@@ -54,8 +55,8 @@ CLOSE_S = 5.0
 """How long a disk that does not answer is waited for at the end."""
 READERS, AHEAD = 8, 12
 """Threads that read, and how many runs of one reader they are ahead."""
-TELL_S = 10.0
-"""So long nothing more is said of blocks that cannot be written."""
+QUIET_S = 60.0
+"""A disk that fails does so for thousands of blocks: so often it is said."""
 RUN_BYTES = 4 << 20
 """Blocks that lie one behind the other are read at once, so many bytes at most."""
 CHECKED = 2
@@ -169,9 +170,7 @@ class DiskStore(FrontStore):
         self._folder_lock = _locked(folder)
         self._open()
         self._readers, self._writers = ThreadPoolExecutor(READERS, "manthan-disk"), Writers(timeout_s)
-        self._unwritten: Counter[str] = Counter()
-        """Blocks that could not be written, by what the system said, and of which nothing was said yet."""
-        self._tell_at = 0.0
+        self._sparing = Sparing(QUIET_S)
         self._stuck: _Reading | None = None
         """What a reader has given up waiting for."""
         self._closing = False
@@ -190,7 +189,7 @@ class DiskStore(FrontStore):
                 batch.is_given_up = True
                 for name in batch.begun:
                     self._forget(name)
-            logger.warning("Manthan: %s: blocks are not kept: the disk does not answer.", self.folder)
+            self._complain("blocks are not kept: the disk does not answer")
             return dict.fromkeys(blocks, DiskSlowError.cause)
 
     def _put_batch(self, batch: "_Batch") -> dict[bytes, str]:
@@ -209,7 +208,7 @@ class DiskStore(FrontStore):
             try:
                 self.sync()
             except OSError as error:
-                logger.warning("Manthan: %s: blocks are not on the disk: %s", self.folder, error.strerror)
+                self._complain(f"blocks are not on the disk: {error.strerror}")
                 self.drop(group, blocks)
                 return dict.fromkeys(blocks, DiskError.cause)
         return refused
@@ -439,15 +438,13 @@ class DiskStore(FrontStore):
             self._written.notify_all()
 
     def _cause(self, error: OSError) -> str:
-        """Why a block is not kept. A disk that fails does so for each of thousands: what is said of it is counted."""
-        with self._lock:
-            self._unwritten[error.strerror or str(error)] += 1
-            told, is_due = self._unwritten, time.monotonic() >= self._tell_at
-            if is_due:
-                self._unwritten, self._tell_at = Counter(), time.monotonic() + TELL_S
-        for cause, blocks in told.items() if is_due else ():
-            logger.warning("Manthan: %s: blocks that could not be written: %d: %s", self.folder, blocks, cause)
+        """Why a block is not kept."""
+        self._complain(f"a block could not be written: {error.strerror}")
         return STORE_FULL if error.errno in (errno.ENOSPC, errno.EDQUOT) else DiskError.cause
+
+    def _complain(self, of: str) -> None:
+        if count := self._sparing.due(of):
+            logger.warning("Manthan: %s: %s%s", self.folder, of, f" ({count} times)" if count > 1 else "")
 
     def _end(self, need: int) -> "_Log | None":
         """A segment with so much room behind its end; None if there is none to be made. Whoever asks is appending."""
@@ -549,7 +546,7 @@ class DiskStore(FrontStore):
             self._remove_void()
             self.sync()
         except OSError as error:
-            logger.warning("Manthan: %s: what was written may not last: %s", self.folder, error.strerror)
+            self._complain(f"what was written may not last: {error.strerror}")
 
     def _remove_void(self) -> None:
         """Raises OSError."""
