@@ -267,7 +267,7 @@ class World:
         history |= {"uses": 3, "tokens": tokens, "added_tokens": 64, "answer_tokens": 64}
         name = one.name
         told = qualified(f"{name}~{one.number}" if name == NAME else name or f"anonymous-{one.number}", one.tenant)
-        codes = {(None, key): Encoding(900) for key in keys}
+        codes = {(None, key): Encoding.of(900) for key in keys}
         return LeftSession(told, name, one.tenant, used - 600, used, False, history, keys, (), codes)
 
     # -- steps ----------------------------------------------------------------------------------------

@@ -183,7 +183,9 @@ class JournalLink:
         standing = []
         for depth, parts in anchors:
             if depth <= len(chain) and all((part.group, part.key) in sizes for part in parts):
-                codes |= {(part.group, part.key): Encoding(sizes[part.group, part.key], part.exact) for part in parts}
+                codes |= {
+                    (part.group, part.key): Encoding.of(sizes[part.group, part.key], part.exact) for part in parts
+                }
                 standing.append(LeftAnchor(depth, [(part.group, part.key, part.at) for part in parts]))
         if not chain or (self._needs_anchors and not standing):
             return None
@@ -199,7 +201,7 @@ class JournalLink:
     def _code(self, block: JournalBlock, sizes: Mapping[Name, int]) -> Encoding:
         if self._manager.shape.group is None:
             return NO_CODES
-        return Encoding(sizes[block.group, block.key], block.exact)
+        return Encoding.of(sizes[block.group, block.key], block.exact)
 
 
 def _has_codes(block: Block) -> bool:

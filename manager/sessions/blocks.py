@@ -219,7 +219,7 @@ class BlockTable:
     def settle(self, block: Block, nbytes: int) -> None:
         """A block that was being encoded is in the cold store, where it takes so many bytes."""
         was = block.encoding
-        encoding = was if was.nbytes == nbytes else was._replace(nbytes=nbytes)
+        encoding = was if was.nbytes == nbytes else Encoding.of(nbytes, was.exact, was.codec)
         if block.old is not None:
             self.store(block, encoding)
             return

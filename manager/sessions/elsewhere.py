@@ -74,7 +74,7 @@ class Elsewhere:
     def _store(self, block: Block | None, nbytes: int) -> None:
         """Another engine had it stored."""
         if block is not None and block.code is CodeState.NONE and block.users:
-            self._blocks.store(block, Encoding(nbytes), ELSEWHERE)
+            self._blocks.store(block, Encoding.of(nbytes), ELSEWHERE)
             if self._table.front is not None:
                 self._blocks.mark_moved(block, True)
             self.nbytes = max(0, self.nbytes - nbytes)

@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
+from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
 
@@ -107,6 +108,13 @@ class Encoding(NamedTuple):
     nbytes: int = 0
     exact: int = 0
     codec: str = ""
+
+    @staticmethod
+    @lru_cache(maxsize=2**14)
+    def of(nbytes: int, exact: int = 0, codec: str = "") -> "Encoding":
+        """The same object for all that are alike: there are few kinds of many blocks, and each object that is kept is
+        one more for Python's garbage collector to visit."""
+        return Encoding(nbytes, exact, codec)
 
 
 NO_CODES = Encoding()

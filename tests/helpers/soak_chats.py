@@ -173,8 +173,8 @@ class Traffic:
     async def run(self) -> None:
         """Until `ends`."""
         self._began = time.monotonic()
-        # uvicorn leaves a connection that nobody uses after 5 s: no request is to be sent just then.
-        connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2)
+        # uvicorn closes a connection that nobody uses after 5 s, and if it is late, one that was just sent a request.
+        connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
             self._http = http
             await self._arrive()
