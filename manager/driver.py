@@ -7,7 +7,7 @@
 Like the manager it waits for nobody, and reads no clock.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Generic
 
@@ -27,6 +27,7 @@ from manthan.manager.work import (
     GroupKeys,
     Load,
     LoadResult,
+    Moves,
     Name,
     SpillBlock,
     SpillResult,
@@ -59,7 +60,7 @@ class Work:
     """What is to be done now, in this order."""
 
     drops: Sequence[GroupKeys]
-    go_first: Sequence[GroupKeys]
+    go_first: Sequence[Moves]
     spills: Sequence[SpillBlock]
     loads: Sequence[Load]
     lost: int = 0
@@ -242,10 +243,9 @@ class Driver(Generic[B]):
         self.hear(now)
         if not self.rests:
             self._loads += self.prefetcher.step(now)
-        moves = self.manager.take_moves()
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            go_first=[GroupKeys(self._group, moves)] if moves and self._group is not None else (),
+            go_first=list(self._moves()),
             spills=[self._spill(self._held[name]) for name in self._granted],
             loads=self._loads,
             lost=lost,
@@ -254,6 +254,11 @@ class Driver(Generic[B]):
         self._granted, self._loads = [], []
         self.tell_news()
         return work
+
+    def _moves(self) -> Iterator[Moves]:
+        for tier, keys in enumerate(self.manager.take_moves()):
+            if keys and self._group is not None:
+                yield Moves(tier, self._group, keys)
 
     def _spill(self, held: tuple[SpillOrder, B]) -> SpillBlock:
         (key, first_token, exact, codec, _, group, tenant), block = held

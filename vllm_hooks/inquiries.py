@@ -5,14 +5,14 @@ Answers are made of what msgpack and JSON know. Times are Unix seconds.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.lives import Event, in_words
-from manthan.manager.sessions.listing import Query, Sort, Tier
-from manthan.manager.sessions.session import Session, SessionInfo, SessionState
+from manthan.manager.sessions.listing import Query, Sort
+from manthan.manager.sessions.session import Held, Session, SessionInfo, SessionState
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -64,15 +64,15 @@ class Inquiries:
     # -- looking on -----------------------------------------------------------------------------------
 
     def _sessions(self, asked: Mapping[str, Any]) -> Answer:
-        tier, places = asked["tier"], self._places
-        if tier is not None and tier not in places.values():
+        tier, names = asked["tier"], self._store.tier_names
+        if tier is not None and tier not in names:
             return {"total": 0, "now": time.time(), "keys": [], "sessions": []}
         page = self._listing.page(
             Query(
                 states=None if asked["states"] is None else {*map(SessionState, asked["states"])},
                 bound=asked["bound"],
                 tenant=asked["tenant"],
-                tier=next((each for each, name in places.items() if name == tier), None),
+                tier=None if tier is None else names.index(tier),
                 pinned=asked["pinned"],
                 prefix=asked["prefix"],
                 sort=Sort(asked["sort"]),
@@ -103,7 +103,7 @@ class Inquiries:
             "cold_blocks": info.cold_blocks,
             "hot_bytes": info.hot_nbytes,
             "cold_bytes": info.cold_nbytes,
-            "tiers": self._tiers(info.cold_nbytes, info.moved_nbytes),
+            "tiers": self._tiers(info.tiers),
             "created": self._time(info.created),
             "last_used": self._time(info.last_used),
             "requests": info.requests,
@@ -116,34 +116,29 @@ class Inquiries:
         """Of the manager's clock; the same each time, although two clocks are never read at once."""
         return round(seconds + self._offset, 3)
 
-    @property
-    def _keeps(self) -> bool:
-        """Whether the slower tier, or the only one, has all codes."""
-        front = self._manager.table.front
-        return front is None or front.keeps_behind
+    def _tiers(self, held: Sequence[Held]) -> Answer:
+        """What each tier has of a session, of those that have something."""
+        tokens = self._manager.shape.block_tokens
+        return {
+            name: {"tokens": blocks * tokens, "blocks": blocks, "bytes": nbytes}
+            for name, (blocks, nbytes) in zip(self._store.tier_names, held, strict=True)
+            if nbytes
+        }
 
-    @property
-    def _places(self) -> dict[Tier, str]:
-        """The tiers that are told apart."""
-        fast = {} if self._manager.table.front is None else {Tier.FAST: self._store.places[0]}
-        return fast | {Tier.SLOW: self._store.places[-1] if self._keeps else "host"}
-
-    def _tiers(self, cold: int, moved: int) -> dict[str, int]:
-        """Bytes of codes by tier, of `cold` in all, of which so many had to leave the fast one."""
-        nbytes = {Tier.FAST: cold - moved, Tier.SLOW: cold if self._keeps else moved}
-        return {name: nbytes[tier] for tier, name in self._places.items() if nbytes[tier]}
+    def _tiers_in_all(self, cold: int, budget: int) -> list[Answer]:
+        """What each tier has of so many bytes of codes, and its part of the budget."""
+        fronts, moved, names = self._manager.table.fronts, self._manager.blocks.moved, self._store.tier_names
+        used = [cold - moved[tier] for tier in range(len(fronts))]
+        used.append(cold if fronts.keeps_behind else cold - used[0])
+        budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
+        return [
+            {"name": name, "used_bytes": nbytes, "budget_bytes": most}
+            for name, nbytes, most in zip(names, used, budgets, strict=True)
+        ]
 
     def _state(self, bound: str | None) -> Answer:
         half, manager = self._half, self._manager
         usage, shape, config = manager.usage, manager.shape, half.config
-        front, budget = manager.table.front, usage.budget_nbytes
-        used = self._tiers(usage.cold_nbytes, manager.blocks.moved)
-        fast = 0 if front is None else front.nbytes
-        budgets = {Tier.FAST: fast, Tier.SLOW: budget if self._keeps else budget - fast}
-        tiers = [
-            {"name": name, "used_bytes": used.get(name, 0), "budget_bytes": budgets[tier]}
-            for tier, name in self._places.items()
-        ]
         return {
             "now": time.time(),
             "policy": {
@@ -155,7 +150,7 @@ class Inquiries:
                 "kind": self._store.kind,
                 "up": half.telemetry.store_is_up,
                 "codec": shape.codec or config.codec.name,
-                "tiers": tiers,
+                "tiers": self._tiers_in_all(usage.cold_nbytes, usage.budget_nbytes),
             },
             "pool": {
                 "block_tokens": shape.block_tokens,

@@ -11,6 +11,7 @@ from manthan.manager.work import (
     GroupKeys,
     Load,
     LoadResult,
+    Moves,
     SpillBlock,
     SpillResult,
     Verdict,
@@ -24,6 +25,7 @@ __all__ = [
     "LoadResult",
     "ManthanMetadata",
     "ManthanWorkerMetadata",
+    "Moves",
     "SpillBlock",
     "SpillResult",
     "Verdict",
@@ -37,8 +39,8 @@ class ManthanMetadata(KVConnectorMetadata):
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
     drops: Sequence[GroupKeys] = ()
-    go_first: Sequence[GroupKeys] = ()
-    """The next blocks to leave a fast tier for the one behind it."""
+    go_first: Sequence[Moves] = ()
+    """The next blocks to leave fast tiers for the ones behind them."""
     spills: Sequence[SpillBlock] = ()
     loads: Sequence[Load] = ()
     samples: Sequence[SpillBlock] = ()

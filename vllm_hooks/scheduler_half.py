@@ -2,6 +2,7 @@
 
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
@@ -51,7 +52,7 @@ from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
-from manthan.vllm_hooks.worker.capacity import fast_tier, room_in, usable_nbytes
+from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
 from manthan.vllm_hooks.worker.weights import weights_digest
 
 if TYPE_CHECKING:
@@ -117,7 +118,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tier(config.cold_store, self._shards.stored),
+            fast=fast_tiers(config.cold_store, self._shards.stored),
             shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
@@ -276,21 +277,22 @@ class SchedulerHalf:
         return {SOURCES[tier]: count for tier, count in self._tiers(request.request_id, tokens).items()}
 
     def _tiers(self, request_id: str, tokens: int) -> dict[str, int]:
-        store, load = self.config.cold_store, self.driver.load_of(request_id)
-        near, far = store.places[0], "host" if store.kind == "device" else store.places[-1]
-        behind = 0 if load is None or self.manager.table.front is None else self._behind(load, tokens)
-        return {tier: count for tier, count in ((near, tokens - behind), (far, behind)) if count}
+        load, names = self.driver.load_of(request_id), self.config.cold_store.tier_names
+        behind = {} if load is None else self._behind(load, tokens)
+        counts = {0: tokens - sum(behind.values())} | behind
+        return {names[tier]: count for tier, count in counts.items() if count}
 
-    def _behind(self, load: Load, tokens: int) -> int:
-        """How many of them are not in the fastest tier, by the manager's books. Where chains have no codes of their
-        own, all are as far as what is farthest."""
-        if not self.manager.blocks.moved:
-            return 0
-        moved = [self.manager.has_moved(key, group) for group, keys, _ in load.parts for key in keys]
+    def _behind(self, load: Load, tokens: int) -> dict[int, int]:
+        """How many of them are not in the fastest tier, by the number of the one that has them, by the manager's books.
+        Where chains have no codes of their own, all are as far as what is farthest."""
+        if not any(self.manager.blocks.moved.values()):
+            return {}
+        tiers = [self.manager.tier_of(key, group) for group, keys, _ in load.parts for key in keys]
         if not self.groups.is_whole:
-            return tokens if any(moved) else 0
+            return {tier: tokens} if (tier := max(tiers)) else {}
         chain = next(len(part.keys) for part in load.parts if part.group == self._group)
-        return self._block_size * sum(moved[:chain])
+        counts = Counter(tiers[:chain])
+        return {tier: self._block_size * counts[tier] for tier in sorted(counts) if tier}
 
     def finished(self, request: "Request", blocks: int) -> dict[str, Any] | None:
         """A request ended, with KV computed for that many blocks; returns what its client is told of its hints."""

@@ -204,7 +204,7 @@ def _row(session: Mapping[str, Any], now: float) -> list[str]:
         session["state"],
         str(session["tokens"]),
         _size(session["hot_bytes"]),
-        " and ".join(f"{_size(nbytes)} {tier}" for tier, nbytes in session["tiers"].items()),
+        " and ".join(f"{_size(part['bytes'])} {tier}" for tier, part in session["tiers"].items()),
         _ago(now - session["last_used"]),
         str(session["requests"]),
         ", ".join(notes),
@@ -217,7 +217,7 @@ def _value(name: str, value: Any) -> str:
     if name in ("created", "last_used", "expected_return"):
         return "" if value is None else _moment(value)
     if isinstance(value, dict):
-        return ", ".join(f"{_size(nbytes)} {tier}" for tier, nbytes in value.items())
+        return ", ".join(f"{_size(part['bytes'])} {tier} ({part['tokens']} tokens)" for tier, part in value.items())
     return str(value)
 
 

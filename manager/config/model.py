@@ -181,6 +181,11 @@ class ColdStoreConfig(_Group):
         return self.tiers if self.kind == "tiered" else (self.kind,)
 
     @property
+    def tier_names(self) -> Sequence[str]:
+        """The tiers that codes are in, the fastest first: RAM behind GPU memory is one, too."""
+        return ("device", "host") if self.kind == "device" and self.host_bytes else self.places
+
+    @property
     def is_shared(self) -> bool:
         """Whether other engines may read the codes."""
         return self.places[-1] == "redis"

@@ -128,5 +128,4 @@ class Adoption:
         block = self._blocks.get(key, group)
         if block is not None and block.code is CodeState.NONE:
             self._blocks.store(block, left.codes[part], left.tenant)
-            if self._table.front is not None:
-                self._blocks.mark_moved(block, True)
+            self._blocks.mark_moved(block, self._table.fronts.all_moved)

@@ -37,8 +37,8 @@ class BlockTable:
         """Bytes that are taken in the cold store, now or as soon as what is ordered is encoded."""
         self.cold_of: Counter[int | None] = Counter()
         """Cold blocks by KV cache group; None for those of chains."""
-        self.moved = 0
-        """Bytes of the codes that had to leave the fast tier."""
+        self.moved: Counter[int] = Counter()
+        """By its number, bytes of the codes that had to leave a fast tier."""
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
         self.changed: dict[tuple[int | None, bytes], None] | None = None
@@ -247,7 +247,7 @@ class BlockTable:
         self._set(block, _NONE, NO_CODES, None)
 
     def forget_all(self, blocks: Iterable[Block]) -> None:
-        """The same of several, most of which are cold and in no fast tier."""
+        """The same of several, most of which are cold and in every fast tier."""
         changed = self.changed
         count = freed = exact = exposed = 0
         of_group: dict[int | None, int] = {}
@@ -276,9 +276,12 @@ class BlockTable:
         for tenant, nbytes in of_tenant.items():
             self._reserve(-nbytes, tenant)
 
-    def mark_moved(self, block: Block, moved: bool) -> None:
-        """The codes left the fast tier, or are in it (again)."""
-        self.moved += (moved - block.moved) * block.encoding.nbytes
+    def mark_moved(self, block: Block, moved: int) -> None:
+        """The codes left these fast tiers, as `Block.moved` has them, and are in all others (again)."""
+        changed = moved ^ block.moved
+        for tier in range(changed.bit_length()):
+            if changed >> tier & 1:
+                self.moved[tier] += block.encoding.nbytes if moved >> tier & 1 else -block.encoding.nbytes
         block.moved = moved
 
     def _set(
@@ -287,7 +290,7 @@ class BlockTable:
         if self.changed is not None:
             self.touch(block.key, block.group)
         if block.moved:
-            self.mark_moved(block, False)
+            self.mark_moved(block, 0)
         was_none, is_none = block.code is _NONE, code is _NONE
         if was_none != is_none and block.hot and not block.running:
             self.exposed += is_none - was_none

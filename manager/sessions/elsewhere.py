@@ -75,8 +75,7 @@ class Elsewhere:
         """Another engine had it stored."""
         if block is not None and block.code is CodeState.NONE and block.users:
             self._blocks.store(block, Encoding.of(nbytes), ELSEWHERE)
-            if self._table.front is not None:
-                self._blocks.mark_moved(block, True)
+            self._blocks.mark_moved(block, self._table.fronts.all_moved)
             self.nbytes = max(0, self.nbytes - nbytes)
 
     def counted(self, used: int | None, strangers: Iterable[Stranger] | None) -> None:

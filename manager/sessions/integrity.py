@@ -52,8 +52,11 @@ def _totals(manager: SessionMemoryManager) -> Findings:
     code = Counter(block.code for block in all_blocks)
     room = {block: block.encoding.nbytes + (block.old.nbytes if block.old else 0) for block in all_blocks}
     tenants: Counter[str] = Counter()
+    moved: Counter[int] = Counter()
     for block in all_blocks:
         tenants[block.tenant] += room[block] * block.reserves
+        for tier in range(len(manager.table.fronts)):
+            moved[tier] += block.encoding.nbytes * (block.moved >> tier & 1)
     counted = {
         "hot": (table.hot, sum(block.hot > 0 for block in all_blocks)),
         "exposed": (table.exposed, sum(block.exposed for block in all_blocks)),
@@ -67,7 +70,7 @@ def _totals(manager: SessionMemoryManager) -> Findings:
             table.stored,
             sum(room[b] - (b.encoding.nbytes if b.code is CodeState.QUEUED else 0) for b in all_blocks),
         ),
-        "moved": (table.moved, sum(block.encoding.nbytes for block in all_blocks if block.moved)),
+        "moved": (+table.moved, +moved),
         "of tenants": (+table.reserved_of, +tenants),
         "states": (
             +manager.table.states,

@@ -3,7 +3,8 @@ the page, and a few of those that are in the pool, are looked at one by one.
 """
 
 from bisect import bisect_left
-from collections.abc import Collection, Iterator
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum, auto
 from itertools import islice
 from typing import Any, NamedTuple, TypeAlias
@@ -16,6 +17,7 @@ from manthan.manager.sessions.session import (
     HOT_STATES,
     Block,
     CodeState,
+    Held,
     Session,
     SessionInfo,
     SessionState,
@@ -47,24 +49,17 @@ class Sort(StrEnum):
     EXPECTED = auto()
 
 
-class Tier(StrEnum):
-    """FAST: where there is a slower tier behind it. SLOW: that one, or the only one."""
-
-    FAST = auto()
-    SLOW = auto()
-
-
 class Query(NamedTuple):
     """Which sessions, in which order. None for all.
 
     bound: the tenant that asks: sessions of others are not there, and its own have the names that it gave them. prefix:
-    of ids. tier: with codes there. limit, offset: of the page; offset counts from 0.
+    of ids. tier: its number; with codes there. limit, offset: of the page; offset counts from 0.
     """
 
     states: Collection[SessionState] | None = None
     bound: str | None = None
     tenant: str | None = None
-    tier: Tier | None = None
+    tier: int | None = None
     pinned: bool | None = None
     prefix: str = ""
     sort: Sort = Sort.LAST_USED
@@ -120,7 +115,8 @@ class Listing:
     def info(self, session: Session) -> SessionInfo:
         """Counted block by block."""
         shape, chain = self._table.shape, session.chain
-        hot = cold = nbytes = moved = 0
+        hot = cold = nbytes = 0
+        blocks, sizes = Counter[int](), Counter[int]()  # by the tiers that they left
         for block in chain:
             if block.hot:
                 hot += 1
@@ -128,11 +124,14 @@ class Listing:
                 cold += 1
                 nbytes += block.encoding.nbytes
                 if block.moved:
-                    moved += block.encoding.nbytes
+                    blocks[block.moved] += 1
+                    sizes[block.moved] += block.encoding.nbytes
         for block in session.beside if session.anchors else ():
             if block.code is _COLD:
                 nbytes += block.encoding.nbytes
-                moved += block.encoding.nbytes * block.moved
+                if block.moved:
+                    sizes[block.moved] += block.encoding.nbytes
+        blocks[0], sizes[0] = cold - blocks.total(), nbytes - sizes.total()
         return SessionInfo(
             session_id=session.session_id,
             tenant=session.tenant,
@@ -149,8 +148,15 @@ class Listing:
             priority=session.priority,
             expected=session.expected,
             hot_nbytes=hot * shape.hot_nbytes,
-            moved_nbytes=moved,
+            tiers=[self._held(tier, blocks, sizes) for tier in range(len(self._table.fronts) + 1)],
             told_id=session.told_id,
+        )
+
+    def _held(self, tier: int, blocks: Mapping[int, int], sizes: Mapping[int, int]) -> Held:
+        has = self._table.fronts.has
+        return Held(
+            sum(count for moved, count in blocks.items() if has(tier, moved)),
+            sum(nbytes for moved, nbytes in sizes.items() if has(tier, moved)),
         )
 
     # -- which ----------------------------------------------------------------------------------------
@@ -176,23 +182,20 @@ class Listing:
             found += ids[ids.bisect_left(begin) : ids.bisect_right(begin + LAST)]
         return np.array([by_id[name].row for name in found], np.intp)
 
-    def _with_codes_in(self, tier: Tier, rows: Rows) -> Rows:
-        front, cold = self._table.front, STATES.index(SessionState.COLD)
-        keeps = tier is Tier.SLOW and (front is None or front.keeps_behind)
-        is_there = self._columns.state[rows] == cold if keeps or front is None else np.zeros(len(rows), np.bool_)
+    def _with_codes_in(self, tier: int, rows: Rows) -> Rows:
+        cold, has_all = STATES.index(SessionState.COLD), self._table.fronts.has_all(tier)
+        is_there = self._columns.state[rows] == cold if has_all else np.zeros(len(rows), np.bool_)
         for at in np.flatnonzero(~is_there):
             is_there[at] = self._has_codes_in(self._columns.session(rows[at]), tier)
         chosen: Rows = rows[is_there]
         return chosen
 
-    def _has_codes_in(self, session: Session, tier: Tier) -> bool:
+    def _has_codes_in(self, session: Session, tier: int) -> bool:
         """Tails leave a fast tier first."""
-        cold = _cold(session)
-        if tier is Tier.FAST:
-            return cold > 0 and not session.chain[0].moved
-        if self._table.front is None or self._table.front.keeps_behind:
+        cold, fronts = _cold(session), self._table.fronts
+        if fronts.has_all(tier):
             return cold > 0 or bool(session.anchors)
-        return cold > 0 and session.chain[cold - 1].moved
+        return cold > 0 and fronts.has(tier, session.chain[0 if tier < len(fronts) else cold - 1].moved)
 
     # -- in which order -------------------------------------------------------------------------------
 

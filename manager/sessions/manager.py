@@ -20,7 +20,7 @@ from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
-from manthan.manager.sessions.fast_tier import Fast, FastTier
+from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.listing import Listing
 from manthan.manager.sessions.orders import Orders
@@ -92,14 +92,14 @@ class Usage(NamedTuple):
 class SessionMemoryManager:
     """Decides which sessions are evicted, restored and dropped.
 
-    policy: instances of it order the hot pool, the cold store, and the fast tier in front of a slower one.
+    policy: instances of it order the hot pool, the cold store, and each fast tier in front of a slower one.
     capacity_nbytes: the cold store's hard budget, of all ranks together.
     idle_after_s: seconds without a request after which a sweep evicts a session.
     min_tokens: shorter sessions are not tracked.
     label: stands in the ids of sessions without a name.
     options: of the policy; None for its defaults.
     shares: of the budget, for pinned sessions and for tenants.
-    fast: the tier that new codes go to, where a slower one is behind it.
+    fast: the tiers in front of the last one, the fastest first.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
     is_shared: whether other engines use the cold store as well; then `elsewhere` takes in what its directory says.
@@ -115,7 +115,7 @@ class SessionMemoryManager:
         label: str = "",
         options: PolicyOptions | None = None,
         shares: Shares = Shares(),  # noqa: B008
-        fast: Fast | None = None,
+        fast: Sequence[Fast] = (),
         prefetch_lead_s: float | None = None,
         sink_tokens: int = 0,
         window_tokens: int = 0,
@@ -128,10 +128,8 @@ class SessionMemoryManager:
         self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
         self._unheld: list[Beside] = []
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
-        self.table = SessionTable(make_policy, shape, label)
+        self.table = SessionTable(make_policy, shape, label, fast)
         self.blocks = self.table.blocks
-        if fast is not None:
-            self.table.front = FastTier(make_policy, self.blocks, fast)
         self._running: dict[str, Session] = {}  # by request id
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks, shape.group)
@@ -486,9 +484,9 @@ class SessionMemoryManager:
         for session in self.table.idle.values():
             yield session, [self._order(block, self._evictions.wanted(block)) for block in session.chain[part]]
 
-    def take_moves(self) -> list[bytes]:
-        """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""
-        return self.table.front.choose(self.table.by_id) if self.table.front is not None else []
+    def take_moves(self) -> list[list[bytes]]:
+        """Of each fast tier, blocks that are to leave it first, if it gets too small for the spills that were taken."""
+        return self.table.fronts.choose(self.table.by_id)
 
     def take_evictions(self) -> list[Eviction]:
         """Evictions that ended since the last call, for logs and metrics."""
@@ -525,10 +523,10 @@ class SessionMemoryManager:
         block = self.blocks.get(key)
         return block is not None and block.users > 0
 
-    def has_moved(self, key: bytes, group: int) -> bool:
-        """Whether a block's codes had to leave the fast tier."""
+    def tier_of(self, key: bytes, group: int) -> int:
+        """The number of the fastest tier that has a block's codes."""
         block = self.blocks.get(key, None if group == self.shape.group else group)
-        return block is not None and block.moved
+        return 0 if block is None else block.tier
 
     def is_hot(self, session_id: str) -> bool:
         """Whether there is such a session, and its KV is in the pool."""

@@ -52,8 +52,7 @@ class Restores:
         for block in unreadable:
             self._pruning.lose_anchors(block, DropCause.FAILED)
         self._pruning.bury([block for block in unreadable if block.group is None])
-        if self._table.front is not None:
-            self._table.front.read(blocks)
+        self._table.fronts.read(blocks)
 
     def _run(self, keys: Sequence[bytes], request_id: str) -> list[Block]:
         """Blocks of these keys, up to the first that nobody names: the request's session has most of them in a row, so

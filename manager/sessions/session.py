@@ -146,12 +146,17 @@ class Block:
     """Restores that read the codes right now; a pinned block is never dropped."""
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
-    moved: bool = False
-    """Whether its codes had to leave the fast tier."""
+    moved: int = 0
+    """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
     windows: int = 0
     """Sessions that have it among their last tokens, which are kept exact."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()
     """EVICTING sessions that wait for its codes, in order of arrival; mostly one, so that a dict is for more."""
+
+    @property
+    def tier(self) -> int:
+        """The number of the fastest tier that has its codes."""
+        return (~self.moved & (self.moved + 1)).bit_length() - 1
 
     @property
     def reserves(self) -> bool:
@@ -302,12 +307,19 @@ def _owner(tenant: str, name: str) -> str:
     return "/" if "/" in name else ""
 
 
+class Held(NamedTuple):
+    """What a tier has of a session: blocks of its chain, and bytes of these and of its anchors."""
+
+    blocks: int
+    nbytes: int
+
+
 class SessionInfo(NamedTuple):
     """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
 
     tokens, blocks: of its chain. hot_blocks: believed to be in the pool, where they take hot_nbytes. cold_blocks: with
-    codes. cold_nbytes: of these, and of what its anchors have in the cold store. moved_nbytes: of them, what had to
-    leave the fast tier. told_id: its id as its tenant is told it.
+    codes. cold_nbytes: of these, and of what its anchors have in the cold store. tiers: of all that, what each has, the
+    fastest first. told_id: its id as its tenant is told it.
     """
 
     session_id: str
@@ -325,7 +337,7 @@ class SessionInfo(NamedTuple):
     priority: int
     expected: float | None
     hot_nbytes: int
-    moved_nbytes: int
+    tiers: Sequence[Held]
     told_id: str
 
 

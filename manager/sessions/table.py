@@ -9,7 +9,7 @@ from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.chains import ChainIndex
 from manthan.manager.sessions.columns import Columns
 from manthan.manager.sessions.deadlines import Deadlines
-from manthan.manager.sessions.fast_tier import FastTier
+from manthan.manager.sessions.fast_tier import Fast, FastTiers
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import HOT_STATES, Block, MemoryShape, Session, SessionState
@@ -24,7 +24,13 @@ REMEMBERED = 1024
 class SessionTable:
     """All sessions: by id, by chain, by state, and in the order of the policies."""
 
-    def __init__(self, make_policy: Callable[[], EvictionPolicy], shape: MemoryShape, label: str = "") -> None:
+    def __init__(
+        self,
+        make_policy: Callable[[], EvictionPolicy],
+        shape: MemoryShape,
+        label: str = "",
+        fast: Sequence[Fast] = (),
+    ) -> None:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
@@ -47,8 +53,8 @@ class SessionTable:
         self.cold_of: dict[str, Place] = {}
         """The same for each tenant that has a quota, and sessions."""
         self._sessions_of: Counter[str] = Counter()  # by tenant
-        self.front: FastTier | None = None
-        """Sessions that have codes in the fast tier, where there is one in front of a slower one."""
+        self.fronts = FastTiers(make_policy, self.blocks, fast)
+        """Sessions that have codes in fast tiers, where there are some in front of a slower one."""
 
     # -- sessions -------------------------------------------------------------------------------------
 
@@ -104,8 +110,8 @@ class SessionTable:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         elif (state is _EVICTING or state is _COLD) and session.session_id not in self.cold:
             self.enter_cold(session)
-        if state is _COLD and self.front is not None:
-            self.front.used(self.view(session, self.shape.cold_nbytes), session.priority)
+        if state is _COLD and self.fronts:
+            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
 
     def put_off_until(self, session: Session, when: float) -> None:
         """An IDLE session is as one that has become so then."""
@@ -224,8 +230,7 @@ class SessionTable:
         self.states[session.state] -= 1
         self.hot.forget(session.session_id)
         self.leave_cold(session)
-        if self.front is not None:
-            self.front.forget(session.session_id)
+        self.fronts.forget(session.session_id)
         self._sessions_of[session.tenant] -= 1
         if not self._sessions_of[session.tenant]:  # tenants may be as many as clients make up
             del self._sessions_of[session.tenant]

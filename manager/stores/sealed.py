@@ -189,8 +189,8 @@ class SealedStore(ColdStore):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         self.inner.drop(group, self._names(keys))
 
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        self.inner.go_first(group, self._names(keys))
+    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:
+        self.inner.go_first(group, self._names(keys), tier)
 
     def cleared(self, place: str) -> "SealedStore":
         """What was sealed before does not open in it, wherever somebody puts it."""

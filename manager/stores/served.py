@@ -151,8 +151,8 @@ class ServingStore(ColdStore):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         self.store.drop(group, keys)
 
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        self.store.go_first(group, keys)
+    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:
+        self.store.go_first(group, keys, tier)
 
     def reached(self, step: int) -> None:
         self.store.reached(step)

@@ -83,13 +83,14 @@ class TieredStore(ColdStore):
         self.front.drop(group, keys)
         self.behind.drop(group, keys)
 
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        """Also behind, if that has tiers: what goes here is read from there, and goes there in the same order."""
+    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:
+        if tier:
+            self.behind.go_first(group, keys, tier - 1)
+            return
         with self._lock:
             for key in keys:
                 if (group, key) in self._order:
                     self._going[group, key] = None
-        self.behind.go_first(group, keys)
 
     def reached(self, step: int) -> None:
         self.front.reached(step)

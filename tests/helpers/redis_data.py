@@ -54,7 +54,7 @@ def session_info(
     return SessionInfo(
         *(session_id, "", state, 0, 0, 0, 0, 0, created, last_used, requests, False, 0, None),
         hot_nbytes=0,
-        moved_nbytes=0,
+        tiers=(),
         told_id=session_id,
     )
 

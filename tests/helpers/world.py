@@ -6,6 +6,7 @@ A block's content is its key and the epoch in which it was computed; a reset beg
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain as concat
 from zlib import crc32
 
 import numpy as np
@@ -169,7 +170,7 @@ class World:
             IDLE_AFTER_S,
             options=chosen.Options(**OPTIONS.get(policy, {})),
             shares=Shares(pinned=0.5, tenants={"small": 0.5}),
-            fast=Fast(fast_blocks * self.shape.cold_nbytes, True) if fast_blocks else None,
+            fast=[Fast(tier * self.shape.cold_nbytes, True) for tier in (fast_blocks, 2 * fast_blocks) if tier],
             prefetch_lead_s=None if self.beside else 1.0,
             sink_tokens=SINK_TOKENS if exact else 0,
             window_tokens=WINDOW_TOKENS if exact else 0,
@@ -346,7 +347,7 @@ class World:
         self.hold(limit)
         self.spills += self.held
         self.held.clear()
-        for key in self.manager.take_moves():
+        for key in concat.from_iterable(self.manager.take_moves()):
             moved = self.manager.blocks.get(key)
             assert moved is not None
             assert moved.code is CodeState.COLD

@@ -6,8 +6,10 @@ import pytest
 from engine import SHAPE, Engine
 
 from manthan.manager.sessions.fast_tier import Fast
-from manthan.manager.sessions.listing import Query, Sort, Tier
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.sessions.listing import Query, Sort
+from manthan.manager.sessions.session import Held, SessionState
+
+NOTHING = Held(0, 0)
 
 
 @pytest.fixture
@@ -48,8 +50,7 @@ def test_who_was_used_last_is_first(engine: Engine) -> None:
         ({"pinned": False, "tenant": "acme"}, {"acme/a"}),
         ({"prefix": "acme/"}, {"acme/a", "acme/c"}),
         ({"prefix": "d"}, {"dd"}),
-        ({"tier": Tier.SLOW}, {"acme/a", "b"}),
-        ({"tier": Tier.FAST}, {"acme/a", "b"}),
+        ({"tier": 0}, {"acme/a", "b"}),
     ],
 )
 def test_filters(engine: Engine, query: dict[str, object], found: set[str]) -> None:
@@ -105,7 +106,7 @@ def test_what_is_told_of_a_session(engine: Engine) -> None:
     listing = engine.manager.listing
     cold, idle = listing.info(engine.session("b")), listing.info(engine.session("acme/c"))
     assert (cold.tokens, cold.blocks, cold.hot_blocks, cold.cold_blocks) == (48, 3, 0, 3)
-    assert (cold.hot_nbytes, cold.cold_nbytes, cold.moved_nbytes) == (0, 3 * SHAPE.cold_nbytes, 0)
+    assert (cold.hot_nbytes, cold.cold_nbytes, cold.tiers) == (0, 3 * SHAPE.cold_nbytes, [(3, 3 * SHAPE.cold_nbytes)])
     assert (idle.hot_nbytes, idle.cold_nbytes, idle.told_id) == (4 * SHAPE.hot_nbytes, 0, "c")
     assert (idle.pinned, idle.expected) == (True, engine.now - 2.0 + 5.0)
 
@@ -113,7 +114,7 @@ def test_what_is_told_of_a_session(engine: Engine) -> None:
 def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
     """Two blocks fit into the fast tier, so that tails leave it."""
     for keeps in (True, False):
-        engine = Engine(fast=Fast(2 * SHAPE.cold_nbytes, fills_on_read=keeps))
+        engine = Engine(fast=[Fast(2 * SHAPE.cold_nbytes, fills_on_read=keeps)])
         engine.talk("a one two", "a")
         engine.evict()
         engine.manager.take_moves()
@@ -121,9 +122,31 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         engine.evict()
         engine.manager.take_moves()
         infos = {info.session_id: info for info in engine.manager.listing.page(Query()).sessions}
-        assert {name: info.moved_nbytes for name, info in infos.items()} == {"a": 3 * SHAPE.cold_nbytes, "b": 0}
-        assert ids(engine, tier=Tier.FAST) == ["b"]
-        assert set(ids(engine, tier=Tier.SLOW)) == ({"a", "b"} if keeps else {"a"})
+        three, two = (Held(blocks, blocks * SHAPE.cold_nbytes) for blocks in (3, 2))
+        behind = {"a": three, "b": two if keeps else NOTHING}
+        assert {name: info.tiers for name, info in infos.items()} == {
+            "a": [NOTHING, behind["a"]],
+            "b": [two, behind["b"]],
+        }
+        assert ids(engine, tier=0) == ["b"]
+        assert set(ids(engine, tier=1)) == ({"a", "b"} if keeps else {"a"})
+
+
+def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
+    """Two blocks fit into the first one, four into the second; three sessions of two, three and one of them."""
+    engine = Engine(fast=[Fast(blocks * SHAPE.cold_nbytes, fills_on_read=True) for blocks in (2, 4)])
+    for text, name in (("a one", "a"), ("b one two", "b"), ("c", "c")):
+        engine.talk(text, name)
+        engine.evict()
+        engine.manager.take_moves()
+    infos = {info.session_id: info for info in engine.manager.listing.page(Query()).sessions}
+    assert {name: [held.blocks for held in info.tiers] for name, info in infos.items()} == {
+        "a": [0, 0, 2],
+        "b": [1, 3, 3],
+        "c": [1, 1, 1],
+    }
+    assert all(held.nbytes == held.blocks * SHAPE.cold_nbytes for info in infos.values() for held in info.tiers)
+    assert [set(ids(engine, tier=tier)) for tier in range(3)] == [{"b", "c"}, {"b", "c"}, {"a", "b", "c"}]
 
 
 def keys_of(engine: Engine, sort: Sort) -> dict[str, float | str]:

@@ -222,8 +222,8 @@ def test_three_tiers_let_go_in_the_order_that_was_said(behind: Behind, tmp_path:
     blocks = blocks_of(*[60_000] * 10)
     keys = list(blocks)
     tiered.put_all(0, blocks)
-    tiered.go_first(0, [keys[7], keys[4]])
-    tiered.go_first(0, [keys[5]])
+    tiered.go_first(0, [keys[7], keys[4]], tier=1)
+    tiered.go_first(0, [keys[5]], tier=1)
     list(tiered.behind.read(0, [keys[5]]))  # somebody needs that again
     fit = tiered.behind.front.usable // room(60_000)
     tiered.put_all(0, blocks_of(*[60_000] * (fit - 10 + 3), seed=1))

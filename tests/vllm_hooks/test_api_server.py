@@ -108,7 +108,9 @@ def test_sessions_are_listed_filtered_sorted_and_paged(api) -> None:
     assert (idle["tokens"], idle["blocks"], idle["hot_blocks"], idle["cold_blocks"]) == (TOKENS, BLOCKS, BLOCKS, 0)
     assert (cold["tokens"], cold["hot_blocks"], cold["cold_blocks"]) == (TOKENS, 0, BLOCKS)
     assert (cold["hot_bytes"], idle["cold_bytes"], idle["tiers"]) == (0, 0, {})
-    assert cold["tiers"] == {"host": cold["cold_bytes"]}
+    assert cold["tiers"] == {
+        "host": {"tokens": cold["tokens"], "blocks": cold["cold_blocks"], "bytes": cold["cold_bytes"]}
+    }
     assert 4 < idle["hot_bytes"] / cold["cold_bytes"] < 6
     assert idle["created"] <= idle["last_used"] <= api.get("/sessions")["now"]
 

@@ -22,6 +22,7 @@ from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
     ManthanMetadata,
+    Moves,
     SpillBlock,
     SpillResult,
 )
@@ -266,7 +267,7 @@ def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch)
     world = World(monkeypatch, (1 << 14, 1 << 16))
     fit = (1 << 14) // room(world.nbytes(0))
     world.spill(*(order(n) for n in range(fit)))
-    world.path.submit_loads(ManthanMetadata(go_first=[GroupKeys(GROUP, [key(3), key(1)])]))
+    world.path.submit_loads(ManthanMetadata(go_first=[Moves(0, GROUP, [key(3), key(1)])]))
     world.spill(order(100, block_id=9), order(101, block_id=9))
     assert sorted(world.tiers.host.blocks()) == [(GROUP, key(1)), (GROUP, key(3))]
     assert world.load([key(3), key(1)], [40, 41]).failed == []

@@ -3,12 +3,15 @@
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 from redis_server import RedisServer, running
 from vllm_engine import Engine, Table
+
+from manthan.vllm_hooks.http.cores import Cores
 
 GUESTS = 8
 SOURCES = {"host": "host", "disk": "disk", "redis": "external_unspecified"}
@@ -90,6 +93,35 @@ def restored_from(engine: Engine, guest: int) -> Counter[str]:
     return sources(engine) - before
 
 
+def check_what_is_told(engine: Engine, names: list[str], found: list[Tier]) -> None:
+    """The API's books of each tier, beside what the worker has there. The books count bounds of what is being encoded,
+    and no whole pages of a disk."""
+    told = {name: told_of(engine, tier=name) for name in names}
+    assert all(0 < len(told[near]) <= len(told[far]) for near, far in pairwise(names))
+    everybody = told[names[-1]]
+    assert len(everybody) == GUESTS
+    for name, tier in zip(names[:-1], found, strict=True):
+        assert all(session["tiers"].keys() >= {name} for session in told[name])
+        parts = [session["tiers"][name] for session in everybody if name in session["tiers"]]
+        assert abs(sum(part["blocks"] for part in parts) - tier.blocks) < 10, "of about 36, or 120"
+        assert all(part["tokens"] == 32 * part["blocks"] and part["bytes"] > 0 for part in parts)
+    tiers = engine.run(Cores(engine.llm).state(None))["store"]["tiers"]
+    assert [tier["name"] for tier in tiers] == names
+    assert [tier["budget_bytes"] >= tier["used_bytes"] > 0 for tier in tiers] == [True] * len(names)
+    for session in everybody:
+        all_of_it = {"tokens": session["tokens"], "blocks": session["blocks"], "bytes": session["cold_bytes"]}
+        assert session["tiers"][names[-1]] == all_of_it
+        if session["id"] == f"guest-{GUESTS - 1}":
+            assert session["tiers"] == dict.fromkeys(names, all_of_it), "it was the last one"
+
+
+def told_of(engine: Engine, **query: Any) -> list[dict[str, Any]]:
+    """The sessions that the API lists."""
+    asked = {"states": None, "bound": None, "tenant": None, "tier": None, "pinned": None, "prefix": ""}
+    asked |= {"sort": "id", "descending": False, "limit": 100, "offset": 0}
+    return engine.run(Cores(engine.llm).sessions(asked | query))["sessions"]
+
+
 @pytest.mark.parametrize(
     "tiers",
     [
@@ -108,6 +140,7 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         for tier in found:
             assert tier.usable - 3 * 40_000 < tier.used <= tier.usable, "it is full"
             assert 0 < tier.blocks < 17 * GUESTS
+        check_what_is_told(first, tiers.split(","), found)
         assert [ask(first, guest) for guest in range(GUESTS)] == [True] * GUESTS
         assert [tier.used <= tier.usable for tier in map(Tier._make, first.on_worker(fronts))] == [True] * len(found)
         near, far = (SOURCES[tier] for tier in (tiers.split(",")[0], tiers.split(",")[-1]))
@@ -116,6 +149,7 @@ def test_sessions_come_from_whichever_has_them(tiers: str, tmp_path: Path, redis
         assert restored_from(first, 0)[far] > 0, "of a tail at least"
         after = first.on_worker(keys_in_fronts)
         assert all(set(new) - set(old) for new, old in zip(after, before, strict=True)), "it is in every tier"
+        assert [len({*map(str, s["tiers"].values())}) for s in told_of(first, prefix="guest-0")] == [1], "all of it"
         assert set(restored_from(first, 0)) == {near}
         prefetches = first.metric("manthan_prefetches_total")
         ask(first, 0, prefetch=["guest-1"])

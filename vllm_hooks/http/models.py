@@ -11,9 +11,18 @@ from manthan.manager.lives import EventKind
 from manthan.manager.sessions.session import SessionState
 
 
+class Part(BaseModel):
+    """What a tier has of a session's codes. tokens, blocks: of its chain. bytes: of windows and states, too."""
+
+    tokens: int
+    blocks: int
+    bytes: int
+
+
 class Session(BaseModel):
-    """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: bytes of
-    codes by tier. expected_return: as its client said. engine: which data-parallel engine has it."""
+    """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: those
+    that have some of the codes, by name, the fastest first. expected_return: as its client said. engine: which
+    data-parallel engine has it."""
 
     id: str
     tenant: str
@@ -24,7 +33,7 @@ class Session(BaseModel):
     cold_blocks: int
     hot_bytes: int
     cold_bytes: int
-    tiers: dict[str, int]
+    tiers: dict[str, Part]
     created: float
     last_used: float
     requests: int

@@ -73,12 +73,14 @@ def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
     return (lambda nbytes: room(nbytes + OVERHEAD)) if store.encryption.key_file else room
 
 
-def fast_tier(store: ColdStoreConfig, ranks: int) -> Fast | None:
-    """The tier that new codes go to, on all of so many ranks together, where another is behind it."""
+def fast_tiers(store: ColdStoreConfig, ranks: int) -> list[Fast]:
+    """The tiers in front of the last one, the fastest first, on all of so many ranks together."""
     if store.kind == "device" and store.host_bytes:
-        return Fast(store.max_bytes, fills_on_read=False)
-    front = store.front_bytes or (disk.usable(store.front_disk_bytes // ranks) * ranks if store.front_disk_bytes else 0)
-    return Fast(front, fills_on_read=True) if front else None
+        return [Fast(store.max_bytes, fills_on_read=False)]
+    budgets = [store.front_bytes] if store.front_bytes else []
+    if store.front_disk_bytes:
+        budgets.append(disk.usable(store.front_disk_bytes // ranks) * ranks)
+    return [Fast(nbytes, fills_on_read=True) for nbytes in budgets]
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:

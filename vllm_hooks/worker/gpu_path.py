@@ -154,7 +154,7 @@ class GpuPath(WorkerPath):
             self.tiers.clear()
         for group, keys in metadata.drops:
             self.tiers.drop(group, keys)
-        for group, keys in metadata.go_first:
+        for _, group, keys in metadata.go_first:
             self.tiers.go_first(group, keys)
         for load in metadata.loads:
             restore = Restore(load)  # from here on it is answered once, by those who poll

@@ -45,9 +45,10 @@ export class Buttons {
   }
 }
 
+// The tiers that have its codes, and how much of them those that have not all.
 export function whereCold(session) {
-  const tiers = Object.entries(session.tiers ?? {}).filter(([, size]) => size > 0);
-  return tiers.length ? tiers.map(([name]) => name).join(", ") : "";
+  return Object.entries(session.tiers).map(([name, { bytes: size }]) =>
+    (size < session.cold_bytes ? `${name} ${Math.max(1, Math.floor((100 * size) / session.cold_bytes))}%` : name)).join(", ");
 }
 
 export class TableView {
