@@ -46,7 +46,6 @@ soak: $(VENV)/.installed
 
 # configuration.md, metrics.md, the Grafana board and the alert rules, from the code and configs/default.yaml.
 docs: $(VENV)/.installed
-	$(BIN)/python deploy/generate.py
 	$(BIN)/python docs/generate.py
 
 site: $(VENV)/.installed
