@@ -39,7 +39,6 @@ if TYPE_CHECKING:
     from manthan.manager.journal_link import JournalLink
 
 
-_NO_CAUSE = {None}
 A_STEP = 512
 """So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
 62,500, and others wait for a step's end. It is about what a GPU encodes while a step is computed."""
@@ -105,7 +104,7 @@ class Driver(Generic[B]):
         self.prefetcher: Prefetcher[B] = Prefetcher(
             manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
         )
-        self._group = manager.shape.group
+        self._group, self._main_group = manager.shape.group, manager.shape.main_group
         self._session_of: dict[str, str] = {}  # by request id
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
         self._held: dict[Name, tuple[SpillOrder, B]] = {}  # referenced until they are encoded
@@ -246,54 +245,48 @@ class Driver(Generic[B]):
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
             go_first=[GroupKeys(self._group, moves)] if moves and self._group is not None else (),
-            spills=[self._spill(self._held[name]) for name in self._granted],
+            spills=self._take_granted(),
             loads=self._loads,
             lost=lost,
             samples=samples,
         )
-        self._granted, self._loads = [], []
+        self._loads = []
         self.tell_news()
         return work
 
-    def _spill(self, held: tuple[SpillOrder, B]) -> SpillBlock:
-        (key, first_token, exact, codec, _, group, tenant), block = held
-        if group is None:
-            group = self._group
-            assert group is not None
-        return SpillBlock(key, group, self._pool.block_id(block), first_token, exact, codec, tenant)
-
-    def _name(self, order: SpillOrder) -> Name:
-        return self._of_chain(order.key) if order.group is None else (order.group, order.key)
-
-    def _of_chain(self, key: bytes) -> Name:
-        """Of a block of chains, where these have codes."""
-        assert self._group is not None
-        return self._group, key
+    def _take_granted(self) -> list[SpillBlock]:
+        """Blocks to be encoded that there is room for."""
+        block_id, spills = self._pool.block_id, list[SpillBlock]()
+        for name in self._granted:
+            (key, first_token, exact, codec, _, _, tenant), block = self._held[name]
+            spills.append(SpillBlock(key, name[0], block_id(block), first_token, exact, codec, tenant))
+        self._granted = []
+        return spills
 
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
 
         Returns how many are not there any more.
         """
-        held, names, lost = [], [], 0
         most = 0 if self.rests else min(A_STEP, self.pressure.max_in_flight - len(self._held))
-        pool = self._pool
-        for order in self.manager.take_spills(most):
-            group = order.group
-            block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
+        orders = self.manager.take_spills(most)
+        if not orders:
+            return 0
+        of_chains = iter(self._pool.hold_all([order.key for order in orders if order.group is None]))
+        held = dict[Name, tuple[SpillOrder, B]]()
+        for order in orders:
+            key, group = order.key, order.group
+            block = next(of_chains) if group is None else self._pool.hold_beside(group, key)
             if block is None:
-                self.manager.lost(order.key, now, order.group)
-                lost += 1
-                continue
-            name = self._of_chain(order.key) if group is None else (group, order.key)
-            self._held[name] = order, block
-            held.append(order)
-            names.append(name)
+                self.manager.lost(key, now, group)
+            else:
+                held[self._main_group if group is None else group, key] = order, block
+        self._held |= held
         if self._directory is None:
-            self._granted += names  # the manager's own count is all that there is to know
+            self._granted += held  # the manager's own count is all that there is to know
         else:
-            self._directory.reserve(held)
-        return lost
+            self._directory.reserve([order for order, _ in held.values()])
+        return len(orders) - len(held)
 
     def hear(self, now: float) -> None:
         """What the store's directory says of blocks that wait for room, and of all else."""
@@ -323,10 +316,7 @@ class Driver(Generic[B]):
 
         What every rank has answered is settled, and what is not needed any more released.
         """
-        stored: list[StoredBlock] = []
-        for spill in spills:
-            self._spill_answered(spill, stored, now)
-        self.manager.all_spilled(stored, now)
+        self._spills_answered(spills, now)
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
@@ -336,23 +326,28 @@ class Driver(Generic[B]):
         self._release()
         self.tell_news()
 
-    def _spill_answered(self, answer: SpillResult, stored: list[StoredBlock], now: float) -> None:
-        """stored: takes what the manager is to be told when all is heard."""
-        name, answers, causes, sizes = (answer.group, answer.key), [answer], {answer.cause}, [answer.nbytes]
-        if self._ranks > 1:
-            answers = [*self._answers.pop(name, ()), answer]
-            if len(answers) < self._ranks:
-                self._answers[name] = answers
-                return
-            causes, sizes = {one.cause for one in answers}, [one.nbytes for one in answers]
-        if causes != _NO_CAUSE:
-            self.manager.all_spilled(stored, now)  # in the order of the answers
-            stored.clear()
-            self._refuse(name, {cause for cause in causes if cause is not None}, now)
-            return
-        order = self._let_go(name)
-        self._observer.spilled(answers)
-        stored.append((answer.key, self._weigh(sizes), order.group))
+    def _spills_answered(self, spills: Iterable[SpillResult], now: float) -> None:
+        stored: list[StoredBlock] = []  # of which the manager is told at once
+        for answer in spills:
+            name = answer.group, answer.key
+            answers = (answer,) if self._ranks == 1 else self._all_answers(name, answer)
+            if causes := {one.cause for one in answers if one.cause is not None}:
+                self.manager.all_spilled(stored, now)  # in the order of the answers
+                stored.clear()
+                self._refuse(name, causes, now)
+            elif answers:
+                order = self._let_go(name)
+                self._observer.spilled(answers)
+                stored.append((answer.key, self._weigh([one.nbytes for one in answers]), order.group))
+        self.manager.all_spilled(stored, now)
+
+    def _all_answers(self, name: Name, answer: SpillResult) -> Sequence[SpillResult]:
+        """What all ranks have said of a block; nothing until the last of them has."""
+        answers = [*self._answers.pop(name, ()), answer]
+        if len(answers) < self._ranks:
+            self._answers[name] = answers
+            return ()
+        return answers
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:

@@ -22,7 +22,7 @@ from manthan.manager.sessions.session import (
 )
 from manthan.manager.sessions.table import SessionTable
 
-_NONE, _SPILLING = CodeState.NONE, CodeState.SPILLING  # looked up once, see `manthan.manager.sessions.blocks`
+_NONE, _QUEUED, _SPILLING, _ = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 
 DOUBLINGS = 5
 """A session that the cold store has no room for is idle for twice as long each time, up to so often."""
@@ -82,17 +82,23 @@ class Evictions:
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
-        alone = (session,)
+        self._wait(session)
+        self._finish(session, now)
+
+    def _wait(self, session: Session) -> None:
+        """For what of it is queued, or being encoded; of the rest, which is cold, the bf16 copies are not needed."""
+        alone, pending = (session,), 0
         for block in session.chain:
-            if block.in_flight:
+            code = block.code
+            if code is _QUEUED or code is _SPILLING:
                 if block.waiters:
                     block.await_codes(session)
                 else:
                     block.waiters = alone
-                session.pending += 1
+                pending += 1
             elif not block.hot:
                 self._orders.releases.append(block.key)
-        self._finish(session, now)
+        session.pending += pending
 
     def _cut_to_anchor(self, session: Session) -> None:
         """What is behind its deepest anchor nobody could go on from: it is vLLM's to overwrite. Nor is anybody dropped
@@ -166,6 +172,7 @@ class Evictions:
     def spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
         """Every rank has put the codes of these blocks into its tier."""
         find, settle, last = self._blocks.of_chain, self._blocks.settle, None
+        releases = self._orders.releases
         for key, nbytes, group in stored:
             block = find(key) if group is None else self._blocks.get(key, group)
             if block is None or block.code is not _SPILLING:
@@ -177,11 +184,13 @@ class Evictions:
             if group is not None:
                 self._release(block)
             elif not block.hot:
-                self._orders.releases.append(key)
-            for session in self._waiters_of(block) if block.waiters else ():
+                releases.append(key)
+            waiters, block.waiters = block.waiters, ()
+            for session in waiters:
                 if session is not last:
                     self._table.touch(session)
                     last = session
+                session.pending -= 1
                 session.evict_encoded += 1
                 session.evict_nbytes += nbytes
                 if not session.pending:

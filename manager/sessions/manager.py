@@ -472,19 +472,24 @@ class SessionMemoryManager:
 
     def take_spills(self, limit: int) -> list[SpillOrder]:
         """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""
-        return [self._order(block, block.encoding) for block in self._orders.take_spills(limit)]
+        blocks = self._orders.take_spills(limit)
+        return self._orders_for(blocks, [block.encoding for block in blocks]) if blocks else []
 
-    def _order(self, block: Block, encoding: Encoding) -> SpillOrder:
-        group, (nbytes, exact, codec) = block.group, encoding
-        tokens = self.shape.block_tokens if group is None else self.shape.tokens_of(group)
-        return SpillOrder(block.key, block.depth * tokens, exact, codec, nbytes, group, block.tenant)
+    def _orders_for(self, blocks: Sequence[Block], encodings: Iterable[Encoding]) -> list[SpillOrder]:
+        shape, orders = self.shape, list[SpillOrder]()
+        for block, (nbytes, exact, codec) in zip(blocks, encodings, strict=True):
+            group = block.group
+            tokens = shape.block_tokens if group is None else shape.tokens_of(group)
+            orders.append(SpillOrder(block.key, block.depth * tokens, exact, codec, nbytes, group, block.tenant))
+        return orders
 
     def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
         """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
         last ones, where the first are no longer needed."""
         part = slice(-count, None) if self.shape.group is None else slice(count)
         for session in self.table.idle.values():
-            yield session, [self._order(block, self._evictions.wanted(block)) for block in session.chain[part]]
+            blocks = session.chain[part]
+            yield session, self._orders_for(blocks, map(self._evictions.wanted, blocks))
 
     def take_moves(self) -> list[bytes]:
         """Blocks that are to leave the fast tier first, if it gets too small for the spills that were taken."""

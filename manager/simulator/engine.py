@@ -8,10 +8,9 @@ from itertools import count
 from typing import Any
 
 from manthan.manager.driver import Driver
-from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup
+from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup, hints_of
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.manager.work import LoadResult, SpillBlock, SpillResult
 
@@ -32,6 +31,7 @@ class _Request:
     """
 
     number: int
+    name: str
     traced: TracedRequest
     blocks: list[int] = field(default_factory=list)
     hot: int = 0
@@ -39,10 +39,6 @@ class _Request:
     keyed: int = 0
     waited: bool = False
     began: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return str(self.number)
 
 
 class EngineReplay(Replay):
@@ -105,7 +101,7 @@ class EngineReplay(Replay):
         if number + 1 < len(self.requests):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
         self.arrived(number)
-        request = _Request(number, self.requests[number])
+        request = _Request(number, str(number), self.requests[number])
         traced = request.traced
         self._driver.started(
             request.name,
@@ -114,7 +110,7 @@ class EngineReplay(Replay):
             self.now,
             tokens=traced.input_tokens,
             blocks=self.asked(traced),
-            hints=Hints(expect_return_s=traced.expect_return_s),
+            hints=hints_of(traced),
         )
         self._waiting.append(request)
 

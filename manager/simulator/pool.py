@@ -49,12 +49,13 @@ class SimulatedPool:
 
     def hold(self, key: bytes) -> int | None:
         """The block with that key, with one more user."""
-        block = self._cached.get(key)
-        if block is not None:
-            if not self._users[block]:
-                del self._free[block]
-            self._users[block] += 1
-        return block
+        return self.hold_all((key,))[0]
+
+    def hold_all(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The same of several."""
+        blocks = list(map(self._cached.get, keys))
+        self.touch(blocks if None not in blocks else [block for block in blocks if block is not None])
+        return blocks
 
     def hold_beside(self, group: int, key: bytes) -> int | None:
         """There is one group."""
