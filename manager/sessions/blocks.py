@@ -216,24 +216,29 @@ class BlockTable:
         """The codes are in the cold store, and this is what they take; older ones are replaced."""
         self._set(block, _COLD, encoding, None, tenant)
 
-    def settle(self, block: Block, nbytes: int) -> None:
-        """A block that was being encoded is in the cold store, where it takes so many bytes."""
-        was = block.encoding
-        encoding = was if was.nbytes == nbytes else was._replace(nbytes=nbytes)
-        if block.old is not None:
-            self.store(block, encoding)
-            return
-        if self.changed is not None:
-            self.touch(block.key, block.group)
-        block.code, block.encoding = _COLD, encoding
-        self._count[_SPILLING] -= 1
-        self._count[_COLD] += 1
-        self._nbytes[_SPILLING] -= was.nbytes
-        self._nbytes[_COLD] += nbytes
-        self.exact += encoding.exact > 0
-        self.cold_of[block.group] += 1
-        if nbytes != was.nbytes:
-            self._reserve(nbytes - was.nbytes, block.tenant)
+    def settle(self, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
+        """Blocks of one group that were being encoded are in the cold store, where each takes so many bytes."""
+        changed, group = self.changed, blocks[0].group
+        count = exact = reserved = stored = 0
+        for block, nbytes in zip(blocks, sizes, strict=True):
+            at_most, tokens, codec = block.encoding
+            if block.old is not None:
+                self.store(block, Encoding(nbytes, tokens, codec))
+                continue
+            if changed is not None:
+                changed[group, block.key] = None
+            block.code = _COLD
+            if nbytes != at_most:
+                block.encoding = Encoding(nbytes, tokens, codec)
+                self._reserve(nbytes - at_most, block.tenant)
+            count, exact = count + 1, exact + (tokens > 0)
+            reserved, stored = reserved + at_most, stored + nbytes
+        self._count[_SPILLING] -= count
+        self._count[_COLD] += count
+        self._nbytes[_SPILLING] -= reserved
+        self._nbytes[_COLD] += stored
+        self.exact += exact
+        self.cold_of[group] += count
 
     def revert(self, block: Block) -> None:
         """The block will not be encoded; codes that were to be replaced stay."""

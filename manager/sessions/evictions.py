@@ -171,32 +171,45 @@ class Evictions:
 
     def spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
         """Every rank has put the codes of these blocks into its tier."""
-        find, settle, last = self._blocks.of_chain, self._blocks.settle, None
-        releases = self._orders.releases
+        find, run, sizes, waiters = self._blocks.of_chain, list[Block](), list[int](), None
         for key, nbytes, group in stored:
             block = find(key) if group is None else self._blocks.get(key, group)
             if block is None or block.code is not _SPILLING:
                 continue
-            if self._stale and block in self._stale:
+            is_stale = bool(self._stale) and block in self._stale
+            if run and (is_stale or block.waiters is not waiters or group is not None):
+                self._settle(run, sizes, now)
+                run, sizes = [], []
+            waiters = None if group is not None else block.waiters
+            if is_stale:
                 self._fail(block, now)
-                continue
-            settle(block, nbytes)
-            if group is not None:
-                self._release(block)
-            elif not block.hot:
-                releases.append(key)
-            waiters, block.waiters = block.waiters, ()
-            for session in waiters:
-                if session is not last:
-                    self._table.touch(session)
-                    last = session
-                session.pending -= 1
-                session.evict_encoded += 1
-                session.evict_nbytes += nbytes
-                if not session.pending:
-                    self._finish(session, now)
-            if group is not None:
-                self._anchors.stored(block)
+            else:
+                run.append(block)
+                sizes.append(nbytes)
+        if run:
+            self._settle(run, sizes, now)
+
+    def _settle(self, run: Sequence[Block], sizes: Sequence[int], now: float) -> None:
+        """Blocks of chains for which the same session waits, or nobody, or one for which others do, are stored."""
+        self._blocks.settle(run, sizes)
+        last, nbytes = run[-1], sum(sizes)
+        if last.group is not None:
+            self._release(last)
+        else:
+            self._orders.releases += [block.key for block in run if not block.hot]
+        waiters = last.waiters
+        for block in run:
+            block.waiters = ()
+        for session in waiters:
+            self._table.touch(session)
+            session.pending -= len(run)
+            session.evict_encoded += len(run)
+            session.evict_nbytes += nbytes
+            if not session.pending:
+                self._finish(session, now)
+        if last.group is not None:
+            self._anchors.stored(last)
+        for block in run:
             if not block.users:
                 self._pruning.drop([block], DropCause.ABANDONED)
 

@@ -93,8 +93,7 @@ class Orders:
         return [
             key
             for key in keys
-            if (block := find(key)) is None
-            or not (block.hot or (code := block.code) is _QUEUED or code is _SPILLING)
+            if (block := find(key)) is None or not (block.hot or (code := block.code) is _QUEUED or code is _SPILLING)
         ]
 
     def take_evictions(self) -> list[Eviction]:

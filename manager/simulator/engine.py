@@ -12,7 +12,7 @@ from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup, hints_of
 from manthan.manager.simulator.traces import TracedRequest
-from manthan.manager.work import LoadResult, SpillBlock, SpillResult
+from manthan.manager.work import LoadResult, SpillBlocks, StoredBlocks
 
 A_MOMENT_S = 0.001
 
@@ -240,19 +240,22 @@ class EngineReplay(Replay):
     def _step(self) -> None:
         work = self._driver.step(0, self.now)
         self._counting.look_at_store()
-        if work.spills:
-            self._held.update([spill.block_id for spill in work.spills])
-            self.tally.note("spill", "", [spill.key for spill in work.spills])
-            seconds = self.cost.spill_s_per_token * len(work.spills) * self.setup.block_tokens
+        if work.runs:
+            keys = [key for run in work.runs for key in run.keys]
+            for run in work.runs:
+                self._held.update(run.block_ids)
+            self.tally.note("spill", "", keys)
+            seconds = self.cost.spill_s_per_token * len(keys) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
-            self._at(self._encoded_until, self._encoded, work.spills)
+            self._at(self._encoded_until, self._encoded, work.runs)
         if work.lost or work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
         self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
 
-    def _encoded(self, spills: Sequence[SpillBlock]) -> None:
-        self._counting.stored([spill.key for spill in spills])
-        self._held.difference_update([spill.block_id for spill in spills])
+    def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
+        self._counting.stored([key for run in runs for key in run.keys])
+        for run in runs:
+            self._held.difference_update(run.block_ids)
         nbytes = self.manager.shape.cold_nbytes
-        answers = [SpillResult(spill.key, spill.group, None, 0.0, nbytes) for spill in spills]
-        self._driver.answered(answers, (), self.now)
+        stored = [StoredBlocks(run.group, run.keys, [nbytes] * len(run.keys)) for run in runs]
+        self._driver.answered((), (), self.now, stored=stored)

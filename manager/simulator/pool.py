@@ -54,7 +54,7 @@ class SimulatedPool:
     def hold_all(self, keys: Iterable[bytes]) -> list[int | None]:
         """The same of several."""
         blocks = list(map(self._cached.get, keys))
-        self.touch(blocks if None not in blocks else [block for block in blocks if block is not None])
+        self.touch([block for block in blocks if block is not None])
         return blocks
 
     def hold_beside(self, group: int, key: bytes) -> int | None:
