@@ -160,15 +160,20 @@ class BlockTable:
     def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
         running: -1, 0 or 1."""
-        bare = [block for block in blocks if block.code is _NONE]
-        exposed = sum(block.hot > 0 and not block.running for block in bare)
+        edge = 1 if hot > 0 else 0
+        at_edge = exposed = 0
         for block in blocks:
-            block.hot += hot
-            block.running += running
-        if hot:
-            edge = 1 if hot > 0 else 0
-            self.hot += hot * sum(block.hot == edge for block in blocks)
-        self.exposed += sum(block.hot > 0 and not block.running for block in bare) - exposed
+            if block.code is _NONE:
+                exposed -= block.hot > 0 and not block.running
+                block.running = left = block.running + running
+                block.hot = users = block.hot + hot
+                exposed += users > 0 and not left
+            else:
+                block.running += running
+                block.hot = users = block.hot + hot
+            at_edge += users == edge
+        self.hot += hot * at_edge
+        self.exposed += exposed
 
     def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:
         """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""

@@ -27,8 +27,9 @@ class Remembered:
 
     def find(self, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> Session | None:
         """The tenant's session whose conversation is the longest that these keys extend, if it may be called that."""
+        find = self._by_tip.get
         for key in reversed(keys):
-            session = self._by_tip.get((tenant, key))
+            session = find((tenant, key))
             if session is not None and asked_id in (None, session.asked_id):
                 return session
         return None
