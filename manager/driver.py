@@ -424,6 +424,8 @@ class Driver(Generic[B]):
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""
+        if not self.manager.has_news:
+            return
         for eviction in self.manager.take_evictions():
             self._observer.evicted(eviction)
         for news in self.manager.take_news():

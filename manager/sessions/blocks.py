@@ -273,10 +273,12 @@ class BlockTable:
             of_group[block.group] = of_group.get(block.group, 0) + 1
             of_tenant[block.tenant] = of_tenant.get(block.tenant, 0) + nbytes
             block.code, block.encoding = _NONE, NO_CODES
-            if not block.users:
+            if block.users:
+                exposed += block.hot > 0 and not block.running
+            elif block.group is None:
+                self._blocks.pop(block.key, None)
+            else:
                 self._forget_if_unused(block)
-            elif block.hot and not block.running:
-                exposed += 1
         self.exposed += exposed
         self.exact -= exact
         self._count[_COLD] -= count

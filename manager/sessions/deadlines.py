@@ -36,7 +36,7 @@ class Deadlines:
     @property
     def first(self) -> float | None:
         """The earliest time, or None."""
-        first = self._when.first() if self._when else None
+        first = self._when.first()
         return None if first is None else first[0]
 
     def pop_due(self, now: float) -> Iterator[str]:

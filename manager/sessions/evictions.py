@@ -130,6 +130,8 @@ class Evictions:
 
     def _wanted_of_chain(self, blocks: Sequence[Block]) -> list[Encoding]:
         """The same of blocks of a chain, most of which are alike."""
+        if self._exact.are_none:
+            return [self.wanted(block) for block in blocks[:1]] * len(blocks)
         exact_of, made = self._exact.wanted, dict[int, Encoding]()
         found = []
         for block in blocks:
@@ -287,7 +289,8 @@ class Evictions:
         if not session.chain:
             return
         self._anchors.tidy(session)
-        shape, beside = self._table.shape, session.beside
+        shape, beside = self._table.shape, session.beside if session.anchors else ()
+        codes = [block.encoding for block in session.chain]
         self._orders.evictions.append(
             Eviction(
                 session_id=session.session_id,
@@ -298,10 +301,10 @@ class Evictions:
                 + sum(shape.pool_nbytes(block.group) for block in beside),
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
-                cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),
+                cold_nbytes=sum([code.nbytes for code in codes]) + session.beside_nbytes,
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
-                exact=sum(block.encoding.exact > 0 for block in session.chain),
+                exact=sum([code.exact > 0 for code in codes]),
                 request_id=session.evict_for,
             )
         )

@@ -536,6 +536,11 @@ class SessionMemoryManager:
         return self._orders.take_news()
 
     @property
+    def has_news(self) -> bool:
+        """Whether there are evictions or news to be taken."""
+        return bool(self._orders.evictions or self._orders.news)
+
+    @property
     def has_orders(self) -> bool:
         """Whether there are drops or releases to be taken."""
         return bool(self._orders.drops or self._orders.releases)

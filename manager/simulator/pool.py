@@ -98,34 +98,36 @@ class SimulatedPool:
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
         users, free, names = self._users, self._free, self._names
-        freed = []
+        empty = []
         for block in blocks:
             users[block] = left = users[block] - 1
             if not left:
-                freed.append(block)
-        free.update(zip(freed, repeat(None)))
-        for block in reversed([block for block in freed if names[block] is None]):
+                free[block] = None
+                if names[block] is None:
+                    empty.append(block)
+        for block in reversed(empty):
             free.move_to_end(block, last=False)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
+        find, users, to_head = self._cached.get, self._users, self._free.move_to_end
         for key in keys:
-            while (block := self._cached.get(key)) is not None and not self._users[block]:
+            while (block := find(key)) is not None and not users[block]:
                 self._uncache(block)
-                self._free.move_to_end(block, last=False)
+                to_head(block, last=False)
 
     def _uncache(self, block: int) -> None:
         name = self._names[block]
         if name is None:
             return
         self._names[block], key = None, name[0]
-        copies = self._copies.get(key) if self._copies else None
-        if self._cached[key] != block:
-            assert copies is not None
-            copies.remove(block)
-        elif copies:
-            self._cached[key] = copies.pop(0)
-        else:
+        copies = self._copies.get(key)
+        if copies is None:
             del self._cached[key]
-        if copies is not None and not copies:
+            return
+        if self._cached[key] != block:
+            copies.remove(block)
+        else:
+            self._cached[key] = copies.pop(0)
+        if not copies:
             del self._copies[key]
