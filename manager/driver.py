@@ -269,7 +269,7 @@ class Driver(Generic[B]):
 
         Returns how many are not there any more.
         """
-        if self.rests:
+        if self.rests or not self.manager.has_spills:
             return 0
         lost = 0
         for run in self.manager.take_spill_runs(min(A_STEP, self.pressure.max_in_flight - self._holding)):

@@ -536,6 +536,11 @@ class SessionMemoryManager:
         return self._orders.take_news()
 
     @property
+    def has_spills(self) -> bool:
+        """Whether there may be spills to be taken."""
+        return self._orders.has_queue
+
+    @property
     def has_news(self) -> bool:
         """Whether there are evictions or news to be taken."""
         return bool(self._orders.evictions or self._orders.news)

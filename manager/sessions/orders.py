@@ -67,6 +67,11 @@ class Orders:
         self._blocks.forget_all(blocks)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether there is a queue, be it of blocks that are QUEUED no longer."""
+        return bool(self._queue)
+
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
         queued = CodeState.QUEUED

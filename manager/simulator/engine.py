@@ -88,8 +88,10 @@ class EngineReplay(Replay):
                 happen(what)
                 if happen == self._arrive and what % PROGRESS_EVERY == 0:
                     progress(what)
-            self._feed()
-            self._admit()
+            if self._starved:
+                self._feed()
+            if self._waiting:
+                self._admit()
             self._step()
 
     def _at(self, time: float, happen: Callable[[Any], None], what: object) -> None:
@@ -250,7 +252,9 @@ class EngineReplay(Replay):
             self._at(self._encoded_until, self._encoded, work.runs)
         if work.lost or work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
-        self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
+        hot = self.setup.hot_blocks - len(self._pool)
+        if hot > self.tally.peak_hot:
+            self.tally.peak_hot = hot
 
     def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
         self._counting.stored([key for run in runs for key in run.keys])

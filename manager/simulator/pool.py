@@ -2,7 +2,6 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from itertools import repeat
 
 from manthan.manager.sessions.pressure import BlockName
 
@@ -17,7 +16,7 @@ class SimulatedPool:
     def __init__(self, blocks: int) -> None:
         self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self._users = [0] * blocks
-        self._names: list[BlockName | None] = [None] * blocks
+        self._key: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
         self._copies: dict[bytes, list[int]] = {}  # further blocks of the same key, which nobody finds meanwhile
 
@@ -27,7 +26,8 @@ class SimulatedPool:
 
     def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        return map(self._names.__getitem__, self._free)
+        keys = map(self._key.__getitem__, self._free)
+        return (None if key is None else (key, None) for key in keys)
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -71,10 +71,10 @@ class SimulatedPool:
 
     def take(self, count: int) -> list[int]:
         """The first so many free blocks, for one user; what they held is lost."""
-        pop, users, names = self._free.popitem, self._users, self._names
+        pop, users, keys = self._free.popitem, self._users, self._key
         blocks = [pop(last=False)[0] for _ in range(count)]
         for block in blocks:
-            if names[block] is not None:
+            if keys[block] is not None:
                 self._uncache(block)
             users[block] = 1
         return blocks
@@ -85,9 +85,9 @@ class SimulatedPool:
 
     def cache_all(self, blocks: Sequence[int], keys: Sequence[bytes]) -> None:
         """The same of several."""
-        names, enter = self._names, self._cached.setdefault
-        for block, name in zip(blocks, zip(keys, repeat(None)), strict=True):
-            names[block], (key, _) = name, name
+        key_of, enter = self._key, self._cached.setdefault
+        for block, key in zip(blocks, keys, strict=True):
+            key_of[block] = key
             if enter(key, block) != block:
                 self._copies.setdefault(key, []).append(block)
 
@@ -97,13 +97,13 @@ class SimulatedPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
-        users, free, names = self._users, self._free, self._names
+        users, free, keys = self._users, self._free, self._key
         empty = []
         for block in blocks:
             users[block] = left = users[block] - 1
             if not left:
                 free[block] = None
-                if names[block] is None:
+                if keys[block] is None:
                     empty.append(block)
         for block in reversed(empty):
             free.move_to_end(block, last=False)
@@ -117,10 +117,10 @@ class SimulatedPool:
                 to_head(block, last=False)
 
     def _uncache(self, block: int) -> None:
-        name = self._names[block]
-        if name is None:
+        key = self._key[block]
+        if key is None:
             return
-        self._names[block], key = None, name[0]
+        self._key[block] = None
         copies = self._copies.get(key)
         if copies is None:
             del self._cached[key]

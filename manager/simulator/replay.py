@@ -160,7 +160,9 @@ class Counting(Observer):
 
     def look_at_store(self) -> None:
         """Before codes are dropped: the most that the cold store ever holds, or has promised."""
-        self._tally.peak_cold = max(self._tally.peak_cold, self._manager.cold_blocks)
+        cold = self._manager.cold_blocks
+        if cold > self._tally.peak_cold:
+            self._tally.peak_cold = cold
 
 
 class OneCacheReplay(Replay):
