@@ -7,8 +7,10 @@
 Like the manager it waits for nobody, and reads no clock.
 """
 
+from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain, repeat
 from typing import TYPE_CHECKING, Generic
 
 from manthan.manager.guard import Guard
@@ -17,9 +19,9 @@ from manthan.manager.pool import B, Pool
 from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
-from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
+from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
 from manthan.manager.sessions.pressure import Pressure
-from manthan.manager.sessions.session import Outcome, Place, StoredBlock
+from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
     STORE_DOWN,
@@ -30,7 +32,9 @@ from manthan.manager.work import (
     Moves,
     Name,
     SpillBlock,
+    SpillBlocks,
     SpillResult,
+    StoredBlocks,
     Verdict,
     Weigh,
 )
@@ -40,7 +44,6 @@ if TYPE_CHECKING:
     from manthan.manager.journal_link import JournalLink
 
 
-_NO_CAUSE = {None}
 A_STEP = 512
 """So many blocks are begun to be encoded in a step, at most, and as many released: a session of a million tokens has
 62,500, and others wait for a step's end. It is about what a GPU encodes while a step is computed."""
@@ -61,12 +64,17 @@ class Work:
 
     drops: Sequence[GroupKeys]
     go_first: Sequence[Moves]
-    spills: Sequence[SpillBlock]
+    runs: Sequence[SpillBlocks]
     loads: Sequence[Load]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
     samples: Sequence[SpillBlock] = ()
     """Blocks to be measured; see `manthan.manager.guard`."""
+
+    @property
+    def spills(self) -> list[SpillBlock]:
+        """The blocks of `runs`, as who encodes them is told."""
+        return [spill for run in self.runs for spill in run.one_by_one()]
 
 
 class Driver(Generic[B]):
@@ -106,11 +114,12 @@ class Driver(Generic[B]):
         self.prefetcher: Prefetcher[B] = Prefetcher(
             manager, pool, self.pressure.runway, ranks, blocks, self.pressure.low, self._observer
         )
-        self._group = manager.shape.group
+        self._group, self._main_group = manager.shape.group, manager.shape.main_group
         self._session_of: dict[str, str] = {}  # by request id
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
-        self._held: dict[Name, tuple[SpillOrder, B]] = {}  # referenced until they are encoded
-        self._granted: list[Name] = []
+        self._held = defaultdict[int, dict[bytes, B]](dict)  # by group and key, referenced until they are encoded
+        self._asked: dict[Name, tuple[SpillBlocks, int]] = {}  # run and place of blocks that wait for room
+        self._granted: list[SpillBlocks] = []
         self._done: list[B] = []  # to be given back, all at once
         self._answers: dict[Name, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
@@ -246,7 +255,7 @@ class Driver(Generic[B]):
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
             go_first=list(self._moves()),
-            spills=[self._spill(self._held[name]) for name in self._granted],
+            runs=self._granted,
             loads=self._loads,
             lost=lost,
             samples=samples,
@@ -260,45 +269,45 @@ class Driver(Generic[B]):
             if keys and self._group is not None:
                 yield Moves(tier, self._group, keys)
 
-    def _spill(self, held: tuple[SpillOrder, B]) -> SpillBlock:
-        (key, first_token, exact, codec, _, group, tenant), block = held
-        if group is None:
-            group = self._group
-            assert group is not None
-        return SpillBlock(key, group, self._pool.block_id(block), first_token, exact, codec, tenant)
-
-    def _name(self, order: SpillOrder) -> Name:
-        return self._of_chain(order.key) if order.group is None else (order.group, order.key)
-
-    def _of_chain(self, key: bytes) -> Name:
-        """Of a block of chains, where these have codes."""
-        assert self._group is not None
-        return self._group, key
-
     def _hold(self, now: float) -> int:
         """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
 
         Returns how many are not there any more.
         """
-        held, names, lost = [], [], 0
-        most = 0 if self.rests else min(A_STEP, self.pressure.max_in_flight - len(self._held))
-        pool = self._pool
-        for order in self.manager.take_spills(most):
-            group = order.group
-            block = pool.hold(order.key) if group is None else pool.hold_beside(group, order.key)
-            if block is None:
-                self.manager.lost(order.key, now, order.group)
-                lost += 1
-                continue
-            name = self._of_chain(order.key) if group is None else (group, order.key)
-            self._held[name] = order, block
-            held.append(order)
-            names.append(name)
-        if self._directory is None:
-            self._granted += names  # the manager's own count is all that there is to know
-        else:
-            self._directory.reserve(held)
+        if self.rests or not self.manager.has_spills:
+            return 0
+        lost = 0
+        for run in self.manager.take_spill_runs(min(A_STEP, self.pressure.max_in_flight - self._holding)):
+            keys, group = run.keys, run.group
+            found = self._pool.hold_all(keys) if group is None else [self._pool.hold_beside(group, key) for key in keys]
+            gone = [at for at, block in enumerate(found) if block is None]
+            for at in gone:
+                self.manager.lost(keys[at], now, group)
+            if len(gone) < len(keys):
+                self._order(run.without(gone), [block for block in found if block is not None])
+            lost += len(gone)
         return lost
+
+    def _order(self, run: SpillRun, blocks: Sequence[B]) -> None:
+        """Have these blocks encoded, which are held, as soon as there is room."""
+        keys, first_tokens, encodings, group, tenant = run
+        group = self._main_group if group is None else group
+        self._held[group].update(zip(keys, blocks, strict=True))
+        spills = SpillBlocks(keys, group, list(map(self._pool.block_id, blocks)), first_tokens, encodings, tenant)
+        if self._directory is None:
+            self._granted.append(spills)  # the manager's own count is all that there is to know
+        else:
+            self._asked.update(((group, key), (spills, at)) for at, key in enumerate(keys))
+            self._directory.reserve(run.orders())
+
+    @property
+    def _holding(self) -> int:
+        """How many blocks are being encoded, or wait for room."""
+        return sum(map(len, self._held.values()))
+
+    def _group_of(self, name: Name) -> int | None:
+        """As the manager calls it."""
+        return None if name[0] == self._group else name[0]
 
     def hear(self, now: float) -> None:
         """What the store's directory says of blocks that wait for room, and of all else."""
@@ -306,10 +315,12 @@ class Driver(Generic[B]):
             return
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
-        self._granted += answers.granted
+        for name in answers.granted:
+            run, at = self._asked.pop(name)
+            self._granted.append(run.only(at))
         for name, nbytes in answers.stored:
-            order = self._let_go(name)
-            self.manager.spilled(order.key, nbytes, now, order.group)
+            self._let_go(name)
+            self.manager.spilled(name[1], nbytes, now, self._group_of(name))
         for name, cause in answers.refused:
             self._refuse(name, {cause}, now)
         self._give_back()
@@ -322,16 +333,15 @@ class Driver(Generic[B]):
         loads: Iterable[LoadResult],
         now: float,
         verdicts: Sequence[Verdict] = (),
+        stored: Sequence[StoredBlocks] = (),
     ) -> None:
         """Ranks have encoded blocks and stored them, or have not; have decoded what was asked for, or not all of it;
-        have measured what codecs do.
+        have measured what codecs do. stored: of what every rank has stored, where that is heard of at once.
 
         What every rank has answered is settled, and what is not needed any more released.
         """
-        stored: list[StoredBlock] = []
-        for spill in spills:
-            self._spill_answered(spill, stored, now)
-        self.manager.all_spilled(stored, now)
+        for run in chain(self._stored(spills, now), stored):
+            self._settle_spills(run, now)
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
@@ -341,23 +351,36 @@ class Driver(Generic[B]):
         self._release()
         self.tell_news()
 
-    def _spill_answered(self, answer: SpillResult, stored: list[StoredBlock], now: float) -> None:
-        """stored: takes what the manager is to be told when all is heard."""
-        name, answers, causes, sizes = (answer.group, answer.key), [answer], {answer.cause}, [answer.nbytes]
-        if self._ranks > 1:
-            answers = [*self._answers.pop(name, ()), answer]
-            if len(answers) < self._ranks:
-                self._answers[name] = answers
-                return
-            causes, sizes = {one.cause for one in answers}, [one.nbytes for one in answers]
-        if causes != _NO_CAUSE:
-            self.manager.all_spilled(stored, now)  # in the order of the answers
-            stored.clear()
-            self._refuse(name, {cause for cause in causes if cause is not None}, now)
-            return
-        order = self._let_go(name)
-        self._observer.spilled(answers)
-        stored.append((answer.key, self._weigh(sizes), order.group))
+    def _stored(self, spills: Iterable[SpillResult], now: float) -> Iterator[StoredBlocks]:
+        """What every rank has stored, in the order of the answers, in which others are refused."""
+        group, keys, sizes = self._main_group, list[bytes](), list[int]()
+        for answer in spills:
+            name = answer.group, answer.key
+            answers = (answer,) if self._ranks == 1 else self._all_answers(name, answer)
+            causes = {one.cause for one in answers if one.cause is not None}
+            if causes or answer.group != group:
+                yield StoredBlocks(group, keys, sizes)
+                group, keys, sizes = answer.group, [], []
+            if causes:
+                self._refuse(name, causes, now)
+            elif answers:
+                self._observer.spilled(answers)
+                keys.append(answer.key)
+                sizes.append(self._weigh([one.nbytes for one in answers]))
+        yield StoredBlocks(group, keys, sizes)
+
+    def _settle_spills(self, run: StoredBlocks, now: float) -> None:
+        group, keys, sizes = run
+        self._done += map(self._held[group].pop, keys)
+        self.manager.all_spilled(zip(keys, sizes, repeat(None if group == self._group else group)), now)
+
+    def _all_answers(self, name: Name, answer: SpillResult) -> Sequence[SpillResult]:
+        """What all ranks have said of a block; nothing until the last of them has."""
+        answers = [*self._answers.pop(name, ()), answer]
+        if len(answers) < self._ranks:
+            self._answers[name] = answers
+            return ()
+        return answers
 
     def _load_answered(self, answer: LoadResult, now: float) -> None:
         if answer.is_prefetch:
@@ -386,14 +409,14 @@ class Driver(Generic[B]):
         self._observer.restored(restored)
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
-        order = self._let_go(name)
+        self._let_go(name)
         self._observer.not_spilled(causes)
-        self.manager.spill_failed(order.key, now, order.group, STORE_FULL in causes)
+        self.manager.spill_failed(name[1], now, self._group_of(name), STORE_FULL in causes)
 
-    def _let_go(self, name: Name) -> SpillOrder:
-        order, block = self._held.pop(name)
-        self._done.append(block)
-        return order
+    def _let_go(self, name: Name) -> None:
+        self._asked.pop(name, None)
+        group, key = name
+        self._done.append(self._held[group].pop(key))
 
     def _give_back(self) -> None:
         if self._done:
@@ -406,6 +429,8 @@ class Driver(Generic[B]):
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""
+        if not self.manager.has_news:
+            return
         for eviction in self.manager.take_evictions():
             self._observer.evicted(eviction)
         for news in self.manager.take_news():
@@ -421,8 +446,9 @@ class Driver(Generic[B]):
             self._journal.reset()
         place = "" if self._directory is None else self._directory.reset()
         granted, self._granted = self._granted, []
-        for name in granted:
-            self._refuse(name, {"reset"}, now)
+        for run in granted:
+            for key in run.keys:
+                self._refuse((run.group, key), {"reset"}, now)
         self._give_back()
         return place
 
@@ -441,14 +467,14 @@ class Driver(Generic[B]):
     @property
     def has_orders(self) -> bool:
         """Whether another step would have something to order at once."""
-        may_encode = self.manager.blocks.queued > 0 and len(self._held) < self.pressure.max_in_flight
+        may_encode = self.manager.blocks.queued > 0 and self._holding < self.pressure.max_in_flight
         return may_encode or self.manager.has_orders
 
     @property
     def holds_blocks(self) -> bool:
         """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
         measures = self._guard is not None and self._guard.is_measuring
-        return bool(self._held) or self.prefetcher.is_busy or measures
+        return self._holding > 0 or self.prefetcher.is_busy or measures
 
     @property
     def next_deadline(self) -> float | None:

@@ -21,6 +21,9 @@ class Pool(FreeQueue, Protocol[B]):
     def hold(self, key: bytes) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""
 
+    def hold_all(self, keys: Sequence[bytes]) -> list[B | None]:
+        """The same of several."""
+
     def hold_beside(self, group: int, key: bytes) -> B | None:
         """The same of a block of another KV cache group."""
 

@@ -1,10 +1,11 @@
 """What a driver orders of those who hold the memory, and what they answer."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import Fidelity
+from manthan.manager.sessions.session import Encoding
 
 STORE_DOWN = "store_down"
 """The cause of a failure that says nothing about the codes."""
@@ -64,6 +65,27 @@ class SpillBlock(NamedTuple):
     tenant: str = ""
 
 
+class SpillBlocks(NamedTuple):
+    """The same of several blocks of one KV cache group and one tenant, in columns."""
+
+    keys: Sequence[bytes]
+    group: int
+    block_ids: Sequence[int]
+    first_tokens: Sequence[int]
+    encodings: Sequence[Encoding]
+    tenant: str
+
+    def one_by_one(self) -> Iterator[SpillBlock]:
+        columns = zip(self.keys, self.block_ids, self.first_tokens, self.encodings, strict=True)
+        for key, block_id, first_token, (_, exact, codec) in columns:
+            yield SpillBlock(key, self.group, block_id, first_token, exact, codec, self.tenant)
+
+    def only(self, at: int) -> "SpillBlocks":
+        """The block at this place."""
+        keys, group, block_ids, first_tokens, encodings, tenant = self
+        return SpillBlocks([keys[at]], group, [block_ids[at]], [first_tokens[at]], [encodings[at]], tenant)
+
+
 class Load(NamedTuple):
     """Decode these codes into these blocks of the paged cache, for a request that waits for them.
 
@@ -88,6 +110,14 @@ class SpillResult(NamedTuple):
     cause: str | None
     seconds: float
     nbytes: int = 0
+
+
+class StoredBlocks(NamedTuple):
+    """Blocks of one KV cache group that every rank has stored, and what each takes of the budget."""
+
+    group: int
+    keys: Sequence[bytes]
+    sizes: Sequence[int]
 
 
 class FailedBlock(NamedTuple):

@@ -58,8 +58,9 @@ class Ranking:
 
     def first(self) -> Entry | None:
         """Number, age and key of the one in front."""
-        heap = self._front()
-        return heap[0] if heap else None
+        if not self._entries:
+            return None
+        return self._front()[0]
 
     def in_order(self) -> Iterator[str]:
         """The keys, the first first. While one iterates, keys may be taken out, but none is set."""

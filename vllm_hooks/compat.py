@@ -454,6 +454,9 @@ class VllmPool:
             self._pool.touch([block])
         return block
 
+    def hold_all(self, keys: "Sequence[bytes]") -> "list[KVCacheBlock | None]":
+        return [self.hold(key) for key in keys]
+
     def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
         found = self._pool.get_cached_block(BlockHash(key), [group])
         if not found:

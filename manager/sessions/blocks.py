@@ -160,15 +160,20 @@ class BlockTable:
     def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
         running: -1, 0 or 1."""
-        bare = [block for block in blocks if block.code is _NONE]
-        exposed = sum(block.hot > 0 and not block.running for block in bare)
+        edge = 1 if hot > 0 else 0
+        at_edge = exposed = 0
         for block in blocks:
-            block.hot += hot
-            block.running += running
-        if hot:
-            edge = 1 if hot > 0 else 0
-            self.hot += hot * sum(block.hot == edge for block in blocks)
-        self.exposed += sum(block.hot > 0 and not block.running for block in bare) - exposed
+            if block.code is _NONE:
+                exposed -= block.hot > 0 and not block.running
+                block.running = left = block.running + running
+                block.hot = users = block.hot + hot
+                exposed += users > 0 and not left
+            else:
+                block.running += running
+                block.hot = users = block.hot + hot
+            at_edge += users == edge
+        self.hot += hot * at_edge
+        self.exposed += exposed
 
     def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:
         """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""
@@ -216,24 +221,29 @@ class BlockTable:
         """The codes are in the cold store, and this is what they take; older ones are replaced."""
         self._set(block, _COLD, encoding, None, tenant)
 
-    def settle(self, block: Block, nbytes: int) -> None:
-        """A block that was being encoded is in the cold store, where it takes so many bytes."""
-        was = block.encoding
-        encoding = was if was.nbytes == nbytes else Encoding.of(nbytes, was.exact, was.codec)
-        if block.old is not None:
-            self.store(block, encoding)
-            return
-        if self.changed is not None:
-            self.touch(block.key, block.group)
-        block.code, block.encoding = _COLD, encoding
-        self._count[_SPILLING] -= 1
-        self._count[_COLD] += 1
-        self._nbytes[_SPILLING] -= was.nbytes
-        self._nbytes[_COLD] += nbytes
-        self.exact += encoding.exact > 0
-        self.cold_of[block.group] += 1
-        if nbytes != was.nbytes:
-            self._reserve(nbytes - was.nbytes, block.tenant)
+    def settle(self, blocks: Sequence[Block], sizes: Sequence[int]) -> None:
+        """Blocks of one group that were being encoded are in the cold store, where each takes so many bytes."""
+        changed, group = self.changed, blocks[0].group
+        count = exact = reserved = stored = 0
+        for block, nbytes in zip(blocks, sizes, strict=True):
+            at_most, tokens, codec = block.encoding
+            if block.old is not None:
+                self.store(block, Encoding.of(nbytes, tokens, codec))
+                continue
+            if changed is not None:
+                changed[group, block.key] = None
+            block.code = _COLD
+            if nbytes != at_most:
+                block.encoding = Encoding.of(nbytes, tokens, codec)
+                self._reserve(nbytes - at_most, block.tenant)
+            count, exact = count + 1, exact + (tokens > 0)
+            reserved, stored = reserved + at_most, stored + nbytes
+        self._count[_SPILLING] -= count
+        self._count[_COLD] += count
+        self._nbytes[_SPILLING] -= reserved
+        self._nbytes[_COLD] += stored
+        self.exact += exact
+        self.cold_of[group] += count
 
     def revert(self, block: Block) -> None:
         """The block will not be encoded; codes that were to be replaced stay."""
@@ -263,10 +273,12 @@ class BlockTable:
             of_group[block.group] = of_group.get(block.group, 0) + 1
             of_tenant[block.tenant] = of_tenant.get(block.tenant, 0) + nbytes
             block.code, block.encoding = _NONE, NO_CODES
-            if not block.users:
+            if block.users:
+                exposed += block.hot > 0 and not block.running
+            elif block.group is None:
+                self._blocks.pop(block.key, None)
+            else:
                 self._forget_if_unused(block)
-            elif block.hot and not block.running:
-                exposed += 1
         self.exposed += exposed
         self.exact -= exact
         self._count[_COLD] -= count

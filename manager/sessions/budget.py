@@ -10,7 +10,7 @@ from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
-from manthan.manager.sessions.session import Block, DropCause, Session, SessionState
+from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 from manthan.policies import EvictionPolicy
 
@@ -117,11 +117,11 @@ class ColdBudget:
     def _drop_tail(self, victim: Session, short: int) -> None:
         """Drop codes from the victim's tail until so many bytes more are free; its hot blocks it keeps."""
         if victim.state is SessionState.COLD:
-            length, freed = len(victim.chain), 0
+            length, freed, cold = len(victim.chain), 0, CodeState.COLD
             while length and freed < short and not victim.chain[length - 1].pins:
                 length -= 1
                 last = victim.chain[length]
-                freed += last.encoding.nbytes if last.users == 1 and last.droppable else 0
+                freed += last.encoding.nbytes if last.users == 1 and last.code is cold else 0
             length = self._pruning.usable(victim, length) if length < len(victim.chain) else length
             if length == 0:
                 self._table.leave_cold(victim, evicted=True)

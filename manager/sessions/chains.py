@@ -155,7 +155,8 @@ class ChainIndex:
 
     def of(self, tenant: str, asked_id: str | None = None) -> ChainTree:
         """The sessions of that name, or all, of a tenant; to be looked at only."""
-        return self._trees.get((tenant, asked_id)) or ChainTree()
+        tree = self._trees.get((tenant, asked_id))
+        return ChainTree() if tree is None else tree
 
     def add(self, session: Session) -> None:
         """Enter a session; where one with the same chain is there already, that one is found before it."""

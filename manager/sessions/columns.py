@@ -11,6 +11,7 @@ from manthan.manager.sessions.session import Session, SessionState
 
 STATES = list(SessionState)
 """A state's number is its place here."""
+_NUMBERS = {state: number for number, state in enumerate(STATES)}
 FREE = -1
 """The state of a row that is no session's."""
 BEHIND = 32
@@ -105,7 +106,7 @@ class Columns:
         self._expected[row] = math.inf if session.expected is None else session.expected
         self._blocks[row] = len(session.chain)
         self._beside[row] = session.beside_nbytes if session.anchors else 0
-        self._state[row] = STATES.index(session.state)
+        self._state[row] = _NUMBERS[session.state]
         self._pinned[row] = session.pinned
 
     # -- for those who look ---------------------------------------------------------------------------

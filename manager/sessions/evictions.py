@@ -22,7 +22,7 @@ from manthan.manager.sessions.session import (
 )
 from manthan.manager.sessions.table import SessionTable
 
-_NONE, _SPILLING = CodeState.NONE, CodeState.SPILLING  # looked up once, see `manthan.manager.sessions.blocks`
+_NONE, _QUEUED, _SPILLING, _ = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 
 DOUBLINGS = 5
 """A session that the cold store has no room for is idle for twice as long each time, up to so often."""
@@ -82,17 +82,23 @@ class Evictions:
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
-        alone = (session,)
+        self._wait(session)
+        self._finish(session, now)
+
+    def _wait(self, session: Session) -> None:
+        """For what of it is queued, or being encoded; of the rest, which is cold, the bf16 copies are not needed."""
+        alone, pending = (session,), 0
         for block in session.chain:
-            if block.in_flight:
+            code = block.code
+            if code is _QUEUED or code is _SPILLING:
                 if block.waiters:
                     block.await_codes(session)
                 else:
                     block.waiters = alone
-                session.pending += 1
+                pending += 1
             elif not block.hot:
                 self._orders.releases.append(block.key)
-        self._finish(session, now)
+        session.pending += pending
 
     def _cut_to_anchor(self, session: Session) -> None:
         """What is behind its deepest anchor nobody could go on from: it is vLLM's to overwrite. Nor is anybody dropped
@@ -124,6 +130,8 @@ class Evictions:
 
     def _wanted_of_chain(self, blocks: Sequence[Block]) -> list[Encoding]:
         """The same of blocks of a chain, most of which are alike."""
+        if self._exact.are_none:
+            return [self.wanted(block) for block in blocks[:1]] * len(blocks)
         exact_of, made = self._exact.wanted, dict[int, Encoding]()
         found = []
         for block in blocks:
@@ -165,29 +173,45 @@ class Evictions:
 
     def spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
         """Every rank has put the codes of these blocks into its tier."""
-        find, settle, last = self._blocks.of_chain, self._blocks.settle, None
+        find, run, sizes, waiters = self._blocks.of_chain, list[Block](), list[int](), None
         for key, nbytes, group in stored:
             block = find(key) if group is None else self._blocks.get(key, group)
             if block is None or block.code is not _SPILLING:
                 continue
-            if self._stale and block in self._stale:
+            is_stale = bool(self._stale) and block in self._stale
+            if run and (is_stale or block.waiters is not waiters or group is not None):
+                self._settle(run, sizes, now)
+                run, sizes = [], []
+            waiters = None if group is not None else block.waiters
+            if is_stale:
                 self._fail(block, now)
-                continue
-            settle(block, nbytes)
-            if group is not None:
-                self._release(block)
-            elif not block.hot:
-                self._orders.releases.append(key)
-            for session in self._waiters_of(block) if block.waiters else ():
-                if session is not last:
-                    self._table.touch(session)
-                    last = session
-                session.evict_encoded += 1
-                session.evict_nbytes += nbytes
-                if not session.pending:
-                    self._finish(session, now)
-            if group is not None:
-                self._anchors.stored(block)
+            else:
+                run.append(block)
+                sizes.append(nbytes)
+        if run:
+            self._settle(run, sizes, now)
+
+    def _settle(self, run: Sequence[Block], sizes: Sequence[int], now: float) -> None:
+        """Blocks of chains for which the same session waits, or nobody, or one for which others do, are stored."""
+        self._blocks.settle(run, sizes)
+        last, nbytes = run[-1], sum(sizes)
+        if last.group is not None:
+            self._release(last)
+        else:
+            self._orders.releases += [block.key for block in run if not block.hot]
+        waiters = last.waiters
+        for block in run:
+            block.waiters = ()
+        for session in waiters:
+            self._table.touch(session)
+            session.pending -= len(run)
+            session.evict_encoded += len(run)
+            session.evict_nbytes += nbytes
+            if not session.pending:
+                self._finish(session, now)
+        if last.group is not None:
+            self._anchors.stored(last)
+        for block in run:
             if not block.users:
                 self._pruning.drop([block], DropCause.ABANDONED)
 
@@ -265,7 +289,8 @@ class Evictions:
         if not session.chain:
             return
         self._anchors.tidy(session)
-        shape, beside = self._table.shape, session.beside
+        shape, beside = self._table.shape, session.beside if session.anchors else ()
+        codes = [block.encoding for block in session.chain]
         self._orders.evictions.append(
             Eviction(
                 session_id=session.session_id,
@@ -276,10 +301,10 @@ class Evictions:
                 + sum(shape.pool_nbytes(block.group) for block in beside),
                 encoded=session.evict_encoded,
                 encoded_nbytes=session.evict_nbytes,
-                cold_nbytes=sum(block.encoding.nbytes for block in (*session.chain, *beside)),
+                cold_nbytes=sum([code.nbytes for code in codes]) + session.beside_nbytes,
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
-                exact=sum(block.encoding.exact > 0 for block in session.chain),
+                exact=sum([code.exact > 0 for code in codes]),
                 request_id=session.evict_for,
             )
         )

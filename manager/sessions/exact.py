@@ -25,6 +25,11 @@ class ExactTokens:
         """How many of a chain's first blocks have some of a session's first tokens."""
         return -(-self._sink // self._block_tokens)
 
+    @property
+    def are_none(self) -> bool:
+        """Whether no token of any session is kept exact."""
+        return not (self._sink or self._window_blocks)
+
     def wanted(self, block: Block) -> int:
         """How many of the block's first tokens are to be kept exact, should it be encoded now."""
         if block.windows:

@@ -6,6 +6,8 @@ from collections.abc import Sequence
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
 
+_QUEUED, _SPILLING = CodeState.QUEUED, CodeState.SPILLING  # looked up once, see `manthan.manager.sessions.blocks`
+
 MOST_NEWS = 10_000
 """Of those that nobody takes, the oldest are forgotten."""
 
@@ -65,6 +67,11 @@ class Orders:
         self._blocks.forget_all(blocks)
         self.drops += [Drop(group, some, cause) for group, some in keys.items()]
 
+    @property
+    def has_queue(self) -> bool:
+        """Whether there is a queue, be it of blocks that are QUEUED no longer."""
+        return bool(self._queue)
+
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
         queued = CodeState.QUEUED
@@ -84,9 +91,15 @@ class Orders:
         return taken
 
     def take_releases(self, limit: int) -> list[bytes]:
-        keys, self.releases = self.releases[:limit], self.releases[limit:]
+        if not self.releases:
+            return []
+        keys, self.releases[:limit] = self.releases[:limit], []
         find = self._blocks.of_chain
-        return [key for key in keys if (b := find(key)) is None or not (b.hot or b.in_flight)]
+        return [
+            key
+            for key in keys
+            if (block := find(key)) is None or not (block.hot or (code := block.code) is _QUEUED or code is _SPILLING)
+        ]
 
     def take_evictions(self) -> list[Eviction]:
         taken, self.evictions = self.evictions, []

@@ -73,11 +73,11 @@ class Pruning:
         Sessions that are being evicted look for themselves when they are done.
         """
         none = CodeState.NONE
-        gone = next((block for block in blocks if block.code is none and block.gone), None)
-        if gone is not None:
-            for session in self._table.holders(gone):
+        gone = [block for block in blocks if block.code is none and block.users and not block.hot]
+        if gone:
+            for session in self._table.holders(gone[0]):
                 if session.state is SessionState.COLD:
-                    self._shorten(session, gone.depth, DropCause.ABANDONED)
+                    self._shorten(session, gone[0].depth, DropCause.ABANDONED)
 
     def end_before_gone(self, session: Session) -> None:
         """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""

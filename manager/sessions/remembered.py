@@ -2,6 +2,7 @@
 
 from collections import OrderedDict
 from collections.abc import Sequence
+from itertools import repeat
 
 from manthan.manager.sessions.session import Session
 
@@ -27,11 +28,8 @@ class Remembered:
 
     def find(self, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> Session | None:
         """The tenant's session whose conversation is the longest that these keys extend, if it may be called that."""
-        for key in reversed(keys):
-            session = self._by_tip.get((tenant, key))
-            if session is not None and asked_id in (None, session.asked_id):
-                return session
-        return None
+        found = map(self._by_tip.get, zip(repeat(tenant), reversed(keys)))
+        return next((one for one in found if one is not None and asked_id in (None, one.asked_id)), None)
 
     def forget(self, session: Session) -> None:
         """The client does not want it any more."""

@@ -107,6 +107,9 @@ class Wishes:
 
     def expire(self, now: float) -> None:
         """Forget sessions whose time to live is over, and pins."""
+        due = self.next_deadline
+        if due is None or due > now:
+            return
         for session_id in list(self._pins.pop_due(now)) if self._pins else ():
             pinned = self._table.by_id.get(session_id)
             if pinned is not None and pinned.pinned_until is not None and pinned.pinned_until <= now:

@@ -8,12 +8,11 @@ from itertools import count
 from typing import Any
 
 from manthan.manager.driver import Driver
-from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup
+from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup, hints_of
 from manthan.manager.simulator.traces import TracedRequest
-from manthan.manager.work import LoadResult, SpillBlock, SpillResult
+from manthan.manager.work import LoadResult, SpillBlocks, StoredBlocks
 
 A_MOMENT_S = 0.001
 
@@ -32,6 +31,7 @@ class _Request:
     """
 
     number: int
+    name: str
     traced: TracedRequest
     blocks: list[int] = field(default_factory=list)
     hot: int = 0
@@ -39,10 +39,6 @@ class _Request:
     keyed: int = 0
     waited: bool = False
     began: float = 0.0
-
-    @property
-    def name(self) -> str:
-        return str(self.number)
 
 
 class EngineReplay(Replay):
@@ -92,8 +88,10 @@ class EngineReplay(Replay):
                 happen(what)
                 if happen == self._arrive and what % PROGRESS_EVERY == 0:
                     progress(what)
-            self._feed()
-            self._admit()
+            if self._starved:
+                self._feed()
+            if self._waiting:
+                self._admit()
             self._step()
 
     def _at(self, time: float, happen: Callable[[Any], None], what: object) -> None:
@@ -105,7 +103,7 @@ class EngineReplay(Replay):
         if number + 1 < len(self.requests):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
         self.arrived(number)
-        request = _Request(number, self.requests[number])
+        request = _Request(number, str(number), self.requests[number])
         traced = request.traced
         self._driver.started(
             request.name,
@@ -114,7 +112,7 @@ class EngineReplay(Replay):
             self.now,
             tokens=traced.input_tokens,
             blocks=self.asked(traced),
-            hints=Hints(expect_return_s=traced.expect_return_s),
+            hints=hints_of(traced),
         )
         self._waiting.append(request)
 
@@ -244,19 +242,24 @@ class EngineReplay(Replay):
     def _step(self) -> None:
         work = self._driver.step(0, self.now)
         self._counting.look_at_store()
-        if work.spills:
-            self._held.update([spill.block_id for spill in work.spills])
-            self.tally.note("spill", "", [spill.key for spill in work.spills])
-            seconds = self.cost.spill_s_per_token * len(work.spills) * self.setup.block_tokens
+        if work.runs:
+            keys = [key for run in work.runs for key in run.keys]
+            for run in work.runs:
+                self._held.update(run.block_ids)
+            self.tally.note("spill", "", keys)
+            seconds = self.cost.spill_s_per_token * len(keys) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
-            self._at(self._encoded_until, self._encoded, work.spills)
+            self._at(self._encoded_until, self._encoded, work.runs)
         if work.lost or work.drops or self._driver.has_orders:
             self._at(self.now, self._look_again, None)
-        self.tally.peak_hot = max(self.tally.peak_hot, self.setup.hot_blocks - len(self._pool))
+        hot = self.setup.hot_blocks - len(self._pool)
+        if hot > self.tally.peak_hot:
+            self.tally.peak_hot = hot
 
-    def _encoded(self, spills: Sequence[SpillBlock]) -> None:
-        self._counting.stored([spill.key for spill in spills])
-        self._held.difference_update([spill.block_id for spill in spills])
+    def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
+        self._counting.stored([key for run in runs for key in run.keys])
+        for run in runs:
+            self._held.difference_update(run.block_ids)
         nbytes = self.manager.shape.cold_nbytes
-        answers = [SpillResult(spill.key, spill.group, None, 0.0, nbytes) for spill in spills]
-        self._driver.answered(answers, (), self.now)
+        stored = [StoredBlocks(run.group, run.keys, [nbytes] * len(run.keys)) for run in runs]
+        self._driver.answered((), (), self.now, stored=stored)

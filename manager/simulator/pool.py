@@ -49,12 +49,13 @@ class SimulatedPool:
 
     def hold(self, key: bytes) -> int | None:
         """The block with that key, with one more user."""
-        block = self._cached.get(key)
-        if block is not None:
-            if not self._users[block]:
-                del self._free[block]
-            self._users[block] += 1
-        return block
+        return self.hold_all((key,))[0]
+
+    def hold_all(self, keys: Iterable[bytes]) -> list[int | None]:
+        """The same of several."""
+        blocks = list(map(self._cached.get, keys))
+        self.touch([block for block in blocks if block is not None])
+        return blocks
 
     def hold_beside(self, group: int, key: bytes) -> int | None:
         """There is one group."""
@@ -96,7 +97,8 @@ class SimulatedPool:
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
-        empty, users, free, keys = [], self._users, self._free, self._key
+        users, free, keys = self._users, self._free, self._key
+        empty = []
         for block in blocks:
             users[block] = left = users[block] - 1
             if not left:
@@ -108,10 +110,11 @@ class SimulatedPool:
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
+        find, users, to_head = self._cached.get, self._users, self._free.move_to_end
         for key in keys:
-            while (block := self._cached.get(key)) is not None and not self._users[block]:
+            while (block := find(key)) is not None and not users[block]:
                 self._uncache(block)
-                self._free.move_to_end(block, last=False)
+                to_head(block, last=False)
 
     def _uncache(self, block: int) -> None:
         key = self._key[block]
@@ -119,12 +122,12 @@ class SimulatedPool:
             return
         self._key[block] = None
         copies = self._copies.get(key)
-        if self._cached[key] != block:
-            assert copies is not None
-            copies.remove(block)
-        elif copies:
-            self._cached[key] = copies.pop(0)
-        else:
+        if copies is None:
             del self._cached[key]
-        if copies is not None and not copies:
+            return
+        if self._cached[key] != block:
+            copies.remove(block)
+        else:
+            self._cached[key] = copies.pop(0)
+        if not copies:
             del self._copies[key]

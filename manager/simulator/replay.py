@@ -7,7 +7,7 @@ from typing import NamedTuple
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.observer import Observer
-from manthan.manager.sessions.hints import Hints
+from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Drop, Eviction, MemoryShape
 from manthan.manager.simulator.cost_model import CostModel
@@ -105,6 +105,11 @@ class Tally:
             self.journal.append(Action(what, who, keys))
 
 
+def hints_of(request: TracedRequest) -> Hints:
+    said = request.expect_return_s
+    return NO_HINTS if said is None else Hints(expect_return_s=said)
+
+
 class Replay(ABC):
     """What both kinds of replay have in common: the manager, the tally and how actions are counted."""
 
@@ -155,7 +160,9 @@ class Counting(Observer):
 
     def look_at_store(self) -> None:
         """Before codes are dropped: the most that the cold store ever holds, or has promised."""
-        self._tally.peak_cold = max(self._tally.peak_cold, self._manager.cold_blocks)
+        cold = self._manager.cold_blocks
+        if cold > self._tally.peak_cold:
+            self._tally.peak_cold = cold
 
 
 class OneCacheReplay(Replay):
@@ -172,8 +179,9 @@ class OneCacheReplay(Replay):
     def _serve(self, number: int, request: TracedRequest) -> None:
         manager, now, name = self.manager, request.at, str(number)
         prompt = request.keys[: request.prompt_blocks]
-        hints = Hints(expect_return_s=request.expect_return_s)
-        manager.request_started(name, prompt, request.session, now, tokens=request.input_tokens, hints=hints)
+        manager.request_started(
+            name, prompt, request.session, now, tokens=request.input_tokens, hints=hints_of(request)
+        )
         found = manager.match(request.keys[: self.usable(request)])
         if found:
             self._counting.restoring(name, request.keys[:found])
