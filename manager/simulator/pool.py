@@ -110,11 +110,13 @@ class SimulatedPool:
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
-        find, users, to_head = self._cached.get, self._users, self._free.move_to_end
-        for key in keys:
-            while (block := find(key)) is not None and not users[block]:
+        find, users, left = self._cached.get, self._users, list(dict.fromkeys(keys))
+        while left:  # once more for those of which there are several
+            found = [(key, block) for key in left if (block := find(key)) is not None and not users[block]]
+            for _, block in found:
                 self._uncache(block)
-                to_head(block, last=False)
+                self._free.move_to_end(block, last=False)
+            left = [key for key, _ in found]
 
     def _uncache(self, block: int) -> None:
         key = self._key[block]
