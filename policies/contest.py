@@ -6,7 +6,9 @@ from itertools import combinations
 HALF_LIFE = 512
 """Requests after which what was found counts half as much."""
 SURE = 2.0
-"""Standard deviations by which another must have found more than the leader. Less changes too often where few sessions fit."""
+"""Standard deviations by which another must have found more than the leader.
+
+Less changes too often where few sessions fit."""
 GROWTH = 2 ** (1 / HALF_LIFE)
 LIMIT = 2.0**200
 
@@ -23,7 +25,7 @@ class Contest:
         self.names, self.leader = tuple(names), leader
         self.found = [0.0] * len(self.names)
         """Bytes that each has found, all in one growing unit: a request counts GROWTH times as much as the last one."""
-        self._squares = {pair: 0.0 for pair in combinations(range(len(self.names)), 2)}
+        self._squares = dict.fromkeys(combinations(range(len(self.names)), 2), 0.0)
         """Of two contestants: what one found and the other did not at a request, squared, in the unit's square."""
         self._unit = 1.0
 

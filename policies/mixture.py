@@ -25,8 +25,8 @@ class Mixture(EvictionPolicy):
     """Follows the best of three: the prediction of returns (see `Returns`), lru, and gdsf.
 
     What each would find is known from shadows: caches that hold no KV, as large as the place, in which each policy goes
-    on undisturbed. gdsf is followed until another's shadow has surely found more (see `Contest`); then that one is. In a
-    place of many sessions, shadows are caches of a sample of them, which a hash of the id chooses, scaled down alike;
+    on undisturbed. gdsf is followed until another's shadow has surely found more (see `Contest`); then that one is. In
+    a place of many sessions, shadows are caches of a sample of them, which a hash of the id chooses, scaled down alike;
     so they cost little. O(log n) an event.
     """
 
