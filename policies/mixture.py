@@ -6,6 +6,7 @@ from zlib import crc32
 
 from manthan.policies.base import EvictionPolicy, SessionView, in_order
 from manthan.policies.byte_queue import ByteQueue
+from manthan.policies.contest import Contest
 from manthan.policies.gdsf import GDSF
 from manthan.policies.lru import LRU
 from manthan.policies.return_model import ReturnModel
@@ -14,14 +15,8 @@ from manthan.policies.shadow import ShadowCache
 
 SAMPLE = 512
 """Sessions in the fullest shadow, to twice as many."""
-LOOK_EVERY = 32
+LOOK_EVERY = 8
 """Sampled requests between two choices."""
-HALF_LIFE = 1024
-"""Sampled requests after which what a shadow found counts half as much."""
-MARGIN = 0.05
-"""Another policy is followed once its shadow has found so much more of late. Places change hands slowly: what each had
-kept for later is lost."""
-FADE = 0.5 ** (1 / HALF_LIFE)
 DRIFT = 0.02
 """How much of the difference the room that shadows have moves towards that of the place at each look for victims."""
 
@@ -30,8 +25,8 @@ class Mixture(EvictionPolicy):
     """Follows the best of three: the prediction of returns (see `Returns`), lru, and gdsf.
 
     What each would find is known from shadows: caches that hold no KV, as large as the place, in which each policy goes
-    on undisturbed. Returns are predicted until another's shadow finds clearly more; then that one is followed. In a
-    place of many sessions, shadows are caches of a sample of them, which a hash of the id chooses, scaled down alike;
+    on undisturbed. gdsf is followed until another's shadow has surely found more (see `Contest`); then that one is. In
+    a place of many sessions, shadows are caches of a sample of them, which a hash of the id chooses, scaled down alike;
     so they cost little. O(log n) an event.
     """
 
@@ -49,19 +44,17 @@ class Mixture(EvictionPolicy):
         """Who is there, the one unused for longest first."""
         policies: dict[str, EvictionPolicy] = {"returns": Returns(self.options, self.model), "lru": LRU(), "gdsf": gdsf}
         self._shadows = {name: ShadowCache(policy) for name, policy in policies.items()}
-        self._found = dict.fromkeys(policies, 0.0)
-        """Bytes that each shadow has found, fading."""
-        self._followed = "returns"
+        self._contest = Contest(tuple(policies), "gdsf")
         self._running: dict[str, SessionView] = {}
         """Sampled sessions that were told of once with their present request."""
-        self._uses: dict[str, int] = {}
-        """Requests of sampled sessions when the shadows were told last."""
+        self._told: dict[str, tuple[int, float]] = {}
+        """Requests of sampled sessions when the shadows were told last, and when they began."""
+        self._origins: dict[float, str] = {}
+        """Superseded sessions by when they began, which is what whoever goes on from them has of them."""
         self._mask = 0
         """A session is sampled if these bits of its hash are 0."""
         self._room = 0.0
         """Bytes that the place holds."""
-        self._evidence = 0.0
-        """Bytes that shadows have found in all, in the mean."""
         self._looks = 0
         self._last = self._offered = ""
 
@@ -74,7 +67,8 @@ class Mixture(EvictionPolicy):
         session_id = self._last = session.session_id
         self._offered = ""
         self._present.put_last(session_id, session.nbytes)
-        self._gdsf.age = self._gdsf_shadow.age
+        if self._contest.leader != "gdsf":  # whoever goes then says nothing of how old gdsf would let them be
+            self._gdsf.age = self._gdsf_shadow.age
         self._gdsf.used(session)
         self._returns.used(session)
         if self._is_sampled(session_id):
@@ -89,10 +83,14 @@ class Mixture(EvictionPolicy):
 
     def evicted(self, session_id: str) -> None:
         self._offered = ""
+        if self._contest.leader == "gdsf":
+            self._gdsf.evicted(session_id)
         self._left(session_id)
 
     def superseded(self, session_id: str) -> None:
         self._returns.superseded(session_id)
+        if session_id in self._told:
+            self._origins[self._told[session_id][1]] = session_id
         for shadow in self._shadows.values():
             shadow.superseded(session_id)
 
@@ -104,9 +102,9 @@ class Mixture(EvictionPolicy):
             yield victim
 
     def _order(self) -> Iterator[str]:
-        if self._followed == "lru":
+        if self._contest.leader == "lru":
             return in_order(self._present)
-        return (self._gdsf if self._followed == "gdsf" else self._returns).victims()
+        return (self._gdsf if self._contest.leader == "gdsf" else self._returns).victims()
 
     def _left(self, session_id: str) -> None:
         self._present.pop(session_id)
@@ -130,37 +128,34 @@ class Mixture(EvictionPolicy):
             before = None
         if before is not None:
             self._request(session)
-        elif self._uses.get(session_id) != session.uses:
+        elif session_id not in self._told or self._told[session_id][0] != session.uses:
             self._running[session_id] = session
 
     def _request(self, session: SessionView) -> None:
         """A request of a sampled session has ended."""
-        self._uses[session.session_id] = session.uses
+        if session.session_id not in self._told and (origin := self._origins.pop(session.created, None)) is not None:
+            for shadow in self._shadows.values():
+                shadow.inherit(session.session_id, origin)
+        self._told[session.session_id] = session.uses, session.created
         new = session.added_tokens + session.answer_tokens
         known = session.nbytes * max(0.0, 1 - new / session.tokens) if session.uses > 1 and session.tokens else 0.0
         room = (self._room or self._present.nbytes) / (self._mask + 1)
-        for name, shadow in self._shadows.items():
-            found = shadow.request(session, known, room)
-            self._found[name] = FADE * self._found[name] + found
-            self._evidence += found / len(self._shadows)
+        self._contest.add([shadow.request(session, known, room) for shadow in self._shadows.values()])
         self._looks += 1
         if self._looks % LOOK_EVERY == 0:
-            if self._evidence > room:  # what is found before a cache has been turned over once is chance
-                self._follow_the_best()
+            self._contest.look()
             self._keep_small()
 
-    def _follow_the_best(self) -> None:
-        best = max(self._found, key=self._found.__getitem__)
-        if self._found[best] > (1 + MARGIN) * self._found[self._followed]:
-            self._followed = best
-
     def _keep_small(self) -> None:
-        sampled = {session_id for shadow in self._shadows.values() for session_id in shadow.kept}
-        if len(self._uses) > 4 * len(sampled) + SAMPLE:
-            self._uses = {session_id: self._uses[session_id] for session_id in sampled}
-        if max(len(shadow.kept) for shadow in self._shadows.values()) > 2 * SAMPLE:
+        most = max(len(shadow.kept) for shadow in self._shadows.values())
+        if most <= 2 * SAMPLE and len(self._told) <= 4 * len(self._shadows) * most + SAMPLE:
+            return
+        if most > 2 * SAMPLE:
             self._mask = 2 * self._mask + 1
-            for session_id in sampled:
-                if not self._is_sampled(session_id):
-                    for shadow in self._shadows.values():
-                        shadow.forget(session_id)
+        sampled = {session_id for shadow in self._shadows.values() for session_id in shadow.kept}
+        for session_id in sampled:
+            if not self._is_sampled(session_id):
+                for shadow in self._shadows.values():
+                    shadow.forget(session_id)
+        self._told = {key: told for key, told in self._told.items() if key in sampled and self._is_sampled(key)}
+        self._origins = {created: origin for created, origin in self._origins.items() if origin in self._told}

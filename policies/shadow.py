@@ -42,6 +42,12 @@ class ShadowCache:
         if session_id in self.kept:
             self.policy.superseded(session_id)
 
+    def inherit(self, session_id: str, origin: str) -> None:
+        """The session goes on from the middle of another, whose KV it finds; the other's own end is worth nothing."""
+        if nbytes := self.kept.get(origin, 0):
+            self.forget(origin)
+            self._keep(session_id, nbytes)
+
     def _make_room(self, newcomer: str, capacity: float) -> None:
         for victim in self.policy.victims():
             short = self.nbytes - capacity

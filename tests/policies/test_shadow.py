@@ -63,3 +63,13 @@ def test_books_agree_under_a_policy_that_lets_newcomers_pass_by(events: list[tup
         shadow.request(view, known, ROOM)
         assert shadow.nbytes == sum(shadow.kept.values()) <= ROOM
         assert sorted(shadow.policy.victims()) == sorted(shadow.kept)
+
+
+def test_whoever_goes_on_from_another_finds_what_that_one_had() -> None:
+    shadow = ShadowCache(LRU())
+    shadow.request(SessionView("origin", 600, 600), 0, ROOM)
+    shadow.inherit("fork", "origin")
+    shadow.inherit("other", "nobody")
+    assert shadow.request(SessionView("fork", 500, 500, last_used=1.0), 400, ROOM) == 400
+    assert shadow.kept == {"fork": 500}
+    assert list(shadow.policy.victims()) == ["fork"]
