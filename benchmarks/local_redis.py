@@ -10,6 +10,7 @@ from collections.abc import Iterator
 import typer
 from pydantic import ValidationError
 
+from manthan.benchmarks.ports import hold_port, port_of
 from manthan.manager.config.model import FIELDS, ConfigError, RedisConfig
 from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
 
@@ -29,7 +30,8 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
     program = shutil.which("redis-server")
     if program is None:
         raise typer.BadParameter(f"redis-server is not installed: install it, or name a running server with {flag}")
-    port = _free_port()
+    holder = hold_port()
+    port = port_of(holder)
     command = [program, "--port", str(port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     try:
@@ -38,6 +40,7 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
     finally:
         process.kill()
         process.wait()
+        holder.close()
 
 
 def _check(url: str, flag: str) -> None:
@@ -61,9 +64,3 @@ def _wait_until_up(process: "subprocess.Popen[bytes]", port: int) -> None:
             return
         time.sleep(0.02)
     raise RuntimeError(f"redis-server did not come up on port {port}")
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

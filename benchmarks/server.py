@@ -8,7 +8,6 @@ with VllmServer("tests/data/tiny-llama", ["--block-size", "32"], log=Path("serve
 import contextlib
 import os
 import signal
-import socket
 import subprocess
 import sys
 import time
@@ -17,6 +16,7 @@ from pathlib import Path
 from typing import Protocol, Self
 
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, Reply, ServerError
+from manthan.benchmarks.ports import hold_port, port_of
 
 __all__ = ["ENVIRONMENT", "Reply", "ServerError", "VllmServer"]
 
@@ -83,7 +83,8 @@ class VllmServer(Endpoint):
         launch: Launch = launch_vllm,
     ) -> None:
         self.log = log
-        self.port = _free_port()
+        self._holder = hold_port()
+        self.port = port_of(self._holder)
         super().__init__(f"http://127.0.0.1:{self.port}", model)
         self._flags = list(flags)
         self._env = env or {}
@@ -184,9 +185,3 @@ def _vllm_command() -> list[str]:
     """The `vllm` command beside this Python, or this Python's module where there is none."""
     beside = Path(sys.executable).with_name("vllm")
     return [str(beside)] if beside.exists() else [sys.executable, "-m", "vllm.entrypoints.cli.main"]
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -14,11 +14,15 @@ from typing import Self
 import pytest
 import redis
 
+from manthan.benchmarks.ports import hold_port, port_of
+
+_held: list[socket.socket] = []
+
 
 def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
+    """A port that is nobody else's as long as this process lives."""
+    _held.append(hold_port())
+    return port_of(_held[-1])
 
 
 class RedisServer:
@@ -26,7 +30,8 @@ class RedisServer:
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self.folder, self.flags = folder, list(flags)
-        self.port = free_port()
+        self._holder = hold_port()
+        self.port = port_of(self._holder)
         self.url = f"redis://127.0.0.1:{self.port}/0"
         self._process: subprocess.Popen[bytes] | None = None
 

@@ -156,7 +156,7 @@ def test_what_the_next_process_takes_over(machine: type[Restarts]) -> None:
             super().teardown()
             came += self.came
 
-    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=examples(200), phases=[Phase.generate]))
+    run_state_machine_as_test(Watched, settings=settings(PROFILE, max_examples=examples(300), phases=[Phase.generate]))
     assert came > 10
 
 
