@@ -142,6 +142,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         path = self.worker.path
+        if self._metadata.model_rests:
+            path.rest()
         return KVConnectorTransferResults(
             finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
         )

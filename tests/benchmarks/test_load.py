@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 from bench_command import is_png, refusal, report, run
+from warm_server import warm_server
 
+from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
 from manthan.benchmarks.load_arms import ARMS, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, Replay, made_up, replayed, writer
@@ -27,11 +29,13 @@ MADE = Made(4, 600, 3, 40, 8, 2.0, FIXED, 1.0, 0)
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """A run of two arms, and of one that is left out; `folder` is where it is."""
+    """A run of two arms, and of one that is left out; `folder` is where it is. Its servers are forked."""
     folder = tmp_path_factory.mktemp("load")
     size = ("--chats", CHATS, "--tokens", TOKENS, "--turns", TURNS, "--said", 40, "--answer", 4, "--pool", POOL)
     times = ("--think", 1.5, "--arrive", 1, "--idle-after", 0.2)
-    return report(folder, "load", "--arms", "plain,offload,host", *size, *times) | {"folder": folder}
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(capacity_arms, "VllmServer", warm_server)
+        return report(folder, "load", "--arms", "plain,offload,host", *size, *times) | {"folder": folder}
 
 
 def arm(found: dict[str, Any], name: str) -> dict[str, Any]:

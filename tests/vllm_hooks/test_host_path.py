@@ -93,6 +93,27 @@ def start() -> Iterator[Callable[..., Worker]]:
         worker.path.shutdown()
 
 
+def test_the_model_s_thread_stands_aside_for_a_restore_and_for_nothing_else(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It does until the restore has ended: a test that takes forever shows that it is not told."""
+    monkeypatch.setattr("manthan.vllm_hooks.worker.host_path.REST_S", 1e6)
+    worker = start()
+    worker.path.rest()
+    worker.spill()
+    worker.load(is_prefetch=True)
+    worker.path.rest()
+    part = GroupBlocks(GROUP, KEYS, TARGETS)
+    worker.path.submit_loads(ManthanMetadata(loads=[Load(name, (part,)) for name in ("one", "two")]))
+    ended: set[str] = set()
+    while len(ended) < 2:
+        worker.path.rest()
+        now = worker.path.take_finished_loads()
+        assert now
+        ended |= now
+    worker.path.rest()
+
+
 @pytest.mark.parametrize("exact", [0, 4, 32])
 def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> None:
     worker = start()

@@ -10,7 +10,8 @@ class WorkerPath(ABC):
     """Takes a step's metadata, works in the background, and reports what has ended.
 
     The scheduler half holds a reference on every block that is named here until it is answered for, so no block is
-    written to by anybody else meanwhile. The caller is the model's thread: nothing here waits or raises.
+    written to by anybody else meanwhile. The caller is the model's thread: nothing here waits or raises,
+    but for `rest` where the model does, and `wait`.
 
     fails_whole: a load of which anything fails has failed as a whole; otherwise only its blocks from the first one on
     that failed.
@@ -18,7 +19,7 @@ class WorkerPath(ABC):
 
     def __init__(self, fails_whole: bool = False) -> None:
         self.fails_whole = fails_whole
-        self._lock = threading.Lock()
+        self._lock = threading.Condition()
         self._report = ManthanWorkerMetadata()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -31,6 +32,9 @@ class WorkerPath(ABC):
     @abstractmethod
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Begin the spills, once what the model computes in this step was begun: they come after it."""
+
+    def rest(self) -> None:
+        """The model computes nothing in this step, so the caller's thread may stand aside for a moment."""
 
     @abstractmethod
     def wait(self) -> None:
@@ -76,6 +80,7 @@ class WorkerPath(ABC):
             else:
                 self._failed_blocks.update(bad)
             self._finished_loads.add(load.request_id)
+            self._lock.notify_all()
 
     def _loaded(self, result: LoadResult) -> None:
         """The codes of a load are not needed any more."""

@@ -50,8 +50,15 @@ class _Fetchers:
             one.shutdown(wait=True, cancel_futures=True)
 
 
-def _buffer(value: bytes | None) -> Buffer | None:
-    return None if value is None else np.frombuffer(value, np.uint8)
+def _buffer(value: bytes | None, into: Landing | None) -> Buffer | None:
+    if value is None:
+        return None
+    buf = np.frombuffer(value, np.uint8)
+    if into is None:
+        return buf
+    room = into.room(buf.nbytes)
+    room[:] = buf
+    return room
 
 
 class RedisStore(ColdStore):
@@ -88,11 +95,13 @@ class RedisStore(ColdStore):
     ) -> Iterator[Buffer | None]:
         """Raises StoreDownError. While a batch is used, another thread fetches the next ones.
 
-        One alone, since bytes that several allocate in turn cost twice the processor time.
+        One alone, since bytes that several allocate in turn cost twice the processor time. Each block goes `into` its
+        place before the next one is asked for: were many copied at once, the fetching thread would run dry meanwhile.
         """
         some, left = self._next(group, keys)
         if not left:
-            yield from map(_buffer, self._fetch(group, some))
+            for value in self._fetch(group, some):
+                yield _buffer(value, into)
             return
         fetcher = self._fetchers.take()
         ahead: deque[Future[list[bytes | None]]] = deque()
@@ -104,7 +113,7 @@ class RedisStore(ColdStore):
                 values = ahead.popleft().result()
                 values.reverse()
                 while values:  # let go of each when it has been used: the next batch gets its memory
-                    yield _buffer(values.pop())
+                    yield _buffer(values.pop(), into)
         finally:
             for future in ahead:
                 future.cancel()
