@@ -9,7 +9,7 @@ from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.session import Block, CodeState, Drop, FoundAnchor, Session
 from manthan.manager.stores.directory import Anchored, Directory, Needed, Room
-from manthan.manager.stores.redis.schema import SessionRecord, StoredBlock
+from manthan.manager.stores.redis.schema import SessionRecord, StoredBlock, StoredChain
 from manthan.manager.work import Name
 
 logger = logging.getLogger("vllm.manthan")
@@ -155,15 +155,17 @@ class DirectoryLink:
         info = self._manager.session(session_id)
         if session is None or info is None:
             return SessionRecord(session_id)
-        chain = session.chain
-        end = next((i for i in range(len(chain), 0, -1) if chain[i - 1].code is CodeState.COLD), 0)
+        cold = CodeState.COLD  # looking it up takes longer than what is asked of a block
+        stored = bytes([block.code is cold for block in session.chain])
+        end = stored.rfind(1) + 1
         anchors = [anchor for anchor in session.anchors if any(part.code is CodeState.COLD for part in anchor.parts)]
         end = max([end, *(anchor.depth for anchor in anchors)])  # what is stored at once must be somebody's
         beside = dict.fromkeys(part for anchor in anchors for part in anchor.parts if part.code is CodeState.COLD)
         in_unix_time = info._replace(created=info.created + offset, last_used=info.last_used + offset)
-        return SessionRecord(
-            session_id, in_unix_time, tuple(map(self._stored, chain[:end])), tuple(map(self._stored, beside))
-        )
+        some = session.chain[:end]
+        keys, sizes = tuple([block.key for block in some]), tuple([block.encoding.nbytes for block in some])
+        chain = StoredChain(self._group, keys, stored[:end], sizes)
+        return SessionRecord(session_id, in_unix_time, chain, tuple(map(self._stored, beside)))
 
     def _stored(self, block: Block) -> StoredBlock:
         group = self._group if block.group is None else block.group

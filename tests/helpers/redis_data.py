@@ -13,7 +13,7 @@ from manthan.manager.sessions.session import SessionInfo
 from manthan.manager.stores.directory import Room
 from manthan.manager.stores.redis.client import Circuit, Client, connect
 from manthan.manager.stores.redis.index import Grant, RedisIndex
-from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredChain
 from manthan.manager.stores.redis.store import RedisStore
 
 BLOCK_TOKENS, SHARD_BYTES, GROUP = 16, 1000, 0
@@ -43,7 +43,7 @@ def record(
     session_id: str, keys: Sequence[bytes], *, last_used: float | None = None, requests: int = 1, ranks: int = 2
 ) -> SessionRecord:
     used = time.time() if last_used is None else last_used
-    chain = tuple(StoredBlock(key, GROUP, True, ranks * SHARD_BYTES) for key in keys)
+    chain = StoredChain(GROUP, tuple(keys), b"\1" * len(keys), (ranks * SHARD_BYTES,) * len(keys))
     return SessionRecord(session_id, session_info(session_id, used - 60, used, requests=requests), chain)
 
 

@@ -20,7 +20,7 @@ from manthan.manager.stores.redis.schema import (
     BlockId,
     Namespace,
     SessionRecord,
-    StoredBlock,
+    StoredChain,
     member,
     of_member,
 )
@@ -61,7 +61,8 @@ def room(text: str, nbytes: int, group: int = 0) -> Room:
 
 def record(session_id: str, sizes: dict[str, int], group: int = 0) -> SessionRecord:
     """A session of which a block has so many bytes; 0 if it is not stored."""
-    chain = tuple(StoredBlock(text.encode(), group, nbytes > 0, nbytes) for text, nbytes in sizes.items())
+    keys, nbytes = tuple(text.encode() for text in sizes), tuple(sizes.values())
+    chain = StoredChain(group, keys, bytes(size > 0 for size in nbytes), nbytes)
     return SessionRecord(session_id, session_info(session_id), chain)
 
 

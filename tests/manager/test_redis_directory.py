@@ -17,7 +17,7 @@ from manthan.manager.stores.directory import Answers, Room
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.directory import RedisDirectory
 from manthan.manager.stores.redis.index import RedisIndex
-from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredChain
 from manthan.manager.stores.redis.store import RedisStore
 
 FACTS = {"model": "tiny", "codec": "lloyd3", "block_tokens": 32}
@@ -121,7 +121,8 @@ def codes(key: bytes) -> np.ndarray:
 
 def record(session_id: str, text: str) -> SessionRecord:
     now = time.time()
-    chain = tuple(StoredBlock(key, GROUP, True, NBYTES) for key in keys(text))
+    named = tuple(keys(text))
+    chain = StoredChain(GROUP, named, b"\1" * len(named), (NBYTES,) * len(named))
     return SessionRecord(session_id, session_info(session_id, now, now), chain)
 
 

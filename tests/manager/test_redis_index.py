@@ -14,7 +14,7 @@ from manthan.manager.stores.directory import Anchored, Room
 from manthan.manager.stores.redis.client import Circuit, StoreOomError
 from manthan.manager.stores.redis.index import Grant, RedisIndex, Reserved
 from manthan.manager.stores.redis.reader import Reader
-from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock, member
+from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock, StoredChain, member
 
 NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "lloyd3"})
 FACTS = {"codec": "lloyd3", "block_tokens": 32}
@@ -67,7 +67,8 @@ def rooms(text: str, nbytes: int = BOUND) -> list[Room]:
 def record(session_id: str, text: str, stored: str | None = None, **info: Any) -> SessionRecord:
     """A session of which all blocks are stored, or those that `stored` has a letter of. info: see session_info."""
     good = text if stored is None else stored
-    chain = tuple(StoredBlock(key, GROUP, letter in good, NBYTES) for key, letter in zip(keys(text), text, strict=True))
+    named = tuple(keys(text))
+    chain = StoredChain(GROUP, named, bytes(letter in good for letter in text), (NBYTES,) * len(named))
     return SessionRecord(session_id, session_info(session_id, requests=3, **info), chain)
 
 
@@ -138,7 +139,7 @@ def test_what_the_server_has_evicted_by_itself_is_stored_again(
 
 
 def test_full_memory_is_told_from_a_dead_server(server: RedisServer, one: RedisIndex, raw: redis.Redis) -> None:
-    raw.config_set("maxmemory", "1mb")
+    raw.config_set("maxmemory", "1")
     try:
         with pytest.raises(StoreOomError):
             one.reserve(rooms("abc"))
@@ -196,10 +197,10 @@ def test_a_long_chain_is_found_in_a_few_questions(one: RedisIndex, raw: redis.Re
     one.budget = 5000 * BOUND
     chain = [f"{n:064}".encode() for n in range(3000)]
     store(one, raw, [Room(key, GROUP, BOUND) for key in chain])
-    blocks = tuple(StoredBlock(key, GROUP, True, 1 + at % BOUND) for at, key in enumerate(chain))
+    blocks = StoredChain(GROUP, tuple(chain), b"\1" * len(chain), tuple(1 + at % BOUND for at in range(len(chain))))
     one.save(SessionRecord("long", session_info("long"), blocks), FACTS)
     before = raw.info("commandstats")["cmdstat_eval"]["calls"]
-    assert one.look_up(GROUP, [*chain, b"more"]) == [block.nbytes for block in blocks]
+    assert one.look_up(GROUP, [*chain, b"more"]) == list(blocks.nbytes)
     assert raw.info("commandstats")["cmdstat_eval"]["calls"] - before <= 10
     assert raw.llen(NAMESPACE.chain("long")) == 3000
 

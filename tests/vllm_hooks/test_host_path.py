@@ -97,7 +97,7 @@ def test_the_model_s_thread_stands_aside_for_a_restore_and_for_nothing_else(
     start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It does until the restore has ended: a test that takes forever shows that it is not told."""
-    monkeypatch.setattr("manthan.vllm_hooks.worker.host_path.REST_S", 1e6)
+    monkeypatch.setattr("manthan.vllm_hooks.worker.path.REST_S", 1e6)
     worker = start()
     worker.path.rest()
     worker.spill()

@@ -1,6 +1,5 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
-import sys
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -31,10 +30,6 @@ logger = init_logger("vllm.manthan.worker")
 
 UNDER_WAY = 2
 """Batches of a load that the GPU is given while the next one is read."""
-REST_S = sys.getswitchinterval()
-"""So long the model's thread stands aside for a restore where there is nothing to compute: as long as a thread of
-Python may keep it waiting anyway. Step after step in which nothing is computed takes the restore half of the
-interpreter's time."""
 
 
 class HostPath(WorkerPath):
@@ -68,8 +63,6 @@ class HostPath(WorkerPath):
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
         self._loaders = Threads(1, "manthan-restore", cpus)
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
-        self._restores = 0
-        """Loads that requests wait for, and that have not ended."""
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
@@ -82,7 +75,7 @@ class HostPath(WorkerPath):
         self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         with self._lock:
-            self._restores += sum(not load.is_prefetch for load in metadata.loads)
+            self._awaited += sum(not load.is_prefetch for load in metadata.loads)
         for load in metadata.loads:
             threads = self._prefetchers if load.is_prefetch else self._loaders
             intake = self._intakes[load.is_prefetch] if self._intakes else None
@@ -97,11 +90,6 @@ class HostPath(WorkerPath):
             spills = [spill for spill in mine if spill.group == group]
             for start in range(0, len(spills), blocks.batch):
                 self._encoders.submit(self._spill, spills[start : start + blocks.batch], blocks, self.store, model)
-
-    def rest(self) -> None:
-        with self._lock:
-            if self._restores:
-                self._lock.wait_for(lambda: bool(self._finished_loads), REST_S)
 
     def wait(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
@@ -161,7 +149,7 @@ class HostPath(WorkerPath):
 
     def _finished(self, load: Load, good: int) -> None:
         with self._lock:
-            self._restores -= 1
+            self._awaited -= 1
             super()._finished(load, good)
 
     def _load_part(

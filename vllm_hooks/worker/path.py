@@ -1,17 +1,23 @@
 """How a rank turns blocks into codes and back: what the ways of doing it have in common."""
 
+import sys
 import threading
 from abc import ABC, abstractmethod
 
 from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, ManthanWorkerMetadata, SpillResult
+
+REST_S = sys.getswitchinterval()
+"""So long, at most, the model's thread stands aside for a restore in a step in which nothing is computed: as long as
+any thread of Python may keep it waiting. Steps that follow each other at once would have half of the interpreter's
+time, of which the thread that restores has need."""
 
 
 class WorkerPath(ABC):
     """Takes a step's metadata, works in the background, and reports what has ended.
 
     The scheduler half holds a reference on every block that is named here until it is answered for, so no block is
-    written to by anybody else meanwhile. The caller is the model's thread: nothing here waits or raises,
-    but for `rest` where the model does, and `wait`.
+    written to by anybody else meanwhile. The caller is the model's thread: nothing here raises, and nothing
+    waits but what says so.
 
     fails_whole: a load of which anything fails has failed as a whole; otherwise only its blocks from the first one on
     that failed.
@@ -20,6 +26,8 @@ class WorkerPath(ABC):
     def __init__(self, fails_whole: bool = False) -> None:
         self.fails_whole = fails_whole
         self._lock = threading.Condition()
+        self._awaited = 0
+        """Loads that threads work on and requests wait for."""
         self._report = ManthanWorkerMetadata()
         self._finished_loads: set[str] = set()
         self._failed_loads: set[str] = set()
@@ -33,9 +41,6 @@ class WorkerPath(ABC):
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Begin the spills, once what the model computes in this step was begun: they come after it."""
 
-    def rest(self) -> None:
-        """The model computes nothing in this step, so the caller's thread may stand aside for a moment."""
-
     @abstractmethod
     def wait(self) -> None:
         """Until nothing that was begun reads or writes the paged cache."""
@@ -43,6 +48,13 @@ class WorkerPath(ABC):
     @abstractmethod
     def shutdown(self) -> None:
         """Wait for what is under way and let go of threads and memory."""
+
+    def rest(self) -> None:
+        """The model computes nothing in this step, so the caller's thread stands aside for a moment, if threads load
+        what a request waits for."""
+        with self._lock:
+            if self._awaited:
+                self._lock.wait_for(lambda: bool(self._finished_loads), REST_S)
 
     def take_finished_loads(self) -> set[str]:
         """The requests whose load has ended, in whatever way."""

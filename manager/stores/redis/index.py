@@ -8,7 +8,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from enum import IntEnum
 from functools import cache
 from importlib.resources import files
-from itertools import chain, takewhile
+from itertools import chain, islice, takewhile
 from typing import Any, NamedTuple, TypeVar
 
 from manthan.manager.sessions.session import Stranger
@@ -157,15 +157,15 @@ class RedisIndex:
         A record that another engine has taken further is `stale`; one that has the name of another engine's different
         conversation is a `conflict`. Neither is written. What was reserved for a block and not needed is free again.
         """
-        session_id, held = record.session_id, (*record.beside, *record.chain)  # the last one is the chain's
-        fields = _fields(record, self.owner, facts)
-        known, signature, blocks = self._saved.get(session_id), _signature(record), [block.id for block in held]
+        session_id, fields = record.session_id, _fields(record, self.owner, facts)
+        known, signature = self._saved.get(session_id), _signature(record)
         late = known is None or time.monotonic() - known.renewed > self._ttl / 4
-        is_same = known is not None and known.signature == signature and self._granted.isdisjoint(blocks)
+        is_same = known is not None and known.signature == signature and not self._has_granted(record)
         if is_same and not late:
-            times = (self._ttl, self._slack)
-            if self._run("touch", self.owner, *times, len(held), *fields, session=session_id):
+            count = len(record.beside) + len(record.chain)
+            if self._run("touch", self.owner, self._ttl, self._slack, count, *fields, session=session_id):
                 return Saved("saved", [], [])
+        held = [*record.beside, *record.chain.blocks]  # the last one is the chain's
         answer = self._run(
             "save",
             self.owner,
@@ -180,14 +180,19 @@ class RedisIndex:
         self._delete(_blocks(freed))
         if verdict == b"saved":
             first = 0 if known is None or late else known.blocks
-            renewed_blocks = [*record.beside, *record.chain[first:]]
+            renewed_blocks = [*record.beside, *islice(record.chain.blocks, first, None)]
             self._renew([block.id for block in renewed_blocks if block.stored], expires)
             renewed = time.monotonic() if known is None or late else known.renewed
             self._saved[session_id] = _Known(b"" if lost else signature, len(record.chain), renewed)
-            self._granted.difference_update(blocks)
+            self._granted.difference_update(block.id for block in held)
         ids = {self._member(block.id): block.id for block in held} if lost else {}
         lost_blocks = [ids[name.decode()] for name in lost]
         return Saved(verdict.decode(), lost_blocks, [name.decode() for name in absorbed if name])
+
+    def _has_granted(self, record: SessionRecord) -> bool:
+        """Whether the real sizes of some of its blocks are not said yet."""
+        ids = chain((block.id for block in record.beside), record.chain.ids)
+        return bool(self._granted) and not self._granted.isdisjoint(ids)
 
     def _renew(self, blocks: Sequence[BlockId], expires: int) -> None:
         """Let codes live as long as the session, and a quarter longer, so that not each use must say so."""
@@ -325,21 +330,21 @@ def script_text(name: str) -> str:
 def _signature(record: SessionRecord) -> bytes:
     """The same only for the same chain, in which the same blocks are stored, and the same beside it: the last key
     covers all before it."""
-    chain, beside = record.chain, "".join(member(block.id) for block in record.beside)
-    return chain[-1].key + bytes(block.stored for block in chain) + beside.encode()
+    beside = "".join(member(block.id) for block in record.beside)
+    return record.chain.keys[-1] + record.chain.stored + beside.encode()
 
 
 def _fields(record: SessionRecord, owner: str, facts: Mapping[str, object]) -> list[str]:
     """A session's hash, as names and values by turns."""
-    info, stored = record.info, [block for block in record.chain if block.stored]
+    info, stored = record.info, sum(record.chain.stored)
     assert info is not None
     values = {
         "id": record.session_id,
         **({"sealed": facts["sealed"]} if "sealed" in facts else {}),
         "state": info.state,
-        "tokens": len(stored) * int(str(facts["block_tokens"])),
-        "blocks": len(stored),
-        "bytes": sum(block.nbytes for block in (*record.beside, *stored)),
+        "tokens": stored * int(str(facts["block_tokens"])),
+        "blocks": stored,
+        "bytes": sum(block.nbytes for block in record.beside) + record.chain.stored_nbytes,
         "codec": facts["codec"],
         "requests": info.requests,
         "created": iso(info.created),

@@ -23,9 +23,10 @@ Braces are hash tags: in a Redis Cluster the bookkeeping of a namespace is in on
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from datetime import UTC, datetime
+from itertools import compress, repeat
 from typing import NamedTuple, TypeAlias
 from urllib.parse import quote
 
@@ -104,7 +105,7 @@ def iso(seconds: float) -> str:
 
 
 class StoredBlock(NamedTuple):
-    """One block of a chain; whether all ranks have stored its codes, and in how many bytes together."""
+    """One block; whether all ranks have stored its codes, and in how many bytes together."""
 
     key: bytes
     group: int
@@ -116,6 +117,33 @@ class StoredBlock(NamedTuple):
         return self.group, self.key
 
 
+@dataclass(frozen=True, slots=True)
+class StoredChain:
+    """The blocks of a chain, by columns, since it is told at each use and has thousands: their keys, of each 1 if all
+    ranks have stored its codes or else 0, and in how many bytes together."""
+
+    group: int = 0
+    keys: tuple[bytes, ...] = ()
+    stored: bytes = b""
+    nbytes: tuple[int, ...] = ()
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    @property
+    def ids(self) -> Iterator[BlockId]:
+        return zip(repeat(self.group), self.keys)
+
+    @property
+    def blocks(self) -> Iterator[StoredBlock]:
+        columns = zip(self.keys, self.stored, self.nbytes, strict=True)
+        return (StoredBlock(key, self.group, bool(stored), nbytes) for key, stored, nbytes in columns)
+
+    @property
+    def stored_nbytes(self) -> int:
+        return sum(compress(self.nbytes, self.stored))
+
+
 class SessionRecord(NamedTuple):
     """What the store is to know of a session: `info`, in which times are Unix seconds, its chain up to the last block
     that is stored or gone on behind, and the stored blocks of other groups with which that is done. Of one that is gone
@@ -123,5 +151,5 @@ class SessionRecord(NamedTuple):
 
     session_id: str
     info: SessionInfo | None = None
-    chain: tuple[StoredBlock, ...] = ()
+    chain: StoredChain = StoredChain()
     beside: tuple[StoredBlock, ...] = ()
