@@ -1,13 +1,13 @@
 """One rank's blocks in a real Redis, of any size and group, and RAM in front of them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 
 import numpy as np
 import pytest
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import RedisConfig
-from manthan.manager.stores.cold_store import Buffer
+from manthan.manager.stores.cold_store import Buffer, Landing
 from manthan.manager.stores.redis import store as redis_store
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
@@ -54,6 +54,34 @@ def test_blocks_of_any_size_come_back(store: RedisStore, server: RedisServer) ->
     assert all(server.client.strlen(HERE.block((0, key), 1)) == buf.nbytes for key, buf in blocks.items())
     assert store.room(1001) == 1001
     assert list(store.read(0, [])) == []
+
+
+class Shelf(Landing):
+    """Gives room from one end of its memory on."""
+
+    def __init__(self, nbytes: int) -> None:
+        self.memory, self.at = np.zeros(nbytes, np.uint8), 0
+
+    def room(self, nbytes: int, blocks: int = 1) -> Buffer:
+        self.at += nbytes
+        return self.memory[self.at - nbytes : self.at]
+
+    def lend(self, memory: Buffer, give_back: Callable[[], object]) -> None:
+        raise AssertionError("Redis has nothing to lend")
+
+    def lose(self) -> None:
+        raise AssertionError("nobody else writes there")
+
+
+@pytest.mark.parametrize("sizes", [(300, 20), (2_000_000, 3_000_000, 1_000_000, 37) * 3], ids=["one", "several"])
+def test_what_is_read_comes_to_lie_where_the_reader_wants_it(store: RedisStore, sizes: tuple[int, ...]) -> None:
+    """In one pipeline, and in several."""
+    blocks, shelf = blocks_of(*sizes), Shelf(sum(sizes))
+    assert store.put_all(0, blocks) == {}
+    found = list(store.read(0, [*blocks, b"missing"], "", shelf))
+    assert found.pop() is None
+    assert all(buf is not None and np.shares_memory(buf, shelf.memory) for buf in found)
+    assert same(iter(found), blocks, list(blocks))
 
 
 def test_groups_and_ranks_are_kept_apart(store: RedisStore) -> None:
