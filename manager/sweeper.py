@@ -10,7 +10,6 @@ LATE_SHARE = 0.25
 SHORTEST_S = 0.01
 
 logger = logging.getLogger("vllm.manthan.sweeper")
-logger.setLevel(logging.ERROR)  # the scheduler warns of each call that it leaves out, since the last one is not over
 
 
 class Sweeper:
@@ -23,6 +22,9 @@ class Sweeper:
         self, interval_s: float, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]
     ) -> None:
         self._due, self._ring = due, ring
+        # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not over.
+        # Said here: vLLM undoes what is said before it is imported.
+        logger.setLevel(logging.ERROR)
         self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger)  # no look at the machine's time zone
         self._scheduler.add_job(
             self._tick,

@@ -144,7 +144,7 @@ def main() -> None:
             let_go_cold(llm)
     if losses is not None:
         turns[0] |= {"ropes": ropes(), "losses": losses.by_group}
-    json.dump(turns, sys.stdout)
+    print(json.dumps(turns))
 
 
 if __name__ == "__main__":

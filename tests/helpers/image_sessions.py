@@ -30,7 +30,7 @@ def main() -> None:
         answers.append({"tokens": list(told.token_ids), "logprobs": logprobs, "cached": found.num_cached_tokens})
         if job["manthan"] is not None:
             let_go_cold(llm)
-    json.dump(answers, sys.stdout)
+    print(json.dumps(answers))
 
 
 if __name__ == "__main__":

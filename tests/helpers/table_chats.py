@@ -76,7 +76,7 @@ def main() -> None:
         blocks = get_kv_transfer_group().worker.path.blocks
         turns[0]["codecs"] = {group: each.format.codec for group, each in blocks.items()}
     turns[0]["accepted"] = accepted(llm)
-    json.dump(turns, sys.stdout)
+    print(json.dumps(turns))
 
 
 if __name__ == "__main__":
