@@ -22,8 +22,8 @@ class Sweeper:
         self, interval_s: float, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]
     ) -> None:
         self._due, self._ring = due, ring
-        # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not over.
-        # Said here: vLLM undoes what is said before it is imported.
+        # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not
+        # over. Said here: vLLM undoes what is said before it is imported.
         logger.setLevel(logging.ERROR)
         self._scheduler = BackgroundScheduler(timezone="UTC", logger=logger)  # no look at the machine's time zone
         self._scheduler.add_job(
