@@ -80,12 +80,12 @@ class BlockTable:
 
     def join(self, keys: Sequence[bytes], session: Session) -> None:
         """A HOT session's chain goes on with the blocks of these keys, which are new if need be."""
-        chain, find, tenant, changed = session.chain, self._blocks.get, session.tenant, self.changed
+        chain, blocks, tenant = session.chain, self._blocks, session.tenant
         hot = exposed = 0
         for depth, key in enumerate(keys, len(chain)):
-            block = find(key)
-            if block is None:
-                block = self._blocks[key] = Block(key, depth, users=1, hot=1, running=1, tenant=tenant)
+            block = blocks.get(key)
+            if block is None:  # by place, which is faster: users, hot and running are 1
+                block = blocks[key] = Block(key, depth, None, _NONE, NO_CODES, None, 1, 1, 1, 0, tenant)
                 hot += 1
             else:
                 hot += not block.hot
@@ -93,9 +93,9 @@ class BlockTable:
                 block.users += 1
                 block.hot += 1
                 block.running += 1
-            if changed is not None:
-                changed[None, key] = None
             chain.append(block)
+        if self.changed is not None:
+            self.changed.update(((None, key), None) for key in keys)
         self.hot += hot
         self.exposed -= exposed
 
@@ -103,13 +103,13 @@ class BlockTable:
         """A session's chain ends before these blocks; hot, running: whether it counted as such."""
         if hot or running:
             self.move(blocks, hot=-hot, running=-running)
-        changed = self.changed
+        known = self._blocks
         for block in blocks:
-            block.users -= 1
-            if changed is not None:
-                changed[None, block.key] = None
-            if not block.users and block.code is _NONE:
-                self._blocks.pop(block.key, None)
+            block.users = users = block.users - 1
+            if not users and block.code is _NONE:
+                known.pop(block.key, None)
+        if self.changed is not None:
+            self.changed.update(((None, block.key), None) for block in blocks)
 
     def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
         """The same of another group's block."""
@@ -160,6 +160,9 @@ class BlockTable:
     def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
         """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
         running: -1, 0 or 1."""
+        if not hot:
+            self._run(blocks, running)
+            return
         edge = 1 if hot > 0 else 0
         at_edge = exposed = 0
         for block in blocks:
@@ -173,6 +176,18 @@ class BlockTable:
                 block.hot = users = block.hot + hot
             at_edge += users == edge
         self.hot += hot * at_edge
+        self.exposed += exposed
+
+    def _run(self, blocks: Sequence[Block], running: int) -> None:
+        """Requests of a session that is hot before and after begin or end: all of its blocks are hot."""
+        if not running:
+            return
+        edge = 1 if running > 0 else 0
+        exposed = 0
+        for block in blocks:
+            block.running = left = block.running + running
+            if left == edge and block.code is _NONE:
+                exposed -= running
         self.exposed += exposed
 
     def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:

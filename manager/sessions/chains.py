@@ -14,7 +14,10 @@ def common_prefix(chain: Sequence[Block], keys: Sequence[bytes], known: int = 0)
 
     A block key covers the whole prefix before it, so one that agrees settles all before it.
     """
-    both = range(known, min(len(chain), len(keys)))
+    most = min(len(chain), len(keys))
+    if most <= known or chain[most - 1].key == keys[most - 1]:  # mostly all of it
+        return max(most, known)
+    both = range(known, most - 1)
     return known + bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
 
 
@@ -37,7 +40,7 @@ class ChainTree:
     """Sessions by their chains: a tree in which those that begin alike share a path, which names no key of its own.
 
     A look takes as many steps as there are forks on its way, however many sessions go on from each. A session is taken
-    out while its chain changes.
+    out before its chain gets shorter.
     """
 
     __slots__ = ("_root", "_size")
@@ -57,6 +60,16 @@ class ChainTree:
             node.children[keys[common]] = node = Node(len(keys), node, session)
         node.ends.append(session)
         self._size += 1
+
+    def grow(self, session: Session, keys: Sequence[bytes], before: int) -> None:
+        """The chain of a session that was added with the first `before` of these keys, one at least, has all of them
+        now."""
+        node, _ = self._walk(keys[:before])
+        if len(node.ends) == 1 and not node.children:  # nobody else is here, or behind
+            node.depth = len(keys)
+            return
+        self.remove(session, keys[:before])
+        self.add(session, keys)
 
     def remove(self, session: Session, keys: Sequence[bytes]) -> None:
         """Take out a session that was added with these keys."""
@@ -82,13 +95,15 @@ class ChainTree:
             return None
         return node.ends[0] if node.ends and common == node.depth else node.some
 
-    def longest(self, keys: Sequence[bytes]) -> Session | None:
-        """The session whose chain is the longest that these keys begin with."""
-        found, common = self._walk(keys)
-        node = found if common == found.depth else found.parent
-        while node is not None and not node.ends:
-            node = node.parent
-        return node.ends[0] if node is not None else None
+    def find(self, keys: Sequence[bytes], again: bool) -> Session | None:
+        """The session whose chain is the longest that these keys begin with. again: or `first`, if there is one."""
+        node, common = self._walk(keys)
+        if again and keys and common == len(keys):
+            return node.ends[0] if node.ends and common == node.depth else node.some
+        longest = node if common == node.depth else node.parent
+        while longest is not None and not longest.ends:
+            longest = longest.parent
+        return longest.ends[0] if longest is not None else None
 
     def has_several(self, keys: Sequence[bytes]) -> bool:
         """Whether more than one session has all of these keys."""
@@ -149,9 +164,7 @@ class ChainIndex:
         That is one of this name which has all of them, for a prompt that is asked again; otherwise the one with the
         longest chain that is a prefix of them.
         """
-        tree = self.of(tenant, asked_id)
-        again = tree.first(keys) if keys and asked_id is not None else None
-        return again or tree.longest(keys)
+        return self.of(tenant, asked_id).find(keys, again=asked_id is not None)
 
     def of(self, tenant: str, asked_id: str | None = None) -> ChainTree:
         """The sessions of that name, or all, of a tenant; to be looked at only."""
@@ -168,8 +181,17 @@ class ChainIndex:
                     tree = self._trees[owner] = ChainTree()
                 tree.add(session, keys)
 
+    def grow(self, session: Session, before: int) -> None:
+        """A session's chain has grown; it had so many blocks before."""
+        if not before:
+            self.add(session)
+            return
+        keys = [block.key for block in session.chain]
+        for owner in _owners(session):
+            self._trees[owner].grow(session, keys, before)
+
     def remove(self, session: Session) -> None:
-        """Take a session out, before its chain changes."""
+        """Take a session out, before its chain gets shorter."""
         if session.chain:
             keys = [block.key for block in session.chain]
             for owner in _owners(session):

@@ -297,9 +297,11 @@ class SessionMemoryManager:
             )
         )
         refused = self._wishes.take(session, hints, now)
-        self._end_use(session, request_id, now)
-        if hints.release and session.chain and not session.requests:
+        if hints.release and session.chain and session.requests == {request_id}:
+            session.requests.clear()
             self._pruning.forget_session(session, DropCause.RELEASED)
+        else:
+            self._end_use(session, request_id, now)
         return Outcome(session.told_id, session.pinned, refused)
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:

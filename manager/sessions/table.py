@@ -140,10 +140,9 @@ class SessionTable:
     def extend(self, session: Session, keys: Sequence[bytes]) -> None:
         """Grow the chain of a HOT session."""
         self.touch(session)
-        self.chains.remove(session)
         start = len(session.chain)
         self.blocks.join(keys, session)
-        self.chains.add(session)
+        self.chains.grow(session, start)
         if self.grown is not None:
             self.grown(session.chain, start)
 
