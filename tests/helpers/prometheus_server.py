@@ -5,6 +5,7 @@ import shutil
 import subprocess
 import sys
 import time
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any, Self
 
@@ -32,7 +33,10 @@ class PrometheusServer:
         command += [f"--storage.tsdb.path={self.folder}/data", f"--web.listen-address={self.url[7:]}"]
         with (self.folder / "prometheus.log").open("wb") as log:
             self._process = subprocess.Popen(command, cwd=self.folder, stdout=log, stderr=subprocess.STDOUT)
-        self.wait_for(lambda: bool(self.query("up == 1")), "see its target")
+        with ExitStack() as stack:
+            stack.callback(self.__exit__)
+            self.wait_for(lambda: bool(self.query("up == 1")), "see its target")
+            stack.pop_all()
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -14,7 +14,7 @@ from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 pytestmark = pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="needs sched_setaffinity")
 
 WORKER = """
-import multiprocessing, os, sys
+import multiprocessing, os, sys, time
 
 def work(bound):
     os.sched_setaffinity(0, bound)  # as vLLM binds a CPU worker
@@ -23,7 +23,7 @@ def work(bound):
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(0))))
     threads.submit(lambda: found.append(sorted(os.sched_getaffinity(os.getpid()))))
     while len(found) < 2:
-        pass
+        time.sleep(0.01)
     threads.shutdown()
     print(*found)
 
