@@ -173,7 +173,8 @@ def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
         other = engine.start(engine.generate(table(51).question(1)[0], "bob"))
         engine.wait(lambda: engine.on_worker(at_gate) == 2, "a restore at the store beside it")
     assert other.result(60).text == table(51).question(1)[1]
-    assert (counters["restores"], counters["prefetches"]) == (1, 1)
+    counters.wait_for("prefetches", 1)  # the slower of the two, now and then
+    assert counters["restores"] == 1
 
 
 def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> None:
