@@ -10,7 +10,7 @@ Like the manager it waits for nobody, and reads no clock.
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
-from itertools import chain, repeat
+from itertools import chain
 from typing import TYPE_CHECKING, Generic
 
 from manthan.manager.guard import Guard
@@ -293,7 +293,7 @@ class Driver(Generic[B]):
         keys, first_tokens, encodings, group, tenant = run
         group = self._main_group if group is None else group
         self._held[group].update(zip(keys, blocks, strict=True))
-        spills = SpillBlocks(keys, group, list(map(self._pool.block_id, blocks)), first_tokens, encodings, tenant)
+        spills = SpillBlocks(keys, group, self._pool.block_ids(blocks), first_tokens, encodings, tenant)
         if self._directory is None:
             self._granted.append(spills)  # the manager's own count is all that there is to know
         else:
@@ -372,7 +372,7 @@ class Driver(Generic[B]):
     def _settle_spills(self, run: StoredBlocks, now: float) -> None:
         group, keys, sizes = run
         self._done += map(self._held[group].pop, keys)
-        self.manager.all_spilled(zip(keys, sizes, repeat(None if group == self._group else group)), now)
+        self.manager.all_spilled(keys, sizes, now, None if group == self._group else group)
 
     def _all_answers(self, name: Name, answer: SpillResult) -> Sequence[SpillResult]:
         """What all ranks have said of a block; nothing until the last of them has."""

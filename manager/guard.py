@@ -103,9 +103,8 @@ class Guard(Generic[B]):
                 block = self._pool.hold(order.key)
                 if block is not None:
                     self._held.append(block)
-                    orders.append(
-                        SpillBlock(order.key, group, self._pool.block_id(block), order.first_token, order.exact)
-                    )
+                    [block_id] = self._pool.block_ids((block,))
+                    orders.append(SpillBlock(order.key, group, block_id, order.first_token, order.exact))
             if orders:
                 break
             self._gone[session.session_id] = session.idle_since

@@ -15,8 +15,8 @@ class Pool(FreeQueue, Protocol[B]):
     A free block still holds what its key says until it is taken, from the head of the queue.
     """
 
-    def block_id(self, block: B) -> int:
-        """Its number in the paged cache."""
+    def block_ids(self, blocks: Sequence[B]) -> Sequence[int]:
+        """Their numbers in the paged cache."""
 
     def hold(self, key: bytes) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""

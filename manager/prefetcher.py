@@ -163,7 +163,7 @@ class Prefetcher(Generic[B]):
             return 0
         ahead = islice(self._pool.names(), left + wanted)
         is_missed = self._manager.is_missed
-        return max(0, sum(1 for _ in takewhile(lambda name: name is None or not is_missed(*name), ahead)) - left)
+        return max(0, sum(1 for _ in takewhile(lambda name: name is None or not is_missed(name), ahead)) - left)
 
     def _begin(self, session: Prefetch) -> UnderWay[B]:
         """Hold what of the session is hot, and take blocks for the rest."""
@@ -177,7 +177,7 @@ class Prefetcher(Generic[B]):
         parts = []
         for group, some in groupby(missing, itemgetter(0)):
             keys = [key for _, key in some]
-            parts.append(GroupBlocks(group, keys, [self._pool.block_id(blocks[group, key]) for key in keys]))
+            parts.append(GroupBlocks(group, keys, self._pool.block_ids([blocks[group, key] for key in keys])))
         load = Load(f"prefetch-{self._count}", parts, is_prefetch=True, tenant=session.tenant)
         chain = {key: blocks[own, key] for key in session.keys}
         beside = {(group, key): blocks[group, key] for group, key, _ in session.beside}

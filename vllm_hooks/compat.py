@@ -21,7 +21,7 @@ from vllm.v1.core.kv_cache_utils import (
     make_block_hash_with_group_id,
 )
 
-from manthan.manager.sessions.pressure import BlockName
+from manthan.manager.sessions.session import BlockName
 
 if TYPE_CHECKING:
     import torch
@@ -438,15 +438,15 @@ class VllmPool:
             if block.block_hash is None:
                 yield None
             else:
-                group = get_group_id(block.block_hash)
-                yield get_block_hash(block.block_hash), None if group == self._group else group
+                group, key = get_group_id(block.block_hash), get_block_hash(block.block_hash)
+                yield key if group == self._group else (group, key)
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
         of_group = make_block_hash_with_group_id(BlockHash(key), self._group)
         return self._pool.cached_block_hash_to_block.get_one_block(of_group)
 
-    def block_id(self, block: "KVCacheBlock") -> int:
-        return block.block_id
+    def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
+        return [block.block_id for block in blocks]
 
     def hold(self, key: bytes) -> "KVCacheBlock | None":
         block = self.get(key)

@@ -3,10 +3,10 @@
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from itertools import chain, islice
+from itertools import islice
 from typing import cast
 
-from manthan.manager.sessions.session import NO_CODES, Block, CodeState, Encoding, Session
+from manthan.manager.sessions.session import NO_CODES, Block, BlockName, CodeState, Encoding, Session
 
 _NONE, _QUEUED, _SPILLING, _COLD = CodeState
 # Python 3.11 looks up a member of an enum in a tenth of a microsecond, as long as the rest of a block's bookkeeping.
@@ -23,10 +23,9 @@ class BlockTable:
     """
 
     def __init__(self) -> None:
-        self._blocks: dict[bytes, Block] = {}
-        self.of_chain: Callable[[bytes], Block | None] = self._blocks.get
-        """A chain's block, by its key: `get` for long loops."""
-        self._beside: dict[tuple[int, bytes], Block] = {}
+        self._blocks: dict[BlockName, Block] = {}
+        self.named: Callable[[BlockName], Block | None] = self._blocks.get
+        """The block of that name, for long loops."""
         self.hot = 0
         """Blocks that a session believes to be in vLLM's pool."""
         self.exposed = 0
@@ -47,10 +46,10 @@ class BlockTable:
         self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
     def __len__(self) -> int:
-        return len(self._blocks) + len(self._beside)
+        return len(self._blocks)
 
     def __iter__(self) -> Iterator[Block]:
-        return chain(self._blocks.values(), self._beside.values())
+        return iter(self._blocks.values())
 
     @property
     def queued(self) -> int:
@@ -76,7 +75,7 @@ class BlockTable:
 
     def get(self, key: bytes, group: int | None = None) -> Block | None:
         """A chain's block, or that of another group."""
-        return self._blocks.get(key) if group is None else self._beside.get((group, key))
+        return self._blocks.get(key if group is None else (group, key))
 
     def join(self, keys: Sequence[bytes], session: Session) -> None:
         """A HOT session's chain goes on with the blocks of these keys, which are new if need be."""
@@ -113,9 +112,9 @@ class BlockTable:
 
     def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
         """The same of another group's block."""
-        block = self._beside.get((group, key))
+        block = self._blocks.get((group, key))
         if block is None:
-            block = self._beside[group, key] = Block(key, depth, group, tenant=session.tenant)
+            block = self._blocks[group, key] = Block(key, depth, group, tenant=session.tenant)
         return block
 
     def known(self, keys: Sequence[bytes]) -> int:
@@ -131,18 +130,14 @@ class BlockTable:
         end = found.index(None) if None in found else len(found)
         return cast("list[Block]", found[:end])
 
-    def safe(self, names: Iterable[tuple[bytes, int | None] | None], most: int) -> int:
+    def safe(self, names: Iterable[BlockName | None], most: int) -> int:
         """See the manager's. Written for speed: it is asked of thousands of blocks."""
-        find, beside, count = self._blocks.get, self._beside, 0
-        for name in islice(names, most):
-            if name is not None:
-                key, group = name
-                block = find(key) if group is None else beside.get((group, key))
-                if block is not None and (
-                    (code := block.code) is _QUEUED or (code is _NONE and block.hot and not block.running)
-                ):
-                    break
-            count += 1
+        find, count = self._blocks.get, 0
+        for count, name in enumerate(islice(names, most), 1):
+            if name is not None and (block := find(name)) is not None:
+                code = block.code
+                if code is _QUEUED or (code is _NONE and block.hot and not block.running):
+                    return count - 1
         return count
 
     def touch(self, key: bytes, group: int | None = None) -> None:
@@ -271,37 +266,29 @@ class BlockTable:
         """The block has no codes any more."""
         self._set(block, _NONE, NO_CODES, None)
 
-    def forget_all(self, blocks: Iterable[Block]) -> None:
-        """The same of several, most of which are cold and in every fast tier."""
-        changed = self.changed
+    def forget_all(self, blocks: Sequence[Block]) -> None:
+        """The same of several of one group and tenant, most of which are cold and in every fast tier."""
+        changed, group, tenant = self.changed, blocks[0].group, blocks[0].tenant
         count = freed = exact = exposed = 0
-        of_group: dict[int | None, int] = {}
-        of_tenant: dict[str, int] = {}
         for block in blocks:
             if block.code is not _COLD or block.moved:
                 self.forget(block)
                 continue
             if changed is not None:
-                changed[block.group, block.key] = None
-            nbytes = block.encoding.nbytes
-            count, freed, exact = count + 1, freed + nbytes, exact + (block.encoding.exact > 0)
-            of_group[block.group] = of_group.get(block.group, 0) + 1
-            of_tenant[block.tenant] = of_tenant.get(block.tenant, 0) + nbytes
+                changed[group, block.key] = None
+            nbytes, tokens, _ = block.encoding
+            count, freed, exact = count + 1, freed + nbytes, exact + (tokens > 0)
             block.code, block.encoding = _NONE, NO_CODES
             if block.users:
                 exposed += block.hot > 0 and not block.running
-            elif block.group is None:
-                self._blocks.pop(block.key, None)
             else:
-                self._forget_if_unused(block)
+                self._blocks.pop(block.key if group is None else (group, block.key), None)
         self.exposed += exposed
         self.exact -= exact
         self._count[_COLD] -= count
         self._nbytes[_COLD] -= freed
-        for group, blocks_of_group in of_group.items():
-            self.cold_of[group] -= blocks_of_group
-        for tenant, nbytes in of_tenant.items():
-            self._reserve(-nbytes, tenant)
+        self.cold_of[group] -= count
+        self._reserve(-freed, tenant)
 
     def mark_moved(self, block: Block, moved: int) -> None:
         """The codes left these fast tiers, as `Block.moved` has them, and are in all others (again)."""
@@ -350,7 +337,4 @@ class BlockTable:
     def _forget_if_unused(self, block: Block) -> None:
         if block.users or block.reserves:
             return
-        if block.group is None:
-            self._blocks.pop(block.key, None)
-        else:
-            self._beside.pop((block.group, block.key), None)
+        self._blocks.pop(block.key if block.group is None else (block.group, block.key), None)

@@ -39,17 +39,17 @@ class Node:
 class ChainTree:
     """Sessions by their chains: a tree in which those that begin alike share a path, which names no key of its own.
 
-    A look takes as many steps as there are forks on its way, however many sessions go on from each. A session is taken
-    out before its chain gets shorter.
+    A look takes as many steps as there are forks on its way, however many sessions go on from each.
     """
 
-    __slots__ = ("_root", "_size")
+    __slots__ = ("_end_of", "_root")
 
     def __init__(self) -> None:
-        self._root, self._size = Node(0), 0
+        self._root = Node(0)
+        self._end_of: dict[Session, Node] = {}
 
     def __len__(self) -> int:
-        return self._size
+        return len(self._end_of)
 
     def add(self, session: Session, keys: Sequence[bytes]) -> None:
         """Enter a session whose chain has these keys, one at least."""
@@ -59,30 +59,30 @@ class ChainTree:
         if common < len(keys):
             node.children[keys[common]] = node = Node(len(keys), node, session)
         node.ends.append(session)
-        self._size += 1
+        self._end_of[session] = node
 
-    def grow(self, session: Session, keys: Sequence[bytes], before: int) -> None:
-        """The chain of a session that was added with the first `before` of these keys, one at least, has all of them
-        now."""
-        node, _ = self._walk(keys[:before])
-        if len(node.ends) == 1 and not node.children:  # nobody else is here, or behind
-            node.depth = len(keys)
+    def resize(self, session: Session, length: int) -> None:
+        """The chain of a session that was added has grown to so many blocks, or is about to be cut to them, one at
+        least."""
+        node = self._end_of[session]
+        assert node.parent is not None
+        if len(node.ends) == 1 and not node.children and node.parent.depth < length:  # nobody else is here, or behind
+            node.depth = length
             return
-        self.remove(session, keys[:before])
-        self.add(session, keys)
+        self.remove(session)
+        self.add(session, [block.key for block in session.chain[:length]])
 
-    def remove(self, session: Session, keys: Sequence[bytes]) -> None:
-        """Take out a session that was added with these keys."""
-        node, _ = self._walk(keys)
+    def remove(self, session: Session) -> None:
+        """Take out a session, before its chain gets shorter."""
+        node, chain = self._end_of.pop(session), session.chain
         node.ends.remove(session)
-        self._size -= 1
         if not node.ends and not node.children and node.parent is not None:
             node = node.parent
-            del node.children[keys[node.depth]]
+            del node.children[chain[node.depth].key]
         if not node.ends and len(node.children) == 1 and node.parent is not None:
             [child] = node.children.values()
             child.parent = node = node.parent
-            node.children[keys[node.depth]] = child
+            node.children[chain[node.depth].key] = child
         while node.parent is not None:
             if node.some is session:
                 node.some = node.ends[0] if node.ends else next(reversed(node.children.values())).some
@@ -91,19 +91,21 @@ class ChainTree:
     def first(self, keys: Sequence[bytes]) -> Session | None:
         """A session that has all of these keys, one at least; one with no others if there is one."""
         node, common = self._walk(keys)
-        if common < len(keys):
-            return None
-        return node.ends[0] if node.ends and common == node.depth else node.some
+        return _first_at(node, common) if common == len(keys) else None
 
     def find(self, keys: Sequence[bytes], again: bool) -> Session | None:
         """The session whose chain is the longest that these keys begin with. again: or `first`, if there is one."""
         node, common = self._walk(keys)
         if again and keys and common == len(keys):
-            return node.ends[0] if node.ends and common == node.depth else node.some
+            return _first_at(node, common)
         longest = node if common == node.depth else node.parent
         while longest is not None and not longest.ends:
             longest = longest.parent
         return longest.ends[0] if longest is not None else None
+
+    def end(self, session: Session) -> Node | None:
+        """Where its chain ends, if it was added."""
+        return self._end_of.get(session)
 
     def has_several(self, keys: Sequence[bytes]) -> bool:
         """Whether more than one session has all of these keys."""
@@ -125,10 +127,10 @@ class ChainTree:
 
     def _walk(self, keys: Sequence[bytes]) -> tuple[Node, int]:
         """How many of the keys some session has, and the first node at that depth or behind it."""
-        node, depth = self._root, 0
-        while depth < len(keys) and (child := node.children.get(keys[depth])) is not None:
+        node, depth, length = self._root, 0, len(keys)
+        while depth < length and (child := node.children.get(keys[depth])) is not None:
             assert child.some is not None
-            chain, end = child.some.chain, min(child.depth, len(keys))
+            chain, end = child.some.chain, min(child.depth, length)
             if chain[end - 1].key != keys[end - 1]:
                 return child, common_prefix(chain, keys[:end], depth)
             node, depth = child, end
@@ -142,6 +144,11 @@ class ChainTree:
         middle = Node(depth, parent, some, children={some.chain[depth].key: node})
         parent.children[some.chain[parent.depth].key] = node.parent = middle
         return middle
+
+
+def _first_at(node: Node, depth: int) -> Session | None:
+    """Of those that have the keys up to there, one with no others if there is one."""
+    return node.ends[0] if node.ends and depth == node.depth else node.some
 
 
 class ChainIndex:
@@ -186,18 +193,19 @@ class ChainIndex:
         if not before:
             self.add(session)
             return
-        keys = [block.key for block in session.chain]
         for owner in _owners(session):
-            self._trees[owner].grow(session, keys, before)
+            self._trees[owner].resize(session, len(session.chain))
 
-    def remove(self, session: Session) -> None:
-        """Take a session out, before its chain gets shorter."""
-        if session.chain:
-            keys = [block.key for block in session.chain]
-            for owner in _owners(session):
-                self._trees[owner].remove(session, keys)
-                if not self._trees[owner]:
-                    del self._trees[owner]
+    def cut(self, session: Session, length: int) -> None:
+        """A session's chain is about to be cut to so many blocks."""
+        for owner in _owners(session) if length < len(session.chain) else ():
+            tree = self._trees[owner]
+            if length:
+                tree.resize(session, length)
+                continue
+            tree.remove(session)
+            if not tree:
+                del self._trees[owner]
 
     def trees(self, session: Session) -> list[ChainTree]:
         """Those that the session is entered in while it has a chain."""

@@ -19,6 +19,8 @@ class Deadlines:
 
     def __init__(self) -> None:
         self._when = Ranking()
+        self.first: float | None = None
+        """The earliest time. It is asked for at each step, and mostly there is none."""
 
     def __contains__(self, session_id: str) -> bool:
         return session_id in self._when
@@ -32,18 +34,19 @@ class Deadlines:
             self._when.discard(session_id)
         elif self._when.get(session_id) != when:
             self._when.set(session_id, when)
-
-    @property
-    def first(self) -> float | None:
-        """The earliest time, or None."""
-        first = self._when.first()
-        return None if first is None else first[0]
+        self._look()
 
     def pop_due(self, now: float) -> Iterator[str]:
         """Session ids whose time has come, each once."""
         while (first := self._when.first()) is not None and first[0] <= now:
             self._when.discard(first[2])
+            self._look()
             yield first[2]
 
     def clear(self) -> None:
         self._when.clear()
+        self._look()
+
+    def _look(self) -> None:
+        first = self._when.first()
+        self.first = None if first is None else first[0]

@@ -1,6 +1,7 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
@@ -18,7 +19,6 @@ from manthan.manager.sessions.session import (
     Eviction,
     Session,
     SessionState,
-    StoredBlock,
 )
 from manthan.manager.sessions.table import SessionTable
 
@@ -171,25 +171,26 @@ class Evictions:
                         break
         return chosen
 
-    def spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
-        """Every rank has put the codes of these blocks into its tier."""
-        find, run, sizes, waiters = self._blocks.of_chain, list[Block](), list[int](), None
-        for key, nbytes, group in stored:
-            block = find(key) if group is None else self._blocks.get(key, group)
+    def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None) -> None:
+        """Every rank has put the codes of these blocks of a group into its tier, where they take so many bytes."""
+        names = keys if group is None else zip(repeat(group), keys)
+        stale, run, nbytes = self._stale, list[Block](), list[int]()
+        waiters: object = None
+        for block, size in zip(map(self._blocks.named, names), sizes, strict=True):
             if block is None or block.code is not _SPILLING:
                 continue
-            is_stale = bool(self._stale) and block in self._stale
-            if run and (is_stale or block.waiters is not waiters or group is not None):
-                self._settle(run, sizes, now)
-                run, sizes = [], []
-            waiters = None if group is not None else block.waiters
+            is_stale = bool(stale) and block in stale
+            if run and (block.waiters is not waiters or is_stale or group is not None):
+                self._settle(run, nbytes, now)
+                run, nbytes = [], []
+            waiters = block.waiters
             if is_stale:
                 self._fail(block, now)
             else:
                 run.append(block)
-                sizes.append(nbytes)
+                nbytes.append(size)
         if run:
-            self._settle(run, sizes, now)
+            self._settle(run, nbytes, now)
 
     def _settle(self, run: Sequence[Block], sizes: Sequence[int], now: float) -> None:
         """Blocks of chains for which the same session waits, or nobody, or one for which others do, are stored."""

@@ -193,6 +193,7 @@ def _chains(manager: SessionMemoryManager) -> Findings:
                 yield known, f"{session.session_id} is entered with {node.depth} blocks, and has {len(session.chain)}"
                 keys = [block.key for block in session.chain]
                 yield tree.first(keys) in node.ends, f"{session.session_id} is not found by its keys"
+                yield tree.end(session) is node, f"{session.session_id} is said to end elsewhere than it does"
     entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
     yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
 

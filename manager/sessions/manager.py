@@ -31,6 +31,7 @@ from manthan.manager.sessions.session import (
     HOT_STATES,
     Beside,
     Block,
+    BlockName,
     CodeState,
     Drop,
     DropCause,
@@ -45,7 +46,6 @@ from manthan.manager.sessions.session import (
     Session,
     SessionInfo,
     SessionState,
-    StoredBlock,
 )
 from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
@@ -438,11 +438,11 @@ class SessionMemoryManager:
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled(((key, nbytes, group),), now)
+        self._evictions.spilled((key,), (nbytes,), now, group)
 
-    def all_spilled(self, stored: Iterable[StoredBlock], now: float) -> None:
-        """The same of several, in this order."""
-        self._evictions.spilled(stored, now)
+    def all_spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
+        """The same of several of one group, in this order."""
+        self._evictions.spilled(keys, sizes, now, group)
 
     def spill_failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
         """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while.
@@ -557,14 +557,14 @@ class SessionMemoryManager:
 
     # -- what others may look at ----------------------------------------------------------------------
 
-    def safe(self, names: Iterable[tuple[bytes, int | None] | None], most: int) -> int:
+    def safe(self, names: Iterable[BlockName | None], most: int) -> int:
         """How many of these blocks, so many at most, come before the first that is at risk: whose only copy is bf16
         that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block."""
         return self.blocks.safe(names, most)
 
-    def is_missed(self, key: bytes, group: int | None = None) -> bool:
+    def is_missed(self, name: BlockName) -> bool:
         """Whether somebody would miss a block's bf16 copy."""
-        block = self.blocks.get(key, group)
+        block = self.blocks.named(name)
         return block is not None and (block.hot > 0 or block.in_flight or self._anchors.is_hot(block))
 
     def is_used(self, key: bytes) -> bool:

@@ -2,11 +2,14 @@
 
 from collections import deque
 from collections.abc import Sequence
+from itertools import groupby
+from operator import attrgetter
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.session import Block, CodeState, Drop, DropCause, Encoding, Eviction, News
 
-_QUEUED, _SPILLING = CodeState.QUEUED, CodeState.SPILLING  # looked up once, see `manthan.manager.sessions.blocks`
+_, _QUEUED, _SPILLING, _COLD = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
+_GROUP_AND_TENANT = attrgetter("group", "tenant")
 
 MOST_NEWS = 10_000
 """Of those that nobody takes, the oldest are forgotten."""
@@ -53,19 +56,16 @@ class Orders:
 
     def queued(self) -> set[Block]:
         """Blocks that wait to be encoded."""
-        return {block for run in self._queue for block in run if block.code is CodeState.QUEUED}
+        return {block for run in self._queue for block in run if block.code is _QUEUED}
 
     def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
         """These are to leave the cold store."""
-        keys: dict[int, list[bytes]] = {}
-        cold = CodeState.COLD
-        for block in blocks:
-            group = self._group if block.group is None else block.group
+        for (of_group, _), some in groupby(blocks, _GROUP_AND_TENANT):
+            alike, group = list(some), self._group if of_group is None else of_group
             if group is not None:
-                keys.setdefault(group, []).append(block.key)
-                self.has_freed |= block.code is cold
-        self._blocks.forget_all(blocks)
-        self.drops += [Drop(group, some, cause) for group, some in keys.items()]
+                self.drops.append(Drop(group, [block.key for block in alike], cause))
+                self.has_freed = self.has_freed or any(block.code is _COLD for block in alike)
+            self._blocks.forget_all(alike)
 
     @property
     def has_queue(self) -> bool:
@@ -74,12 +74,10 @@ class Orders:
 
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
-        queued = CodeState.QUEUED
-        while self._queue and len(taken) < limit:
-            run, some = self._queue[0], list[Block]()
-            while run and len(taken) + len(some) < limit:
-                if (block := run.pop()).code is queued:
-                    some.append(block)
+        while self._queue and (room := limit - len(taken)) > 0:
+            run = self._queue[0]
+            some = [block for block in reversed(run[-room:]) if block.code is _QUEUED]
+            del run[-room:]
             self._blocks.begin(some)  # before the next run, in which one may be again
             taken += some
             if not run:
@@ -94,7 +92,7 @@ class Orders:
         if not self.releases:
             return []
         keys, self.releases[:limit] = self.releases[:limit], []
-        find = self._blocks.of_chain
+        find = self._blocks.named
         return [
             key
             for key in keys

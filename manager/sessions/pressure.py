@@ -1,19 +1,16 @@
 """Memory pressure: how far a KV pool is from overwriting KV that exists nowhere else, and what is done about it."""
 
 from collections.abc import Iterator
-from typing import Protocol, TypeAlias
+from itertools import repeat
+from typing import Protocol
 
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import Drop
+from manthan.manager.sessions.session import BlockName, Drop
 
 IN_FLIGHT_SHARE = 4
 """A block under encoding is out of the pool's reach: at most one in so many blocks of the pool at a time."""
 ADMISSION_WAIT_S = 3.0
 """How long a new request may wait for room, while sessions it would overwrite are being encoded."""
-
-
-BlockName: TypeAlias = tuple[bytes, int | None]
-"""A block's key and KV cache group; the latter is None for blocks of chains."""
 
 
 class FreeQueue(Protocol):
@@ -37,6 +34,11 @@ class Runway:
         self._queue, self._manager, self._ahead = queue, manager, ahead
         self._left = 0
 
+    @property
+    def at_least(self) -> int:
+        """As many as are known of without a walk."""
+        return self._left if self._manager.at_risk else len(self._queue)
+
     def taken(self, at_most: int) -> None:
         """So many blocks may have been taken out of the queue."""
         self._left -= at_most
@@ -44,8 +46,8 @@ class Runway:
     def dropped(self, drop: Drop) -> None:
         """These codes are gone: where the block is hot, it is worth keeping in the queue now, and was not before. Most
         are of sessions that were cold, and change nothing there."""
-        group = None if drop.group == self._manager.shape.group else drop.group
-        names = ((key, group) for key in drop.keys)
+        is_of_chain = drop.group == self._manager.shape.group
+        names = drop.keys if is_of_chain else zip(repeat(drop.group), drop.keys)
         if self._left > 0 and self._manager.safe(names, len(drop.keys)) < len(drop.keys):
             self._left = 0
 
@@ -73,9 +75,12 @@ class Pressure:
 
     def relieve(self, now: float) -> None:
         """Below the low watermark, evict sessions until the high one is reached."""
+        enough = self._high - self._manager.on_their_way
+        if self.runway.at_least >= min(self.low, enough):  # a walk would change nothing
+            return
         left = self.runway.length(self.low)
         if left < self.low:  # then it has been walked as far as the high one just now
-            self._manager.relieve(self._high - left - self._manager.on_their_way, now)
+            self._manager.relieve(enough - left, now)
 
     def must_wait(self, request_id: str, needed: int, now: float) -> bool:
         """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.

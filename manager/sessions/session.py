@@ -196,6 +196,9 @@ class Block:
         return self.hot > 0 and self.running == 0 and self.code is _NONE
 
 
+BlockName: TypeAlias = bytes | tuple[int, bytes]
+"""A block's key, for one of chains; else its KV cache group and its key."""
+
 Beside = Sequence[tuple[int, bytes, int]]
 """Blocks of KV cache groups beside that of the chains: group, key and place in its group of each."""
 
@@ -421,11 +424,6 @@ class DropCause(StrEnum):
     RESET = auto()
     EXPIRED = auto()
     RELEASED = auto()
-
-
-StoredBlock: TypeAlias = tuple[bytes, int, int | None]
-"""A block whose codes every rank has stored: its key, the bytes that they take together, its group or None for one of
-chains."""
 
 
 class Drop(NamedTuple):

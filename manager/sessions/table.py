@@ -149,12 +149,11 @@ class SessionTable:
     def truncate(self, session: Session, length: int) -> None:
         """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""
         self.touch(session)
-        self.chains.remove(session)
+        self.chains.cut(session, length)
         cut = session.chain[length:]
         del session.chain[length:]
         hot, running = session.state in HOT_STATES, session.state is _HOT
         self.blocks.leave(cut, hot=hot, running=running)
-        self.chains.add(session)
         if not session.chain and not session.requests:
             self._forget(session)
 

@@ -55,7 +55,8 @@ class Wishes:
 
     @property
     def next_deadline(self) -> float | None:
-        return earliest(self._ttls.first, self._expected.first, self._pins.first)
+        ttl, expected, pin = self._ttls.first, self._expected.first, self._pins.first
+        return None if ttl is expected is pin is None else earliest(ttl, expected, pin)
 
     def take(self, session: Session, hints: Hints, now: float) -> str:
         """Do as the client says; returns what is refused, in a sentence."""

@@ -2,8 +2,9 @@
 
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import chain, repeat
 
-from manthan.manager.sessions.pressure import BlockName
+from manthan.manager.sessions.session import BlockName
 
 
 class SimulatedPool:
@@ -14,7 +15,10 @@ class SimulatedPool:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
+        self._empty = list(range(blocks))[::-1]
+        """The head of the queue: free blocks that hold nothing, and are found by nobody. The last is taken first."""
+        self._queue: OrderedDict[int, None] = OrderedDict()
+        """The rest of it: those that have keys, the first to be taken first."""
         self._users = [0] * blocks
         self._key: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -22,12 +26,15 @@ class SimulatedPool:
 
     def __len__(self) -> int:
         """How many blocks are free."""
-        return len(self._free)
+        return len(self._empty) + len(self._queue)
 
     def names(self) -> Iterator[BlockName | None]:
         """What the free blocks hold, from the head on."""
-        keys = map(self._key.__getitem__, self._free)
-        return (None if key is None else (key, None) for key in keys)
+        return chain(repeat(None, len(self._empty)), map(self._key.__getitem__, self._queue))
+
+    def blocks(self) -> Iterator[int]:
+        """The free blocks, from the head on."""
+        return chain(reversed(self._empty), self._queue)
 
     def users(self, block: int) -> int:
         return self._users[block]
@@ -62,21 +69,24 @@ class SimulatedPool:
         return None
 
     def touch(self, blocks: Iterable[int]) -> None:
-        """One more user for each."""
-        users, free = self._users, self._free
+        """One more user for each, which have keys."""
+        users, queue = self._users, self._queue
         for block in blocks:
             if not users[block]:
-                del free[block]
+                del queue[block]
             users[block] += 1
 
     def take(self, count: int) -> list[int]:
         """The first so many free blocks, for one user; what they held is lost."""
-        pop, users, keys = self._free.popitem, self._users, self._key
-        blocks = [pop(last=False)[0] for _ in range(count)]
+        at = max(0, len(self._empty) - count)
+        blocks = self._empty[at:][::-1]
+        del self._empty[at:]
+        while len(blocks) < count:
+            block, _ = self._queue.popitem(last=False)
+            self._lose(block)
+            blocks.append(block)
         for block in blocks:
-            if keys[block] is not None:
-                self._uncache(block)
-            users[block] = 1
+            self._users[block] = 1
         return blocks
 
     def cache(self, block: int, key: bytes, depth: int = 0, group: int | None = None) -> None:
@@ -91,38 +101,38 @@ class SimulatedPool:
             if enter(key, block) != block:
                 self._copies.setdefault(key, []).append(block)
 
-    def block_id(self, block: int) -> int:
-        """Its number: here that is the block itself."""
-        return block
+    def block_ids(self, blocks: Sequence[int]) -> Sequence[int]:
+        """Their numbers: here these are the blocks themselves."""
+        return blocks
 
     def give_back(self, blocks: Iterable[int]) -> None:
         """One user less for each; the first of those that are free then is overwritten first."""
-        users, free, keys = self._users, self._free, self._key
-        empty = []
+        users, keys, queue, empty = self._users, self._key, self._queue, list[int]()
         for block in blocks:
             users[block] = left = users[block] - 1
             if not left:
-                free[block] = None
                 if keys[block] is None:
                     empty.append(block)
-        for block in reversed(empty):
-            free.move_to_end(block, last=False)
+                else:
+                    queue[block] = None
+        self._empty += reversed(empty)
 
     def release(self, keys: Iterable[bytes]) -> None:
         """Blocks of these keys which nobody uses hold nothing any more, and are overwritten next, the last first."""
         find, users, left = self._cached.get, self._users, list(dict.fromkeys(keys))
-        while left:  # once more for those of which there are several
+        while left:
+            may_be_again = bool(self._copies)  # some of these keys are of several
             found = [(key, block) for key in left if (block := find(key)) is not None and not users[block]]
             for _, block in found:
-                self._uncache(block)
-                self._free.move_to_end(block, last=False)
-            left = [key for key, _ in found]
+                del self._queue[block]
+                self._lose(block)
+                self._empty.append(block)
+            left = [key for key, _ in found] if may_be_again else []
 
-    def _uncache(self, block: int) -> None:
-        key = self._key[block]
-        if key is None:
-            return
-        self._key[block] = None
+    def _lose(self, block: int) -> None:
+        """A block holds nothing any more."""
+        key, self._key[block] = self._key[block], None
+        assert key is not None
         copies = self._copies.get(key)
         if copies is None:
             del self._cached[key]

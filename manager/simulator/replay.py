@@ -210,6 +210,6 @@ class OneCacheReplay(Replay):
             self.tally.note("spill", "", keys)
             counting.stored(keys)
             nbytes = manager.shape.cold_nbytes
-            manager.all_spilled([(key, nbytes, None) for key in keys], now)
+            manager.all_spilled(keys, [nbytes] * len(keys), now)
         for eviction in manager.take_evictions():
             counting.evicted(eviction)

@@ -47,8 +47,8 @@ class Pool:
     def hold_beside(self, group: int, key: bytes) -> bytes | None:
         return self.hold(key)
 
-    def block_id(self, block: bytes) -> int:
-        return len(block)
+    def block_ids(self, blocks: Sequence[bytes]) -> list[int]:
+        return list(map(len, blocks))
 
     def give_back(self, blocks: Sequence[bytes]) -> None:
         for block in blocks:

@@ -4,8 +4,8 @@ from collections.abc import Iterator
 
 from engine import Engine
 
-from manthan.manager.sessions.pressure import BlockName, Runway
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.sessions.pressure import Pressure, Runway
+from manthan.manager.sessions.session import BlockName, Drop, DropCause
 
 
 class Queue:
@@ -20,7 +20,7 @@ class Queue:
 
     def names(self) -> Iterator[BlockName | None]:
         self.walks += 1
-        return ((name, None) for name in self._names)
+        return iter(self._names)
 
 
 def keys_of(engine: Engine, name: str) -> list[bytes]:
@@ -49,3 +49,21 @@ def test_dropped_codes_count_where_the_blocks_are_hot() -> None:
     runway.dropped(Drop(0, hot, DropCause.BUDGET))
     assert runway.length(3) == 2
     assert queue.walks == 2
+
+
+def test_the_queue_is_not_walked_while_all_that_could_be_wanted_is_on_its_way() -> None:
+    engine = Engine()
+    engine.talk("a b c d", "alice")
+    engine.talk("x y z", "bob")
+    queue = Queue("")
+    queue._names = [b"free", *keys_of(engine, "alice"), *keys_of(engine, "bob")]
+    pressure = Pressure(engine.manager, queue, blocks=8, low=0.25, high=0.5)
+    for walks in (1, 1, 1):
+        pressure.relieve(engine.now)
+        assert queue.walks == walks
+    assert sorted(engine.states().values()) == ["evicting", "idle"]
+    engine.stored(engine.spill())
+    del queue._names[1:5]  # released, and taken
+    pressure.relieve(engine.now)
+    assert queue.walks == 2
+    assert sorted(engine.states().values()) == ["cold", "evicting"]

@@ -158,14 +158,14 @@ def test_a_prefetch_is_of_the_chain_and_its_anchor(one: One) -> None:
     one.manager.prefetch_finished("alice", True, [], 21)
     check_integrity(one.manager)
     assert one.state("alice") is SessionState.IDLE
-    assert one.manager.is_missed(KEYS[4], STATE)
-    assert one.manager.is_missed(KEYS[3], WINDOW)
-    assert not one.manager.is_missed(KEYS[2], WINDOW)  # the window has gone on
+    assert one.manager.is_missed((STATE, KEYS[4]))
+    assert one.manager.is_missed((WINDOW, KEYS[3]))
+    assert not one.manager.is_missed((WINDOW, KEYS[2]))  # the window has gone on
     assert one.manager.is_missed(KEYS[2])
     one.manager.sweep(40)
     assert one.manager.take_spills(100) == []  # the codes were kept
     assert one.state("alice") is SessionState.COLD
-    assert not one.manager.is_missed(KEYS[4], STATE)
+    assert not one.manager.is_missed((STATE, KEYS[4]))
 
 
 def test_a_prefetch_that_finds_no_anchor_ends_the_session(one: One) -> None:

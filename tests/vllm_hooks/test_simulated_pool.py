@@ -97,9 +97,9 @@ class TwoPools(RuleBasedStateMachine):
     def the_same_blocks_are_free_in_the_same_order(self) -> None:
         queue = self.theirs.free_block_queue.get_all_free_blocks()
         assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
-        assert list(self.ours._free) == [block.block_id - 1 for block in queue]
+        assert list(self.ours.blocks()) == [block.block_id - 1 for block in queue]
         hashes = [block.block_hash for block in queue]
-        assert list(self.ours.names()) == [None if one is None else (get_block_hash(one), None) for one in hashes]
+        assert list(self.ours.names()) == [None if one is None else get_block_hash(one) for one in hashes]
 
 
 TwoPools.TestCase.settings = settings(max_examples=examples(60), stateful_step_count=40, deadline=None)
@@ -115,6 +115,6 @@ def test_of_other_groups_blocks_the_pool_tells_their_groups() -> None:
         pool.free_blocks(blocks)
     chains = VllmPool(pool, 1, 16)
     told = list(chains.names())
-    named = [(key, group) for group in (None, 0) for key in keys]
+    named = [*keys, *((0, key) for key in keys)]
     assert (len(told), sorted(filter(None, told), key=named.index)) == (6, named)
     assert chains.hold_beside(0, keys[0]).block_id == blocks[0].block_id
