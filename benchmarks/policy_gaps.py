@@ -4,7 +4,7 @@ One cache, as `manthan simulate --hot 0`, of a share of the trace's distinct blo
 that are made up here: `mix` is what `manthan workload` makes, `agents` and `readers` have one kind of session,
 `changing` is agents in the first half and chats in the second. `told` is agents among others that say when they will be
 back, `lied` the same where half of the others say falsely that they will be back at once, `liars` where only those say
-something, `silent` where nobody does.
+something, `silent` where nobody does. In `named` agents wait for tools and name them, in `unnamed` they do not say so.
 
     python benchmarks/policy_gaps.py [TRACE ...] [--workloads mix,readers] [--sizes 1,2,5,10,20] [--out FOLDER]
     python benchmarks/policy_gaps.py --plot-only FOLDER/policy_gaps.json
@@ -49,7 +49,10 @@ def made_up(name: str) -> list[WorkloadLine]:
         "told": {"sessions": 1000, **HINTS, "told": 1},
         "lied": {"sessions": 1000, **HINTS, "told": 1, "lies": 0.5},
         "liars": {"sessions": 1000, **HINTS, "lies": 0.5},
+        "named": {"sessions": 1000, **HINTS, "tools": 1},
     }
+    if name == "unnamed":
+        return [line._replace(tool="") for line in made_up("named")]
     if name == "changing":
         first = make_workload(300, SEED, hours=0.5, **AGENTS)
         then = make_workload(1200, SEED + 1, hours=0.5, **CHATS)
@@ -59,7 +62,7 @@ def made_up(name: str) -> list[WorkloadLine]:
             for line in then
         ]
     if name not in kinds:
-        raise typer.BadParameter(f"--workloads: {name!r} is none of {', '.join((*kinds, 'changing'))}")
+        raise typer.BadParameter(f"--workloads: {name!r} is none of {', '.join((*kinds, 'unnamed', 'changing'))}")
     return make_workload(seed=SEED, **kinds[name])
 
 

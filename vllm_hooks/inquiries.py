@@ -172,6 +172,8 @@ class Inquiries:
         now = time.monotonic()
         if what == "pin":
             refused = self._steering.pin(session, now, asked.get("seconds"))
+        elif what == "expect":
+            refused = self._steering.expect(session, now, asked["seconds"], asked["tool"])
         else:
             refused = self._does[what](session, now)
         self._half.steered()

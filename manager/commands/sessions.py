@@ -177,6 +177,24 @@ def pin(
     _act("pin", f"is pinned{until}", session, tenant, server, as_json, {"seconds": seconds})
 
 
+def expect(
+    session: Id,
+    url: Url = LOCAL,
+    seconds: Annotated[float | None, typer.Option(min=0.001, help="Until its client is back.")] = None,
+    tool: Annotated[str, typer.Option(metavar="NAME", help="The tool that it waits for.")] = "",
+    tenant: Tenant = "",
+    api_key_env: KeyEnv = KEY_ENV,
+    as_json: AsJson = False,
+    timeout: Timeout = PATIENCE_S,
+) -> None:
+    """Say when a session's client will be back, or what tool it waits for."""
+    if seconds is None and not tool:
+        _end("--seconds or --tool must be given.")
+    server, said = Server(url, api_key_env, timeout), {"seconds": seconds, "tool": tool}
+    when = f"when {tool} is done" if seconds is None else f"in {seconds:g} s"
+    _act("expect", f"is expected back {when}", session, tenant, server, as_json, said)
+
+
 def _act(
     what: str,
     done: str,
@@ -248,6 +266,7 @@ app.command("evict")(action("evict", "goes cold", "Have a session go cold now.")
 app.command("prefetch")(
     action("prefetch", "comes back when there is room", "Have a session come back when there is room.")
 )
+app.command("expect")(expect)
 app.command("pin")(pin)
 app.command("unpin")(action("unpin", "is not pinned any more", "Keep a session's codes no longer."))
 app.command("release")(action("release", "is forgotten", "Forget a session, hot and cold."))

@@ -47,6 +47,7 @@ Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 SessionId = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME)]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
 _SECONDS = "a number of seconds above 0"
+TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 
 class Hints(BaseModel):
@@ -54,7 +55,8 @@ class Hints(BaseModel):
 
     pin: keep its codes in the cold store whatever comes, or no longer. ttl_s: forget it so long after its last use.
     priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
-    release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds.
+    release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
+    when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
     prefetch: ids of sessions that are about to be used. tenant: who pays for the session.
     """
 
@@ -71,6 +73,9 @@ class Hints(BaseModel):
     )
     release: bool = Field(default=False, strict=True, description="true or false")
     expect_return_s: Seconds | None = Field(default=None, description=_SECONDS)
+    tool: Annotated[str, AfterValidator(_printable)] = Field(
+        default="", strict=True, max_length=LONGEST_NAME, description=TOOL_NAME
+    )
     prefetch: SessionIds = Field(
         default=(),
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} characters",
@@ -84,7 +89,11 @@ class Hints(BaseModel):
 
     @model_validator(mode="after")
     def _check_release(self) -> Self:
-        for hint, given in (("pin", self.pin), ("expect_return_s", self.expect_return_s)):
+        for hint, given in (
+            ("pin", self.pin),
+            ("expect_return_s", self.expect_return_s),
+            ("tool", self.tool),
+        ):
             if self.release and given:
                 raise ValueError(
                     f"{WHERE}: release drops the session when this request ends, but {hint} keeps it: give one of them"

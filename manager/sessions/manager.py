@@ -188,7 +188,12 @@ class SessionMemoryManager:
         self.restorable = Restorable(self.table, self._anchors)
         self.listing = Listing(self.table)
         self.steering = Steering(
-            self._evictions, self._wishes, self._pruning, lambda: self.may_evict, PATIENCE * idle_after_s
+            self._evictions,
+            self._wishes,
+            self._pruning,
+            self.table,
+            lambda: self.may_evict,
+            PATIENCE * idle_after_s,
         )
 
     @property
@@ -332,6 +337,8 @@ class SessionMemoryManager:
     def _begin_use(self, session: Session, request_id: str, now: float, tokens: int, known_tokens: int) -> None:
         if session.state is SessionState.EVICTING:
             self._pruning.unwait(session, session.chain)
+        if not session.requests:
+            self._wishes.returned(session, now)
         begin(session, tokens, known_tokens, now)
         session.requests.add(request_id)
         if session.state is not SessionState.HOT:

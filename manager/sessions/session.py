@@ -280,6 +280,8 @@ class Session:
     priority: int = 0
     tenant: str = ""
     expected: float | None = None
+    awaits: str = ""
+    """The tool that its client waits for, if it said so."""
 
     @property
     def beside(self) -> "set[Block]":

@@ -1,10 +1,11 @@
-"""What an operator asks of a session: go cold now, come back, stay, go."""
+"""What is asked of a session beside its requests: go cold now, come back, be expected, stay, go."""
 
 from collections.abc import Callable
 
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import DropCause, Session, SessionState
+from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
 
 
@@ -19,10 +20,11 @@ class Steering:
         evictions: Evictions,
         wishes: Wishes,
         pruning: Pruning,
+        table: SessionTable,
         may_evict: Callable[[], bool],
         patience_s: float,
     ) -> None:
-        self._evictions, self._wishes, self._pruning = evictions, wishes, pruning
+        self._evictions, self._wishes, self._pruning, self._table = evictions, wishes, pruning, table
         self._may_evict, self._patience_s = may_evict, patience_s
 
     def evict(self, session: Session, now: float) -> str:
@@ -40,6 +42,14 @@ class Steering:
         if not self._wishes.may_prefetch:
             return "prefetch.enabled is false, or the model's sessions cannot be prefetched"
         self._wishes.expect([session.told_id], session.tenant, now + self._patience_s)
+        return ""
+
+    def expect(self, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
+        """Its client will be back in so long, or when the tool is done."""
+        if session.requests:
+            return "a request of it runs; it can be expected back when that has ended"
+        self._wishes.await_return(session, seconds, tool, session.last_used if seconds is None else now)
+        self._table.told(session)
         return ""
 
     def pin(self, session: Session, now: float, seconds: float | None = None) -> str:

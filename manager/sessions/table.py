@@ -135,6 +135,17 @@ class SessionTable:
         self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         self.enter_cold(session)
 
+    def told(self, session: Session) -> None:
+        """Of a session without a request something is known that policies learn from: they are told of its last request
+        again."""
+        self.touch(session)
+        if session.session_id in self.hot:
+            self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
+        if session.session_id in self.cold:
+            self.enter_cold(session)
+        if session.state is _COLD and self.fronts:
+            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
+
     # -- chains ---------------------------------------------------------------------------------------
 
     def extend(self, session: Session, keys: Sequence[bytes]) -> None:

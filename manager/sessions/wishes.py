@@ -15,6 +15,7 @@ from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import DropCause, News, NewsKind, Prefetch, Session, SessionState, qualified
 from manthan.manager.sessions.table import SessionTable
+from manthan.manager.sessions.tools import ToolTimes
 
 LOOKED_AT = 64
 """So many of the sessions that are expected are looked at at a time."""
@@ -52,6 +53,7 @@ class Wishes:
         self._expected = Deadlines()
         self._pins = Deadlines()
         self._to_prefetch: OrderedDict[str, Awaited] = OrderedDict()  # by session id
+        self._tools = ToolTimes()
 
     @property
     def next_deadline(self) -> float | None:
@@ -68,13 +70,33 @@ class Wishes:
         session.ttl_s = hints.ttl_s or session.ttl_s
         if hints.priority is not None:
             session.priority = hints.priority
-        if hints.expect_return_s is not None:
-            session.expected = now + hints.expect_return_s
-            if self._lead_s is not None:
-                self._expected.set(session.session_id, max(now, session.expected - self._lead_s))
+        if hints.tool or hints.expect_return_s is not None:
+            self.await_return(session, hints.expect_return_s, hints.tool, now)
         if session.ttl_s is not None:
             self._ttls.set(session.session_id, now + session.ttl_s)
         return refused
+
+    def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:
+        """Its client will be back in about so many seconds; None for when the tool is done, if that is known. What was
+        said before does not hold any more."""
+        session.awaits = tool
+        if seconds is None:
+            seconds = self._tools.expected(session.tenant, tool)
+        session.expected = None if seconds is None else since + seconds
+        self._look_out(session, since)
+
+    def _look_out(self, session: Session, now: float) -> None:
+        """Have it prefetched in time, if it is expected."""
+        if self._lead_s is not None:
+            expected = session.expected
+            due = None if expected is None else max(now, expected - self._lead_s)
+            self._expected.set(session.session_id, due)
+
+    def returned(self, session: Session, now: float) -> None:
+        """A request of it begins while it has no other."""
+        if session.awaits:
+            self._tools.took(session.tenant, session.awaits, max(0.0, now - session.last_used))
+            session.awaits = ""
 
     def pin(self, session: Session, until: float | None) -> str:
         """Pin it, or keep it pinned as it grows, until then; None for good. Returns in a sentence why not, if so."""
@@ -101,8 +123,7 @@ class Wishes:
         """The session comes from an earlier process; what was said of it there holds, if it still can."""
         if was_pinned:
             self._budget.pin(session)
-        if session.expected is not None and self._lead_s is not None:
-            self._expected.set(session.session_id, max(now, session.expected - self._lead_s))
+        self._look_out(session, now)
         if session.ttl_s is not None:
             self._ttls.set(session.session_id, session.last_used + session.ttl_s)
 

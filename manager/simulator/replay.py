@@ -106,8 +106,8 @@ class Tally:
 
 
 def hints_of(request: TracedRequest) -> Hints:
-    said = request.expect_return_s
-    return NO_HINTS if said is None else Hints(expect_return_s=said)
+    said, tool = request.expect_return_s, request.tool
+    return NO_HINTS if said is None and not tool else Hints(expect_return_s=said, tool=tool)
 
 
 class Replay(ABC):

@@ -10,6 +10,7 @@ from typing import NamedTuple, TextIO, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
+from manthan.manager.sessions.hints import LONGEST_NAME, TOOL_NAME
 
 MOONCAKE_BLOCK_TOKENS = 512
 CSV_BLOCK_TOKENS = 16
@@ -30,8 +31,8 @@ class TracedRequest(NamedTuple):
     """One request of a trace.
 
     at: seconds. session: what the client called it, if it did. prompt_blocks: how many of the keys are the prompt's.
-    keys: of all full blocks: the prompt's, and then the answer's as far as the trace tells. expect_return_s: the hint
-    of that name, if the client gave it.
+    keys: of all full blocks: the prompt's, and then the answer's as far as the trace tells. expect_return_s, tool:
+    the hints of these names, if the client gave them.
     """
 
     at: float
@@ -41,6 +42,7 @@ class TracedRequest(NamedTuple):
     input_tokens: int
     output_tokens: int
     expect_return_s: float | None = None
+    tool: str = ""
 
 
 class Trace(NamedTuple):
@@ -66,6 +68,7 @@ class MooncakeLine(_Line):
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
+    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
 
 
 class CsvLine(_Line):
@@ -80,6 +83,7 @@ class CsvLine(_Line):
     prefix_id: str = Field(default="", description="what the shared beginning is called; empty for none")
     prefix_tokens: int = Field(default=0, ge=0, description=_COUNT.format(0))
     expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
+    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
 
 
 def read_trace(path: str | Path, block_tokens: int | None = None) -> Trace:
@@ -124,8 +128,8 @@ def _read_mooncake(name: str, file: Iterable[str], block_tokens: int) -> Trace:
         full = line.input_length // block_tokens
         prompt = keys.of(line.hash_ids, number)[:full]
         at = line.timestamp / 1000
-        said = line.expect_return_s
-        requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, said))
+        said = line.expect_return_s, line.tool
+        requests.append(TracedRequest(at, None, prompt, full, line.input_length, line.output_length, *said))
     return _trace(name, block_tokens, requests, len(keys))
 
 
@@ -205,8 +209,8 @@ def _read_csv(name: str, file: TextIO, block_tokens: int) -> Trace:
         text.grow(line.input_tokens + line.output_tokens, block_tokens)
         keys, full = text.keys[: computed // block_tokens], line.input_tokens // block_tokens
         asked = line.session_id or None
-        said = line.expect_return_s
-        requests.append(TracedRequest(line.time_s, asked, keys, full, line.input_tokens, line.output_tokens, said))
+        said = line.expect_return_s, line.tool
+        requests.append(TracedRequest(line.time_s, asked, keys, full, line.input_tokens, line.output_tokens, *said))
     distinct = {key for request in requests for key in request.keys}
     return _trace(name, block_tokens, requests, len(distinct))
 

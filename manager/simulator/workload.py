@@ -114,19 +114,28 @@ TOLD_SIGMA = 0.3
 """Of the lognormal error of what honest clients say of their pauses."""
 LIE_S = 1.0
 """What those say who lie: that they will be back at once."""
+TOOLS = {
+    "search": (5, Spread(2, 0.4)),
+    "shell": (4, Spread(5, 0.6)),
+    "browser": (3, Spread(15, 0.5)),
+    "tests": (2, Spread(60, 0.5)),
+    "person": (1, Spread(300, 1.0)),
+}
+"""What agents wait for that name their tools: how often, and how long."""
 
 
 class WorkloadLine(NamedTuple):
-    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens; and the hint."""
+    """A line of the trace, as Mooncake's: milliseconds, tokens, and ids of blocks of 512 tokens; and the hints."""
 
     timestamp: int
     input_length: int
     output_length: int
     hash_ids: list[int]
     expect_return_s: float | None = None
+    tool: str = ""
 
 
-MOONCAKE = WorkloadLine._fields[:-1]
+MOONCAKE = WorkloadLine._fields[:-2]
 
 
 class _Part(NamedTuple):
@@ -146,16 +155,17 @@ def make_workload(
     reader: float = 0,
     told: float = 0,
     lies: float = 0,
+    tools: float = 0,
 ) -> list[WorkloadLine]:
     """Requests of so many sessions, in the order of their arrival.
 
     Sessions begin at random times within `hours`; chat, agent, single, reader: their shares. told: the share of agents
-    that say when they will be back. lies: the share of other sessions that always say they will be back at once. The
-    same arguments give the same workload, and the sessions of a smaller one are among those of a larger one, though
-    with other block ids.
+    that say when they will be back. lies: the share of other sessions that always say they will be back at once. tools:
+    the share of agents that say what tool they wait for, and pause for as long as that takes. The same arguments give
+    the same workload, and the sessions of a smaller one are among those of a larger one, though with other block ids.
     """
     kinds = (("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER))
-    requests: list[tuple[float, list[_Part], int, float | None]] = []
+    requests: list[tuple[float, list[_Part], int, float | None, str]] = []
     for number in range(sessions):
         rng = random.Random(f"{seed} {number}")
         begin = rng.uniform(0, hours * 3600)
@@ -163,24 +173,40 @@ def make_workload(
         asked = list(_session(kind, name, f"{seed} {number}", begin, rng))
         saying = random.Random(f"{seed} {number} says")
         says, lying = saying.random() < told and name == "agent", saying.random() < lies and name != "agent"
+        names = [""] * len(asked)
+        if name == "agent" and random.Random(f"{seed} {number} names").random() < tools:
+            asked, names = _with_tools(asked, random.Random(f"{seed} {number} tools"))
         pauses = [_pause(before, after) for before, after in pairwise(asked)]
         said: list[float | None] = [None] * len(asked)
         if says:
             said[:-1] = [pause * Spread(1.0, TOLD_SIGMA).draw(saying) for pause in pauses]
         elif lying:
             said = [LIE_S] * len(asked)
-        requests += [(*request, hint) for request, hint in zip(asked, said, strict=True)]
+        requests += [(*request, hint, tool) for request, hint, tool in zip(asked, said, names, strict=True)]
     requests.sort(key=lambda request: request[0])
     blocks = _Blocks()
     return [
-        WorkloadLine(round(1000 * at), sum(part.tokens for part in parts), answer, blocks.ids(parts), hint)
-        for at, parts, answer, hint in requests
+        WorkloadLine(round(1000 * at), sum(part.tokens for part in parts), answer, blocks.ids(parts), hint, tool)
+        for at, parts, answer, hint, tool in requests
     ]
 
 
 def _pause(before: tuple[float, list[_Part], int], after: tuple[float, list[_Part], int]) -> float:
     """Seconds from the end of an answer to the next request."""
     return after[0] - before[0] - FIRST_TOKEN_S - ANSWER_S_PER_TOKEN * before[2]
+
+
+def _with_tools(
+    asked: list[tuple[float, list[_Part], int]], rng: random.Random
+) -> tuple[list[tuple[float, list[_Part], int]], list[str]]:
+    """The same requests with pauses for tools, and what each of them but the last waits for then."""
+    (now, *_), weights = asked[0], [often for often, _ in TOOLS.values()]
+    names = [*rng.choices([*TOOLS], weights, k=len(asked) - 1), ""]
+    later = []
+    for (_, parts, answer), name in zip(asked, names, strict=True):
+        later.append((now, parts, answer))
+        now += FIRST_TOKEN_S + ANSWER_S_PER_TOKEN * answer + (TOOLS[name][1].draw(rng) if name else 0)
+    return later, names
 
 
 def _session(
@@ -259,11 +285,14 @@ def workload(
     reader: Annotated[float, typer.Option(min=0, help="Share of readers of long documents.")] = 0,
     told: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that say when they return.")] = 0,
     lies: Annotated[float, typer.Option(min=0, max=1, help="Of the others, those that say they return at once.")] = 0,
+    tools: Annotated[float, typer.Option(min=0, max=1, help="Of the agents, those that name their tools.")] = 0,
 ) -> None:
     """Print a made-up request trace for `simulate`, one JSON object a line."""
     if not chat + agent + single + reader:
         typer.echo("--chat, --agent, --single and --reader must not all be 0", err=True)
         raise typer.Exit(1)
-    for line in make_workload(sessions, seed, hours, chat, agent, single, reader, told, lies):
-        said = {} if line.expect_return_s is None else {"expect_return_s": round(line.expect_return_s, 3)}
+    for line in make_workload(sessions, seed, hours, chat, agent, single, reader, told, lies, tools):
+        said: dict[str, object] = {"tool": line.tool} if line.tool else {}
+        if line.expect_return_s is not None:
+            said["expect_return_s"] = round(line.expect_return_s, 3)
         typer.echo(json.dumps({name: getattr(line, name) for name in MOONCAKE} | said))

@@ -10,13 +10,14 @@ from manthan.manager.sessions.hints import (
     LONGEST_NAME,
     MOST_PREFETCHES,
     NO_HINTS,
+    TOOL_NAME,
     WHERE,
     HintError,
     Hints,
     parse_hints,
 )
 
-NAMES = "expect_return_s, pin, prefetch, priority, release, tenant, ttl_s"
+NAMES = "expect_return_s, pin, prefetch, priority, release, tenant, tool, ttl_s"
 
 
 def refusal(value: object) -> str:
@@ -51,6 +52,7 @@ def test_nothing_said(value: object) -> None:
         ("prefetch", ["alice", "bob"], ("alice", "bob")),
         ("prefetch", ["a" * LONGEST_NAME] * MOST_PREFETCHES, ("a" * LONGEST_NAME,) * MOST_PREFETCHES),
         ("tenant", "Universität Zürich", "Universität Zürich"),
+        ("tool", "web search", "web search"),
     ],
 )
 def test_each_hint(name: str, given: object, expected: object) -> None:
@@ -81,6 +83,7 @@ TENANT = f"a name of at most {LONGEST_NAME} printable characters"
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
         ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800"]),
+        ("tool", TOOL_NAME, [1, True, ["search"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tenant", TENANT, [1, True, ["acme"], "a\nb", "\x1b[2J", "a" * (LONGEST_NAME + 1), "\ud800", b"acme"]),
     ],
 )
@@ -111,7 +114,7 @@ def test_what_is_no_mapping_is_refused(value: object) -> None:
     assert refusal(value) == f" must be a mapping of hints to values, not {value!r}"
 
 
-@pytest.mark.parametrize(("name", "value"), [("pin", True), ("expect_return_s", 5)])
+@pytest.mark.parametrize(("name", "value"), [("pin", True), ("expect_return_s", 5), ("tool", "search")])
 def test_contradictions_are_refused(name: str, value: object) -> None:
     assert refusal({"release": True, name: value}) == (
         f": release drops the session when this request ends, but {name} keeps it: give one of them"

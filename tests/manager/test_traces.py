@@ -45,6 +45,12 @@ def test_what_the_client_says_of_its_return(read) -> None:
     assert [request.expect_return_s for request in said.requests] == [8.0]
     said = read(f"{HEAD},expect_return_s\n0,a,100,5,2.5\n9,a,120,5,\n")
     assert [request.expect_return_s for request in said.requests] == [2.5, None]
+    said = read(json.dumps(LINE | {"tool": "search"}))
+    assert [request.tool for request in said.requests] == ["search"]
+    said = read(f"{HEAD},tool\n0,a,100,5,search\n9,a,120,5,\n")
+    assert [request.tool for request in said.requests] == ["search", ""]
+    with pytest.raises(TraceError, match=r"line 1: tool must be a tool's name, of at most 256 "):
+        read(json.dumps(LINE | {"tool": 5}))
     with pytest.raises(TraceError, match=r"line 1: expect_return_s must be a number of seconds above 0, not 0"):
         read(json.dumps(LINE | {"expect_return_s": 0}))
 

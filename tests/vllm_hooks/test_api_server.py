@@ -2,6 +2,7 @@
 
 import json
 import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,13 +14,23 @@ from typer.testing import CliRunner
 
 from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
+from manthan.manager.sessions.hints import TOOL_NAME
+from manthan.manager.sessions.tools import ENOUGH
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 TEXT = " says hello to everybody" * 24
 TOKENS, BLOCKS = 192, 6
 WAIT_S = 120.0
-ACTIONS = ["evict", "prefetch", "pin", "unpin", "release"]
+ACTIONS: dict[str, dict[str, Any]] = {
+    "evict": {},
+    "prefetch": {},
+    "expect": {"seconds": 5},
+    "pin": {},
+    "unpin": {},
+    "release": {},
+}
+"""What may be asked of a session, with a body that will do."""
 
 
 class Api:
@@ -204,6 +215,26 @@ def test_pins(api) -> None:
     assert (status, sentence[:60]) == (409, "Not now: pin is refused: pinned sessions may take 671088 byt")
 
 
+def test_a_client_says_when_it_will_be_back(api) -> None:
+    api.talk("heidi")
+    now = time.time()
+    assert now + 59 < api.post("/sessions/heidi/expect", seconds=60)["expected_return"] < time.time() + 61
+    assert api.ids(sort="expected", order="desc")[0] == "heidi"
+    api.talk("heidi")
+    assert api.get("/sessions/heidi")["expected_return"] is None
+
+
+def test_how_long_a_tool_takes_is_learned(api) -> None:
+    for _ in range(ENOUGH):
+        api.talk("ivan")
+        assert api.post("/sessions/ivan/expect", tool="search")["expected_return"] is None
+    api.talk("ivan")
+    expected = api.post("/sessions/ivan/expect", tool="search")["expected_return"]
+    assert 0 < expected - api.get("/sessions/ivan")["last_used"] < 60
+    assert api.post("/sessions/ivan/expect", tool="another")["expected_return"] is None
+    assert api.post("/sessions/ivan/expect", tool="search", seconds=600)["expected_return"] > expected + 300
+
+
 def test_a_released_session_is_unknown(api) -> None:
     api.talk("alice")
     assert api.post("/sessions/alice/release")["id"] == "alice"
@@ -217,8 +248,8 @@ def test_a_running_session_is_not_evicted(api) -> None:
     asked.start()
     try:
         api.server.wait_for(lambda: api.ids(state="hot") == ["alice"], WAIT_S, "run a request")
-        for action in ("evict", "release"):
-            status, sentence = api.refused("POST", f"/sessions/alice/{action}")
+        for action in ("evict", "expect", "release"):
+            status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
             assert status == 409
             assert sentence.startswith("Not now: a request of it runs; it can ")
     finally:
@@ -230,7 +261,7 @@ def test_a_sleeping_engine_is_looked_at_only(api) -> None:
     assert api._http.post("/sleep?level=1").status_code == 200
     try:
         for action in ACTIONS:
-            status, sentence = api.refused("POST", f"/sessions/alice/{action}")
+            status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
             assert (status, sentence) == (503, "The engine sleeps, or has served no request since it woke up.")
         assert api.ids(state="cold") == ["alice"]
     finally:
@@ -249,8 +280,11 @@ def test_a_tenant_sees_and_steers_its_own_only(api) -> None:
     assert (acme.ids(sort="id"), beta.ids(), nobody.ids()) == (["alice", "bob"], ["alice"], ["alice"])
     assert acme.ids(tenant="beta") == []
     for action in ACTIONS:
-        assert beta.refused("POST", f"/sessions/bob/{action}") == (404, "There is no session 'bob'.")
-        assert beta.refused("POST", f"/sessions/acme%2Fbob/{action}")[0] == 404
+        assert beta.refused("POST", f"/sessions/bob/{action}", json=ACTIONS[action]) == (
+            404,
+            "There is no session 'bob'.",
+        )
+        assert beta.refused("POST", f"/sessions/acme%2Fbob/{action}", json=ACTIONS[action])[0] == 404
     assert beta.refused("GET", "/sessions/bob") == (404, "There is no session 'bob'.")
     assert nobody.refused("GET", "/sessions/acme%2Fbob")[0] == 404
     beta.post("/sessions/alice/release")
@@ -310,9 +344,22 @@ def test_a_body_that_cannot_be_used(api, body: dict[str, Any], sentence: str) ->
     assert not api.get("/sessions/alice")["pinned"]
 
 
+def test_who_expects_a_session_back_says_when_or_for_what(api) -> None:
+    api.talk("alice")
+    for body, sentence in (
+        ({}, "The body must say seconds, or a tool."),
+        ({"tool": "x" * 300}, f"tool must be {TOOL_NAME}, not "),
+        (None, "The body must be a JSON object, not None."),
+    ):
+        status, told = api.refused("POST", "/sessions/alice/expect", json=body)
+        assert (status, told[: len(sentence)]) == (422, sentence)
+    assert api.get("/sessions/alice")["expected_return"] is None
+
+
 @pytest.mark.parametrize("action", ACTIONS)
 def test_an_unknown_session(api, action: str) -> None:
-    assert api.refused("POST", f"/sessions/nobody/{action}") == (404, "There is no session 'nobody'.")
+    refused = api.refused("POST", f"/sessions/nobody/{action}", json=ACTIONS[action])
+    assert refused == (404, "There is no session 'nobody'.")
 
 
 def test_the_server_s_documents_have_the_routes(api) -> None:
@@ -354,6 +401,11 @@ def test_the_command_sees_and_steers(api) -> None:
     api.wait_for_state("acme/bob", "idle")
     assert sessions(api, "pin", "alice", "--seconds", "60") == (0, "alice is pinned for 60 s; it is idle.\n")
     assert "pinned" in sessions(api, "list", "--pinned")[1]
+    back = "alice is expected back in 60 s; it is idle.\n"
+    assert sessions(api, "expect", "alice", "--seconds", "60") == (0, back)
+    back = "alice is expected back when search is done; it is idle.\n"
+    assert sessions(api, "expect", "alice", "--tool", "search") == (0, back)
+    assert sessions(api, "expect", "alice") == (1, "--seconds or --tool must be given.\n")
     assert sessions(api, "unpin", "alice") == (0, "alice is not pinned any more; it is idle.\n")
     assert json.loads(sessions(api, "release", "alice", "--json")[1])["id"] == "alice"
     assert sessions(api, "show", "alice") == (1, "There is no session 'alice'.\n")

@@ -11,7 +11,7 @@ from fastapi import APIRouter, Depends, Path, Query, Request
 from fastapi.security import HTTPBearer
 from starlette.datastructures import Headers
 
-from manthan.manager.sessions.hints import HintError
+from manthan.manager.sessions.hints import TOOL_NAME, HintError
 from manthan.manager.sessions.listing import Sort
 from manthan.manager.sessions.session import SessionState
 from manthan.vllm_hooks.compat import key_check
@@ -21,6 +21,7 @@ from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
 from manthan.vllm_hooks.http.models import (
     EngineState,
     Error,
+    Expect,
     Nothing,
     Pin,
     Session,
@@ -44,6 +45,7 @@ RIGHTS = {
     "limit": f"a whole number from 1 to {MOST_ROWS}",
     "offset": f"a whole number from 0 to {FARTHEST}",
     "seconds": str(Pin.model_fields["seconds"].description),
+    "tool": TOOL_NAME,
 }
 """What parameters and fields must be."""
 RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
@@ -128,10 +130,12 @@ def make_router(args: Namespace) -> APIRouter:
 
 
 def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
-    def add(what: str, summary: str, status: int, body: type) -> None:
-        async def act(request: Request, id: Id, bound: Bound, asked: body | None = None) -> Any:  # type: ignore[valid-type]
-            given: dict[str, Any] = {} if asked is None else asked.model_dump()
-            return await _cores(request).session(what, {"id": id, "bound": bound, **given})
+    def add(what: str, summary: str, status: int, body: Any, default: Any = None) -> None:
+        given = body if default is ... else body | None
+
+        async def act(request: Request, id: Id, bound: Bound, asked: given = default) -> Any:  # type: ignore[valid-type]
+            said: dict[str, Any] = {} if asked is None else asked.model_dump()
+            return await _cores(request).session(what, {"id": id, "bound": bound, **said})
 
         router.add_api_route(
             f"/sessions/{{id:path}}/{what}",
@@ -146,6 +150,7 @@ def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
 
     add("evict", "Have a session go cold now, as if it were idle for long enough", 202, Nothing)
     add("prefetch", "Have a session come back when there is room", 202, Nothing)
+    add("expect", "Say when a session's client will be back, or what tool it waits for", 200, Expect, ...)
     add("pin", "Keep a session's codes whatever comes", 200, Pin)
     add("unpin", "Keep them no longer", 200, Nothing)
     add("release", "Forget a session", 200, Nothing)

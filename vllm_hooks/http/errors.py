@@ -60,6 +60,8 @@ def _mistake(error: RequestValidationError, rights: Mapping[str, str]) -> ApiErr
     status = HTTPStatus.UNPROCESSABLE_ENTITY
     if first["type"] == "json_invalid":
         return ApiError(status, "The body is not valid JSON.", "body")
+    if first["type"] == "value_error" and not place:
+        return ApiError(status, str(first["ctx"]["error"]), "body")
     if not place:
         return ApiError(status, f"The body must be a JSON object, not {reprlib.repr(first['input'])}.", "body")
     name = place[0]

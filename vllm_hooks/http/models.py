@@ -3,11 +3,12 @@
 Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
 """
 
-from typing import Any
+from typing import Any, Self
 
-from pydantic import BaseModel, ConfigDict, Field
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from manthan.manager.lives import EventKind
+from manthan.manager.sessions.hints import LONGEST_NAME, TOOL_NAME
 from manthan.manager.sessions.session import SessionState
 
 
@@ -163,3 +164,19 @@ class Pin(_Body):
     seconds: float | None = Field(
         default=None, gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null"
     )
+
+
+class Expect(_Body):
+    """One of them, or both. seconds: until its client is back. tool: what it waits for, which takes as long as it took
+    other sessions of the tenant, as soon as that is known."""
+
+    seconds: float | None = Field(
+        default=None, gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null"
+    )
+    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
+
+    @model_validator(mode="after")
+    def _say_something(self) -> Self:
+        if self.seconds is None and not self.tool:
+            raise ValueError("The body must say seconds, or a tool.")
+        return self
