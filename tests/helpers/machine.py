@@ -31,6 +31,7 @@ HINTS: list[dict[str, object]] = [
     {"priority": -1},
     {"priority": 1},
     {"expect_return_s": 5},
+    {"tool": "search"},
     {"prefetch": ["A"]},
 ]
 
@@ -138,7 +139,8 @@ class Sessions(RuleBasedStateMachine):
 
     @precondition(lambda self: self.manager.table.by_id)
     @rule(
-        which=INDEX, what=st.sampled_from(["evict", "evict", "prefetch", "pin", "pin for a while", "unpin", "release"])
+        which=INDEX,
+        what=st.sampled_from(["evict", "evict", "prefetch", "expect", "pin", "pin for a while", "unpin", "release"]),
     )
     def steer(self, which: int, what: str) -> None:
         """An operator asks something of a session, in whatever state it is."""
@@ -148,6 +150,9 @@ class Sessions(RuleBasedStateMachine):
         if what.startswith("pin"):
             refused = steering.pin(session, now, None if what == "pin" else 5.0)
             assert session.pinned is not bool(refused)
+        elif what == "expect":
+            refused = steering.expect(session, now, tool="search")
+            assert bool(refused) == (before is SessionState.HOT)
         else:
             refused = getattr(steering, what)(session, now)
         if what == "evict":

@@ -182,6 +182,7 @@ HINTS: list[dict[str, object]] = [
     {"ttl_s": 30},
     {"priority": 1},
     {"expect_return_s": 20},
+    {"tool": "search"},
     {"prefetch": ["chat", "a/chat", "anonymous-1", "chat~2", "1"]},
 ]
 TALK = st.fixed_dictionaries(

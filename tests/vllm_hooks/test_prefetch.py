@@ -73,6 +73,24 @@ def open_gate(worker: Any) -> None:
     get_kv_transfer_group().worker.path.store.gate.set()
 
 
+def count_rests(worker: Any) -> None:
+    """From now on it is counted how often the model's thread stands aside."""
+    path = get_kv_transfer_group().worker.path
+    path.rested = 0
+
+    def rest() -> None:
+        path.rested += 1
+        type(path).rest(path)
+
+    path.rest = rest
+
+
+def rests(worker: Any) -> int:
+    path = get_kv_transfer_group().worker.path
+    del path.rest
+    return int(path.rested)
+
+
 @contextmanager
 def prefetch_at_the_gate(engine: Engine) -> Iterator[None]:
     """The body runs while a prefetch that it begins before `yield` waits for the store."""
@@ -175,6 +193,20 @@ def test_restores_do_not_wait_behind_a_prefetch(engine, table) -> None:
     assert other.result(60).text == table(51).question(1)[1]
     counters.wait_for("prefetches", 1)  # the slower of the two, now and then
     assert counters["restores"] == 1
+
+
+def test_while_nothing_is_computed_the_model_s_thread_makes_way_for_restores(engine, table) -> None:
+    (prompt, _), (again, right) = table(55).question(0), table(55).question(1)
+    go_cold(engine, {"alice": prompt})
+    engine.on_worker(close_gate)
+    engine.on_worker(count_rests)
+    try:
+        answer = engine.start(engine.generate(again, "alice"))
+        engine.wait(lambda: engine.on_worker(at_gate) == 1, "a restore")
+    finally:
+        engine.on_worker(open_gate)
+    assert answer.result(60).text == right
+    assert engine.on_worker(rests) > 0
 
 
 def test_a_reset_meanwhile_lets_nothing_stale_into_the_cache(engine, table) -> None:
