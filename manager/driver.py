@@ -254,7 +254,7 @@ class Driver(Generic[B]):
             self._loads += self.prefetcher.step(now)
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            go_first=list(self._moves()),
+            go_first=list(self._moves()) if self.manager.has_fast_tiers else (),
             runs=self._granted,
             loads=self._loads,
             lost=lost,

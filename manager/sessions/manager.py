@@ -530,6 +530,11 @@ class SessionMemoryManager:
             wanted = [self._evictions.wanted(block) for block in blocks]
             yield session, list(self._run(blocks, wanted, None, session.tenant).orders())
 
+    @property
+    def has_fast_tiers(self) -> bool:
+        """Whether there are tiers in front of the last one."""
+        return bool(self.table.fronts)
+
     def take_moves(self) -> list[list[bytes]]:
         """Of each fast tier, blocks that are to leave it first, if it gets too small for the spills that were taken."""
         return self.table.fronts.choose(self.table.by_id)

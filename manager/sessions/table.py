@@ -121,7 +121,7 @@ class SessionTable:
     def take_up(self, now: float, *, earlier: bool) -> None:
         """Sessions that were put off until now are idle as others, and, if so, the next one `earlier` than it was to
         be."""
-        if not self.put_off:
+        if self.put_off.first is None:
             return
         names = [*self.put_off.pop_due(now), *([*islice(self.put_off.pop_due(math.inf), 1)] if earlier else [])]
         for name in names:
@@ -232,7 +232,7 @@ class SessionTable:
 
     def _leave_idle(self, session: Session) -> None:
         self.idle.pop(session.session_id, None)
-        if self.put_off:
+        if self.put_off.first is not None:
             self.put_off.set(session.session_id, None)
 
     def _forget(self, session: Session) -> None:
