@@ -1,13 +1,16 @@
 """What the HTTP API asks of an engine core, answered on the scheduler's thread: between two steps, or while there are
 none.
 
-Answers are made of what msgpack and JSON know. Times are Unix seconds.
+Answers leave as JSON: vLLM's output thread, which every request needs, ends with what it cannot encode. Times are Unix
+seconds.
 """
 
 import time
 from collections.abc import Callable, Mapping, Sequence
 from itertools import islice
 from typing import TYPE_CHECKING, Any
+
+from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.lives import Event, in_words
@@ -40,6 +43,10 @@ class Inquiries:
             "unpin": steering.unpin,
             "release": steering.release,
         }
+
+    def reply(self, what: str, asked: dict[str, Any]) -> bytes:
+        """The answer in JSON; what that does not know, as an option of a policy may be, as text."""
+        return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
 
     def answer(self, what: str, asked: dict[str, Any]) -> Answer:
         """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the

@@ -129,7 +129,7 @@ class SchedulerHalf:
         lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places), lives)
         if has_api:
-            offer(METHOD, Inquiries(self).answer)
+            offer(METHOD, Inquiries(self).reply)
         self._events = self._kv_events(kv_cache_config)
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None

@@ -18,8 +18,12 @@ from manthan.benchmarks.server import VllmServer
 
 
 def warm_server(model: str, flags: Sequence[str], log: Path, env: dict[str, str] | None = None) -> VllmServer:
-    """env: nothing that Python or the loader looks at as a process starts, such as PYTHONPATH."""
-    return VllmServer(model, flags, log, env, launch=_Forked)
+    """env: nothing that Python or the loader looks at as a process starts, such as PYTHONPATH.
+
+    What tests let their own engines pickle, a server has to encode, as an operator's has.
+    """
+    strict = {"VLLM_ALLOW_INSECURE_SERIALIZATION": "0"}
+    return VllmServer(model, flags, log, strict | (env or {}), launch=_Forked)
 
 
 class _Forked:

@@ -1,16 +1,22 @@
 """The HTTP API without a server: several engines, dead ones, and none at all."""
 
 import asyncio
+import math
 from argparse import Namespace
+from decimal import Decimal
+from pathlib import Path
 from typing import Any
 
 import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
+from pydantic import ByteSize
+from pydantic_core import from_json, to_json
 
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.http.cores import Cores, summed, together
 from manthan.vllm_hooks.http.errors import ApiError
+from manthan.vllm_hooks.inquiries import Inquiries
 from manthan.vllm_hooks.plugin import add_api
 from manthan.vllm_hooks.transfer_config import settings_of
 
@@ -74,14 +80,33 @@ def test_states_of_several_engines_add_up() -> None:
     assert both["totals"] == {"evictions": 6}
 
 
+def test_an_answer_can_always_be_encoded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Policies of other packages may have options of any kind."""
+    answer = {
+        "budget_bytes": ByteSize(9),
+        "of": Decimal("0.5"),
+        "path": Path("a"),
+        "keys": [[math.inf, "a"]],
+        "it": Odd(),
+    }
+    monkeypatch.setattr(Inquiries, "answer", lambda self, what, asked: answer)
+    told = from_json(object.__new__(Inquiries).reply("state", {}))
+    assert told == {"budget_bytes": 9, "of": "0.5", "path": "a", "keys": [[math.inf, "a"]], "it": "odd"}
+
+
+class Odd:
+    def __str__(self) -> str:
+        return "odd"
+
+
 class Client:
     """In the place of vLLM's: its engines' answers, or none, for they are dead."""
 
     def __init__(self, *answers: dict[str, Any]) -> None:
         self.errored, self.engine_core, self._answers = not answers, self, answers
 
-    async def call_utility_all_async(self, *_: Any) -> list[dict[str, Any]]:
-        return list(self._answers)
+    async def call_utility_all_async(self, *_: Any) -> list[bytes]:
+        return list(map(to_json, self._answers))
 
 
 def steered(*answers: dict[str, Any]) -> dict[str, Any]:

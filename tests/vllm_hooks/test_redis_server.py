@@ -27,9 +27,9 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     yield from running(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
 
 
-def serve(redis_server: RedisServer, folder: Path) -> VllmServer:
-    (folder / "manthan.yaml").write_text(YAML)
-    flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", "redis"]
+def serve(redis_server: RedisServer, folder: Path, kind: str = "redis", more: str = "") -> VllmServer:
+    (folder / "manthan.yaml").write_text(YAML + more)
+    flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", kind]
     flags += ["--manthan-redis-url", redis_server.url, "--manthan-cold-bytes", "64MiB"]
     return warm_server(MODEL, [*FLAGS, *flags], folder / "log", {"MANTHAN_REDIS_PASSWORD": PASSWORD})
 
@@ -45,10 +45,11 @@ def restored(reply: Reply) -> bool:
 
 @pytest.fixture(scope="module")
 def pair(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
-    """Two servers on one Redis."""
+    """Two servers on one Redis, the second with RAM in front of it."""
+    tiers = "cold_store: {tiers: [host, redis], host_bytes: 16MiB}\n"
     with (
         serve(redis_server, tmp_path_factory.mktemp("first")) as one,
-        serve(redis_server, tmp_path_factory.mktemp("second")) as two,
+        serve(redis_server, tmp_path_factory.mktemp("second"), "tiered", tiers) as two,
     ):
         one.wait_until_ready(600)
         two.wait_until_ready(600)
@@ -108,6 +109,15 @@ def test_redis_says_who_has_a_session(pair: list[VllmServer], redis_server: Redi
     assert session["state"] == "cold"
     assert int(session["requests"]) == 2
     assert int(session["blocks"]) == raw.llen(name.replace(":session:", ":chain:"))
+
+
+def test_who_looks_at_tiers_over_http_is_answered_and_so_are_all_others(pair: list[VllmServer], table) -> None:
+    """What vLLM cannot encode ends the thread by which all answers leave the engine."""
+    state = httpx.get(f"{pair[1].url}/manthan/state", timeout=60).raise_for_status().json()
+    assert [tier["name"] for tier in state["store"]["tiers"]] == ["host", "redis"]
+    assert all(0 < tier["used_bytes"] < tier["budget_bytes"] for tier in state["store"]["tiers"])
+    prompt, right = table(77).question(3)
+    assert ask(pair[1], prompt, "onlooker").text == right
 
 
 def test_sessions_of_a_server_that_was_killed_return_at_another(

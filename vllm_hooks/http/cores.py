@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from itertools import chain, islice, zip_longest
 from typing import Any
 
+from pydantic_core import from_json
+
 from manthan.vllm_hooks.compat import ask_cores
 from manthan.vllm_hooks.http.errors import ApiError
 from manthan.vllm_hooks.inquiries import METHOD, ORDER, UNKNOWN, Answer
@@ -30,7 +32,7 @@ class Cores:
             raise ApiError(DEAD, f"The engine has not answered within {ANSWERED_S:g} s.") from None
         if found.is_dead:
             raise ApiError(DEAD, "The engine is dead.")
-        return found.answers
+        return [from_json(answer) for answer in found.answers]
 
     async def sessions(self, asked: dict[str, Any]) -> Answer:
         offset, limit = asked["offset"], asked["limit"]

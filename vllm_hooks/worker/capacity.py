@@ -76,11 +76,11 @@ def room_in(store: ColdStoreConfig) -> Callable[[int], int]:
 def fast_tiers(store: ColdStoreConfig, ranks: int) -> list[Fast]:
     """The tiers in front of the last one, the fastest first, on all of so many ranks together."""
     if store.kind == "device" and store.host_bytes:
-        return [Fast(store.max_bytes, fills_on_read=False)]
+        return [Fast(int(store.max_bytes), fills_on_read=False)]
     budgets = [store.front_bytes] if store.front_bytes else []
     if store.front_disk_bytes:
         budgets.append(disk.usable(store.front_disk_bytes // ranks) * ranks)
-    return [Fast(nbytes, fills_on_read=True) for nbytes in budgets]
+    return [Fast(int(nbytes), fills_on_read=True) for nbytes in budgets]
 
 
 def set_gpu_memory_aside(vllm_config: "VllmConfig") -> None:
