@@ -88,6 +88,8 @@ class EngineReplay(Replay):
                 happen(what)
                 if happen == self._arrive and what % PROGRESS_EVERY == 0:
                     progress(what)
+                if happen == self._answer and not (self._starved or self._waiting):
+                    continue  # a step would find all as the last one has left it
             if self._starved:
                 self._feed()
             if self._waiting:
