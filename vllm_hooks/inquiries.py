@@ -117,6 +117,7 @@ class Inquiries:
             "pinned": info.pinned,
             "priority": info.priority,
             "expected_return": None if expected is None else self._time(expected),
+            "tool": info.awaits,
         }
 
     def _time(self, seconds: float) -> float:

@@ -214,8 +214,9 @@ def _path(session: str, tenant: str) -> str:
 
 
 def _row(session: Mapping[str, Any], now: float) -> list[str]:
-    expected = session["expected_return"]
-    notes = [*(["pinned"] if session["pinned"] else []), *(["expected " + _moment(expected)] if expected else [])]
+    expected, tool = session["expected_return"], session["tool"]
+    said = {"pinned": session["pinned"], f"waits for {tool}": tool, f"expected {_moment(expected or 0)}": expected}
+    notes = [note for note, is_so in said.items() if is_so]
     return [
         session["id"],
         session["tenant"],

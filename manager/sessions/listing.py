@@ -150,6 +150,7 @@ class Listing:
             hot_nbytes=hot * shape.hot_nbytes,
             tiers=[self._held(tier, blocks, sizes) for tier in range(len(self._table.fronts) + 1)],
             told_id=session.told_id,
+            awaits=session.awaits,
         )
 
     def _held(self, tier: int, blocks: Mapping[int, int], sizes: Mapping[int, int]) -> Held:

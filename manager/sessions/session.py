@@ -324,7 +324,7 @@ class SessionInfo(NamedTuple):
 
     tokens, blocks: of its chain. hot_blocks: believed to be in the pool, where they take hot_nbytes. cold_blocks: with
     codes. cold_nbytes: of these, and of what its anchors have in the cold store. tiers: of all that, what each has, the
-    fastest first. told_id: its id as its tenant is told it.
+    fastest first. told_id: its id as its tenant is told it. awaits: the tool that its client waits for.
     """
 
     session_id: str
@@ -344,6 +344,7 @@ class SessionInfo(NamedTuple):
     hot_nbytes: int
     tiers: Sequence[Held]
     told_id: str
+    awaits: str = ""
 
 
 class Outcome(NamedTuple):

@@ -22,8 +22,8 @@ class Part(BaseModel):
 
 class Session(BaseModel):
     """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: those
-    that have some of the codes, by name, the fastest first. expected_return: as its client said. engine: which
-    data-parallel engine has it."""
+    that have some of the codes, by name, the fastest first. expected_return: as its client said, or as long as
+    its tool takes. tool: what it waits for, if that was said. engine: which data-parallel engine has it."""
 
     id: str
     tenant: str
@@ -41,6 +41,7 @@ class Session(BaseModel):
     pinned: bool
     priority: int
     expected_return: float | None
+    tool: str
     engine: int = 0
 
 

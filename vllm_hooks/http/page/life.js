@@ -68,7 +68,7 @@ function facts(session) {
     ["In the pool", `${bytes(session.hot_bytes)} in ${plural(session.hot_blocks, "block")}`],
     ["In the cold store", `${bytes(session.cold_bytes)} in ${plural(session.cold_blocks, "block")}${where ? `, ${where}` : ""}`],
     ["Last used", `${ago(serverNow() - session.last_used)}, ${plural(session.requests, "request")}`],
-    ["Expected", expected(session)],
+    ["Expected", session.tool ? `${expected(session)}, after ${session.tool}` : expected(session)],
     ["Priority", String(session.priority)],
     ["Tenant", session.tenant || "nobody"],
   ];
