@@ -35,11 +35,12 @@ class Inquiries:
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.cold_store
-        self._listing, self._steering = half.manager.listing, half.manager.steering
-        steering = self._steering
-        self._does: dict[str, Callable[[Session, float], str]] = {
+        self._listing, steering = half.manager.listing, half.manager.steering
+        self._does: dict[str, Callable[..., str]] = {
             "evict": steering.evict,
             "prefetch": steering.prefetch,
+            "expect": steering.expect,
+            "pin": steering.pin,
             "unpin": steering.unpin,
             "release": steering.release,
         }
@@ -177,13 +178,8 @@ class Inquiries:
         """Do it, or say why not."""
         if self._half.is_out_of_use:
             return _refused(ASLEEP, "The engine sleeps, or has served no request since it woke up.")
-        now = time.monotonic()
-        if what == "pin":
-            refused = self._steering.pin(session, now, asked.get("seconds"))
-        elif what == "expect":
-            refused = self._steering.expect(session, now, asked["seconds"], asked["tool"])
-        else:
-            refused = self._does[what](session, now)
+        said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
+        refused = self._does[what](session, time.monotonic(), **said)
         self._half.steered()
         return _refused(NOT_NOW, f"Not now: {refused}.") if refused else None
 

@@ -215,8 +215,11 @@ def _path(session: str, tenant: str) -> str:
 
 def _row(session: Mapping[str, Any], now: float) -> list[str]:
     expected, tool = session["expected_return"], session["tool"]
-    said = {"pinned": session["pinned"], f"waits for {tool}": tool, f"expected {_moment(expected or 0)}": expected}
-    notes = [note for note, is_so in said.items() if is_so]
+    notes = (
+        "pinned" if session["pinned"] else "",
+        f"waits for {tool}" if tool else "",
+        f"expected {_moment(expected)}" if expected else "",
+    )
     return [
         session["id"],
         session["tenant"],
@@ -226,7 +229,7 @@ def _row(session: Mapping[str, Any], now: float) -> list[str]:
         " and ".join(f"{_size(part['bytes'])} {tier}" for tier, part in session["tiers"].items()),
         _ago(now - session["last_used"]),
         str(session["requests"]),
-        ", ".join(notes),
+        ", ".join(filter(None, notes)),
     ]
 
 

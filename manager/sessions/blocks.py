@@ -282,7 +282,7 @@ class BlockTable:
             if block.users:
                 exposed += block.hot > 0 and not block.running
             else:
-                self._blocks.pop(block.key if group is None else (group, block.key), None)
+                self._blocks.pop(block.name, None)
         self.exposed += exposed
         self.exact -= exact
         self._count[_COLD] -= count
@@ -337,4 +337,4 @@ class BlockTable:
     def _forget_if_unused(self, block: Block) -> None:
         if block.users or block.reserves:
             return
-        self._blocks.pop(block.key if block.group is None else (block.group, block.key), None)
+        self._blocks.pop(block.name, None)

@@ -46,6 +46,7 @@ def _listed(value: object) -> object:
 Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
 SessionId = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME)]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
+ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
 _SECONDS = "a number of seconds above 0"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
@@ -73,9 +74,7 @@ class Hints(BaseModel):
     )
     release: bool = Field(default=False, strict=True, description="true or false")
     expect_return_s: Seconds | None = Field(default=None, description=_SECONDS)
-    tool: Annotated[str, AfterValidator(_printable)] = Field(
-        default="", strict=True, max_length=LONGEST_NAME, description=TOOL_NAME
-    )
+    tool: ToolName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),
         description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} characters",

@@ -154,6 +154,10 @@ class Block:
     """EVICTING sessions that wait for its codes, in order of arrival; mostly one, so that a dict is for more."""
 
     @property
+    def name(self) -> "BlockName":
+        return self.key if self.group is None else (self.group, self.key)
+
+    @property
     def tier(self) -> int:
         """The number of the fastest tier that has its codes."""
         return (~self.moved & (self.moved + 1)).bit_length() - 1

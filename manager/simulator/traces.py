@@ -10,7 +10,7 @@ from typing import NamedTuple, TextIO, TypeVar
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
-from manthan.manager.sessions.hints import LONGEST_NAME, TOOL_NAME
+from manthan.manager.sessions.hints import TOOL_NAME, ToolName
 
 MOONCAKE_BLOCK_TOKENS = 512
 CSV_BLOCK_TOKENS = 16
@@ -68,7 +68,7 @@ class MooncakeLine(_Line):
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
     expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
-    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
+    tool: ToolName = Field(default="", description=TOOL_NAME)
 
 
 class CsvLine(_Line):
@@ -83,7 +83,7 @@ class CsvLine(_Line):
     prefix_id: str = Field(default="", description="what the shared beginning is called; empty for none")
     prefix_tokens: int = Field(default=0, ge=0, description=_COUNT.format(0))
     expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
-    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
+    tool: ToolName = Field(default="", description=TOOL_NAME)
 
 
 def read_trace(path: str | Path, block_tokens: int | None = None) -> Trace:

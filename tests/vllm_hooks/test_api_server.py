@@ -351,6 +351,7 @@ def test_who_expects_a_session_back_says_when_or_for_what(api) -> None:
     for body, sentence in (
         ({}, "The body must say seconds, or a tool."),
         ({"tool": "x" * 300}, f"tool must be {TOOL_NAME}, not "),
+        ({"tool": "\x1b[2J"}, f"tool must be {TOOL_NAME}, not "),
         (None, "The body must be a JSON object, not None."),
     ):
         status, told = api.refused("POST", "/sessions/alice/expect", json=body)

@@ -3,12 +3,12 @@
 Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
 """
 
-from typing import Any, Self
+from typing import Annotated, Any, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from manthan.manager.lives import EventKind
-from manthan.manager.sessions.hints import LONGEST_NAME, TOOL_NAME
+from manthan.manager.sessions.hints import TOOL_NAME, ToolName
 from manthan.manager.sessions.session import SessionState
 
 
@@ -151,6 +151,9 @@ class Error(BaseModel):
     error: ErrorInfo
 
 
+Seconds = Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null")]
+
+
 class _Body(BaseModel):
     model_config = ConfigDict(extra="forbid")
 
@@ -162,19 +165,15 @@ class Nothing(_Body):
 class Pin(_Body):
     """seconds: for so long; null for good."""
 
-    seconds: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null"
-    )
+    seconds: Seconds = None
 
 
 class Expect(_Body):
     """One of them, or both. seconds: until its client is back. tool: what it waits for, which takes as long as it took
     other sessions of the tenant, as soon as that is known."""
 
-    seconds: float | None = Field(
-        default=None, gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null"
-    )
-    tool: str = Field(default="", max_length=LONGEST_NAME, description=TOOL_NAME)
+    seconds: Seconds = None
+    tool: ToolName = Field(default="", description=TOOL_NAME)
 
     @model_validator(mode="after")
     def _say_something(self) -> Self:
