@@ -140,10 +140,10 @@ class BlockFormat:
         for codec in self._codecs.values():
             codec.warm_up()
 
-    def header(self, key: bytes, first_token: int, exact: int) -> BlockHeader:
+    def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
         """What a block says of itself. Raises ShapeError."""
         made = sections(self.codec, self.shape, exact)
-        return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token)
+        return BlockHeader(key, self.fingerprint, self.shape.tokens, made, self.group, first_token, mark)
 
     def max_sizes(self, exact: int) -> tuple[int, ...]:
         """The most bytes that each section can take: what it does take, where the codec has a fixed rate."""
@@ -192,12 +192,14 @@ class BlockFormat:
             raise SizeError(f"{header.tokens} tokens in {found} are not a block of {self.shape}.")
         return exact
 
-    def encode(self, keys: Numbers, values: Numbers, *, key: bytes, first_token: int, exact: int) -> Codes:
+    def encode(
+        self, keys: Numbers, values: Numbers, *, key: bytes, first_token: int, exact: int, mark: int = 0
+    ) -> Codes:
         """The encoded block of keys and values [layers, heads, tokens, head_dim] in the cache's numbers; of RoPE's part
         and latents, as `BlockShape` has them, where there are latents.
 
         first_token: the place of the block's first token in its chain. exact: how many of the first tokens are kept as
-        they are, at least. Raises NonFiniteError, ShapeError, DtypeError, HeaderError.
+        they are, at least. mark: see `wire.BlockHeader`. Raises NonFiniteError, ShapeError, DtypeError, HeaderError.
         """
         if (keys.shape, values.shape) != (self.shape.numbers, self.shape.value_numbers):
             raise ShapeError(f"keys {keys.shape} and values {values.shape} are not a block of {self.shape}.")
@@ -205,17 +207,17 @@ class BlockFormat:
             raise DtypeError(f"keys {keys.dtype} and values {values.dtype} are not a block of {self.shape}.")
         if self._may_be_whole(exact):
             try:
-                coded = self._encode(keys, values, key, first_token, exact)
+                coded = self._encode(keys, values, key, first_token, exact, mark)
             except CodecError:  # a NaN, or whatever else the codec does not take
                 coded = None
             if coded is not None and coded.nbytes <= self._whole_nbytes:
                 return coded
             exact = self.shape.tokens
-        return self._encode(keys, values, key, first_token, exact)
+        return self._encode(keys, values, key, first_token, exact, mark)
 
-    def _encode(self, keys: Numbers, values: Numbers, key: bytes, first_token: int, exact: int) -> Codes:
+    def _encode(self, keys: Numbers, values: Numbers, key: bytes, first_token: int, exact: int, mark: int) -> Codes:
         """As `encode`, with so many tokens exact and no more."""
-        header = self.header(key, first_token, exact)
+        header = self.header(key, first_token, exact, mark)
         limits = self.max_sizes(exact)
         block = np.empty(block_nbytes(header, limits), np.uint8)
         sizes: list[int] = []

@@ -7,7 +7,8 @@ as they are, a recurrent state. Sections begin at multiples of 16 bytes; what li
 
 Header, little-endian: magic "MNTH"; version u16; length of header and entries u16; xxh3-64 of every other byte of the
 block, u64; fingerprint, 16 bytes; length of the block u64; place of the block's first token in its chain u64; KV cache
-group u16; number of sections u16; tokens u32; length of the block key u8; 7 zero bytes; block key, 64 bytes.
+group u16; number of sections u16; tokens u32; length of the block key u8; mark u8; 6 zero bytes; block key, 64
+bytes.
 
 Entry: kind u8; dtype u8; first layer, layers, heads, head size, u16 each; 2 zero bytes; first token of the block,
 tokens, u32 each; 4 zero bytes; length in bytes u64; codec name, 24 bytes; 8 zero bytes. Shorter strings are filled with
@@ -41,10 +42,10 @@ from manthan.codec.errors import (
 
 MAGIC = b"MNTH"
 VERSION = 2
-HEADER = struct.Struct("<4sHHQ16sQQHHIB7x64s")
+HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
 ENTRY = struct.Struct("<BBHHHH2xII4xQ24s8x")
 CHECKSUM = slice(8, 16)
-KEY_AT = 64
+KEY_AT, MARK_AT = 64, 57
 KEY_MAX, FINGERPRINT_LEN, CODEC_NAME_MAX = 64, 16, 24
 SECTIONS_MAX = 256
 PLACE_MAX = 2**62
@@ -59,7 +60,7 @@ class BlockHeader:
 
     key: the block key, at most 64 bytes. group: the KV cache group. fingerprint: 16 bytes that stand for the model,
     how it was loaded, the codec with its profile, and the shard. tokens: of the block. first_token: the place in the
-    chain of the first of them.
+    chain of the first of them. mark: 0 for KV that was computed exactly, 1 for KV that was computed behind decoded KV.
     """
 
     key: bytes
@@ -68,6 +69,7 @@ class BlockHeader:
     sections: tuple[Section, ...]
     group: int = 0
     first_token: int = 0
+    mark: int = 0
 
     @property
     def nbytes(self) -> int:
@@ -96,6 +98,7 @@ class Front(NamedTuple):
     sections: int
     tokens: int
     key_len: int
+    mark: int
     key: bytes
 
 
@@ -120,7 +123,7 @@ def head(header: BlockHeader, sizes: Sequence[int]) -> Codes:
     shapes = [(s.first_layer, s.layers, s.heads, s.head_dim, s.first_token, s.tokens) for s in sections]
     place = (block_nbytes(h, sizes), h.first_token, h.group, len(sections), h.tokens)
     try:
-        made = HEADER.pack(MAGIC, VERSION, h.nbytes, 0, h.fingerprint, *place, len(h.key), h.key)
+        made = HEADER.pack(MAGIC, VERSION, h.nbytes, 0, h.fingerprint, *place, len(h.key), h.mark, h.key)
         for s, shape, size in zip(sections, shapes, sizes, strict=True):
             made += ENTRY.pack(s.kind, s.dtype, *shape, size, s.codec.encode())
     except struct.error as error:
@@ -183,7 +186,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
         )
     entries = [_entry(data, HEADER.size + ENTRY.size * n) for n in range(front.sections)]
     sections, sizes = tuple(section for section, _ in entries), [size for _, size in entries]
-    header = BlockHeader(found, front.fingerprint, front.tokens, sections, group, front.first_token)
+    header = BlockHeader(found, front.fingerprint, front.tokens, sections, group, front.first_token, front.mark)
     if block_nbytes(header, sizes) != data.size:
         raise SizeError(f"sections of {sizes} bytes do not make a block of {data.size}.")
     if not np.array_equal(head(header, sizes)[CHECKSUM.stop :], data[CHECKSUM.stop : header.nbytes]):

@@ -20,6 +20,7 @@ from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
+from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
@@ -109,6 +110,9 @@ class Driver(Generic[B]):
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
+        manager.mark = pool.mark
+        self._lossy: dict[str, int] = {}
+        """By request id, cached tokens of its prompt that were decoded, or computed behind such."""
         self._observer = Observer() if observer is None else observer
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
@@ -182,6 +186,28 @@ class Driver(Generic[B]):
         self._found.setdefault(request_id, hot)  # it is admitted again once its restore has ended
         self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
+    def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
+        """The pool has these blocks of a request's prompt, by KV cache group; what is behind them is not cached there."""
+        marks = self._pool.marks
+        lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in of_group) for of_group in block_ids]
+        if any(lossy):
+            self._lossy[request_id] = max(lossy) * self.manager.shape.block_tokens
+        else:
+            self._lossy.pop(request_id, None)
+
+    def is_lossy(self, request_id: str) -> bool:
+        """True if what a request computes is behind decoded blocks."""
+        return request_id in self._lossy
+
+    def derives(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """A request behind decoded blocks has computed these; those that were loaded keep their marks."""
+        marks, owner = self._pool.marks, self.manager.owner(request_id)
+        marks.set([block_id for block_id in block_ids if not marks[block_id]], Mark.DERIVED, owner)
+
+    def serves(self, request_id: str, block_id: int) -> bool:
+        """True if a block of the pool may be served to a request."""
+        return self._pool.marks.serves(block_id, self.manager.asker(request_id))
+
     def restoring(
         self, request_id: str, keys: Sequence[bytes], block_ids: Sequence[int], beside: Sequence[GroupBlocks] = ()
     ) -> None:
@@ -192,6 +218,20 @@ class Driver(Generic[B]):
         load = Load(request_id, (*chain, *beside), tenant=tenant)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
+        lossy = self._mark(load, self.manager.owner(request_id))
+        if lossy:
+            self._lossy[request_id] = self._lossy.get(request_id, 0) + lossy * self.manager.shape.block_tokens
+
+    def _mark(self, load: Load, owner: Owner | None) -> int:
+        """Mark the blocks that a load writes; returns how many of the chain's are lossy."""
+        lossy = 0
+        for group, keys, block_ids in load.parts:
+            own = None if group == self._group else group
+            for key, block_id in zip(keys, block_ids, strict=True):
+                mark = self.manager.stored_mark(key, own)
+                self._pool.marks.set((block_id,), mark, owner)
+                lossy += mark is not Mark.EXACT and group == self._main_group
+        return lossy
 
     def load_of(self, request_id: str) -> Load | None:
         """What is being restored for a request."""
@@ -221,9 +261,12 @@ class Driver(Generic[B]):
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
-        found = self.found(request_id)
+        found, lossy = self.found(request_id), self._lossy.pop(request_id, 0)
         self._found.pop(request_id, None)
-        outcome = self.manager.request_finished(request_id, keys, now, tokens=tokens, places=places, found=found)
+        outcome = self.manager.request_finished(
+            request_id, keys, now, tokens=tokens, places=places, found=found, lossy=lossy
+        )
+        self._observer.served_lossy(lossy)
         if self._guard is not None and not self.manager.may_evict:
             self._guard.keep(self.pressure.max_in_flight)
         elif places:
@@ -280,20 +323,32 @@ class Driver(Generic[B]):
         for run in self.manager.take_spill_runs(min(A_STEP, self.pressure.max_in_flight - self._holding)):
             keys, group = run.keys, run.group
             found = self._pool.hold_all(keys) if group is None else [self._pool.hold_beside(group, key) for key in keys]
-            gone = [at for at, block in enumerate(found) if block is None]
+            gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
             for at in gone:
                 self.manager.lost(keys[at], now, group)
+            self._done += [block for at in gone if (block := found[at]) is not None]
             if len(gone) < len(keys):
-                self._order(run.without(gone), [block for block in found if block is not None])
+                left = set(gone)
+                self._order(run.without(gone), [b for at, b in enumerate(found) if b is not None and at not in left])
             lost += len(gone)
         return lost
+
+    def _is_decoded(self, block: B) -> bool:
+        """True if a block may not be encoded, whatever became of its compressed copy."""
+        [block_id] = self._pool.block_ids([block])
+        return self._pool.marks[block_id] is Mark.DECODED
 
     def _order(self, run: SpillRun, blocks: Sequence[B]) -> None:
         """Have these blocks encoded, which are held, as soon as there is room."""
         keys, first_tokens, encodings, group, tenant = run
         group = self._main_group if group is None else group
         self._held[group].update(zip(keys, blocks, strict=True))
-        spills = SpillBlocks(keys, group, self._pool.block_ids(blocks), first_tokens, encodings, tenant)
+        block_ids = self._pool.block_ids(blocks)
+        for key, block_id in zip(keys, block_ids, strict=True):
+            self.manager.encodes(key, run.group, self._pool.marks[block_id])
+        marks = [self._pool.marks[block_id] for block_id in block_ids]
+        self._observer.encodes(marks)
+        spills = SpillBlocks(keys, group, block_ids, first_tokens, encodings, tenant, marks)
         if self._directory is None:
             self._granted.append(spills)  # the manager's own count is all that there is to know
         else:

@@ -2,7 +2,7 @@
 what an earlier one left."""
 
 import time
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import takewhile
 from typing import NamedTuple
 
@@ -132,7 +132,7 @@ class JournalLink:
 
     def _block(self, block: Block) -> JournalBlock:
         group = self._manager.shape.main_group if block.group is None else block.group
-        return JournalBlock(block.key, group, block.depth, block.encoding.exact)
+        return JournalBlock(block.key, group, block.depth, block.encoding.exact, block.mark)
 
     @property
     def _needs_anchors(self) -> bool:
@@ -180,17 +180,19 @@ class JournalLink:
         blocks, anchors = written.chain or GONE
         chain = list(takewhile(lambda block: self._was_stored(block, sizes), blocks))
         codes: dict[Part, Encoding] = {(None, block.key): self._code(block, sizes) for block in chain}
+        derived = {(None, block.key) for block in chain if block.mark}
         standing = []
         for depth, parts in anchors:
             if depth <= len(chain) and all((part.group, part.key) in sizes for part in parts):
                 codes |= {
                     (part.group, part.key): Encoding.of(sizes[part.group, part.key], part.exact) for part in parts
                 }
+                derived |= {(part.group, part.key) for part in parts if part.mark}
                 standing.append(LeftAnchor(depth, [(part.group, part.key, part.at) for part in parts]))
         if not chain or (self._needs_anchors and not standing):
             return None
         try:
-            return _left(written, offset, [block.key for block in chain], standing, codes)
+            return _left(written, offset, [block.key for block in chain], standing, codes, derived)
         except (KeyError, TypeError):
             return None
 
@@ -227,6 +229,7 @@ def _left(
     chain: Sequence[bytes],
     anchors: Sequence[LeftAnchor],
     codes: Mapping[Part, Encoding],
+    derived: Collection[Part],
 ) -> LeftSession:
     """Raises KeyError and TypeError for facts that are not those of `_facts`."""
     facts = written.facts
@@ -242,4 +245,5 @@ def _left(
         chain,
         anchors,
         codes,
+        derived,
     )

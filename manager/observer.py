@@ -3,6 +3,7 @@
 from collections.abc import Collection, Mapping, Sequence
 from typing import NamedTuple
 
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, MemoryShape, News
 from manthan.manager.work import Load, LoadResult, Name, SpillResult, Verdict
 
@@ -48,6 +49,12 @@ class Observer:
 
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         """Every rank has stored a block."""
+
+    def encodes(self, marks: Sequence[Mark]) -> None:
+        """Blocks of these marks are about to be encoded."""
+
+    def served_lossy(self, tokens: int) -> None:
+        """A request has ended; so many of its cached tokens were decoded, or computed behind decoded ones."""
 
     def not_spilled(self, causes: Collection[str]) -> None:
         """A block could not be stored."""

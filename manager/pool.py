@@ -3,7 +3,9 @@
 from collections.abc import Sequence
 from typing import Protocol, TypeVar
 
+from manthan.manager.sessions.marks import Mark, Marks
 from manthan.manager.sessions.pressure import FreeQueue
+from manthan.manager.sessions.session import BlockName
 
 B = TypeVar("B")
 
@@ -14,6 +16,12 @@ class Pool(FreeQueue, Protocol[B]):
 
     A free block still holds what its key says until it is taken, from the head of the queue.
     """
+
+    marks: Marks
+    """By block id; cleared when a block is taken."""
+
+    def mark(self, name: BlockName) -> Mark | None:
+        """Mark of the block that holds this; None if no block does."""
 
     def block_ids(self, blocks: Sequence[B]) -> Sequence[int]:
         """Their numbers in the paged cache."""

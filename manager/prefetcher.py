@@ -9,6 +9,7 @@ from typing import Generic, NamedTuple
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.pool import B, Pool
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.pressure import Runway
 from manthan.manager.sessions.session import Prefetch
 from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult, Name
@@ -219,18 +220,20 @@ class Prefetcher(Generic[B]):
             if (own, key) in failed or not self._manager.is_used(key):
                 return
             if (own, key) in ended.loading:
-                ended.blocks[key] = self._entered((own, key), block, depth)
+                ended.blocks[key] = self._entered((own, key), block, depth, ended.session.owner)
         for group, key, depth in ended.session.beside if not failed else ():
             name = group, key
             if name in ended.loading:
-                ended.beside[name] = self._entered(name, ended.beside[name], depth)
+                ended.beside[name] = self._entered(name, ended.beside[name], depth, ended.session.owner)
 
-    def _entered(self, name: Name, block: B, depth: int) -> B:
+    def _entered(self, name: Name, block: B, depth: int, owner: Owner) -> B:
         """The block that holds this now; it is referenced."""
         if (other := self._hold(name)) is not None:
             self._pool.give_back([block])
             return other
         group, key = name
+        mark = self._manager.stored_mark(key, None if group == self._group else group)
+        self._pool.marks.set(self._pool.block_ids([block]), mark, owner)
         self._pool.cache(block, key, depth, None if group == self._group else group)
         return block
 

@@ -5,6 +5,7 @@ from typing import NamedTuple, TypeAlias
 
 from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import Fidelity
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Encoding
 
 STORE_DOWN = "store_down"
@@ -63,6 +64,7 @@ class SpillBlock(NamedTuple):
     exact: int = 0
     codec: str = ""
     tenant: str = ""
+    mark: Mark = Mark.EXACT
 
 
 class SpillBlocks(NamedTuple):
@@ -74,16 +76,18 @@ class SpillBlocks(NamedTuple):
     first_tokens: Sequence[int]
     encodings: Sequence[Encoding]
     tenant: str
+    marks: Sequence[Mark]
 
     def one_by_one(self) -> Iterator[SpillBlock]:
-        columns = zip(self.keys, self.block_ids, self.first_tokens, self.encodings, strict=True)
-        for key, block_id, first_token, (_, exact, codec) in columns:
-            yield SpillBlock(key, self.group, block_id, first_token, exact, codec, self.tenant)
+        columns = zip(self.keys, self.block_ids, self.first_tokens, self.encodings, self.marks, strict=True)
+        for key, block_id, first_token, (_, exact, codec), mark in columns:
+            yield SpillBlock(key, self.group, block_id, first_token, exact, codec, self.tenant, mark)
 
     def only(self, at: int) -> "SpillBlocks":
         """The block at this place."""
-        keys, group, block_ids, first_tokens, encodings, tenant = self
-        return SpillBlocks([keys[at]], group, [block_ids[at]], [first_tokens[at]], [encodings[at]], tenant)
+        keys, group, block_ids, first_tokens, encodings, tenant, marks = self
+        first_token, encoding = first_tokens[at], encodings[at]
+        return SpillBlocks([keys[at]], group, [block_ids[at]], [first_token], [encoding], tenant, [marks[at]])
 
 
 class Load(NamedTuple):

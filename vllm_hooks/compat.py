@@ -9,8 +9,8 @@ import argparse
 import functools
 import queue
 import sys
-from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
 import msgspec
 from vllm.logger import init_logger
@@ -19,8 +19,10 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
+    resolve_block_hashes,
 )
 
+from manthan.manager.sessions.marks import Mark, Marks, Owner
 from manthan.manager.sessions.session import BlockName
 
 if TYPE_CHECKING:
@@ -413,6 +415,143 @@ class SleepMode:
                 core.step_fn()
 
 
+class Lookups(Protocol):
+    """Who asks for cached blocks, and what came of it; see `watch_lookups`."""
+
+    def asker(self, request: Any) -> Owner | None:
+        """Owner of the request's session; None if the request wants exact KV only."""
+
+    def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
+        """vLLM has found these blocks of each KV cache group for the request."""
+
+    def lossy_owner(self, request: Any) -> tuple[bool, Owner | None]:
+        """True if what the request computes is behind decoded blocks; and the owner of that."""
+
+
+def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
+    """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones.
+
+    vLLM offers connectors no say in its local prefix cache. 0.33's cap on the hit's length would not do either: another
+    block of the same hash may be exact.
+    """
+    from vllm.v1.core.kv_cache_manager import KVCacheManager
+
+    own: Any = pool
+    own.manthan_lookups = lookups
+    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
+        lookup = getattr(KVCacheManager, name, None)
+        if lookup is not None and not hasattr(lookup, "manthan"):
+            setattr(KVCacheManager, name, _asking(lookup))
+
+    get_cached, cache_full = pool.get_cached_block, pool.cache_full_blocks
+    own.manthan_asks = False
+
+    @functools.wraps(get_cached)
+    def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> "list[KVCacheBlock] | None":
+        if own.manthan_asks is False or not marks:
+            return get_cached(block_hash, kv_cache_group_ids)
+        served = []
+        for group in kv_cache_group_ids:
+            copies = _copies(pool, make_block_hash_with_group_id(block_hash, group))
+            one = next((block for block in copies if marks.serves(block.block_id, own.manthan_asks)), None)
+            if one is None:
+                return None
+            served.append(one)
+        return served
+
+    @functools.wraps(cache_full)
+    def cache_marked(
+        request: Any,
+        blocks: "list[KVCacheBlock]",
+        num_cached_blocks: int,
+        num_full_blocks: int,
+        block_size: int,
+        kv_cache_group_id: int,
+        block_mask: list[bool] | None = None,
+    ) -> None:
+        new = blocks[num_cached_blocks:num_full_blocks]
+        is_lossy, owner = lookups.lossy_owner(request)
+        if is_lossy:
+            marks.set((b.block_id for b in new if not b.is_null and not marks[b.block_id]), Mark.DERIVED, owner)
+        elif marks and new:  # an exact copy takes the hash from lossy ones
+            hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
+            lossy = set()
+            for at, block in enumerate(new):
+                if block.is_null or marks[block.block_id] or (block_mask is not None and not block_mask[at]):
+                    continue
+                name = make_block_hash_with_group_id(hashes[num_cached_blocks + at], kv_cache_group_id)
+                lossy |= {copy.block_id for copy in _copies(pool, name) if marks[copy.block_id]}
+            if lossy:
+                pool.evict_blocks(lossy)
+        cache_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
+
+    own.get_cached_block, own.cache_full_blocks = get_served, cache_marked
+
+
+def _asking(lookup: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(lookup)
+    def for_asker(self: Any, request: Any) -> Any:
+        lookups: Lookups | None = getattr(self.block_pool, "manthan_lookups", None)
+        if lookups is None:
+            return lookup(self, request)
+        before, self.block_pool.manthan_asks = self.block_pool.manthan_asks, lookups.asker(request)
+        try:
+            found = lookup(self, request)
+        finally:
+            self.block_pool.manthan_asks = before
+        lookups.found(request, found[0].get_block_ids())
+        return found
+
+    for_asker.manthan = True  # type: ignore[attr-defined]
+    return for_asker
+
+
+def _copies(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
+    """The cached blocks of a hash, the one that vLLM would take first."""
+    found = pool.cached_block_hash_to_block._cache.get(name)
+    if found is None:
+        return ()
+    return found.values() if isinstance(found, dict) else (found,)
+
+
+def keep_marks(pool: "BlockPool", marks: Marks) -> None:
+    """Clear a block's mark when it is allocated, and copy it with the block."""
+    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+
+    own: Any = pool
+    own.manthan_marks = marks
+    get_new, move = pool.get_new_blocks, pool.move_block_hashes
+
+    @functools.wraps(get_new)
+    def get_cleared(num_blocks: int) -> "list[KVCacheBlock]":
+        blocks = get_new(num_blocks)
+        marks.clear(block.block_id for block in blocks)
+        return blocks
+
+    @functools.wraps(move)
+    def move_marked(src_block: "KVCacheBlock", dst_block: "KVCacheBlock") -> None:
+        move(src_block, dst_block)
+        marks.copy(src_block.block_id, dst_block.block_id)
+
+    own.get_new_blocks, own.move_block_hashes = get_cleared, move_marked
+
+    manager: Any = SingleTypeKVCacheManager
+    if hasattr(manager._apply_cow, "manthan"):
+        return
+    apply_cow = manager._apply_cow
+
+    @functools.wraps(apply_cow)
+    def apply_marked(
+        self: Any, request_id: str, block_idx: int, source_block: "KVCacheBlock", cow_block: "KVCacheBlock"
+    ) -> None:
+        apply_cow(self, request_id, block_idx, source_block, cow_block)
+        if (kept := getattr(self.block_pool, "manthan_marks", None)) is not None:
+            kept.copy(source_block.block_id, cow_block.block_id)
+
+    apply_marked.manthan = True  # type: ignore[attr-defined]
+    manager._apply_cow = apply_marked
+
+
 class VllmPool:
     """vLLM's block pool as the driver sees it: the blocks of one KV cache group; others only where they are named.
 
@@ -429,6 +568,8 @@ class VllmPool:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
         self._hashes = pool.cached_block_hash_to_block
+        self.marks = Marks(pool.num_gpu_blocks)
+        keep_marks(pool, self.marks)
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -440,6 +581,14 @@ class VllmPool:
             else:
                 group, key = get_group_id(block.block_hash), get_block_hash(block.block_hash)
                 yield key if group == self._group else (group, key)
+
+    def mark(self, name: BlockName) -> Mark | None:
+        """Mark of the block that the prefix cache finds under this name; None if it finds none."""
+        group, key = (self._group, name) if isinstance(name, bytes) else name
+        found = self._pool.cached_block_hash_to_block.get_one_block(
+            make_block_hash_with_group_id(BlockHash(key), group)
+        )
+        return None if found is None else self.marks[found.block_id]
 
     def get(self, key: bytes) -> "KVCacheBlock | None":
         of_group = make_block_hash_with_group_id(BlockHash(key), self._group)

@@ -119,6 +119,7 @@ class Inquiries:
             "priority": info.priority,
             "expected_return": None if expected is None else self._time(expected),
             "tool": info.awaits,
+            "lossy_tokens": info.lossy_tokens,
         }
 
     def _time(self, seconds: float) -> float:

@@ -157,6 +157,6 @@ def fallback_shapes(
 
 
 def exact_counts(codec: CodecConfig, block_tokens: int) -> set[int]:
-    """How many of a block's first tokens may have to be kept exact: none, what is left of the sink, or all of them."""
-    whole = codec.window_tokens > 0 or codec.sink_tokens >= block_tokens
-    return {0, codec.sink_tokens % block_tokens, *([block_tokens] if whole else [])}
+    """Numbers of a block's first tokens that may have to be kept exact: none, what is left of the sink, or all of them,
+    in a head that sessions share."""
+    return {0, codec.sink_tokens % block_tokens, block_tokens}

@@ -18,6 +18,7 @@ from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
@@ -30,6 +31,7 @@ from manthan.vllm_hooks.compat import (
     press_on,
     salt_requests,
     tell_adapters_apart,
+    watch_lookups,
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
 from manthan.vllm_hooks.events import KvEvents
@@ -119,11 +121,17 @@ class SchedulerHalf:
             label=owner if shared else "",
             options=chosen.options,
             fast=fast_tiers(config.cold_store, self._shards.stored),
-            shares=Shares(config.quotas.pinned_share, config.quotas.default_share, config.quotas.tenants),
+            shares=Shares(
+                config.quotas.pinned_share,
+                config.quotas.default_share,
+                config.quotas.tenants,
+                config.quotas.shared_heads_share,
+            ),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
             is_shared=shared,
+            quality=config.codec.quality,
         )
         has_api = config.api.enabled
         lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
@@ -181,9 +189,21 @@ class SchedulerHalf:
             last_tokens=self.groups.last_tokens,
             weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
+        watch_lookups(pool, self.pool.marks, self)
         self._sweeper.start()
         if self._directory is not None:
             self._directory.start()
+
+    # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
+
+    def asker(self, request: "Request") -> Owner | None:
+        return self.manager.asker(request.request_id)
+
+    def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        self.driver.hits(request.request_id, block_ids)
+
+    def lossy_owner(self, request: "Request") -> tuple[bool, Owner | None]:
+        return self.driver.is_lossy(request.request_id), self.manager.owner(request.request_id)
 
     def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
         """What tells routers of what is cold, if that is wanted."""

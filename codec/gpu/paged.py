@@ -19,7 +19,7 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.turns import Turns
 from manthan.codec.rope import Rope
-from manthan.codec.wire import BlockHeader, block_nbytes, field_cause, heads, starts
+from manthan.codec.wire import MARK_AT, BlockHeader, block_nbytes, field_cause, heads, starts
 
 GOOD = 2**31 - 1
 """The status of a block with which nothing is wrong."""
@@ -215,8 +215,10 @@ class PagedCodec(ABC):
         first_tokens: Numbers,
         offsets: Numbers,
         nbytes: Numbers | None = None,
+        marks: Numbers = 0,
     ) -> Batch:
-        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary. All integers, [n].
+        """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary. marks: of their headers. All
+        integers, [n].
 
         Raises HeaderError for keys of different lengths, ShapeError for a size that no block of the form has.
         """
@@ -228,6 +230,7 @@ class PagedCodec(ABC):
             if unfit := form.unfit(numbers[2]):
                 raise ShapeError(f"no block of {exact} exact tokens has {unfit[0]} bytes: {form.nbytes} are the most.")
         headers = heads(form.header, form.sizes, keys, first_tokens)
+        headers[:, MARK_AT] = marks
         turns = self._place_turns.of(first_tokens).to(self.device, non_blocking=True)
         host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers)]))
         if self.device.type == "cuda":

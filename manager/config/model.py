@@ -12,6 +12,7 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, Confi
 from pydantic.fields import FieldInfo
 
 from manthan.manager.config.sentences import nearest
+from manthan.manager.sessions.hints import QUALITY, Quality
 
 
 class ConfigError(ValueError):
@@ -139,6 +140,7 @@ class CodecConfig(_Group):
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
+    quality: Quality = Field(default="any", description=QUALITY)
 
     @property
     def keeps_exact(self) -> bool:
@@ -314,6 +316,7 @@ class QuotasConfig(_Group):
         default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
     )
     isolate: bool = Field(default=True, description="true or false")
+    shared_heads_share: Share = Field(default=0.25, description=_COLD_SHARE)
 
 
 class PrefetchConfig(_Group):

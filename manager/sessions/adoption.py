@@ -1,12 +1,13 @@
 """Sessions that an earlier process left in a cold store that outlives it: they are as if they had gone cold here."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
 from typing import Any, NamedTuple
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import CodeState, Encoding, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
@@ -39,7 +40,8 @@ class LeftAnchor(NamedTuple):
 class LeftSession:
     """What an earlier process knew of a session. Times are seconds on the manager's clock.
 
-    history: values of HISTORY. codes: what the blocks of its chain and its anchors have in the store.
+    history: values of HISTORY. codes: what the blocks of its chain and its anchors have in the store. derived:
+    those of them that were computed behind decoded blocks.
     """
 
     session_id: str
@@ -52,6 +54,7 @@ class LeftSession:
     chain: Sequence[bytes]
     anchors: Sequence[LeftAnchor]
     codes: Mapping[Part, Encoding]
+    derived: Collection[Part] = ()
 
     def parts(self, length: int) -> list[Part]:
         """The blocks of so much of it, and of the anchors that it keeps."""
@@ -128,4 +131,5 @@ class Adoption:
         block = self._blocks.get(key, group)
         if block is not None and block.code is CodeState.NONE:
             self._blocks.store(block, left.codes[part], left.tenant)
+            block.mark = Mark.DERIVED if part in left.derived else Mark.EXACT
             self._blocks.mark_moved(block, self._table.fronts.all_moved)

@@ -9,7 +9,6 @@ from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.pruning import Pruning
-from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, SessionState
 from manthan.manager.sessions.table import SessionTable
 from manthan.policies import EvictionPolicy
@@ -25,6 +24,8 @@ class Shares(NamedTuple):
     pinned: float = 0.25
     tenant: float = 1.0
     tenants: Mapping[str, float] = {}
+    heads: float = 0.25
+    """Of heads that sessions share, which are kept exact."""
 
     def of_tenant(self, tenant: str) -> float:
         """The share of one tenant; who is nobody's tenant has no quota of its own."""
@@ -41,14 +42,13 @@ class ColdBudget:
         self,
         table: SessionTable,
         pruning: Pruning,
-        restores: Restores,
         exact: ExactTokens,
         elsewhere: Elsewhere,
         make_policy: Callable[[], EvictionPolicy],
         nbytes: int,
         shares: Shares,
     ) -> None:
-        self._table, self._blocks, self._pruning, self._restores = table, table.blocks, pruning, restores
+        self._table, self._blocks, self._pruning = table, table.blocks, pruning
         self._exact, self._elsewhere, self._make_policy = exact, elsewhere, make_policy
         self.total, self.shares = nbytes, shares
 
@@ -85,7 +85,6 @@ class ColdBudget:
         if self.shares.of_tenant(tenant) < 1:
             self._drop_until(lambda: wanted - self.left(tenant), session, tenant)
             wanted = max(0, min(wanted, self.left(tenant)))
-        self._drop_redundant(wanted)
         self._drop_until(lambda: wanted - self.free, session)
         fits = min(wanted, self.free)
         if sum(sizes) <= fits:
@@ -103,19 +102,9 @@ class ColdBudget:
                 break
             self._drop_tail(victim, short())
 
-    def _drop_redundant(self, wanted: int) -> None:
-        """Codes that a running request has read, and that nobody else needs, go before any cold session."""
-        if self.free >= wanted:
-            return
-        for session, blocks in self._restores.read_by_running():
-            while blocks and self.free < wanted and not session.pinned:
-                block = blocks.pop()
-                if block.users == 1 and block.running:
-                    self._pruning.drop([block], DropCause.BUDGET)
-                    self._table.touch(session)
-
     def _drop_tail(self, victim: Session, short: int) -> None:
-        """Drop codes from the victim's tail until so many bytes more are free; its hot blocks it keeps."""
+        """Drop codes from the victim's tail until so many bytes more are free. It keeps the blocks in the pool that the
+        model computed: they can be encoded again. Decoded ones go with their codes."""
         if victim.state is SessionState.COLD:
             length, freed, cold = len(victim.chain), 0, CodeState.COLD
             while length and freed < short and not victim.chain[length - 1].pins:
@@ -132,8 +121,13 @@ class ColdBudget:
             before = accumulate((block.encoding.nbytes for block in codes), initial=0)
             given = [block for block, freed in zip(codes, before, strict=False) if freed < short]
             left = short - sum(block.encoding.nbytes for block in given)
-            self._pruning.give(victim, given, DropCause.BUDGET)
+            length = min((b.depth for b in given if not self._pruning.is_computed(b)), default=len(victim.chain))
+            self._pruning.give(victim, [block for block in given if block.depth < length], DropCause.BUDGET)
             self._table.touch(victim)
+            if length < len(victim.chain):
+                self._pruning.cut(victim, length, DropCause.BUDGET)
+                if not victim.chain:
+                    return
             if len(given) == len(codes):
                 if left > 0:
                     self._pruning.leave_anchors(victim, DropCause.BUDGET)

@@ -6,6 +6,7 @@ from itertools import repeat
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
 from manthan.manager.sessions.exact import ExactTokens
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
@@ -20,6 +21,7 @@ from manthan.manager.sessions.session import (
     Session,
     SessionState,
 )
+from manthan.manager.sessions.shared_heads import SharedHeads
 from manthan.manager.sessions.table import SessionTable
 
 _NONE, _QUEUED, _SPILLING, _ = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
@@ -49,11 +51,15 @@ class Evictions:
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
         self._stale: set[Block] = set()  # being encoded since before a reset
+        self._heads = SharedHeads(table, budget, pruning, self.wanted)
 
     def anchor(self, session: Session, depth: int, parts: Beside) -> None:
         """Queue what other groups need to go on from behind so many blocks of the session's chain."""
         anchor = self._anchors.place(session, depth, parts)
         needed = [part for part in anchor.parts if part.code is CodeState.NONE]
+        if any(self._pruning.mark(part) is Mark.DECODED for part in needed):
+            self._anchors.leave(session, anchor, DropCause.ABANDONED)
+            return
         wanted = list(map(self.wanted, needed))
         if self._budget.make_room([encoding.nbytes for encoding in wanted], session) < len(needed):
             self._anchors.leave(session, anchor, DropCause.BUDGET)
@@ -74,7 +80,14 @@ class Evictions:
         session.evict_for = request_id
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is _NONE]
+        decoded = next((block for block in needed if self._pruning.mark(block) is Mark.DECODED), None)
+        if decoded is not None:  # its compressed copy is gone: it may not be encoded again
+            self._pruning.cut(session, decoded.depth, DropCause.ABANDONED)
+            if not session.chain:
+                return
+            needed = [block for block in session.chain if block.code is _NONE]
         wanted = self._wanted_of_chain(needed)
+        self._heads.add_to(needed, wanted)
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
@@ -82,6 +95,8 @@ class Evictions:
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if self._may_replace and is_hot:
             self._replace(session)
+            for block, encoding in self._heads.replacements(session):
+                self._orders.encode(block, encoding, block.tenant)
         self._wait(session)
         self._finish(session, now)
 

@@ -5,7 +5,7 @@ A field's description completes the sentence "HINT must be …".
 
 import reprlib
 from collections.abc import Mapping
-from typing import Annotated, Self
+from typing import Annotated, Literal, Self
 
 from pydantic import (
     AfterValidator,
@@ -51,6 +51,10 @@ _SECONDS = "a number of seconds above 0"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 
+Quality = Literal["exact", "any"]
+QUALITY = "exact or any"
+
+
 class Hints(BaseModel):
     """What a request says of its session. None, false or empty: nothing is said, and what was said before holds.
 
@@ -58,7 +62,8 @@ class Hints(BaseModel):
     priority: sessions of lower priority go before any of higher priority, under every policy; 0 where nobody said.
     release: drop it when this request ends. expect_return_s: the client will be back in about so many seconds. tool:
     when the tool of that name is done, of which is known how long it takes when sessions have waited for it.
-    prefetch: ids of sessions that are about to be used. tenant: who pays for the session.
+    prefetch: ids of sessions that are about to be used. tenant: who pays for the session. quality: "exact" if this
+    request takes only KV that was computed exactly, "any" if decoded KV will do.
     """
 
     model_config = ConfigDict(frozen=True, extra="forbid")
@@ -85,6 +90,8 @@ class Hints(BaseModel):
         max_length=LONGEST_NAME,
         description=f"a name of at most {LONGEST_NAME} printable characters",
     )
+
+    quality: Quality | None = Field(default=None, description=QUALITY)
 
     @model_validator(mode="after")
     def _check_release(self) -> Self:

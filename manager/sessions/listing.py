@@ -151,6 +151,7 @@ class Listing:
             tiers=[self._held(tier, blocks, sizes) for tier in range(len(self._table.fronts) + 1)],
             told_id=session.told_id,
             awaits=session.awaits,
+            lossy_tokens=session.lossy_tokens,
         )
 
     def _held(self, tier: int, blocks: Mapping[int, int], sizes: Mapping[int, int]) -> Held:

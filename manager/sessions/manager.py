@@ -6,7 +6,7 @@ driver`) calls the event methods from one thread and carries out, in this order,
 """
 
 import sys
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -21,8 +21,9 @@ from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.fast_tier import Fast
-from manthan.manager.sessions.hints import NO_HINTS, Hints
+from manthan.manager.sessions.hints import NO_HINTS, Hints, Quality
 from manthan.manager.sessions.listing import Listing
+from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.restorable import Restorable
@@ -131,6 +132,8 @@ class SessionMemoryManager:
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
     is_shared: whether other engines use the cold store as well; then `elsewhere` takes in what its directory says.
+    quality: of requests that do not say it.
+    mark: returns the mark of the block that the pool has under a name; None if it has none. Whoever binds a pool sets it.
     """
 
     def __init__(
@@ -148,8 +151,12 @@ class SessionMemoryManager:
         sink_tokens: int = 0,
         window_tokens: int = 0,
         is_shared: bool = False,
+        quality: Quality = "any",
+        mark: Callable[[BlockName], Mark | None] = lambda name: Mark.EXACT,
     ) -> None:
         make_policy = policy.family(options)
+        self._quality = quality
+        self.mark = mark
         self.idle_after_s, self._is_shared = idle_after_s, is_shared
         self.may_evict = True
         """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
@@ -163,14 +170,12 @@ class SessionMemoryManager:
         self._orders = Orders(self.blocks, shape.group)
         self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
         self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
-        self._pruning = Pruning(self.table, self._orders, exact, self._anchors)
+        self._pruning = Pruning(self.table, self._orders, exact, self._anchors, lambda name: self.mark(name))
         self.elsewhere = Elsewhere(self.table, self._pruning, self._anchors, self._running)
         if is_shared:
             self.elsewhere.listen()
         self._restores = Restores(self.table, self._pruning, self._anchors, self._running)
-        self.budget = ColdBudget(
-            self.table, self._pruning, self._restores, exact, self.elsewhere, make_policy, capacity_nbytes, shares
-        )
+        self.budget = ColdBudget(self.table, self._pruning, exact, self.elsewhere, make_policy, capacity_nbytes, shares)
         self._evictions = Evictions(
             self.table,
             self._orders,
@@ -253,6 +258,7 @@ class SessionMemoryManager:
         if left:  # nobody asks for the old answer any more
             self._pruning.cut(session, length, DropCause.ABANDONED)
         self._running[request_id] = session
+        self._restores.own[request_id] = self._own_blocks(session, keys, hints.quality or self._quality)
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             self._wishes.expect(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
@@ -267,16 +273,18 @@ class SessionMemoryManager:
         tokens: int | None = None,
         places: Sequence[Place] = (),
         found: int = 0,
+        lossy: int = 0,
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. found: of the prompt's, those that were hot or restored. beside: what other groups
+        tokens: of prompt and output. found: of the prompt's, those that were hot or restored. lossy: of those, the ones that
+        were decoded, or computed behind such. beside: what other groups
         need to go on from there, group, key and place in its group of each block. Returns what came of the request's
         hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
-        self._restores.request_ended(request_id)
+        self._restores.own.pop(request_id, None)
         if session is None:
             return None
         total = self._tokens(keys, tokens)
@@ -289,6 +297,7 @@ class SessionMemoryManager:
             session = home
         session.answer_tokens = max(0, total - session.tokens)
         session.tokens = max(session.tokens, total)
+        session.lossy_tokens = lossy
         if len(session.chain) == len(keys):
             self._anchor(session, places)  # before it may be pinned, which counts it
         self._orders.news.append(
@@ -307,7 +316,40 @@ class SessionMemoryManager:
             self._pruning.forget_session(session, DropCause.RELEASED)
         else:
             self._end_use(session, request_id, now)
-        return Outcome(session.told_id, session.pinned, refused)
+        return Outcome(session.told_id, session.pinned, refused, lossy)
+
+    def _own_blocks(self, session: Session, keys: Sequence[bytes], quality: Quality) -> int:
+        """Number of blocks at the beginning of a prompt that its session, or another of the same name, has."""
+        if quality == "exact":
+            return 0
+        if session.asked_id is None:
+            return common_prefix(session.chain, keys)
+        return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
+
+    def asker(self, request_id: str) -> Owner | None:
+        """Owner of a running request's session; None if the request wants exact KV only, or is not known."""
+        session = self._running.get(request_id)
+        if session is None or (self._hints.get(request_id, NO_HINTS).quality or self._quality) == "exact":
+            return None
+        return session.owner
+
+    def owner(self, request_id: str) -> Owner | None:
+        """Owner of a running request's session."""
+        session = self._running.get(request_id)
+        return None if session is None else session.owner
+
+    def stored_mark(self, key: bytes, group: int | None = None) -> Mark:
+        """Mark of a resident block after its compressed block is loaded into it."""
+        block = self.blocks.get(key, group)
+        if block is None or block.encoding.exact < self.shape.tokens_of(group):
+            return Mark.DECODED
+        return block.mark
+
+    def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
+        """A block of this mark is about to be encoded."""
+        block = self.blocks.get(key, group)
+        if block is not None:
+            block.mark = mark
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:
         wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]

@@ -1,22 +1,49 @@
 """How chains get shorter, and what goes with it: codes that nobody needs, evictions that wait for them, pins."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.exact import ExactTokens
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pins import Pins
-from manthan.manager.sessions.session import Block, CodeState, DropCause, News, NewsKind, Session, SessionState
+from manthan.manager.sessions.session import (
+    Block,
+    BlockName,
+    CodeState,
+    DropCause,
+    News,
+    NewsKind,
+    Session,
+    SessionState,
+)
 from manthan.manager.sessions.table import SessionTable
+
+_NONE, _COLD = CodeState.NONE, CodeState.COLD
 
 
 class Pruning:
     """Sessions keep a head of their chain that is hot or cold throughout; the rest goes. Cold ones keep no more than
     can be gone on from."""
 
-    def __init__(self, table: SessionTable, orders: Orders, exact: ExactTokens, anchors: Anchors) -> None:
-        self._table, self._orders, self._exact, self._anchors = table, orders, exact, anchors
+    def __init__(
+        self,
+        table: SessionTable,
+        orders: Orders,
+        exact: ExactTokens,
+        anchors: Anchors,
+        mark: Callable[[BlockName], Mark | None],
+    ) -> None:
+        self._table, self._orders, self._exact, self._anchors, self._mark = table, orders, exact, anchors, mark
         self.pinned = Pins()
+
+    def mark(self, block: Block) -> Mark | None:
+        """Mark of the copy in the pool; None if there is none."""
+        return self._mark(block.name)
+
+    def is_computed(self, block: Block) -> bool:
+        """True if the pool has a copy that the model computed."""
+        return self.mark(block) in (Mark.EXACT, Mark.DERIVED)
 
     def cut(self, session: Session, length: int, cause: DropCause) -> None:
         """Shorten a chain; codes, and in an eviction bf16 copies, that nobody needs any more go."""
@@ -53,8 +80,12 @@ class Pruning:
         if not session.chain:
             self.pinned.take(session)
             session.pinned, session.pinned_until = False, None
-        if session.state is SessionState.EVICTING:
-            self._orders.releases += [block.key for block in cut if not block.hot]
+        is_evicted = session.state is SessionState.EVICTING
+        self._orders.releases += [
+            block.key
+            for block in cut
+            if not block.hot and (is_evicted or (block.code is _COLD and self.mark(block) is Mark.DECODED))
+        ]
         self.drop([block for block in cut if not block.users], cause)
         return cut
 
@@ -68,16 +99,24 @@ class Pruning:
             self._orders.news.append(news)
 
     def bury(self, blocks: Iterable[Block]) -> None:
-        """Cold sessions end before the first of these blocks of a chain that is gone.
+        """Cold sessions end before the first of these blocks of a chain that is gone; idle ones before the first whose
+        only copy was decoded, which may not be encoded again.
 
         Sessions that are being evicted look for themselves when they are done.
         """
-        none = CodeState.NONE
-        gone = [block for block in blocks if block.code is none and block.users and not block.hot]
-        if gone:
-            for session in self._table.holders(gone[0]):
-                if session.state is SessionState.COLD:
-                    self._shorten(session, gone[0].depth, DropCause.ABANDONED)
+        lost = [block for block in blocks if block.code is _NONE and block.users]
+        gone = next((block for block in lost if not block.hot), None)
+        if gone is not None:
+            self._end_before(gone, SessionState.COLD)
+        decoded = next((block for block in lost if block.hot and self.mark(block) is Mark.DECODED), None)
+        if decoded is not None:
+            self._end_before(decoded, SessionState.IDLE)
+            self._orders.releases.append(decoded.key)
+
+    def _end_before(self, block: Block, state: SessionState) -> None:
+        for session in self._table.holders(block):
+            if session.state is state:
+                self._shorten(session, block.depth, DropCause.ABANDONED)
 
     def end_before_gone(self, session: Session) -> None:
         """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""

@@ -1,9 +1,11 @@
 """Codes that are being read for requests, and what becomes of those that could not be."""
 
-from collections.abc import Iterable, Iterator, Sequence
+import sys
+from collections.abc import Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.chains import common_prefix
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import Block, CodeState, DropCause, Session
 from manthan.manager.sessions.table import SessionTable
@@ -18,7 +20,9 @@ class Restores:
         self._anchors = anchors
         self.under_way: dict[str, list[Block]] = {}
         """By id of a request, or of a prefetch."""
-        self._read: dict[str, list[Block]] = {}  # by id of a running request
+        self.own: dict[str, int] = {}
+        """By request id, how many blocks of its prompt its own session, or another of the same name, has brought this
+        far; behind them a request takes only exact ones."""
 
     def match(self, keys: Sequence[bytes], request_id: str = "") -> int:
         """How many of these keys, from the first on without a gap, can be restored: those that are cold, or, where
@@ -27,10 +31,24 @@ class Restores:
         if self._has_codes:
             count = next((at for at, block in enumerate(blocks) if block.code is not cold), -1)
         count = len(blocks) if count < 0 else count
+        own = sys.maxsize
+        if blocks and request_id in self.own:
+            own = max(0, self.own[request_id] - blocks[0].depth)
+            if self._has_codes:
+                count = next((at for at in range(own, count) if not self.is_exact(blocks[at])), count)
         if not self._anchors.is_needed:
             return count
         ends = range(count, 0, -1)
-        return next((end for end in ends if (anchor := self._anchors.at(keys[end - 1])) and anchor.stands), 0)
+        return next((end for end in ends if self._stands(keys[end - 1], end <= own)), 0)
+
+    def _stands(self, key: bytes, is_own: bool) -> bool:
+        """True if a request can go on behind this block, from exact blocks where it is not its own."""
+        anchor = self._anchors.at(key)
+        return anchor is not None and anchor.stands and (is_own or all(map(self.is_exact, anchor.parts)))
+
+    def is_exact(self, block: Block) -> bool:
+        """True if the compressed block gives back, bit for bit, what was computed from exact blocks."""
+        return block.mark is Mark.EXACT and block.encoding.exact >= self._table.shape.tokens_of(block.group)
 
     def started(self, request_id: str, keys: Sequence[bytes]) -> None:
         blocks = self._run(keys, request_id) if self._has_codes else []
@@ -43,8 +61,6 @@ class Restores:
         """failed: blocks of the chain that could not be read. beside: those of other groups, by group and key."""
         blocks = self.under_way.pop(request_id, [])
         self._blocks.pin(blocks, -1)
-        if request_id in self._running:
-            self._read[request_id] = [block for block in blocks if block.group is None]
         names: set[tuple[int | None, bytes]] = {(None, key) for key in failed} | set(beside)
         unreadable = [block for block in blocks if (block.group, block.key) in names] if names else []
         self._pruning.drop(unreadable, DropCause.FAILED)
@@ -66,10 +82,3 @@ class Restores:
         own = session.chain[at : at + len(keys)]
         common = common_prefix(own, keys)
         return own if common == len(keys) else own[:common] + self._blocks.run(keys[common:])
-
-    def request_ended(self, request_id: str) -> None:
-        self._read.pop(request_id, None)
-
-    def read_by_running(self) -> Iterator[tuple[Session, list[Block]]]:
-        """Sessions with a running request, and the blocks that were read for it."""
-        return ((self._running[request_id], blocks) for request_id, blocks in self._read.items())

@@ -6,6 +6,8 @@ from enum import StrEnum, auto
 from functools import lru_cache
 from typing import NamedTuple, TypeAlias
 
+from manthan.manager.sessions.marks import Mark, Owner
+
 
 class SessionState(StrEnum):
     """HOT: a request runs. IDLE: bf16 in the pool, no request. EVICTING: being encoded. COLD: codes only."""
@@ -150,6 +152,8 @@ class Block:
     """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
     windows: int = 0
     """Sessions that have it among their last tokens, which are kept exact."""
+    mark: Mark = Mark.EXACT
+    """Of the copy that its compressed block was made of."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()
     """EVICTING sessions that wait for its codes, in order of arrival; mostly one, so that a dict is for more."""
 
@@ -274,6 +278,8 @@ class Session:
     added_tokens: int = 0
     answer_tokens: int = 0
     left_tokens: int = 0
+    lossy_tokens: int = 0
+    """Cached tokens of its last request that were decoded, or computed behind decoded ones."""
     tip: bytes = b""
     """The last key of its chain when it was used last: by it the session is known again when the chain was cut."""
 
@@ -296,6 +302,11 @@ class Session:
     def beside_nbytes(self) -> int:
         """Of the codes that these have, or are about to get."""
         return sum(part.encoding.nbytes for part in self.beside) if self.anchors else 0
+
+    @property
+    def owner(self) -> Owner:
+        """Tenant and name; branches of one named session have the same."""
+        return self.tenant, self.session_id if self.asked_id is None else f"={self.asked_id}"
 
     @property
     def told_id(self) -> str:
@@ -349,17 +360,20 @@ class SessionInfo(NamedTuple):
     tiers: Sequence[Held]
     told_id: str
     awaits: str = ""
+    lossy_tokens: int = 0
 
 
 class Outcome(NamedTuple):
     """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty.
 
-    session_id: as its tenant is told it.
+    session_id: as its tenant is told it. lossy_tokens: cached tokens of its prompt that were decoded, or computed behind
+    decoded ones.
     """
 
     session_id: str
     pinned: bool
     refused: str
+    lossy_tokens: int = 0
 
 
 class Prefetch(NamedTuple):
@@ -369,6 +383,7 @@ class Prefetch(NamedTuple):
     keys: Sequence[bytes]
     beside: Beside = ()
     tenant: str = ""
+    owner: Owner = ("", "")
 
 
 class Eviction(NamedTuple):

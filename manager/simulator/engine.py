@@ -124,7 +124,8 @@ class EngineReplay(Replay):
         while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
             request = self._waiting[0]
             keys = request.traced.keys[: self.usable(request.traced)]
-            hits, blocks = self._pool.hit(keys), self.asked(request.traced)
+            hits = self._pool.hit(keys, lambda block, name=request.name: self._driver.serves(name, block))
+            blocks = self.asked(request.traced)
             cold = self._driver.wanted(request.name, keys, len(hits), blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())
@@ -154,6 +155,7 @@ class EngineReplay(Replay):
     def _start(self, request: _Request, hits: list[int], cold: Sequence[bytes]) -> None:
         hot, keys = len(hits), request.traced.keys
         self._pool.touch(hits)
+        self._driver.hits(request.name, [hits])
         self._driver.admitted(request.name, keys, hot, self.usable(request.traced), taken=hot)
         request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
         self._promised += self._size(request.traced) - hot
@@ -228,6 +230,8 @@ class EngineReplay(Replay):
     def _key(self, request: _Request, length: int) -> None:
         """The first `length` blocks are full; those whose key is known can be found from now on."""
         keys = request.traced.keys[request.keyed : length]
+        if self._driver.is_lossy(request.name):
+            self._driver.derives(request.name, request.blocks[request.keyed : length])
         self._pool.cache_all(request.blocks[request.keyed : request.keyed + len(keys)], keys)
         request.keyed += len(keys)
 

@@ -1,9 +1,10 @@
 """vLLM's KV pool without the KV: which block holds what, who uses it, and which is overwritten next."""
 
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain, repeat
 
+from manthan.manager.sessions.marks import Mark, Marks
 from manthan.manager.sessions.session import BlockName
 
 
@@ -19,6 +20,7 @@ class SimulatedPool:
         """The head of the queue: free blocks that hold nothing, and are found by nobody. The last is taken first."""
         self._queue: OrderedDict[int, None] = OrderedDict()
         """The rest of it: those that have keys, the first to be taken first."""
+        self.marks = Marks(blocks)
         self._users = [0] * blocks
         self._key: list[bytes | None] = [None] * blocks
         self._cached: dict[bytes, int] = {}
@@ -43,13 +45,18 @@ class SimulatedPool:
         """The block with that key."""
         return self._cached.get(key)
 
-    def hit(self, keys: Iterable[bytes]) -> list[int]:
-        """The blocks of these keys up to the first that is not here."""
+    def mark(self, name: BlockName) -> Mark | None:
+        """Mark of the block that holds this; None if no block does."""
+        block = self._cached.get(name) if isinstance(name, bytes) else None
+        return None if block is None else self.marks[block]
+
+    def hit(self, keys: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True) -> list[int]:
+        """The blocks of these keys up to the first that is not here, or that may not be served to who asks."""
         blocks = []
         find = self._cached.get
         for key in keys:
             block = find(key)
-            if block is None:
+            if block is None or not serves(block):
                 break
             blocks.append(block)
         return blocks
@@ -87,6 +94,7 @@ class SimulatedPool:
             blocks.append(block)
         for block in blocks:
             self._users[block] = 1
+        self.marks.clear(blocks)
         return blocks
 
     def cache(self, block: int, key: bytes, depth: int = 0, group: int | None = None) -> None:
@@ -98,8 +106,14 @@ class SimulatedPool:
         key_of, enter = self._key, self._cached.setdefault
         for block, key in zip(blocks, keys, strict=True):
             key_of[block] = key
-            if enter(key, block) != block:
-                self._copies.setdefault(key, []).append(block)
+            if (first := enter(key, block)) == block:
+                continue
+            copies = self._copies.setdefault(key, [])
+            if self.marks[first] > self.marks[block]:  # the exact copy is the one that is found
+                self._cached[key] = block
+                copies.append(first)
+            else:
+                copies.append(block)
 
     def block_ids(self, blocks: Sequence[int]) -> Sequence[int]:
         """Their numbers: here these are the blocks themselves."""

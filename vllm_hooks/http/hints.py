@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 PARAMS = "kv_transfer_params"
-ANSWER = {"session_id", "pinned", "refused"}
+ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 """What a client is told of its hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """An action of vLLM's `kv_hints` whose payload are hints."""
@@ -212,8 +212,14 @@ def tenant_of(request: "Request") -> str:
 
 
 def answer_to(hints: Hints, outcome: "Outcome | None") -> dict[str, Any] | None:
-    """The kv_transfer_params of the response, which tell a client what came of its hints; None if it gave none."""
-    if outcome is None or not set(hints.given) - {"tenant"}:
+    """The kv_transfer_params of the response, which tell a client what came of its hints, and how many of its prompt's
+    cached tokens were lossy; None if it gave no hints, and none were."""
+    if outcome is None or not (set(hints.given) - {"tenant"} or outcome.lossy_tokens):
         return None
-    refused = outcome.refused or None
-    return {EXTRA_KEY: {"session_id": outcome.session_id, "pinned": outcome.pinned, "refused": refused}}
+    told = {
+        "session_id": outcome.session_id,
+        "pinned": outcome.pinned,
+        "refused": outcome.refused or None,
+        "lossy_tokens": outcome.lossy_tokens,
+    }
+    return {EXTRA_KEY: told}

@@ -23,7 +23,8 @@ class Part(BaseModel):
 class Session(BaseModel):
     """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: those
     that have some of the codes, by name, the fastest first. expected_return: as its client said, or as long as
-    its tool takes. tool: what it waits for, if that was said. engine: which data-parallel engine has it."""
+    its tool takes. tool: what it waits for, if that was said. engine: which data-parallel engine has it.
+    lossy_tokens: cached tokens of its last request that were decoded, or computed behind decoded ones."""
 
     id: str
     tenant: str
@@ -42,6 +43,7 @@ class Session(BaseModel):
     priority: int
     expected_return: float | None
     tool: str
+    lossy_tokens: int
     engine: int = 0
 
 

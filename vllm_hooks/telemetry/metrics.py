@@ -80,6 +80,15 @@ METRICS: dict[str, _Metric] = {
     "prefetched_blocks": _Metric(prometheus_client.Counter, "Blocks restored before their request came."),
     "prefetch_hits": _Metric(prometheus_client.Counter, "Prefetched sessions whose request found them hot."),
     "encoded_blocks": _Metric(prometheus_client.Counter, "Blocks encoded into the cold store, of all KV cache groups."),
+    "encodings": _Metric(
+        prometheus_client.Counter,
+        "Blocks handed to the encoder, by what they were: exact, derived (computed behind decoded blocks).",
+        "mark",
+        values=("exact", "derived", "decoded"),
+    ),
+    "lossy_tokens": _Metric(
+        prometheus_client.Counter, "Cached tokens of prompts that were decoded, or computed behind decoded ones."
+    ),
     "restored_blocks": _Metric(
         prometheus_client.Counter, "Blocks restored from the cold store, of all KV cache groups."
     ),

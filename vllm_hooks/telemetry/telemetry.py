@@ -7,6 +7,7 @@ from manthan.manager.lives import Lives
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
 from manthan.manager.work import SpillResult, Verdict
 from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
@@ -65,6 +66,13 @@ class Telemetry(Observer):
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         self._stats.count("encoded_blocks")
         self._stats.observe("encode_seconds", max(answer.seconds for answer in answers))
+
+    def encodes(self, marks: Sequence[Mark]) -> None:
+        self._stats.count_all("encodings", [mark.name.lower() for mark in marks])
+
+    def served_lossy(self, tokens: int) -> None:
+        if tokens:
+            self._stats.count("lossy_tokens", tokens)
 
     def not_spilled(self, causes: Collection[str]) -> None:
         self._stats.count_all("failures", causes)

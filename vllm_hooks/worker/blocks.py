@@ -253,7 +253,7 @@ def cause_of(found: str | None) -> str:
 
 def _encoded(format: BlockFormat, keys: Numbers, values: Numbers, spill: SpillBlock) -> Buffer:
     """Raises CodecError."""
-    return format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact)
+    return format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact, mark=spill.mark)
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

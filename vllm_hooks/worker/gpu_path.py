@@ -277,7 +277,8 @@ class GpuPath(WorkerPath):
         group, exact = spills[0].group, spills[0].exact
         keys, block_ids, first_tokens = zip(*((s.key, s.block_id, s.first_token) for s in spills), strict=True)
         with torch.cuda.stream(lane.stream):
-            batch = codec.batch(exact, keys, block_ids, first_tokens, [place[0].start for place in ours])
+            offsets, marks = [place[0].start for place in ours], [spill.mark for spill in spills]
+            batch = codec.batch(exact, keys, block_ids, first_tokens, offsets, marks=marks)
             codec.encode(batch, codes)
             if not in_place:  # how much of its room a block takes is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
@@ -306,7 +307,7 @@ class GpuPath(WorkerPath):
         """What was encoded is in its tier now."""
         tier, blocks = encoding.tier, list(zip(encoding.spills, encoding.places, statuses, sizes, strict=True))
         stored = {
-            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token)
+            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token, spill.mark)
             for spill, place, status, nbytes in blocks
             if status == GOOD
         }
@@ -359,7 +360,8 @@ class GpuPath(WorkerPath):
                 if not run.in_place:
                     offsets = lane.staging.starts(codec.form(exact).nbytes)[: len(sizes)]
                     _copy_run(run, codes, offsets)
-                batch = codec.batch(exact, part.keys[some], block_ids[some], run.first_tokens, offsets, sizes)
+                told = part.keys[some], block_ids[some], run.first_tokens
+                batch = codec.batch(exact, *told, offsets, sizes, run.marks)
                 codec.verify(batch, codes)
                 chunk = self._chunk(codec, batch, lane.stream, torch.from_numpy(sizes))
             restore.chunks.append(chunk)

@@ -79,8 +79,7 @@ class PagedBlocks(Blocks):
         encoded: list[Buffer | str] = ["encode"] * len(spills)
         runs = list(self._runs([self._kind(spill) for spill in spills]))
         for kind, some in runs:
-            keys, _, block_ids, first_tokens, *_ = zip(*(spills[n] for n in some), strict=True)
-            for n, made in zip(some, self._encode(kind, keys, block_ids, first_tokens), strict=True):
+            for n, made in zip(some, self._encode(kind, [spills[n] for n in some]), strict=True):
                 encoded[n] = made.copy() if len(runs) > 1 and not isinstance(made, str) else made
         return encoded
 
@@ -100,11 +99,11 @@ class PagedBlocks(Blocks):
         begun: list[tuple[slice, Callable[[], list[int]]]] = []
         at = 0
         while at < len(good) and not isinstance(found := self._alike(good[at:]), str):
-            kind, first_tokens, sizes = found
+            kind, first_tokens, sizes, marks = found
             for part in _fitting(sizes, intake.nbytes):
                 some = slice(at + part.start, at + part.stop)
                 told = keys[some], block_ids[some], first_tokens[part]
-                begun.append((some, self._decode(kind, *told, good[some], sizes[part], intake)))
+                begun.append((some, self._decode(kind, *told, good[some], sizes[part], marks[part], intake)))
             at += len(sizes)
         if at < len(good):
             cause = str(found)
@@ -124,13 +123,14 @@ class PagedBlocks(Blocks):
     def _kind(self, spill: SpillBlock) -> Kind:
         return Kind(self._codecs[self.formats.named(spill.codec)], spill.exact)
 
-    def _encode(
-        self, kind: Kind, keys: Sequence[bytes], block_ids: Sequence[int], first_tokens: Sequence[int]
-    ) -> Iterator[Buffer | str]:
+    def _encode(self, kind: Kind, spills: Sequence[SpillBlock]) -> Iterator[Buffer | str]:
         """Encode blocks of one form, as many as fit into the staging buffer."""
         codec, codes, host = kind.codec, self._buffers.staging.codes, self._buffers.host
-        places = [slice(start, start + size) for [(start, size)] in self._places(kind)[: len(keys)]]
-        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, [place.start for place in places])
+        places = [slice(start, start + size) for [(start, size)] in self._places(kind)[: len(spills)]]
+        told = zip(*((s.key, s.block_id, s.first_token, s.mark) for s in spills), strict=True)
+        keys, block_ids, first_tokens, marks = told
+        offsets = [place.start for place in places]
+        batch = codec.batch(kind.exact, keys, block_ids, first_tokens, offsets, marks=marks)
         codec.encode(batch, codes)
         host[: places[-1].stop].copy_(codes[: places[-1].stop], non_blocking=True)
         blocks = zip(places, batch.status.tolist(), batch.nbytes.tolist(), strict=True)  # waits
@@ -145,6 +145,7 @@ class PagedBlocks(Blocks):
         first_tokens: Sizes,
         bufs: Sequence[Buffer],
         sizes: Sizes,
+        marks: Sizes,
         intake: Intake,
     ) -> Callable[[], list[int]]:
         """Check and decode blocks of one form, as many as fit into a lane's buffer; what is returned waits for their
@@ -154,7 +155,7 @@ class PagedBlocks(Blocks):
         with lane.used():
             intake.copy(bufs, sizes, offsets, lane)
             numbers = first_tokens.tolist(), offsets.tolist(), sizes.tolist()
-            batch = codec.batch(kind.exact, keys, block_ids, *numbers)
+            batch = codec.batch(kind.exact, keys, block_ids, *numbers, marks)
             codec.verify(batch, lane.staging.codes)
             codec.decode(batch, lane.staging.codes)
             status = torch.empty(len(keys), dtype=torch.int32, pin_memory=codec.device.type == "cuda")
@@ -169,9 +170,9 @@ class PagedBlocks(Blocks):
 
         return statuses
 
-    def _alike(self, bufs: Sequence[Buffer]) -> tuple[Kind, Sizes, Sizes] | str:
+    def _alike(self, bufs: Sequence[Buffer]) -> tuple[Kind, Sizes, Sizes, Sizes] | str:
         """The first of these blocks and those behind it that are of its kind: the places of their first tokens in
-        their chains, and their sizes, int64 [n]. It is what they say, and compared with the rest of them later; or the
+        their chains, their sizes, and their marks, int64 [n]. It is what they say, and compared with the rest of them later; or the
         cause why the first cannot be right."""
         kind = self._look_into(bufs[0])
         if isinstance(kind, str):
@@ -188,7 +189,7 @@ class PagedBlocks(Blocks):
         are_alike &= places <= wire.PLACE_MAX
         are_alike &= _fit(kind.codec.form(kind.exact), sizes[: len(some)])
         n = len(some) if are_alike.all() else max(1, int(are_alike.argmin()))
-        return kind, places[:n].astype(np.int64), sizes[:n]
+        return kind, places[:n].astype(np.int64), sizes[:n], heads[:n, wire.MARK_AT].astype(np.int64)
 
     def _look_into(self, buf: Buffer) -> Kind | str:
         """What kind of encoded block it is, or why it cannot be one."""

@@ -17,9 +17,9 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block key."""
 Numbers = npt.NDArray[np.int64]
-START, NBYTES, EXACT, FIRST_TOKEN, PIECES, GROUP = range(6)
+START, NBYTES, EXACT, FIRST_TOKEN, MARK, PIECES, GROUP = range(7)
 """Rows of a tier's table: as in `Stored`; in how many extents a block lies; its group, -1 in columns of no block."""
-FIELDS = 6
+FIELDS = 7
 LEAST_ROW = 16
 """Blocks in a row that are worth looking for at once."""
 
@@ -27,21 +27,22 @@ LEAST_ROW = 16
 class Stored(NamedTuple):
     """An encoded block in a tier.
 
-    extents: where it is; in several only where no hole was large enough. exact, first_token: as in the order to spill
-    it; its header is checked against them.
+    extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the order to
+    spill it; its header is checked against them.
     """
 
     extents: tuple[Extent, ...]
     nbytes: int
     exact: int
     first_token: int
+    mark: int = 0
 
 
 class Run(NamedTuple):
     """Stored blocks that are worked on together, as many first tokens of each kept exact.
 
-    in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens: int64 [n], where in the
-    tier's codes each begins, its size, and its place in the chain. pieces: the extents of those that lie in several, by
+    in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens, marks: int64 [n], where in
+    the tier's codes each begins, its size, its place in the chain, and its mark. pieces: the extents of those that lie in several, by
     their place in the run.
     """
 
@@ -51,13 +52,14 @@ class Run(NamedTuple):
     starts: Numbers
     nbytes: Numbers
     first_tokens: Numbers
+    marks: Numbers
     pieces: Mapping[int, tuple[Extent, ...]]
 
     def part(self, start: int, end: int) -> "Run":
         """The blocks from one place to another."""
         some = slice(start, end)
         pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
-        arrays = self.starts[some], self.nbytes[some], self.first_tokens[some]
+        arrays = self.starts[some], self.nbytes[some], self.first_tokens[some], self.marks[some]
         return Run(self.tier, self.in_place, self.exact, *arrays, pieces)
 
     @property
@@ -127,15 +129,15 @@ class Tier:
         """All that there are, the one that was not used for longest first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
-        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : FIRST_TOKEN + 1]) for (name, at), row in known}
+        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : MARK + 1]) for (name, at), row in known}
 
     def stored(self, name: Name) -> Stored | None:
         """What is known of a block."""
         column = self._columns.get(name)
         if column is None:
             return None
-        start, nbytes, exact, first_token, *_ = self._table[:, column].tolist()
-        return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token)
+        start, nbytes, exact, first_token, mark, *_ = self._table[:, column].tolist()
+        return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token, mark)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
         """Blocks that are not here yet are in the extents that were allocated for them.
@@ -143,13 +145,13 @@ class Tier:
         What was allocated beyond a block's bytes is free again.
         """
         columns, rows = self._take_columns(len(blocks)), []
-        for column, (name, (extents, nbytes, exact, first_token)) in zip(columns, blocks.items(), strict=True):
+        for column, (name, (extents, nbytes, exact, first_token, mark)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
                 extents = self.arena.shrink(extents, nbytes)
             if len(extents) > 1:
                 self._pieces[column] = extents
-            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, len(extents), name[0]))
+            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, mark, len(extents), name[0]))
             self._columns[name] = column
         if rows:
             self._table[:, columns] = np.array(rows, np.int64).T
@@ -169,7 +171,7 @@ class Tier:
         found = found[:, :count]
         several = (found[PIECES] > 1).nonzero()[0].tolist() if self._pieces else ()
         pieces = {at: self._pieces[int(there[at])] for at in several}
-        arrays = found[START], found[NBYTES], found[FIRST_TOKEN]
+        arrays = found[START], found[NBYTES], found[FIRST_TOKEN], found[MARK]
         return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces)
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:

@@ -21,7 +21,7 @@ from manthan.manager.stores.sealed import NoKeyError, Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 2
+SCHEMA = 3
 """Its version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
@@ -41,17 +41,18 @@ PARTS = ("facts", "chain", "notes")
 """Of a row, each sealed by itself."""
 _COUNTS = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
-_BLOCK = struct.Struct("<HHII")
+_BLOCK = struct.Struct("<HHIIB")
 
 
 class JournalBlock(NamedTuple):
     """One block of a chain, or of an anchor: its key, its KV cache group, its place among the blocks of that, and how
-    many of its tokens are exact."""
+    many of its tokens are exact. mark: see `manthan.manager.sessions.marks`."""
 
     key: bytes
     group: int
     at: int
     exact: int
+    mark: int = 0
 
 
 class JournalAnchor(NamedTuple):
@@ -250,7 +251,7 @@ def _pack(chain: JournalChain) -> bytes:
 
 
 def _pack_block(block: JournalBlock) -> bytes:
-    return _BLOCK.pack(len(block.key), block.group, block.at, block.exact) + block.key
+    return _BLOCK.pack(len(block.key), block.group, block.at, block.exact, block.mark) + block.key
 
 
 def _pack_notes(notes: Iterable[bytes]) -> bytes:
@@ -293,10 +294,10 @@ class _Reader:
         return tuple(self._block() for _ in range(count))
 
     def _block(self) -> JournalBlock:
-        length, group, at, exact = _BLOCK.unpack_from(self._data, self._at)
+        length, group, at, exact, mark = _BLOCK.unpack_from(self._data, self._at)
         end = self._at + _BLOCK.size + length
         key = self._data[end - length : end]
         if len(key) < length:
             raise ValueError("the chain ends within a key.")
         self._at = end
-        return JournalBlock(key, group, at, exact)
+        return JournalBlock(key, group, at, exact, mark)
