@@ -245,6 +245,8 @@ def _front(data: Codes) -> Front:
             f"a header of {front.head_nbytes} bytes with {front.sections} sections and a key of {front.key_len} bytes "
             "cannot be."
         )
+    if front.mark > 1:
+        raise SizeError(f"a block cannot have mark {front.mark}: 0 and 1 are all there are.")
     if front.first_token > PLACE_MAX:
         raise SizeError(f"a block cannot begin at token {front.first_token} of its chain.")
     return front

@@ -15,7 +15,8 @@ from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
-from manthan.manager.sessions.session import CodeState, DropCause, MemoryShape, Place
+from manthan.manager.sessions.marks import Mark, Marks, Owner
+from manthan.manager.sessions.session import BlockName, CodeState, DropCause, MemoryShape, Place
 from manthan.manager.stores.arena import room
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.manager.work import on_each
@@ -63,6 +64,9 @@ class Pool:
 
     def __init__(self, blocks: int) -> None:
         self.content: dict[int, bytes] = {}
+        self.generation: Counter[int] = Counter()
+        """By block, how often a lossy codec has been over its KV: kept apart from `marks`, to check them by."""
+        self.marks = Marks(blocks)
         self.refs: Counter[int] = Counter()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
         self.cached: dict[bytes, int] = {}
@@ -81,7 +85,13 @@ class Pool:
     def allocate(self) -> int:
         block = next(iter(self.free))
         self.uncache(block)
+        self.marks.clear([block])
+        self.generation[block] = 0
         return self.touch(block)
+
+    def serves(self, key: bytes, owner: Owner | None) -> bool:
+        block = self.cached.get(key)
+        return block is not None and self.marks.serves(block, owner)
 
     def uncache(self, block: int) -> None:
         self.cached = {key: other for key, other in self.cached.items() if other != block}
@@ -103,6 +113,9 @@ class Request:
     """How many of the keys are asked; the rest is the answer."""
     blocks: list[int] = field(default_factory=list)
     restore: "Restore | None" = None
+    owner: Owner | None = None
+    is_lossy: bool = False
+    """True if what it computes is behind decoded blocks."""
     had: int = 0
     """How many of its blocks were hot when it was admitted, or were restored."""
 
@@ -175,6 +188,7 @@ class World:
             sink_tokens=SINK_TOKENS if exact else 0,
             window_tokens=WINDOW_TOKENS if exact else 0,
             is_shared=shared,
+            mark=self.mark,
         )
         self.weigh = on_each(ranks)
         self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
@@ -213,14 +227,16 @@ class World:
 
     def admit(self, request: Request) -> None:
         """Give a waiting request its blocks: those still hot, those to be restored, and empty ones."""
-        hot = self.hot(request.keys[: request.prompt])
+        hot = self.hot(request.keys[: request.prompt], self.manager.asker(request.request_id))
         held = [self.pool.touch(self.pool.cached[key]) for key in request.keys[:hot]]
         if len(request.keys) - hot > len(self.pool.free):
             self.pool.give_back(held)
             return
-        cold = self.manager.match(request.keys[hot : request.prompt])
+        cold = self.manager.match(request.keys[hot : request.prompt], request.request_id)
         request.blocks = held + [self.pool.allocate() for _ in request.keys[hot:]]
         request.had = hot + cold
+        request.owner = self.manager.owner(request.request_id)
+        request.is_lossy = any(self.pool.marks[block] for block in held)
         if cold:
             end = hot + cold
             keys = request.keys[hot:end]
@@ -229,33 +245,54 @@ class World:
             assert all(self.stored_everywhere(key, group) for group, key in beside), "no anchor stands there"
             request.restore = Restore(request, keys, request.blocks[hot:end], beside)
             self.manager.restore_started(request.request_id, keys)
+            for key, block in zip(keys, request.blocks[hot:end], strict=True):
+                self.pool.marks.set([block], self.manager.stored_mark(key), request.owner)
+                stored = self.manager.blocks.get(key)
+                self.pool.generation[block] = stored is None or stored.encoding.exact < 16
+            request.is_lossy |= any(self.pool.marks[block] for block in request.blocks[hot:end])
             self.restores.append(request.restore)
         else:
             self.compute(request, request.prompt)
 
-    def hot(self, keys: Sequence[bytes]) -> int:
-        """How many of these are in the pool, with all that other groups need behind them."""
-        hot = next((at for at, key in enumerate(keys) if key not in self.pool.cached), len(keys))
-        while any(name_of(group, key) not in self.beside_pool.cached for group, key, _ in self.needed(keys[:hot])):
+    def hot(self, keys: Sequence[bytes], owner: Owner | None) -> int:
+        """How many of these are in the pool for this owner, with all that other groups need behind them."""
+        hot = next((at for at, key in enumerate(keys) if not self.pool.serves(key, owner)), len(keys))
+        while not all(self.beside_pool.serves(name_of(g, key), owner) for g, key, _ in self.needed(keys[:hot])):
             hot -= 1
         return hot
 
+    def mark(self, name: BlockName) -> Mark | None:
+        """Mark of the block that the pool finds under a name."""
+        if isinstance(name, bytes):
+            pool, block = self.pool, self.pool.cached.get(name)
+        else:
+            pool, block = self.beside_pool, self.beside_pool.cached.get(name_of(*name))
+        return None if block is None else pool.marks[block]
+
     def compute(self, request: Request, end: int) -> None:
         """The first `end` blocks hold their KV now: hot ones have, the others are computed."""
-        for key, block in zip(request.keys[:end], request.blocks[:end], strict=True):
-            if self.pool.cached.setdefault(key, block) == block:
+        marks = self.pool.marks
+        for at, (key, block) in enumerate(zip(request.keys[:end], request.blocks[:end], strict=True)):
+            if at >= request.had and request.is_lossy:
+                marks.set([block], Mark.DERIVED, request.owner)
+            first = self.pool.cached.setdefault(key, block)
+            if first != block and marks[first] and not marks[block]:  # the exact copy takes the hash
+                self.pool.cached[key] = first = block
+            if first == block:
                 self.pool.content[block] = self.content(key)
         for key in request.keys[request.had : end]:
             for group in self.beside:
-                self.cache_beside(group, key)
+                self.cache_beside(group, key, Mark.DERIVED if request.is_lossy else Mark.EXACT, request.owner)
         request.had = max(request.had, end)
 
-    def cache_beside(self, group: int, key: bytes) -> None:
+    def cache_beside(self, group: int, key: bytes, mark: Mark, owner: Owner | None) -> None:
         """A block of another group is in the pool from now on, until others take it: nobody holds it."""
         pool, name = self.beside_pool, name_of(group, key)
         if name not in pool.cached and pool.free:
             block = pool.allocate()
             pool.cached[name], pool.content[block] = block, self.content(key, group)
+            pool.marks.set([block], mark, owner)
+            pool.generation[block] = mark is Mark.DECODED
             pool.give_back([block])
 
     def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
@@ -279,7 +316,7 @@ class World:
             self.preempt(restore.request)
         else:
             for group, key in restore.beside:
-                self.cache_beside(group, key)
+                self.cache_beside(group, key, self.manager.stored_mark(key, group), restore.request.owner)
             restore.request.restore = None
             self.compute(restore.request, restore.request.prompt)
 
@@ -362,6 +399,9 @@ class World:
                 self.manager.lost(order.key, self.now, order.group)
                 self.seen["lost beside" if order.group else "lost"] += 1
             else:
+                assert not pool.generation[block], f"decoded KV of {order.key!r} is to be encoded again"
+                self.manager.encodes(order.key, order.group, pool.marks[block])
+                self.seen[f"encoded {pool.marks[block].name.lower()}"] += 1
                 self.held.append(Spill(order, pool.touch(block), set(range(len(self.stores)))))
 
     def pool_of(self, group: int | None) -> Pool:

@@ -133,18 +133,6 @@ def test_a_request_that_waits_for_its_restore_keeps_its_codes() -> None:
     assert engine.manager.match(chain("a b c")) == 2
 
 
-def test_codes_that_a_running_request_has_read_go_before_a_cold_session() -> None:
-    engine = Engine(capacity=4)
-    for text in ("a b", "c d"):
-        engine.talk(text)
-        engine.evict()
-    restore(engine, "c d")
-    engine.talk("x")
-    engine.evict()
-    assert dropped(engine) == ["d"]
-    assert engine.cold() == {"a", "b", "c", "x"}
-
-
 def test_codes_read_by_a_fork_are_not_taken_from_the_middle_of_a_cold_session() -> None:
     engine = Engine(capacity=3)
     engine.talk("sys a b")

@@ -17,7 +17,7 @@ from manthan.manager.sessions.hints import (
     parse_hints,
 )
 
-NAMES = "expect_return_s, pin, prefetch, priority, release, tenant, tool, ttl_s"
+NAMES = "expect_return_s, pin, prefetch, priority, quality, release, tenant, tool, ttl_s"
 
 
 def refusal(value: object) -> str:

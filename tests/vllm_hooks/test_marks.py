@@ -1,0 +1,197 @@
+"""Marks on real servers: decoded KV is encoded never again, and strangers are served exact KV only."""
+
+import json
+import random
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import httpx
+import numpy as np
+import pytest
+from vllm_engine import BLOCK, MODEL, NAMES
+from warm_server import warm_server
+
+from manthan.benchmarks.server import VllmServer
+
+HELD = np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16).tolist()
+HEAD = HELD[: 40 * BLOCK]
+STRANGERS = 10
+FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096"]
+
+
+def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, **config: Any) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp(name)
+    (folder / "manthan.yaml").write_text(json.dumps({"idle_after_s": 0.3, "sweep_interval_s": 0.1, **config}))
+    with warm_server(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
+        server.wait_until_ready(300)
+        yield server
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    yield from manthan(tmp_path_factory, "roomy", codec={"name": "wht-5x", "guard": False})
+
+
+@pytest.fixture(scope="module")
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    with warm_server(MODEL, FLAGS, tmp_path_factory.mktemp("plain") / "log") as server:
+        server.wait_until_ready(300)
+        yield server
+
+
+class Said(dict[str, Any]):
+    """A completion's first token and its logprobs, cached tokens, and what the client was told besides."""
+
+
+def ask(server: VllmServer, prompt: list[int] | str, session: str | None = None, **fields: Any) -> Said:
+    body = {"model": MODEL, "prompt": prompt, "temperature": 0, "max_tokens": 1, "logprobs": 5, **fields}
+    if session is not None:
+        body["session_id"] = session
+    reply = httpx.post(f"{server.url}/v1/completions", json=body, timeout=120)
+    assert reply.status_code == 200, reply.text
+    said = reply.json()
+    choice, details = said["choices"][0], said["usage"]["prompt_tokens_details"] or {}
+    return Said(
+        text=choice["text"],
+        logprobs=choice["logprobs"]["top_logprobs"],
+        cached=details.get("cached_tokens") or 0,
+        told=(said["kv_transfer_params"] or {}).get("manthan"),
+    )
+
+
+def let_go_cold(server: VllmServer, session: str) -> None:
+    def is_cold() -> bool:
+        reply = httpx.get(f"{server.url}/manthan/sessions/{session}")
+        return reply.status_code == 200 and reply.json()["state"] == "cold"
+
+    server.wait_for(is_cold, 60, f"let {session} go cold")
+
+
+def bring_back(server: VllmServer, head: list[int], session: str) -> Said:
+    ask(server, [*head, *HELD[5000:5024]], session)
+    let_go_cold(server, session)
+    return ask(server, [*head, *HELD[5100:5124]], session)
+
+
+def test_strangers_are_served_exact_kv(server: VllmServer, plain: VllmServer) -> None:
+    back = bring_back(server, HEAD, "alice")
+    assert back["cached"] == len(HEAD)
+    assert back["told"]["lossy_tokens"] == len(HEAD)
+    tails = [HELD[30000 + 50 * n : 30024 + 50 * n] for n in range(STRANGERS)]
+    served = [ask(server, [*HEAD, *tail], f"bob{n}") for n, tail in enumerate(tails)]
+    cached = [said["cached"] for said in served]
+    assert cached == [0] + [len(HEAD)] * (STRANGERS - 1)  # the first one's exact copy serves the others
+    expected = [ask(plain, [*HEAD, *tail]) for tail in tails]
+    assert [said["cached"] for said in expected] == cached
+    assert [said["logprobs"] for said in served] == [said["logprobs"] for said in expected]
+    assert not any(said["told"] for said in served)
+
+
+def test_a_session_and_its_branches_share_what_its_return_decoded(server: VllmServer) -> None:
+    head = HELD[8000 : 8000 + 20 * BLOCK]
+    bring_back(server, head, "carol")
+    branch = ask(server, [*head, *HELD[5200:5224]], "carol")
+    assert branch["cached"] == len(head)
+    assert branch["told"]["lossy_tokens"] == len(head)
+
+
+def test_exact_kv_for_a_request_that_asks_for_it(server: VllmServer, plain: VllmServer) -> None:
+    head = HELD[12000 : 12000 + 20 * BLOCK]
+    bring_back(server, head, "dave")
+    prompt = [*head, *HELD[5300:5324]]
+    exact = ask(server, prompt, "dave", kv_transfer_params={"manthan": {"quality": "exact"}})
+    assert exact["cached"] == 0
+    assert exact["told"]["lossy_tokens"] == 0
+    assert exact["logprobs"] == ask(plain, prompt)["logprobs"]
+    again = ask(server, [*head, *HELD[5400:5424]], "dave")  # the exact copy has taken the hash
+    assert again["cached"] == len(head)
+    assert not again["told"]
+    session = httpx.get(f"{server.url}/manthan/sessions/dave").json()
+    assert session["lossy_tokens"] == 0
+
+
+def test_what_is_computed_behind_decoded_kv_is_not_exact_either(server: VllmServer) -> None:
+    head = HELD[16000 : 16000 + 20 * BLOCK]
+    bring_back(server, head, "erin")
+    prompt = [*head, *HELD[16640 : 16640 + 10 * BLOCK], 5]
+    ask(server, prompt, "erin")  # ten blocks behind the twenty that were decoded
+    assert ask(server, prompt, "frank")["cached"] == 0
+    lossy = server.metrics()["vllm:manthan_lossy_tokens_total"]
+    assert lossy >= 2 * len(head)
+
+
+def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain: VllmServer) -> None:
+    head = HELD[20000 : 20000 + 20 * BLOCK]
+    for name in ("grace", "heidi"):
+        ask(server, [*head, *HELD[21000:21024]], name)
+    for name in ("grace", "heidi"):
+        let_go_cold(server, name)
+    tail = HELD[21100:21124]
+    stranger = ask(server, [*head, *tail], "ivan")
+    assert stranger["cached"] == len(head)
+    assert not stranger["told"]
+    ask(plain, [*head, *HELD[21000:21024]])
+    expected = ask(plain, [*head, *tail])
+    assert expected["cached"] == len(head)
+    assert stranger["logprobs"] == expected["logprobs"]
+
+
+def test_an_unknown_quality_is_refused_in_one_sentence(server: VllmServer) -> None:
+    body = {"model": MODEL, "prompt": "hello", "kv_transfer_params": {"manthan": {"quality": "best"}}}
+    reply = httpx.post(f"{server.url}/v1/completions", json=body)
+    assert reply.status_code == 400
+    sentence = "kv_transfer_params.manthan.quality must be exact or any, not 'best'"
+    assert reply.json()["error"]["message"].startswith(sentence)
+
+
+# -- two chats that take turns, and a cold store that holds 1.7 of them -------------------------------
+
+
+class Chat:
+    """A table of 64 lines `name = value`, then prose; it grows by a few lines."""
+
+    def __init__(self, seed: int) -> None:
+        chance = random.Random(seed)
+        self.table = {name: chance.randrange(1000, 10000) for name in chance.sample(NAMES, 64)}
+        self.head = "".join(f"{name} = {value}\n" for name, value in self.table.items())
+        self.prose = HELD[seed * 7000 : seed * 7000 + 1380]
+        self.said = ""
+
+
+def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
+    """True for each turn with a right answer; and how many blocks vLLM has computed."""
+    tokenize = lambda text: httpx.post(f"{server.url}/tokenize", json={"model": MODEL, "prompt": text}).json()["tokens"]  # noqa: E731
+    chance, right, computed = random.Random(7), [], 0
+    chats = [("alice", Chat(0)), ("bob", Chat(1))]
+    heads = {name: [*tokenize(chat.head), *chat.prose] for name, chat in chats}
+    for turn in range(turns):
+        name, chat = chats[turn % 2]
+        key = chance.choice(list(chat.table))
+        prompt = [*heads[name], *tokenize(f"{chat.said}\nassert {key} == ")[1:]]
+        said = ask(server, prompt, name, max_tokens=4, ignore_eos=True)
+        computed += -(-(len(prompt) - said["cached"]) // BLOCK)
+        right.append(said["text"][:4] == str(chat.table[key]))
+        if len(chat.said) < 600:
+            chat.said += f"\nassert {key} == {chat.table[key]}"
+        time.sleep(0.5)
+    return right, computed
+
+
+@pytest.fixture
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "cold_store": {"max_bytes": "2600KiB"}}
+    yield from manthan(tmp_path_factory, "narrow", **config)
+
+
+def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
+    _, computed = take_turns(narrow, 8)
+    metrics = narrow.metrics()
+    assert 0 < metrics["vllm:manthan_encoded_blocks_total"] <= computed
+
+
+@pytest.mark.slow
+def test_answers_are_as_right_after_150_turns_as_in_the_first(narrow: VllmServer) -> None:
+    right, _ = take_turns(narrow, 150)
+    assert sum(right[-20:]) >= sum(right[:20]), f"right by twenties: {[sum(right[n : n + 20]) for n in range(0, 150, 20)]}"
