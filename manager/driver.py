@@ -187,7 +187,7 @@ class Driver(Generic[B]):
         self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
-        """The pool has these blocks of a request's prompt, by KV cache group; what is behind them is not cached there."""
+        """The pool has these blocks of a request's prompt, by KV cache group, and serves them to it."""
         marks = self._pool.marks
         lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in of_group) for of_group in block_ids]
         if any(lossy):
@@ -459,9 +459,24 @@ class Driver(Generic[B]):
         )
         shape, request_id = self.manager.shape, restore.load.request_id
         restored = Restored.of(restore.session_id, shape, restore.load, restore.answers, failed)
+        if failed:
+            self._computed_instead(restore.load, restored.good)
         if request_id in self._found:
             self._found[request_id] += restored.good
         self._observer.restored(restored)
+
+    def _computed_instead(self, load: Load, good: int) -> None:
+        """The model computes what a load did not bring, all but the first `good` blocks of the chain."""
+        marks, lossy = self._pool.marks, 0
+        for group, _, block_ids in load.parts:
+            lost = block_ids[good:] if group == self._main_group else block_ids
+            lossy += sum(marks[block_id] is not Mark.EXACT for block_id in lost) if group == self._main_group else 0
+            marks.clear(lost)
+        left = self._lossy.get(load.request_id, 0) - lossy * self.manager.shape.block_tokens
+        if left > 0:
+            self._lossy[load.request_id] = left
+        else:
+            self._lossy.pop(load.request_id, None)
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         self._let_go(name)

@@ -180,7 +180,7 @@ class JournalLink:
         blocks, anchors = written.chain or GONE
         chain = list(takewhile(lambda block: self._was_stored(block, sizes), blocks))
         codes: dict[Part, Encoding] = {(None, block.key): self._code(block, sizes) for block in chain}
-        derived = {(None, block.key) for block in chain if block.mark}
+        derived: set[Part] = {(None, block.key) for block in chain if block.mark}
         standing = []
         for depth, parts in anchors:
             if depth <= len(chain) and all((part.group, part.key) in sizes for part in parts):

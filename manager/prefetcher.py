@@ -215,18 +215,18 @@ class Prefetcher(Generic[B]):
         vLLM does the same with a block that it has computed. Where somebody else has computed one meanwhile, the chain
         goes on with that one, and ours is not entered beside it.
         """
-        own = self._group
+        own, owner = self._group, self._manager.session_owner(ended.session.session_id)
         for depth, (key, block) in enumerate(ended.blocks.items()):
             if (own, key) in failed or not self._manager.is_used(key):
                 return
             if (own, key) in ended.loading:
-                ended.blocks[key] = self._entered((own, key), block, depth, ended.session.owner)
+                ended.blocks[key] = self._entered((own, key), block, depth, owner)
         for group, key, depth in ended.session.beside if not failed else ():
             name = group, key
             if name in ended.loading:
-                ended.beside[name] = self._entered(name, ended.beside[name], depth, ended.session.owner)
+                ended.beside[name] = self._entered(name, ended.beside[name], depth, owner)
 
-    def _entered(self, name: Name, block: B, depth: int, owner: Owner) -> B:
+    def _entered(self, name: Name, block: B, depth: int, owner: Owner | None) -> B:
         """The block that holds this now; it is referenced."""
         if (other := self._hold(name)) is not None:
             self._pool.give_back([block])

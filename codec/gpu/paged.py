@@ -215,7 +215,7 @@ class PagedCodec(ABC):
         first_tokens: Numbers,
         offsets: Numbers,
         nbytes: Numbers | None = None,
-        marks: Numbers = 0,
+        marks: Numbers = (),
     ) -> Batch:
         """Blocks with these keys. nbytes: sizes of encoded blocks, where the form's vary. marks: of their headers. All
         integers, [n].
@@ -230,7 +230,7 @@ class PagedCodec(ABC):
             if unfit := form.unfit(numbers[2]):
                 raise ShapeError(f"no block of {exact} exact tokens has {unfit[0]} bytes: {form.nbytes} are the most.")
         headers = heads(form.header, form.sizes, keys, first_tokens)
-        headers[:, MARK_AT] = marks
+        headers[:, MARK_AT] = marks if len(marks) else 0
         turns = self._place_turns.of(first_tokens).to(self.device, non_blocking=True)
         host = torch.from_numpy(np.concatenate([part.ravel().view(np.uint8) for part in (numbers, headers)]))
         if self.device.type == "cuda":

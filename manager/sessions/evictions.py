@@ -87,7 +87,7 @@ class Evictions:
                 return
             needed = [block for block in session.chain if block.code is _NONE]
         wanted = self._wanted_of_chain(needed)
-        self._heads.add_to(needed, wanted)
+        self._heads.add_to(needed, wanted, session.tenant)
         fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session)
         if fits < len(needed):
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor

@@ -133,7 +133,7 @@ class SessionMemoryManager:
     sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
     is_shared: whether other engines use the cold store as well; then `elsewhere` takes in what its directory says.
     quality: of requests that do not say it.
-    mark: returns the mark of the block that the pool has under a name; None if it has none. Whoever binds a pool sets it.
+    mark: returns the mark of the block that the pool has under a name; None if it has none. A driver sets it.
     """
 
     def __init__(
@@ -277,10 +277,9 @@ class SessionMemoryManager:
     ) -> Outcome | None:
         """A request ended, however it did; `keys` are the blocks whose KV was computed, prompt and output.
 
-        tokens: of prompt and output. found: of the prompt's, those that were hot or restored. lossy: of those, the ones that
-        were decoded, or computed behind such. beside: what other groups
-        need to go on from there, group, key and place in its group of each block. Returns what came of the request's
-        hints.
+        tokens: of prompt and output. found: of the prompt's, those that were hot or restored. lossy: of those, the ones
+        that were decoded, or computed behind such. beside: what other groups need to go on from there: group, key and
+        place in its group of each block. Returns what came of the request's hints.
         """
         session = self._running.pop(request_id, None)
         hints = self._hints.pop(request_id, NO_HINTS)
@@ -336,6 +335,11 @@ class SessionMemoryManager:
     def owner(self, request_id: str) -> Owner | None:
         """Owner of a running request's session."""
         session = self._running.get(request_id)
+        return None if session is None else session.owner
+
+    def session_owner(self, session_id: str) -> Owner | None:
+        """Owner of a session; None if it is gone."""
+        session = self.table.by_id.get(session_id)
         return None if session is None else session.owner
 
     def stored_mark(self, key: bytes, group: int | None = None) -> Mark:

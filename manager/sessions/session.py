@@ -366,8 +366,8 @@ class SessionInfo(NamedTuple):
 class Outcome(NamedTuple):
     """What came of a request's hints: whether its session is pinned, and what was refused, in a sentence or empty.
 
-    session_id: as its tenant is told it. lossy_tokens: cached tokens of its prompt that were decoded, or computed behind
-    decoded ones.
+    session_id: as its tenant is told it. lossy_tokens: cached tokens of its prompt that were decoded, or computed
+    behind decoded ones.
     """
 
     session_id: str
@@ -383,7 +383,6 @@ class Prefetch(NamedTuple):
     keys: Sequence[bytes]
     beside: Beside = ()
     tenant: str = ""
-    owner: Owner = ("", "")
 
 
 class Eviction(NamedTuple):

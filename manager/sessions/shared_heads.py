@@ -25,13 +25,13 @@ class SharedHeads:
         self._table, self._budget, self._pruning, self._wanted = table, budget, pruning, wanted
         self._kept: dict[Block, None] = {}
 
-    def add_to(self, blocks: Sequence[Block], wanted: list[Encoding]) -> None:
+    def add_to(self, blocks: Sequence[Block], wanted: list[Encoding], tenant: str) -> None:
         """Replace the encodings in `wanted` of those `blocks` that are to be kept exact."""
         left: float | None = None
         for at, block in enumerate(blocks):
             if not self._is_shared(block) or self._pruning.mark(block) is not Mark.EXACT:
                 return
-            left = self._left() if left is None else left
+            left = self._left(tenant) if left is None else left
             encoding = self._exact(block)
             left -= encoding.nbytes
             if left < 0:
@@ -48,7 +48,7 @@ class SharedHeads:
                 return
             if not block.droppable or self._is_kept(block) or self._pruning.mark(block) is not Mark.EXACT:
                 continue
-            left = self._left() if left is None else left
+            left = self._left(block.tenant) if left is None else left
             encoding = self._exact(block)
             if encoding.nbytes > min(self._budget.free, self._budget.left(block.tenant)):
                 return
@@ -76,11 +76,12 @@ class SharedHeads:
         tokens = self._table.shape.block_tokens
         return Encoding.of(self._table.shape.bounds[tokens], tokens, self._wanted(block).codec)
 
-    def _left(self) -> float:
-        """Bytes of the share that are left."""
+    def _left(self, tenant: str) -> float:
+        """Bytes of the share that are left to a tenant; one with a quota has a part of its own."""
         self._kept = {block: None for block in self._kept if self._is_kept(block)}
-        taken = sum(block.encoding.nbytes for block in self._kept)
-        return self._budget.shares.heads * self._budget.nbytes - taken
+        part = min(1.0, self._budget.shares.of_tenant(tenant))
+        taken = sum(block.encoding.nbytes for block in self._kept if part == 1 or block.tenant == tenant)
+        return self._budget.shares.heads * part * self._budget.nbytes - taken
 
     def _is_kept(self, block: Block) -> bool:
         return block.code is not CodeState.NONE and block.encoding.exact >= self._table.shape.block_tokens

@@ -184,7 +184,7 @@ class Wishes:
                 room -= self._size(session)
                 keys = [block.key for block in session.chain]
                 self._restores.started(_prefetch_id(session.session_id), keys)
-                taken.append(Prefetch(session.session_id, keys, self._beside(session), session.tenant, session.owner))
+                taken.append(Prefetch(session.session_id, keys, self._beside(session), session.tenant))
         return taken
 
     def _beside(self, session: Session) -> tuple[tuple[int, bytes, int], ...]:

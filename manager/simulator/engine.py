@@ -4,6 +4,7 @@ import heapq
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -124,7 +125,7 @@ class EngineReplay(Replay):
         while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
             request = self._waiting[0]
             keys = request.traced.keys[: self.usable(request.traced)]
-            hits = self._pool.hit(keys, lambda block, name=request.name: self._driver.serves(name, block))
+            hits = self._pool.hit(keys, partial(self._driver.serves, request.name))
             blocks = self.asked(request.traced)
             cold = self._driver.wanted(request.name, keys, len(hits), blocks, self.now)
             if cold is None:

@@ -194,4 +194,6 @@ def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
 @pytest.mark.slow
 def test_answers_are_as_right_after_150_turns_as_in_the_first(narrow: VllmServer) -> None:
     right, _ = take_turns(narrow, 150)
-    assert sum(right[-20:]) >= sum(right[:20]), f"right by twenties: {[sum(right[n : n + 20]) for n in range(0, 150, 20)]}"
+    assert sum(right[-20:]) >= sum(right[:20]), (
+        f"right by twenties: {[sum(right[n : n + 20]) for n in range(0, 150, 20)]}"
+    )

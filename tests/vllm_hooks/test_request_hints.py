@@ -195,7 +195,7 @@ def test_only_who_gave_hints_is_answered() -> None:
     assert answer_to(Hints(tenant="acme"), pinned) is None
     assert answer_to(Hints(pin=True), None) is None
     assert answer_to(Hints(pin=True, tenant="acme"), pinned) == {
-        "manthan": {"session_id": "alice", "pinned": True, "refused": None}
+        "manthan": {"session_id": "alice", "pinned": True, "refused": None, "lossy_tokens": 0}
     }
     assert answer_to(Hints(pin=True), Outcome("alice", False, "no room"))["manthan"]["refused"] == "no room"
 

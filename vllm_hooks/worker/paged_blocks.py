@@ -172,8 +172,8 @@ class PagedBlocks(Blocks):
 
     def _alike(self, bufs: Sequence[Buffer]) -> tuple[Kind, Sizes, Sizes, Sizes] | str:
         """The first of these blocks and those behind it that are of its kind: the places of their first tokens in
-        their chains, their sizes, and their marks, int64 [n]. It is what they say, and compared with the rest of them later; or the
-        cause why the first cannot be right."""
+        their chains, their sizes, and their marks, int64 [n]. It is what they say, and compared with the rest of them
+        later; or the cause why the first cannot be right."""
         kind = self._look_into(bufs[0])
         if isinstance(kind, str):
             return kind

@@ -42,8 +42,8 @@ class Run(NamedTuple):
     """Stored blocks that are worked on together, as many first tokens of each kept exact.
 
     in_place: where they are, rather than in a staging buffer. starts, nbytes, first_tokens, marks: int64 [n], where in
-    the tier's codes each begins, its size, its place in the chain, and its mark. pieces: the extents of those that lie in several, by
-    their place in the run.
+    the tier's codes each begins, its size, its place in the chain, and its mark. pieces: the extents of those that lie
+    in several, by their place in the run.
     """
 
     tier: "Tier"
