@@ -146,10 +146,14 @@ class Driver(Generic[B]):
         blocks: int,
         hints: Hints = NO_HINTS,
         tenant: str = "",
+        tail: bytes | None = None,
     ) -> None:
-        """A request came, with a prompt of so many tokens; it will take so many blocks."""
+        """A request came, with a prompt of so many tokens; it will take so many blocks.
+
+        tail: the prompt's tokens behind its full blocks.
+        """
         self._session_of[request_id] = self.manager.request_started(
-            request_id, keys, asked_id, now, tokens=tokens, hints=hints, tenant=tenant
+            request_id, keys, asked_id, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
         self.prefetcher.waits(request_id, blocks)
         if self._directory is not None:

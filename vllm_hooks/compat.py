@@ -109,8 +109,11 @@ def extend_engine_args(
     wrapped.create_engine_config = with_check
 
 
-def before_engine(check: "Callable[[VllmConfig, Any], object]", params_key: str) -> None:
-    """Have each request's `params_key` checked on its way to the engine; what `check` raises refuses the request.
+def before_engine(
+    check: "Callable[[VllmConfig, Any], object]", params_key: str, check_id: Callable[[str | None], None]
+) -> None:
+    """Have each request's `params_key`, and its session's id, checked on its way to the engine; what `check` and
+    `check_id` raise refuses the request.
 
     What `check` returns takes the place of what it was given.
     """
@@ -122,6 +125,7 @@ def before_engine(check: "Callable[[VllmConfig, Any], object]", params_key: str)
     @functools.wraps(process_inputs)
     def with_check(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
         request = process_inputs(self, *args, **kwargs)
+        check_id(request.session_id)
         params = request.sampling_params
         if params is not None:
             extra = params.extra_args or {}
@@ -134,9 +138,23 @@ def before_engine(check: "Callable[[VllmConfig, Any], object]", params_key: str)
     wrapped.process_inputs = with_check
 
 
-def before_answer(check: "Callable[[VllmConfig, Any], object]", params_key: str) -> None:
+def before_answer(
+    check: "Callable[[VllmConfig, Any], object]", params_key: str, check_id: Callable[[str | None], None]
+) -> None:
     """The same before the server begins to answer, so that a streamed answer has the right status too."""
+    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
     from vllm.entrypoints.serve.engine.serving import BaseServing
+
+    serving: Any = GenerateBaseServing
+    get_session_id = serving._get_session_id  # from the body, a header or vllm_xargs
+
+    @functools.wraps(get_session_id)
+    def get_checked_id(*args: Any, **kwargs: Any) -> str | None:
+        session_id: str | None = get_session_id(*args, **kwargs)
+        check_id(session_id)
+        return session_id
+
+    serving._get_session_id = staticmethod(get_checked_id)
 
     wrapped: Any = BaseServing
     check_model = wrapped._check_model

@@ -97,9 +97,10 @@ def add_api(app: "FastAPI") -> None:
     args = app.state.args
     if not is_on(args) or not (api := from_vllm_config(args).api).enabled:
         return
-    from manthan.vllm_hooks.http.api import make_router  # no other process needs FastAPI
+    from manthan.vllm_hooks.http.api import add_gate, make_router  # no other process needs FastAPI
     from manthan.vllm_hooks.http.page import page_router
 
+    add_gate(app, args)
     app.include_router(make_router(args))
     if api.page:
         app.include_router(page_router())

@@ -8,6 +8,7 @@ from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
@@ -248,7 +249,15 @@ class SchedulerHalf:
             blocks=self._blocks(request),
             hints=hints,
             tenant=tenant_of(request),
+            tail=self._tail(request),
         )
+
+    def _tail(self, request: "Request") -> bytes | None:
+        """The prompt's tokens behind its full blocks; None for a prompt of embeddings."""
+        tokens = request.prompt_token_ids
+        if tokens is None:
+            return None
+        return np.array(tokens[len(tokens) // self._block_size * self._block_size :], np.int64).tobytes()
 
     def match(self, request: "Request", computed: int) -> tuple[int | None, bool]:
         """Tokens that can be restored after the first `computed`; None asks vLLM to come back in a moment.

@@ -341,6 +341,7 @@ class ApiConfig(_Group):
 
     enabled: bool = Field(default=True, description="true or false")
     page: bool = Field(default=True, description="true or false")
+    hosts: tuple[str, ...] = Field(default=(), description="a list of host names, such as [gpu7.example.org]")
 
 
 class ManthanConfig(_Model):

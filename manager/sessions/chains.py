@@ -207,6 +207,11 @@ class ChainIndex:
             if not tree:
                 del self._trees[owner]
 
+    def forget_tenant(self, tenant: str) -> None:
+        """The tenant's last session is gone."""
+        self._anonymous.pop(tenant, None)
+        self._forks.pop(tenant, None)
+
     def trees(self, session: Session) -> list[ChainTree]:
         """Those that the session is entered in while it has a chain."""
         return [self.of(*owner) for owner in _owners(session)]

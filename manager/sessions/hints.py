@@ -39,15 +39,24 @@ def _printable(name: str) -> str:
     return name
 
 
+def check_session_id(session_id: str | None) -> None:
+    """Raise HintError for a session's id that is too long or not printable: it is shown in logs and on a page."""
+    if session_id and (len(session_id) > LONGEST_NAME or not session_id.isprintable()):
+        shown = reprlib.repr(session_id)
+        raise HintError(f"session_id must have at most {LONGEST_NAME} printable characters, not {shown}")
+
+
 def _listed(value: object) -> object:
     return [value] if isinstance(value, str) else value
 
 
-Seconds = Annotated[float, Strict(), Field(gt=0, allow_inf_nan=False)]
+LONGEST_S = 30 * 86_400
+"""Seconds that a client may speak of: 30 days."""
+Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
 SessionId = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME)]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
 ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
-_SECONDS = "a number of seconds above 0"
+_SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 

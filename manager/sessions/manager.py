@@ -242,10 +242,11 @@ class SessionMemoryManager:
         tokens: int | None = None,
         hints: Hints = NO_HINTS,
         tenant: str = "",
+        tail: bytes | None = None,
     ) -> str:
         """A request with these prompt block keys came in; returns the id of the session it belongs to.
 
-        tokens: of its prompt; those of its blocks if it is not said.
+        tokens: of its prompt; those of its blocks if it is not said. tail: the prompt's tokens behind its full blocks.
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
         self.budget.enter_tenant(tenant)
@@ -258,7 +259,8 @@ class SessionMemoryManager:
         if left:  # nobody asks for the old answer any more
             self._pruning.cut(session, length, DropCause.ABANDONED)
         self._running[request_id] = session
-        self._restores.own[request_id] = self._own_blocks(session, keys, hints.quality or self._quality)
+        self._restores.own[request_id] = self._own_blocks(session, keys, tail, hints.quality or self._quality)
+        session.prompt_end = len(keys), tail
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             self._wishes.expect(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
@@ -317,11 +319,22 @@ class SessionMemoryManager:
             self._end_use(session, request_id, now)
         return Outcome(session.told_id, session.pinned, refused, lossy)
 
-    def _own_blocks(self, session: Session, keys: Sequence[bytes], quality: Quality) -> int:
-        """Number of blocks at the beginning of a prompt that its session, or another of the same name, has."""
+    def _own_blocks(self, session: Session, keys: Sequence[bytes], tail: bytes | None, quality: Quality) -> int:
+        """Number of blocks at the beginning of a prompt that its session, or another of the same name, has. Who has no
+        name and asks somebody's whole prompt again is taken for the same."""
         if quality == "exact":
             return 0
         if session.asked_id is None:
+            if not session.chain:
+                known, origin = self.table.chains.of(session.tenant).nearest(keys)
+                if (
+                    origin is not None
+                    and known == len(keys)
+                    and origin.prompt_end == (known, tail)
+                    and tail is not None
+                ):
+                    session.kin = origin.owner
+                    return known
             return common_prefix(session.chain, keys)
         return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
 

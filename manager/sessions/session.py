@@ -303,10 +303,15 @@ class Session:
         """Of the codes that these have, or are about to get."""
         return sum(part.encoding.nbytes for part in self.beside) if self.anchors else 0
 
+    kin: Owner | None = None
+    """Owner of the session whose whole prompt this one, without a name, has asked again."""
+    prompt_end: tuple[int, bytes | None] = (0, None)
+    """Number of full blocks of its last prompt, and the tokens behind them; None where these are not known."""
+
     @property
     def owner(self) -> Owner:
         """Tenant and name; branches of one named session have the same."""
-        return self.tenant, self.session_id if self.asked_id is None else f"={self.asked_id}"
+        return self.kin or (self.tenant, self.session_id if self.asked_id is None else f"={self.asked_id}")
 
     @property
     def told_id(self) -> str:

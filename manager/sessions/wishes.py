@@ -54,6 +54,14 @@ class Wishes:
         self._pins = Deadlines()
         self._to_prefetch: OrderedDict[str, Awaited] = OrderedDict()  # by session id
         self._tools = ToolTimes()
+        table.forgotten = self.forget
+
+    def forget(self, session_id: str) -> None:
+        """A session is gone, and with it what was said of it."""
+        for deadlines in (self._ttls, self._expected, self._pins):
+            if session_id in deadlines:
+                deadlines.set(session_id, None)
+        self._to_prefetch.pop(session_id, None)
 
     @property
     def next_deadline(self) -> float | None:

@@ -99,7 +99,7 @@ def test_defaults_are_the_documented_ones() -> None:
         },
         "prefetch": {"enabled": True, "lead_s": 2},
         "log": {"format": "text"},
-        "api": {"enabled": True, "page": True},
+        "api": {"enabled": True, "page": True, "hosts": []},
     }
 
 

@@ -149,12 +149,12 @@ def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
     ("headers", "is_refused"),
     [
         ({}, False),
-        ({"Origin": "http://testserver"}, False),
+        ({"Origin": "http://localhost"}, False),
         ({"Origin": "https://evil.example"}, True),
         ({"Origin": "null"}, True),
-        ({"Origin": "http://testserver:81"}, True),
+        ({"Origin": "http://localhost:81"}, True),
         ({"Origin": "https://behind-a-proxy.example", "Sec-Fetch-Site": "same-origin"}, False),
-        ({"Origin": "http://testserver", "Sec-Fetch-Site": "cross-site"}, True),
+        ({"Origin": "http://localhost", "Sec-Fetch-Site": "cross-site"}, True),
         ({"Origin": "https://board.example"}, False),
     ],
 )
@@ -164,8 +164,86 @@ def test_pages_of_other_sites_do_not_steer_where_there_is_no_key(headers: dict[s
     app.state.args = Namespace(kv_transfer_config=kv_transfer_config(), api_key=None, allowed_origins=origins)
     app.state.engine_client = Client()
     add_api(app)
-    client = TestClient(app)
+    client = TestClient(app, base_url="http://localhost")
     reply = client.post("/manthan/sessions/alice/release", headers=headers)
     assert reply.status_code == (403 if is_refused else 503)
     assert ("may not steer sessions" in reply.text) is is_refused
     assert client.get("/manthan/sessions", headers=headers).status_code == 503
+
+
+HOST = "is not a name of this server: set an --api-key, or name the host in api.hosts."
+
+
+@pytest.mark.parametrize(
+    ("host", "is_served"),
+    [
+        *[(own, True) for own in ("localhost:8000", "127.0.0.1:8000", "[::1]:8000", "10.1.2.3", "a.localhost")],
+        *[(named, True) for named in ("gpu7.example.org:8000", "GPU7.example.org.", "bound.example")],
+        *[(other, False) for other in ("evil.example:8000", "", "127.0.0.1.evil.example", "[::1", "gpu8.example.org")],
+    ],
+)
+def test_a_server_without_a_key_answers_to_its_own_names_only(host: str, is_served: bool) -> None:
+    client = gated(api={"hosts": ["gpu7.example.org"]})
+    replies = [client.get("/manthan/sessions", headers={"Host": host})]
+    replies += [client.post("/manthan/sessions/a/pin", headers={"Host": host})]
+    assert [reply.status_code for reply in replies] == [503 if is_served else 403] * 2
+    assert is_served or all(reply.json()["error"]["message"].endswith(HOST) for reply in replies)
+
+
+def test_who_has_no_key_is_told_so_whatever_else_is_wrong() -> None:
+    client = gated(api_key=["secret"])
+    wrong = {"Host": "evil.example", "Content-Length": "99999999"}
+    for headers in ({}, {"Authorization": "Bearer wrong"}):
+        reply = client.post("/manthan/sessions/a/pin", headers=wrong | headers, content=b"[")
+        assert reply.status_code == 401
+    reply = client.get("/manthan/sessions", headers={"Host": "evil.example", "Authorization": "Bearer secret"})
+    assert reply.status_code == 503  # a key will do
+
+
+@pytest.mark.parametrize(
+    ("headers", "status"),
+    [
+        ({"Transfer-Encoding": "chunked"}, 411),
+        ({"Content-Length": str(64 * 1024 + 1)}, 413),
+        ({"Content-Length": "-1"}, 413),
+        ({"Content-Length": "1e3"}, 413),
+        ({"Content-Length": str(64 * 1024)}, 422),
+    ],
+)
+def test_a_body_is_refused_by_its_length_before_it_is_read(headers: dict[str, str], status: int) -> None:
+    read = []
+
+    async def ask() -> int:
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/manthan/sessions/a/pin",
+            "root_path": "",
+            "query_string": b"",
+        }
+        sent_headers = {"Host": "localhost", "Content-Type": "application/json"} | headers
+        raw = [(name.lower().encode(), value.encode()) for name, value in sent_headers.items()]
+        sent: list[dict[str, Any]] = []
+
+        async def receive() -> dict[str, Any]:
+            read.append(1)
+            return {"type": "http.request", "body": b"[" * 1024, "more_body": False}
+
+        async def send(message: dict[str, Any]) -> None:
+            sent.append(message)
+
+        await gated().app(scope | {"headers": raw, "http_version": "1.1", "scheme": "http"}, receive, send)
+        return int(sent[0]["status"])
+
+    assert asyncio.run(ask()) == status
+    assert bool(read) is (status == 422)
+
+
+def gated(api_key: list[str] | None = None, **options: Any) -> TestClient:
+    """A server with the API, whose engine is dead."""
+    app = FastAPI()
+    transfer = kv_transfer_config(**options)
+    app.state.args = Namespace(kv_transfer_config=transfer, api_key=api_key, allowed_origins=[], host="bound.example")
+    app.state.engine_client = Client()
+    add_api(app)
+    return TestClient(app, base_url="http://localhost")

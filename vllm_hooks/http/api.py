@@ -1,15 +1,12 @@
 """The HTTP API: sessions seen and steered below /manthan, on vLLM's own server and behind its API key."""
 
-import reprlib
 from argparse import Namespace
 from collections.abc import Callable
 from importlib.metadata import version
 from typing import Annotated, Any
-from urllib.parse import urlsplit
 
-from fastapi import APIRouter, Depends, Path, Query, Request
+from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.security import HTTPBearer
-from starlette.datastructures import Headers
 
 from manthan.manager.sessions.hints import TOOL_NAME, HintError
 from manthan.manager.sessions.listing import Sort
@@ -17,6 +14,7 @@ from manthan.manager.sessions.session import SessionState
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.cores import Cores
 from manthan.vllm_hooks.http.errors import ApiError, not_right, route_with
+from manthan.vllm_hooks.http.gate import Gate
 from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
 from manthan.vllm_hooks.http.models import (
     EngineState,
@@ -29,7 +27,7 @@ from manthan.vllm_hooks.http.models import (
     SessionWithLife,
     Setting,
 )
-from manthan.vllm_hooks.transfer_config import settings_of
+from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
 
 PREFIX = "/manthan"
 MOST_ROWS = 500
@@ -52,6 +50,9 @@ RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
 """Sorted so that they rise unless it is said otherwise; all else begins with the largest."""
 STATUSES = {
     401: "No API key, or a wrong one.",
+    403: "There is no API key, and the request's `Host` is not one of this server's.",
+    411: "The body's length is missing.",
+    413: "The body is too long.",
     422: "A parameter or a body that cannot be used.",
     503: "The engine is dead, or does not answer.",
 }
@@ -63,11 +64,23 @@ STEERED = OF_ONE | {
 }
 
 
+def add_gate(app: FastAPI, args: Namespace) -> None:
+    """Let nobody into the routes who may not ask; see `Gate`."""
+    hosts = {*from_vllm_config(args).api.hosts, getattr(args, "host", None) or ""} - {""}
+    app.add_middleware(
+        Gate,
+        prefix=PREFIX,
+        has_key=key_check(args),
+        hosts=frozenset(name.lower() for name in hosts),
+        origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
+    )
+
+
 def make_router(args: Namespace) -> APIRouter:
     """The routes of a server with these flags."""
-    guard = [Depends(_guard(args)), Depends(HTTPBearer(auto_error=False))]
+    shown = [Depends(HTTPBearer(auto_error=False))]  # in the schema; the key is checked by the gate
     router = APIRouter(
-        prefix=PREFIX, tags=["manthan"], dependencies=guard, route_class=route_with(RIGHTS), responses=_errors(STATUSES)
+        prefix=PREFIX, tags=["manthan"], dependencies=shown, route_class=route_with(RIGHTS), responses=_errors(STATUSES)
     )
     bound_by = _bound_by(tenant_header(args))
     Bound = Annotated[str | None, Depends(bound_by)]  # noqa: N806
@@ -162,30 +175,6 @@ def _errors(statuses: dict[int, str]) -> dict[int | str, dict[str, Any]]:
 
 def _cores(request: Request) -> Cores:
     return Cores(request.app.state.engine_client)
-
-
-def _guard(args: Namespace) -> Callable[[Request], None]:
-    """The same keys as for all else. Where there are none, no page of another site steers sessions: vLLM's default lets
-    pages of all sites in."""
-    is_known, named = key_check(args), set(getattr(args, "allowed_origins", ())) - {"*"}
-
-    def guard(request: Request) -> None:
-        if is_known is not None:
-            if not is_known(request.headers):
-                raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
-        elif request.method == "POST" and (origin := _foreign(request.headers)) and origin not in named:
-            right = "set an --api-key, or name it in --allowed-origins"
-            raise ApiError(403, f"Pages of {reprlib.repr(origin)} may not steer sessions: {right}.", "Origin")
-
-    return guard
-
-
-def _foreign(headers: Headers) -> str:
-    """The site whose page sends this, if it is not the server's own; see the Fetch standard on `Origin`, and on
-    `Sec-Fetch-Site`, which browsers leave out where there is no TLS."""
-    origin, site = headers.get("origin", ""), headers.get("sec-fetch-site")
-    is_own = site in ("same-origin", "none") if site else urlsplit(origin).netloc == headers.get("host")
-    return "" if is_own or not origin else origin
 
 
 def _bound_by(header: str) -> Callable[[Request], str | None]:

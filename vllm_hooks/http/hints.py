@@ -21,7 +21,7 @@ from vllm.exceptions import VLLMClientError
 from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
-from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, parse_hints
+from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
 from manthan.vllm_hooks.compat import before_answer, before_engine
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
@@ -74,17 +74,24 @@ class HeaderKeeper:
 @functools.cache
 def check_requests() -> None:
     """From now on no request with hints that cannot be used enters an engine with Manthan in this process."""
-    before_engine(_checked, PARAMS)
+    before_engine(_checked, PARAMS, _check_session_id)
 
 
 @functools.cache
 def check_server_requests() -> None:
     """The same before the server begins to answer, so that a streamed answer has the right status too."""
-    before_answer(_checked, PARAMS)
+    before_answer(_checked, PARAMS, _check_session_id)
 
 
 def _checked(vllm_config: "VllmConfig", params: object) -> object:
     return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
+
+
+def _check_session_id(session_id: str | None) -> None:
+    try:
+        check_session_id(session_id)
+    except HintError as error:
+        raise RequestHintError(str(error)) from None
 
 
 def tenant_header(config: "VllmConfig | Namespace") -> str:

@@ -8,7 +8,7 @@ from typing import Annotated, Any, Self
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
 from manthan.manager.lives import EventKind
-from manthan.manager.sessions.hints import TOOL_NAME, ToolName
+from manthan.manager.sessions.hints import LONGEST_S, TOOL_NAME, ToolName
 from manthan.manager.sessions.session import SessionState
 
 
@@ -153,7 +153,15 @@ class Error(BaseModel):
     error: ErrorInfo
 
 
-Seconds = Annotated[float | None, Field(gt=0, allow_inf_nan=False, description="a number of seconds above 0, or null")]
+Seconds = Annotated[
+    float | None,
+    Field(
+        gt=0,
+        le=LONGEST_S,
+        allow_inf_nan=False,
+        description=f"a number of seconds above 0 and at most {LONGEST_S}, or null",
+    ),
+]
 
 
 class _Body(BaseModel):

@@ -99,11 +99,16 @@ def _beside(blocks: int) -> str:
     return f" and {blocks} of windows or states" if blocks else ""
 
 
+def printable(name: str) -> str:
+    """The name, with escapes for what a terminal would obey."""
+    return name if name.isprintable() else "".join(c if c.isprintable() else repr(c)[1:-1] for c in name)
+
+
 def tell_eviction(eviction: "Eviction") -> None:
     logger.info(
         "Manthan: session %s went cold after %.1f s idle: %d blocks (%d tokens)%s, %s to %s (%.2fx), "
         "%d encoded in %.0f ms%s",
-        eviction.session_id,
+        printable(eviction.session_id),
         eviction.idle_s,
         eviction.blocks,
         eviction.tokens,
@@ -136,7 +141,7 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     causes, seconds = ", ".join(sorted(set(restored.causes))), max((one.seconds for one in restored.answers), default=0)
     logger.info(
         "Manthan: session %s %s %d of %d blocks (%d tokens)%s in %.0f ms%s",
-        restored.session_id,
+        printable(restored.session_id),
         "prefetched" if restored.is_prefetch else "restored",
         restored.good,
         restored.blocks,
