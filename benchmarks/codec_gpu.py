@@ -26,7 +26,7 @@ from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS
 from manthan.codec.registry import SPECS, needs_profile
-from manthan.codec.wht import NAME as WHT
+from manthan.codec.wht import PRESETS as STEPPED
 
 LAYERS, HEADS, TOKENS = 36, 8, 16
 SHAPES = ((36, 8, 128), (30, 3, 64))
@@ -74,7 +74,7 @@ class Work(NamedTuple):
         """Of every codec with kernels, a Mi of vectors."""
         rotated = [spec.name for spec in SPECS.values() if spec.rotated]
         alone = [cls(codec, (LAYERS, HEADS, dim), MI) for codec in rotated for dim in HEAD_DIMS]
-        return alone + [cls(codec, shape, MI) for codec in (WHT, *PRESETS) for shape in SHAPES]
+        return alone + [cls(codec, shape, MI) for codec in (*STEPPED, *PRESETS) for shape in SHAPES]
 
 
 class Meter:

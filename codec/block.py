@@ -130,7 +130,7 @@ class BlockFormat:
     ) -> None:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
         if shape.latent and needs_profile(codec):
-            raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or k4v4c.")
+            raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or wht-4x.")
         self._codecs = {name: section_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
         if shape.dtype.is_fp8 and codec != EXACT:
             self._codecs[codec] = Fp8Sections(self._codecs[codec])

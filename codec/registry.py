@@ -19,7 +19,9 @@ from manthan.codec.errors import ProfileError, UnknownBackendError, UnknownCodec
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.state import STATE_CODECS
+from manthan.codec.wht import FINER
 from manthan.codec.wht import NAME as WHT
+from manthan.codec.wht import PRESETS as STEPPED
 
 GROUP = "manthan.codecs"
 DEFAULT = WHT
@@ -41,7 +43,7 @@ CENTRED = {spec.name: spec for spec in (K4V2C, K4V4C)}
 TILED = {spec.name: spec for spec in (CodecSpec("k4v2-tiles", 4, 2),)}
 """Codecs that see all of a head's keys or values of a block at once."""
 
-FALLBACK = "k4v4c"
+FALLBACK = FINER
 """What is used last where a codec turns out not to be faithful to a model, if that is any better."""
 
 
@@ -53,13 +55,13 @@ def finer_codecs(name: str) -> list[str]:
 
 def codec_names() -> list[str]:
     """Every name that section_codec knows without a profile, ours first."""
-    ours = [*SPECS, *CENTRED, *TILED, WHT]
+    ours = [*SPECS, *CENTRED, *TILED, *STEPPED]
     return [*ours, *sorted(_others().keys() - set(ours))]
 
 
 def takes_facts(name: str) -> bool:
     """Whether the codec of this name encodes by what is known of the model, so that codes of one do not fit another."""
-    return name in CENTRED or name == WHT or needs_profile(name)
+    return name in CENTRED or name in STEPPED or needs_profile(name)
 
 
 def section_codec_names() -> list[str]:
@@ -103,8 +105,8 @@ def section_codec(name: str, head_dim: int, facts: ModelFacts = NO_FACTS) -> Sec
         return StateSections(name, facts.state)
     if name in CENTRED:
         return CentredSections(CENTRED[name], head_dim, facts.rope)
-    if name == WHT:
-        return WhtSections(head_dim, facts.rope)
+    if name in STEPPED:
+        return WhtSections(head_dim, facts.rope, STEPPED[name])
     if name in TILED:
         return TileSections(TILED[name], head_dim)
     if not needs_profile(name):

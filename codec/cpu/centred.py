@@ -1,4 +1,5 @@
-"""Sections whose keys are coded less their block's mean before RoPE; see `manthan.codec.centred`."""
+"""Sections whose keys are coded less their block's mean before RoPE, or as they are where a codec has no bits for a
+mean; see `manthan.codec.centred`."""
 
 from typing import Any
 
@@ -23,11 +24,12 @@ class CentredSections(SectionCodec):
         self.name, self.spec, self.head_dim = spec.name, spec, head_dim
         self._vectors = NumpyCodec(spec, head_dim, fused=fused)
         self._vectors.threads = 1  # the caller decides how many blocks go side by side
-        self._means = Means(spec.mean_bits, head_dim, rope, fused=fused)
+        self._means = Means(spec.mean_bits, head_dim, rope, fused=fused) if spec.mean_bits else None
 
     def warm_up(self) -> None:
         self._vectors.warm_up()
-        self._means.warm_up()
+        if self._means is not None:
+            self._means.warm_up()
 
     def max_nbytes(self, section: Section) -> int:
         return sum(self._places(section, kind).nbytes for kind in section.vector_kinds)
@@ -66,7 +68,7 @@ class CentredSections(SectionCodec):
 
     def _encode(self, x: Numbers, kind: Kind, places: Places, positions: Positions, codes: Codes) -> None:
         """x: [runs, tokens, head_dim] uint16 or float32."""
-        if kind == "key":
+        if kind == "key" and self._means is not None:
             x = self._means.take_off(x, positions, codes[places.steps], codes[places.means])
         runs, tokens, dim = x.shape
         made = self._vectors.encode(x.reshape(-1, dim), kind)
@@ -81,7 +83,7 @@ class CentredSections(SectionCodec):
         buf = np.zeros(self._vectors.encoded_nbytes(n, kind), np.uint8)
         buf[: 2 * n].view("<u2")[:] = from_bytes(codes[places.scales].reshape(runs, 1 + tokens)).ravel()
         buf[align16(2 * n) :][: planes.size] = planes
-        if kind == "value":
+        if kind == "value" or self._means is None:
             self._vectors.decode(buf, n, kind, out.dtype, out=out.reshape(n, dim))
             return
         x: Any = self._vectors.decode(buf, n, kind).reshape(out.shape)

@@ -8,7 +8,8 @@ import numpy.typing as npt
 from numba import types
 
 from manthan.codec.cpu.jit import jit
-from manthan.codec.cpu.numba_kernels import LANES, Sizes, _fold, _hadamard
+from manthan.codec.cpu.numba_centring import TURNS, ZERO, _turn, _turn_back
+from manthan.codec.cpu.numba_kernels import LANES, Sizes, _fold, _hadamard, _round
 from manthan.codec.rope import Floats
 
 
@@ -26,6 +27,90 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
     x = np.empty((runs, tokens, dim), np.float32)
     _unrotate(q, steps, weights, blocks, x)
     return x
+
+
+def turned_back(words: Any, bf16: bool, cos: Floats, sin: Floats) -> Floats:
+    """The bits of keys, [runs, tokens, head_dim] uint16 of bf16 or uint32 of float32, as they are before RoPE."""
+    out = np.empty(words.shape, np.float32)
+    _back(words, bf16, cos, sin, out)
+    return out
+
+
+def energies(y: Floats, means: Floats) -> Floats:
+    """fold of the squares of [runs, head_dim, tokens] less their means, [runs, head_dim]."""
+    made = np.empty((y.shape[0], y.shape[2]), np.float32)
+    _energies(y, means, made)
+    return made
+
+
+def products(y: Floats, q: npt.NDArray[np.int16]) -> Floats:
+    """fold(y * q) of [runs, head_dim, tokens]."""
+    made = np.empty((y.shape[0], y.shape[2]), np.float32)
+    _products(y, q, made)
+    return made
+
+
+def _back_(x: Any, bf16: bool, cos: Any, sin: Any, out: Any) -> None:
+    runs, tokens, dim = x.shape
+    shift = np.uint32(16 if bf16 else 0)
+    words = np.empty(dim, np.uint32)
+    row = words.view(np.float32)
+    for run in range(runs):
+        for t in range(tokens):
+            source = x[run, t]
+            for i in range(dim):
+                words[i] = np.uint32(source[i]) << shift
+            _turn_back(row, cos[t], sin[t], out[run, t])
+
+
+def _turned_(x: Any, cos: Any, sin: Any, bf16: bool, largest: Any, out: Any) -> None:
+    runs, tokens, dim = x.shape
+    words = np.empty(dim, np.uint32)
+    row = words.view(np.float32)
+    for run in range(runs):
+        for t in range(tokens):
+            target = out[run, t]
+            _turn(x[run, t], cos[t], sin[t], row)
+            for i in range(dim):
+                row[i] = min(max(row[i], -largest), largest) + ZERO  # no negative zeros
+            if bf16:
+                for i in range(dim):
+                    target[i] = _round(words[i])
+            else:
+                for i in range(dim):
+                    target[i] = words[i]
+
+
+def _energies_(y: Any, means: Any, made: Any) -> None:
+    runs, dim, tokens = y.shape
+    tile = np.zeros(dim * LANES, np.float32)
+    for run in range(runs):
+        for first in range(0, tokens, LANES):
+            count = min(LANES, tokens - first)
+            for i in range(dim):
+                source, mean, row = y[run, i, first : first + count], means[run, i], tile[i * LANES : (i + 1) * LANES]
+                for t in range(count):
+                    left = source[t] - mean
+                    row[t] = left * left
+            _fold(tile)
+            for t in range(count):
+                made[run, first + t] = tile[t]
+
+
+def _products_(y: Any, q: Any, made: Any) -> None:
+    runs, dim, tokens = y.shape
+    tile = np.zeros(dim * LANES, np.float32)
+    for run in range(runs):
+        for first in range(0, tokens, LANES):
+            count = min(LANES, tokens - first)
+            for i in range(dim):
+                source, whole = y[run, i, first : first + count], q[run, i, first : first + count]
+                row = tile[i * LANES : (i + 1) * LANES]
+                for t in range(count):
+                    row[t] = source[t] * np.float32(whole[t])
+            _fold(tile)
+            for t in range(count):
+                made[run, first + t] = tile[t]
 
 
 def _rotate_(x: Any, weights: Any, blocks: Any, y: Any, energies: Any) -> None:
@@ -78,3 +163,18 @@ def _in(dtype: Any, dimensions: int) -> Any:
 TABLES = (_in(types.float32, 1), _in(types.int64, 1))
 _rotate = jit([types.void(_in(types.float32, 3), *TABLES, types.float32[:, :, ::1], types.float32[:, ::1])])(_rotate_)
 _unrotate = jit([types.void(_in(types.int16, 3), _in(types.float32, 2), *TABLES, types.float32[:, :, ::1])])(_unrotate_)
+_energies = jit([types.void(_in(types.float32, 3), _in(types.float32, 2), types.float32[:, ::1])])(_energies_)
+_products = jit([types.void(_in(types.float32, 3), _in(types.int16, 3), types.float32[:, ::1])])(_products_)
+
+
+def _back_signature(word: Any) -> Any:
+    return types.void(_in(word, 3), types.boolean, TURNS, TURNS, types.float32[:, :, ::1])
+
+
+def _turned_signature(word: Any) -> Any:
+    return types.void(_in(types.float32, 3), TURNS, TURNS, types.boolean, types.float32, word[:, :, ::1])
+
+
+_back = jit([_back_signature(types.uint16), _back_signature(types.uint32)])(_back_)
+turned = jit([_turned_signature(types.uint16), _turned_signature(types.uint32)])(_turned_)
+"""Keys [runs, tokens, head_dim] behind RoPE, as bits of bf16 or float32: within +-largest, no negative zeros."""

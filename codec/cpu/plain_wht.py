@@ -1,8 +1,11 @@
 """The transform of `manthan.codec.wht` in plain numpy."""
 
+from typing import Any
+
 import numpy as np
 import numpy.typing as npt
 
+from manthan.codec.cpu.centring import _round, _turned
 from manthan.codec.cpu.plain import _fold
 from manthan.codec.rope import Floats
 from manthan.codec.tables.rotation import hadamard_
@@ -27,3 +30,34 @@ def unrotated(q: npt.NDArray[np.int16], steps: Floats, weights: Floats, blocks: 
     with np.errstate(over="ignore"):
         x *= steps.ravel()
     return np.ascontiguousarray(x.T).reshape(runs, tokens, dim)
+
+
+def turned_back(words: Any, bf16: bool, cos: Floats, sin: Floats) -> Floats:
+    """The bits of keys, [runs, tokens, head_dim] uint16 of bf16 or uint32 of float32, as they are before RoPE."""
+    return _turned((words.astype(np.uint32) << np.uint32(16 * bf16)).view(np.float32), cos, -sin)
+
+
+def turned(x: Floats, cos: Floats, sin: Floats, bf16: bool, largest: np.float32, out: Any) -> None:
+    """Keys [runs, tokens, head_dim] behind RoPE, as bits of bf16 or float32: within +-largest, no negative zeros."""
+    with np.errstate(over="ignore", invalid="ignore"):
+        y = _turned(x, cos, sin)
+    np.clip(y, -largest, largest, out=y)
+    y += np.float32(0)
+    words = y.view(np.uint32)
+    out[:] = _round(words) if bf16 else words
+
+
+def energies(y: Floats, means: Floats) -> Floats:
+    """fold of the squares of [runs, head_dim, tokens] less their means, [runs, head_dim]."""
+    left = y - means[:, :, None]
+    return _folds(left * left)
+
+
+def products(y: Floats, q: npt.NDArray[np.int16]) -> Floats:
+    """fold(y * q) of [runs, head_dim, tokens]."""
+    return _folds(y * q.astype(np.float32))
+
+
+def _folds(products: Floats) -> Floats:
+    runs, dim, tokens = products.shape
+    return _fold(np.ascontiguousarray(products.transpose(1, 0, 2)).reshape(dim, -1)).reshape(runs, tokens)

@@ -21,7 +21,7 @@ from torch import Tensor
 from manthan.codec.base import CodecSpec, Dtype, Kind
 from manthan.codec.block import BlockFormat
 from manthan.codec.centred import K4V2C, Places
-from manthan.codec.cpu.klt import START
+from manthan.codec.cpu.klt import START, VERSION
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
@@ -279,8 +279,8 @@ def _module(
 ) -> Module:
     """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
     into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"KINDS": len(KINDS), "SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "KNOWN_MEANS": 0}
-    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved}
+    macros = {"KINDS": len(KINDS), "SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "CENTRED_MEANS": 1}
+    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved, "SECTION_VERSION": VERSION}
     lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
     lines += [f"#define {name} {int(value)}" for name, value in macros.items()]
     return Module("\n".join([*lines, sources(SOURCES)]), device)

@@ -23,7 +23,18 @@ from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import family
-from manthan.codec.wht import FALLBACK, KEY_STEP, LIMIT_BITS, LIMITS, MEAN_BITS, START, TABLES, VALUE_STEP, Parts
+from manthan.codec.wht import (
+    FALLBACK,
+    LIMIT_BITS,
+    LIMITS,
+    MEAN_BITS,
+    PRESETS,
+    ROW_STEP_END,
+    START,
+    TABLES,
+    VERSION,
+    Parts,
+)
 
 SCRATCH_BYTES = 320 * 2**20
 """Of a group of blocks, about."""
@@ -68,6 +79,8 @@ class Wht(ctypes.Structure):
         ("limits", ctypes.c_uint32 * len(LIMITS)),
         ("one_token", ctypes.c_float),
         ("one_number", ctypes.c_float),
+        ("key_step", ctypes.c_float),
+        ("value_step", ctypes.c_float),
         ("abreast", ctypes.c_int32),
         ("staged", ctypes.c_int32),
     )
@@ -89,6 +102,8 @@ class Wht(ctypes.Structure):
         made.limits[:] = np.ceil(LIMITS * (layout.head_dim * all.tokens)).astype(np.int64).tolist()
         abreast, rest = divmod(all.tokens, all.streams)
         made.abreast = abreast if not rest and abreast in (1, 2, 4) and layout.head_dim <= 256 else 0
+        preset = PRESETS[format.codec]
+        made.key_step, made.value_step = preset.key_step, preset.value_step
         made.one_token, made.one_number = np.float32(1 / all.tokens), np.float32(1 / numbers)
         return made
 
@@ -221,12 +236,14 @@ class WhtPagedCodec(PagedCodec):
         return Threads(WARPS, shared + 4 * (WARPS - warps) * dim, SPARE_BLOCKS)
 
     def _restoring(self, job: Wht) -> Threads:
-        """A warp for each run, and the run in shared memory, where it fits."""
+        """A warp for each run, and the run in shared memory, where it fits. Each warp has room for a mean and for the
+        vectors that it holds."""
         dim = self._coded.head_dim
-        each = 4 * dim + 2 * job.all.tokens * (dim + 8)
+        beside = 4 * dim * (1 + _abreast(dim))
+        each = beside + 2 * job.all.tokens * (dim + 8)
         job.staged = not job.abreast and each <= self._most_shared
         if not job.staged:
-            return Threads(WARPS, WARPS * 4 * dim)
+            return Threads(WARPS, WARPS * beside)
         warps = max(1, min(WARPS, STAGE_BYTES // each))
         return Threads(warps, warps * each)
 
@@ -283,6 +300,12 @@ def _keep_books(all: Sections, books: Tensor) -> None:
     all.sizes, all.places, all.forms, all.starts = (part.data_ptr() for part in (sizes, places, forms, starts))
 
 
+def _abreast(head_dim: int) -> int:
+    """VECTORS of octets.cu: how many a warp holds."""
+    holders = -(-head_dim // (8 if head_dim <= 256 else 16))
+    return 32 // max(4, 1 << (holders - 1).bit_length())
+
+
 def _even(count: int) -> int:
     """A multiple of 4."""
     return -(-count // 4) * 4
@@ -307,10 +330,10 @@ def _module(
         "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),
         "MEAN_BITS": MEAN_BITS,
-        "KNOWN_MEANS": 1,
+        "CENTRED_MEANS": 0,
+        "SECTION_VERSION": VERSION,
+        "ROW_STEP_END": ROW_STEP_END,
         "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
-        "KEY_STEP": f"0x{KEY_STEP.view(np.uint32):08x}u",
-        "VALUE_STEP": f"0x{VALUE_STEP.view(np.uint32):08x}u",
     }
     lines = [f"#define {name} {value}" for name, value in macros.items()]
     return Module("\n".join([constants(FALLBACK, head_dim, dtype, aligned, False), *lines, sources(SOURCES)]), device)

@@ -6,7 +6,7 @@ from rich.text import Text
 from manthan.codec import Codec, CodecSpec, Section, SectionKind, codec_names, get_codec, section_codec
 from manthan.codec.profile import PRESETS
 from manthan.codec.registry import CENTRED, TILED
-from manthan.codec.wht import NAME as WHT
+from manthan.codec.wht import PRESETS as STEPPED
 from manthan.manager.commands.console import make_console
 
 HEAD_DIM = 128
@@ -19,12 +19,13 @@ PURPOSE = {
     "k3v3": "3 bits for each number: fast, but loses much of a real model, and biased keys break it",
     "k4v2": "the same size, more exact for keys; encoding takes longer",
     "wht-5x": "the default, auto, without a profile: rotated, rounded to steps and entropy-coded",
+    "wht-4x": "the same with finer steps: what the guard falls back to last",
     "k4v2c": "keys less their block's mean before RoPE: more exact, and biased keys do it no harm",
     "klt-5x": "takes a profile of the model (manthan calibrate): the most exact",
     "klt-6x": "the same, a little smaller: the default, auto, with a profile",
     "klt-8x": "the same, smaller",
     "klt-12x": "the same: the smallest, which loses most",
-    "k4v4c": "k4v2c with finer values: what the guard falls back to last",
+    "k4v4c": "k4v2c with finer values",
     "k4v2-tiles": "KVarN's variance-normalized tiles, to compare with: blocks of 128 tokens, on the CPU",
     "lloyd3": "k3v3 with the least-squares scale: loses more",
     "lloyd4": "more exact, four times less",
@@ -59,7 +60,7 @@ def _row_of(name: str) -> tuple[str, ...]:
         return _row_of_sections(TILED[name], TILE_TOKENS)
     if name in CENTRED:
         return _row_of_sections(CENTRED[name], BLOCK_TOKENS)
-    if name == WHT:
+    if name in STEPPED:
         return _row_of_expected(name)
     return _row(name, get_codec(name, HEAD_DIM, "numpy"))
 

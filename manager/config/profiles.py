@@ -43,7 +43,7 @@ def choose_codec(config: CodecConfig, model: str, ranks: int = 1, has_latents: b
         what = f"codec.profile is {config.profile}" if config.profile else f"codec.name is {config.name}"
         raise ConfigError(
             f"{what}, but {model} uses multi-head latent attention (MLA), and its latents take no profile: use auto, "
-            f"{PLAIN} or k4v4c"
+            f"{PLAIN} or wht-4x"
         )
     if has_latents and config.name == AUTO:
         return ChosenCodec(PLAIN)

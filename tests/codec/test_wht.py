@@ -19,7 +19,7 @@ from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import DEVIATIONS, family
 from manthan.codec.tables.rotation import weights
-from manthan.codec.wht import CENTRED, CODED, NAME, START, TABLES, VALUE_STEP, Parts, table_numbers
+from manthan.codec.wht import CENTRED, CODED, FINER, NAME, START, TABLES, Parts, table_numbers
 from tests.helpers.kv import ROPES, as_floats, error, in_cache, integers, keys, places_from, rope
 
 LAYERS, HEADS, TOKENS = 2, 3, 16
@@ -55,7 +55,7 @@ def test_decoding_follows_the_format(head_dim, turning, fused):
     turn, section, first = ROPES[turning](head_dim), section_of(head_dim, tokens=5), 1000
     codec = WhtSections(head_dim, turn, fused=fused)
     codes = encoded(codec, keys(section, turn, first, bias=10.0), section, first)
-    assert codes[:START].tolist() == [1, CODED, 0, 0]
+    assert codes[:START].tolist() == [2, CODED, 0, 0]
     runs, width = LAYERS * HEADS, head_dim // 8
     at, parts = START, []
     for size in (2 * runs, runs * 5 * width, 2 * LAYERS, runs * 6, 2 * runs):
@@ -79,24 +79,24 @@ def test_decoding_follows_the_format(head_dim, turning, fused):
         mean = (-1.0) ** bits[0] * code * bf16(parts[0].view("<u2")[run])
         octave, *scales = parts[3].reshape(runs, 6)[run].astype(int)
         for t in range(5):
-            key = hadamard @ q[0, run, :, t] * weights(head_dim) * bf16(parts[2].view("<u2")[run // HEADS])
-            a, b = mean[:pairs], mean[pairs : 2 * pairs]
-            key[:pairs] += a * cos[t] - b * sin[t]
-            key[pairs : 2 * pairs] += b * cos[t] + a * sin[t]
-            key[2 * pairs :] += mean[2 * pairs :]
+            step = bf16(parts[2].view("<u2")[run // HEADS])
+            key = hadamard @ (q[0, run, :, t] + np.rint(mean / step)) * weights(head_dim) * step
+            a, b = key[:pairs].copy(), key[pairs : 2 * pairs].copy()
+            key[:pairs] = a * cos[t] - b * sin[t]
+            key[pairs : 2 * pairs] = b * cos[t] + a * sin[t]
             order = halves(turn, head_dim)
             expected[0, run, t, np.arange(head_dim) if order is None else order] = key
-            scale = bf16((16 * octave + scales[t]) << 3) * VALUE_STEP
+            scale = bf16((16 * octave + scales[t]) << 3)
             expected[1, run, t] = hadamard @ q[1, run, :, t] * weights(head_dim) * scale
     found = codec.decode(codes, section, places_from(first, 5)).reshape(expected.shape)
     assert found == pytest.approx(expected, abs=1e-4)
 
 
 GOLDEN = {
-    64: ["54c6b29238b3fb1c", "f2a7dd15fe5e802d"],
-    80: ["ce909dc4ac7f307e", "032fb43b194cac4f"],
-    128: ["e25f6c8ebe3816bc", "9eef061c3df234f4"],
-    256: ["7f377c78a64bb457", "dde3289265069004"],
+    64: ["3536a93c1f37d57b", "74b88bef76d358a3"],
+    80: ["319356472599623e", "eb415aff7170c5a3"],
+    128: ["88c554084f968db6", "21554d04ce7f67af"],
+    256: ["3eda495193aeff86", "109c4fd3ade57bcf"],
 }
 
 
@@ -126,13 +126,15 @@ def test_a_run_has_the_table_of_its_width(deviation):
 
 
 @pytest.mark.parametrize("tokens", [16, 32, 128])
-def test_it_is_4_8_times_smaller_than_bf16(tokens):
-    """Gaussian numbers of a model of 30 layers with 3 heads of 64; header and entries counted in, as expected."""
-    form = BlockFormat(NAME, BlockShape(30, 3, tokens, 64), bytes(16), facts=ModelFacts(rope(64)))
+@pytest.mark.parametrize(("name", "ratio"), [(NAME, 4.8), (FINER, 4.0)])
+def test_how_much_smaller_than_bf16_it_is(name, ratio, tokens):
+    """Gaussian numbers of a model of 30 layers of different width with 3 heads of 64; header and entries counted in."""
+    form = BlockFormat(name, BlockShape(30, 3, tokens, 64), bytes(16), facts=ModelFacts(rope(64)))
     x = np.random.default_rng(0).standard_normal((2, 30, 3, tokens, 64), np.float32)
+    x *= 2.0 ** (np.arange(30, dtype=np.float32) / 30)[:, None, None, None]
     keys_, values = (x.view(np.uint32) >> 16).astype(np.uint16)
     block = form.encode(keys_, values, key=bytes(32), first_token=0, exact=0)
-    assert block.nbytes < 1.01 * keys_.nbytes * 2 / 4.8
+    assert block.nbytes < 1.01 * keys_.nbytes * 2 / ratio
     assert block.nbytes == pytest.approx(form.expected_nbytes(0), rel=0.02)
     assert block.nbytes <= form.max_nbytes(0)
 
@@ -229,7 +231,7 @@ def test_a_bias_before_rope_does_little_harm(first, turning, fused):
 def test_at_the_same_bytes_it_loses_less_than_a_fixed_rate():
     """Less than half as much of values, and of keys hardly more than k4v2c, whose keys have four bits."""
     section = section_of(layers=8)
-    x = keys(section, rope(64))
+    x = keys(section, rope(64)) * 2.0 ** (np.arange(8, dtype=np.float32) / 8)[:, None, None, None]
     facts = ModelFacts(rope(64))
     mine, theirs = (roundtrip(section_codec(name, 64, facts), x, section) for name in (NAME, "k4v2c"))
     codecs = {name: section_codec(name, 64, facts) for name in (NAME, "k4v2c")}
@@ -264,9 +266,11 @@ def test_what_would_be_longer_than_its_bound_has_a_fixed_rate(fused, monkeypatch
     monkeypatch.setattr(codec._coder, "encode", lambda *_: None)
     codes = encoded(codec, x, section)
     assert codes[1] == CENTRED
-    assert len(codes) == codec.max_nbytes(section)
-    theirs = roundtrip(section_codec("k4v4c", 64, ModelFacts(rope(64))), x, section)
-    assert np.array_equal(codec.decode(codes, section, places_from(0)), theirs)
+    assert len(codes) <= codec.max_nbytes(section)
+    back = codec.decode(codes, section, places_from(0))
+    assert error(x, back) < 0.012
+    again = codec.decode(encoded(codec, back, section), section, places_from(0))
+    assert error(x, again) < 1.2 * error(x, back)
 
 
 def test_any_numbers_fit_their_bound(fused):
@@ -307,7 +311,7 @@ def test_codes_that_no_encoder_writes_are_refused(fused):
         return made
 
     for made, error_class, sentence in (
-        (changed(0, 2), DamagedError, "begin with 02000000: 01000000 or 01010000 do"),
+        (changed(0, 1), DamagedError, "begin with 01000000: 02000000 or 02010000 do"),
         (changed(1, 1), SizeError, "bytes are not the codes of"),
         (changed(parts.tables.start, 200), DamagedError, "a table of frequencies has a number"),
         (changed(parts.row_steps.start, 0x80, 0x7F), NonFiniteError, "step 0 is not finite"),
@@ -327,7 +331,7 @@ def test_a_scale_that_is_not_finite_is_refused(fused):
     codes, parts = encoded(codec, keys(section), section), Parts.of(section)
     codes[parts.scales].reshape(-1, 1 + TOKENS)[2, :2] = 240, 240
     assert from_bytes(codes[parts.scales].reshape(-1, 1 + TOKENS))[2, 0] == 0x7F80
-    with pytest.raises(NonFiniteError, match="is not finite: the codes are damaged"):
+    with pytest.raises(NonFiniteError, match="is not finite, or too large: the codes are damaged"):
         codec.decode(codes, section, places_from(0))
 
 

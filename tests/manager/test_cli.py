@@ -13,7 +13,7 @@ from typer.testing import CliRunner
 from manthan.codec import registry
 from manthan.codec.profile import PRESETS
 from manthan.codec.registry import CENTRED, SPECS, TILED
-from manthan.codec.wht import NAME as WHT
+from manthan.codec.wht import PRESETS as STEPPED
 from manthan.manager.cli import app
 from manthan.manager.commands.codecs import PURPOSE
 
@@ -92,7 +92,7 @@ def rows(*args: str) -> dict[str, list[str]]:
 
 def test_codecs_are_listed_with_their_sizes() -> None:
     listed = rows("codecs")
-    assert set(listed) == {*SPECS, *CENTRED, *TILED, WHT, *PRESETS} == set(PURPOSE)
+    assert set(listed) == {*SPECS, *CENTRED, *TILED, *STEPPED, *PRESETS} == set(PURPOSE)
     assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
     assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
     assert listed["klt-8x"][1:7] == ["2", "on", "average", "64", "together", "8.00x"]

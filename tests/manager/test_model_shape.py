@@ -324,7 +324,7 @@ def test_config_check_refuses_a_profile_for_latents(tmp_path: Path) -> None:
     assert result.exit_code == 1
     assert result.stderr == (
         f"codec.name is klt-8x, but {model} uses multi-head latent attention (MLA), and its latents take no profile: "
-        "use auto, wht-5x or k4v4c\n"
+        "use auto, wht-5x or wht-4x\n"
     )
 
 

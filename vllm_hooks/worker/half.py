@@ -14,7 +14,7 @@ from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
-from manthan.codec.wht import NAME as WHT
+from manthan.codec.wht import PRESETS as STEPPED
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
@@ -312,7 +312,7 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
 
     if isinstance(layout, RawLayout):
         return _raw_codec(layout, form)
-    if needs_profile(form.codec) or form.codec == WHT:
+    if needs_profile(form.codec) or form.codec in STEPPED:
         try:
             return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
         except CompileError as error:
@@ -323,7 +323,7 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
         logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
         return TorchPagedCodec(layout, form)
     if form.codec not in SPECS:
-        known = ", ".join([*SPECS, *CENTRED, WHT, *PRESETS])
+        known = ", ".join([*SPECS, *CENTRED, *STEPPED, *PRESETS])
         raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
     try:
         return CudaPagedCodec(layout, form)

@@ -1,5 +1,6 @@
-// Sections in form 1: vectors by manthan.codec.centred, one head of one layer of one block by a warp. Its arithmetic; but
-// where means are not known yet, for the order in which their sum is taken, which nobody has to know to decode them.
+// Sections in form 1: vectors by manthan.codec.centred, one head of one layer of one block by a warp. Its arithmetic, but
+// for the order in which a mean's sum is taken, which nobody has to know to decode it. With CENTRED_MEANS 0 keys have no
+// mean, and are coded as values are.
 //
 // Elements are in the order of the pairs' first numbers, their second ones, and the others; i of them is in v[i / 32].
 
@@ -17,9 +18,9 @@ struct Centred {  // where the parts of a section are; of this run
         const int bits = run.kind ? VALUE_BITS : KEY_BITS, width = job.tokens * bits * (HEAD_DIM / 8);
         u8* at = section + START_NBYTES;
         steps = at + 2 * index;
-        if (run.kind == 0) at += align16(2 * runs);
+        if (CENTRED_MEANS && run.kind == 0) at += align16(2 * runs);
         means = at + MEAN_BITS * (HEAD_DIM / 8) * index;
-        if (run.kind == 0) at += align16(MEAN_BITS * (HEAD_DIM / 8) * runs);
+        if (CENTRED_MEANS && run.kind == 0) at += align16(MEAN_BITS * (HEAD_DIM / 8) * runs);
         scales = at + (1 + job.tokens) * index;
         at += align16((1 + job.tokens) * runs);
         planes = at + width * index;
@@ -32,7 +33,7 @@ struct Centred {  // where the parts of a section are; of this run
         begin = section + START_NBYTES;
     }
     __device__ __forceinline__ void fill(int kind, int lane) const {
-        for (int i = 2 * kind; i < 4; i++)
+        for (int i = CENTRED_MEANS ? 2 * kind : 2; i < 4; i++)
             if (tails[i] && lane < (-(tails[i] - begin) & 15)) tails[i][lane] = 0;
     }
 
@@ -74,20 +75,7 @@ __device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* m
     __syncwarp();
 }
 
-#if KNOWN_MEANS
-// The mean, in shared memory, and its codes, which the section's front has already.
-__device__ __forceinline__ bool encode_mean(const Sections& job, const Run& run, const Turner&, const Centred& parts,
-                                            float* mean, int lane) {
-    const i64 runs = (i64)job.layers * job.heads, index = run.layer * job.heads + run.head;
-    const u8* front = job.fronts + 2 * run.block * job.fronts_nbytes;
-    const u8* planes = front + 2 * runs + index * MEAN_BITS * (HEAD_DIM / 8);
-    u32 step = ((const u16*)front)[index];
-    for (int i = lane; i < MEAN_BITS * (HEAD_DIM / 8); i += 32) parts.means[i] = planes[i];
-    if (lane == 0) *(u16*)parts.steps = step;
-    decode_mean(step, planes, mean, lane);
-    return true;
-}
-#else
+#if CENTRED_MEANS
 // The mean, in shared memory, and its codes. Returns whether no key is too large, or else leaves the first that is.
 __device__ __forceinline__ bool encode_mean(const Sections& job, const Run& run, const Turner& turner,
                                             const Centred& parts, float* mean, int lane) {
@@ -190,12 +178,16 @@ extern "C" __global__ void __launch_bounds__(THREADS) encode_centred(const Secti
         const Run run(job, i);
         if (job.forms[2 * run.block + run.kind] != CENTRED) continue;
         u8* section = job.codes + job.offsets[run.block] + job.starts[2 * run.block + run.kind];
-        const Turner turner{job, run.cosines(job), run.kind == 0};
+        const Turner turner{job, run.cosines(job), CENTRED_MEANS && run.kind == 0};
         const Centred parts(job, run, section);
         __syncwarp();
         parts.fill(run.kind, lane);
         if (run.kind) encode_tokens<VALUE_BITS>(job, run, turner, parts, means[warp], sums[warp], lane);
+#if CENTRED_MEANS
         else if (encode_mean(job, run, turner, parts, means[warp], lane))
+#else
+        else
+#endif
             encode_tokens<KEY_BITS>(job, run, turner, parts, means[warp], sums[warp], lane);
     }
 }
@@ -208,15 +200,17 @@ extern "C" __global__ void __launch_bounds__(THREADS) decode_centred(const Secti
         const Run run(job, i);
         if (job.status[run.block] != GOOD || job.forms[2 * run.block + run.kind] != CENTRED) continue;
         u8* section = job.codes + job.offsets[run.block] + job.starts[2 * run.block + run.kind];
-        const Turner turner{job, run.cosines(job), run.kind == 0};
+        const Turner turner{job, run.cosines(job), CENTRED_MEANS && run.kind == 0};
         const Centred parts(job, run, section);
         float* mean = means[warp];
         bool good = true;
         __syncwarp();
         if (run.kind == 0) {
+#if CENTRED_MEANS
             u32 step = *(const u16*)parts.steps;
             good = step < STEP_END;
             decode_mean(step, parts.means, mean, lane);
+#endif
             good = good && decode_tokens<KEY_BITS>(job, run, turner, parts, mean, lane);
         } else {
             good = decode_tokens<VALUE_BITS>(job, run, turner, parts, mean, lane);

@@ -158,14 +158,14 @@ __device__ __forceinline__ float fold(const float (&s)[8]) {
                      __fadd_rn(__fadd_rn(s[1], s[5]), __fadd_rn(s[3], s[7])));
 }
 
-// The fold of their squares, for the vector's first thread.
-__device__ __forceinline__ float energy(const float (&v)[HELD], int lane) {
+// The fold of their products, for the vector's first thread.
+__device__ __forceinline__ float product(const float (&v)[HELD], const float (&w)[HELD], int lane) {
     float sums[OCTETS];
 #pragma unroll
     for (int o = 0; o < OCTETS; o++) {
         float s[8];
 #pragma unroll
-        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(v[8 * o + k], v[8 * o + k]);
+        for (int k = 0; k < 8; k++) s[k] = __fmul_rn(v[8 * o + k], w[8 * o + k]);
         sums[o] = fold(s);
     }
 #pragma unroll

@@ -96,7 +96,7 @@ extern "C" __global__ void lay_out(const Sections job) {
             if (form == CENTRED) nbytes = job.centred[kind];
             i64 end = align16(at + nbytes);
             if (lane < end - at - nbytes) out[at + nbytes + lane] = 0;
-            if (lane < START_NBYTES) out[at + lane] = lane == 0 ? 1 : lane == 1 ? form : 0;
+            if (lane < START_NBYTES) out[at + lane] = lane == 0 ? SECTION_VERSION : lane == 1 ? form : 0;
             if (lane == 0) {
                 *(u64*)(out + ENTRY_AT(first_entry(job) + kind)) = nbytes;
                 job.forms[2 * block + kind] = form;
@@ -186,7 +186,7 @@ extern "C" __global__ void find_rows(const Sections job) {
             i64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
             const u8* section = found + at;
             u32 begins = *(const u32*)section, form = begins >> 8;
-            fits = fits && (begins & 255) == 1 && form <= CENTRED;
+            fits = fits && (begins & 255) == SECTION_VERSION && form <= CENTRED;
             if (form == CENTRED) fits = fits && nbytes == job.centred[kind];
             else fits = fits && nbytes >= front_nbytes(job, kind);
             if (fits && form == CODED) {

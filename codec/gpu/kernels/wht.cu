@@ -6,7 +6,8 @@
 #define TABLES 28
 #define SMALLEST 0x00800000u  // of float32 that has all its digits
 #define ROUNDS 12582912.f     // adding it leaves a float's nearest whole number in the low bits
-#define BYTE_END 0x7f80       // bf16 that is not finite
+#define MOST_STEPS 8191.f     // of a mean
+#define FINEST 0.00390625f    // of the largest mean's step, that a row's step is at least
 #define STRIDE (HEAD_DIM + 4)  // of vectors in shared memory
 #define SHORT_STRIDE (HEAD_DIM + 8)
 
@@ -20,6 +21,7 @@ struct Wht {  // `Sections`, and scratch of that many blocks
     u32 row_room;
     u32 limits[TABLES - 1];           // sums of squares at which the next table is better
     float one_token, one_number;      // 1 / tokens, 1 / numbers of a row
+    float key_step, value_step;       // in deviations
     int abreast;                      // tokens between which octets have eight neighbouring elements; 0 where they do not
     int staged;                       // else, whether what a warp restores is in shared memory first
 };
@@ -54,45 +56,31 @@ __device__ __forceinline__ bool too_large(const float (&x)[8]) {
     return top >= WHT_LIMIT_BITS;
 }
 
-// The fold over tokens of what a thread has at x, x + STRIDE, ...: overwritten.
-__device__ __forceinline__ float token_sum(float* x, int tokens) {
-    if (tokens == 16) {
-        float v[8];
+// The sum over tokens of what a thread has at x, x + STRIDE, ...
+__device__ __forceinline__ float token_sum(const float* x, int tokens) {
+    float v[8];
 #pragma unroll
-        for (int t = 0; t < 8; t++) v[t] = __fadd_rn(x[t * STRIDE], x[(t + 8) * STRIDE]);
-        return fold(v);
+    for (int k = 0; k < 8; k++) {
+        v[k] = 0.f;
+        for (int t = k; t < tokens; t += 8) v[k] = __fadd_rn(v[k], x[t * STRIDE]);
     }
-    for (int n = tokens; n > 1; n = (n + 1) / 2)
-        for (int t = 0, half = (n + 1) / 2; t < n - half; t++)
-            x[t * STRIDE] = __fadd_rn(x[t * STRIDE], x[(half + t) * STRIDE]);
-    return x[0];
+    return fold(v);
 }
 
-// A run's mean into shared memory, and its codes into the front. turned: room for the run. Returns the first token that
-// is too large.
-__device__ __forceinline__ int take_mean(const Wht& job, const Run& run, const Turner& turner, const Share& share,
-                                         float* turned, float* mean, int lane) {
+// A mean of `code` steps of this width, in whole steps of its row.
+__device__ __forceinline__ float whole_mean(float mean, float step) {
+    if (is_small(step)) return 0.f;
+    return fminf(fmaxf(rintf(__fdiv_rn(mean, step)), -MOST_STEPS), MOST_STEPS);
+}
+
+// The mean of a run's transformed keys y into shared memory, and its codes into the front.
+__device__ __forceinline__ void take_mean(const Wht& job, const Run& run, const float* y, float* mean, int lane) {
     const Sections& all = job.all;
-    int bad = all.tokens;
-#pragma unroll 1
-    for (int t = share.beside; t < all.tokens; t += VECTORS) {
-        const Vector vector{turner, run.x + t * all.token_stride};
-#pragma unroll
-        for (int e = share.e; e < share.e + HELD; e += 8) {
-            if (e >= HEAD_DIM) continue;
-            float x[8];
-            vector.octet(e, x);
-            if (too_large(x)) bad = min(bad, t);
-            turn<true>(turner, e, t, x, vector);
-            store_octet(turned + t * STRIDE + e, x);
-        }
-    }
-    __syncwarp();
     float average[ROWS], largest = 0.f;
 #pragma unroll
     for (int r = 0; r < ROWS; r++) {
         int i = 32 * r + lane;
-        average[r] = i < HEAD_DIM ? __fmul_rn(token_sum(turned + i, all.tokens), job.one_token) : 0.f;
+        average[r] = i < HEAD_DIM ? __fmul_rn(token_sum(y + i, all.tokens), job.one_token) : 0.f;
         largest = fmaxf(largest, fabsf(average[r]));
     }
     u32 step = bf16_bits(b(__fmul_rn(f(__reduce_max_sync(FULL, b(largest))), 1.f / MEAN_TOP)));
@@ -115,12 +103,11 @@ __device__ __forceinline__ int take_mean(const Wht& job, const Run& run, const T
         }
     }
     __syncwarp();
-    return bad;
 }
 
-// A run's vectors, keys less their mean, transformed, to y; and their energies. Returns the first that is too large.
-__device__ __forceinline__ int transform(const Wht& job, const Run& run, const Turner& turner, const Share& share,
-                                         const Mean& mean, float* y, float* energies, int lane) {
+// A run's vectors, keys turned back, transformed, to y; and the energies of values. Returns the first that is too large.
+__device__ __forceinline__ int transform(const Wht& job, const Run& run, const Turner& turner, const Share& share, float* y,
+                                         float* energies, int lane) {
     const Sections& all = job.all;
     int bad = all.tokens;
 #pragma unroll 1
@@ -132,24 +119,20 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const int e = share.e + 8 * o;
-            float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, kept[8];
+            float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
             if (on && e < HEAD_DIM) {
                 vector.octet(e, x);
-                if (turner.keys) {
-                    mean.octet(e, kept);
-                    turn<false>(turner, e, t, kept, mean);
-#pragma unroll
-                    for (int k = 0; k < 8; k++) x[k] = __fsub_rn(x[k], kept[k]);
-                } else if (too_large(x)) {
-                    bad = min(bad, t);
-                }
+                if (too_large(x)) bad = min(bad, t);
+                turn<true>(turner, e, t, x, vector);
             }
 #pragma unroll
             for (int k = 0; k < 8; k++) v[8 * o + k] = __fmul_rn(x[k], share.weights[8 * o + k]);
         }
         hadamard(v, share, lane);
-        float sum = energy(v, lane);
-        if (on && share.head) energies[t] = sum;
+        if (run.kind) {
+            float sum = product(v, v, lane);
+            if (on && share.head) energies[t] = sum;
+        }
 #pragma unroll
         for (int o = 0; o < OCTETS; o++)
             if (on && share.e + 8 * o < HEAD_DIM) store_octet(y + t * STRIDE + share.e + 8 * o, v + 8 * o);
@@ -158,26 +141,102 @@ __device__ __forceinline__ int transform(const Wht& job, const Run& run, const T
     return bad;
 }
 
-// The steps of a run's values, and the codes of their scales into the front. energies: become the steps' inverses.
-__device__ __forceinline__ void step_values(const Wht& job, const Run& run, float* energies, float* steps, int lane) {
+// The energies of a run's transformed keys less their mean.
+__device__ __forceinline__ void take_energies(const Wht& job, const Share& share, const Mean& mean, const float* y,
+                                              float* energies, int lane) {
+    const int tokens = job.all.tokens;
+#pragma unroll 1
+    for (int first = 0; first < tokens; first += VECTORS) {
+        const int t = first + share.beside;
+        float v[HELD];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const int e = share.e + 8 * o;
+            float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f}, kept[8];
+            if (t < tokens && e < HEAD_DIM) {
+                load_octet(y + t * STRIDE + e, x);
+                mean.octet(e, kept);
+#pragma unroll
+                for (int k = 0; k < 8; k++) x[k] = __fsub_rn(x[k], kept[k]);
+            }
+#pragma unroll
+            for (int k = 0; k < 8; k++) v[8 * o + k] = x[k];
+        }
+        float sum = product(v, v, lane);
+        if (t < tokens && share.head) energies[t] = sum;
+    }
+    __syncwarp();
+}
+
+// Subtract from a run's transformed keys its mean, rounded to whole steps of the row.
+__device__ __forceinline__ void subtract_mean(const Wht& job, const Run& run, const Share& share, float step, float* mean,
+                                              float* y, int lane) {
+    const Sections& all = job.all;
+    const i64 index = run.layer * all.heads + run.head;
+    const u8* front = job.fronts + 2 * run.block * all.fronts_nbytes;
+    __syncwarp();
+    decode_mean(((const u16*)front)[index], front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8), mean, lane);
+    for (int i = lane; i < HEAD_DIM; i += 32) mean[i] = __fmul_rn(whole_mean(mean[i], step), step);
+    __syncwarp();
+#pragma unroll 1
+    for (int t = share.beside; t < all.tokens; t += VECTORS) {
+#pragma unroll
+        for (int e = share.e; e < share.e + HELD; e += 8) {
+            if (e >= HEAD_DIM) continue;
+            float x[8], kept[8];
+            load_octet(y + t * STRIDE + e, x);
+            load_octet(mean + e, kept);
+#pragma unroll
+            for (int k = 0; k < 8; k++) x[k] = __fsub_rn(x[k], kept[k]);
+            store_octet(y + t * STRIDE + e, x);
+        }
+    }
+}
+
+// The steps of a run's values by which they are rounded, and the codes of those by which they are restored into the front.
+// energies: become the steps' inverses.
+__device__ __forceinline__ void step_values(const Wht& job, const Run& run, const Share& share, const float* y,
+                                            float* energies, float* steps, int lane) {
     const Sections& all = job.all;
     const i64 index = run.layer * all.heads + run.head;
     u8* scales = job.fronts + (2 * run.block + 1) * all.fronts_nbytes + job.scales_at + index * (1 + all.tokens);
+    for (int t = lane; t < all.tokens; t += 32) {
+        float step = __fmul_rn(__fmul_rn(__fsqrt_rn(energies[t]), f(ROOT)), job.value_step);
+        steps[t] = is_small(step) ? 0.f : step;
+    }
+    __syncwarp();
+#pragma unroll 1
+    for (int first = 0; first < all.tokens; first += VECTORS) {
+        const int t = first + share.beside;
+        const bool on = t < all.tokens;
+        const float step = on ? steps[t] : 0.f, inverse = step > 0.f ? 1.f / step : 0.f;
+        float v[HELD], q[HELD];
+#pragma unroll
+        for (int o = 0; o < OCTETS; o++) {
+            const int e = share.e + 8 * o;
+            float x[8] = {0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f, 0.f};
+            if (on && e < HEAD_DIM) load_octet(y + t * STRIDE + e, x);
+#pragma unroll
+            for (int k = 0; k < 8; k++) {
+                v[8 * o + k] = x[k];
+                q[8 * o + k] = step > 0.f ? (float)(short)whole_steps(x[k], step, inverse) : 0.f;
+            }
+        }
+        const float sum = product(v, q, lane);
+        if (on && share.head) energies[t] = __fdiv_rn(energies[t], fmaxf(sum, f(SMALLEST)));
+    }
+    __syncwarp();
     int largest = 0;
     for (int t = lane; t < all.tokens; t += 32) {
-        u32 bits = bf16_bits(b(__fmul_rn(__fsqrt_rn(energies[t]), f(ROOT))));
-        int scale = min((bits + 4) >> 3, (u32)SCALE_MAX);
-        steps[t] = f(scale);
+        int scale = min((bf16_bits(b(energies[t])) + 4) >> 3, (u32)SCALE_MAX);
+        energies[t] = f(scale);
         largest = max(largest, scale);
     }
     const int octave = max((int)__reduce_max_sync(FULL, largest) >> 4, 15) - 15;
     if (lane == 0) scales[0] = octave;
     for (int t = lane; t < all.tokens; t += 32) {
-        u32 code = max((int)b(steps[t]) - 16 * octave, 0), bits = code ? (16 * octave + code) << 3 : 0;
-        float step = __fmul_rn(f(bits << 16), f(VALUE_STEP));
-        if (is_small(step)) step = 0.f;
-        scales[1 + t] = code;
-        steps[t] = step, energies[t] = step > 0.f ? 1.f / step : 0.f;
+        scales[1 + t] = max((int)b(energies[t]) - 16 * octave, 0);
+        energies[t] = steps[t] > 0.f ? 1.f / steps[t] : 0.f;
     }
 }
 
@@ -189,8 +248,13 @@ __device__ __forceinline__ float step_keys(const Wht& job, int block, int layer,
         for (int i = threadIdx.x; i < n - half; i += blockDim.x) energies[i] = __fadd_rn(energies[i], energies[half + i]);
         __syncthreads();
     }
-    u32 bits = bf16_bits(b(__fmul_rn(__fsqrt_rn(__fmul_rn(energies[0], job.one_number)), f(KEY_STEP))));
-    u8* at = job.fronts + 2 * block * all.fronts_nbytes + job.row_steps_at + 2 * layer;
+    u8* at = job.fronts + 2 * block * all.fronts_nbytes;
+    u32 widest = 0;  // of the row's means' steps
+    for (int head = 0; head < all.heads; head++) widest = max(widest, (u32)((const u16*)at)[layer * all.heads + head]);
+    const float step = __fmul_rn(__fsqrt_rn(__fmul_rn(energies[0], job.one_number)), job.key_step);
+    const u32 fine = b(fmaxf(step, __fmul_rn(f(widest << 16), FINEST)));
+    const u32 bits = (fine + 0xfffff + (fine >> 21 & 1)) >> 21 << 5;
+    at += job.row_steps_at + 2 * layer;
     if (threadIdx.x < 2) at[threadIdx.x] = bits >> 8 * threadIdx.x;
     return is_small(f(bits << 16)) ? 0.f : f(bits << 16);
 }
@@ -301,16 +365,26 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
             const Turner turner{all, run.cosines(all), run.kind == 0};
             const Mean mean{means + warp * HEAD_DIM};
             float* run_y = y + head * all.tokens * STRIDE;
-            int bad = all.tokens, also;
-            if (run.kind == 0) bad = take_mean(job, run, turner, share, run_y, means + warp * HEAD_DIM, lane);
-            also = transform(job, run, turner, share, mean, run_y, energies + head * all.tokens, lane);
-            bad = __reduce_min_sync(FULL, min(bad, also));
+            const int bad = __reduce_min_sync(
+                FULL, transform(job, run, turner, share, run_y, energies + head * all.tokens, lane));
             if (lane == 0 && bad < all.tokens)
                 atomicMin(all.status + run.block, (run.layer * all.heads + head) * all.tokens + bad);
-            if (run.kind) step_values(job, run, energies + head * all.tokens, steps + head * all.tokens, lane);
+            if (run.kind) {
+                step_values(job, run, share, run_y, energies + head * all.tokens, steps + head * all.tokens, lane);
+            } else {
+                take_mean(job, run, run_y, means + warp * HEAD_DIM, lane);
+                take_energies(job, share, mean, run_y, energies + head * all.tokens, lane);
+            }
         }
         __syncthreads();
-        float key_step = first.kind == 0 ? step_keys(job, first.block, first.layer, energies) : -1.f;
+        float key_step = -1.f;
+        if (first.kind == 0) {
+            key_step = step_keys(job, first.block, first.layer, energies);
+            for (int head = warp; head < all.heads; head += warps)
+                subtract_mean(job, Run(all, at * all.heads + head), share, key_step, means + warp * HEAD_DIM,
+                              y + head * all.tokens * STRIDE, lane);
+            __syncthreads();
+        }
         if (job.abreast == 1) round_octets<1>(job, at, y, key_step, steps, energies, squares);
         else if (job.abreast == 2) round_octets<2>(job, at, y, key_step, steps, energies, squares);
         else if (job.abreast == 4) round_octets<4>(job, at, y, key_step, steps, energies, squares);
@@ -351,7 +425,7 @@ extern "C" __global__ void check_fronts(const Wht job) {
         }
         for (int layer = lane; kind == 0 && layer < all.layers; layer += 32) {
             const u8* step = front + job.row_steps_at + 2 * layer;
-            good = good && (step[0] | step[1] << 8) < BYTE_END;
+            good = good && (step[0] | step[1] << 8) < ROW_STEP_END;
         }
         if (!__all_sync(FULL, good) && lane == 0) all.status[block] = 0;
     }
@@ -415,45 +489,62 @@ struct Restored {  // a run, and what is ahead of its numbers
         const u8* row_step = front + job.row_steps_at + 2 * run.layer;
         if (run.kind == 0) key_step = f((row_step[0] | row_step[1] << 8) << 16);
     }
+    // In whole steps of the row.
     __device__ __forceinline__ void fetch_mean(float* mean, int lane) const {
         const i64 index = run.layer * job.all.heads + run.head;
         if (run.kind) return;
         decode_mean(((const u16*)front)[index], front + job.means_at + index * MEAN_BITS * (HEAD_DIM / 8), mean, lane);
+        for (int i = lane; i < HEAD_DIM; i += 32) mean[i] = whole_mean(mean[i], key_step);
+        __syncwarp();
     }
     __device__ __forceinline__ float step(int t) const {
         if (run.kind == 0) return key_step;
         const int code = scales[1 + t];
-        return __fmul_rn(f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16), f(VALUE_STEP));
+        return f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16);
     }
-    // Whole numbers of token t to the cache. on: whether there is such a token.
-    __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, int t, bool on,
-                                         int lane) const {
+    // Whole numbers of token t to the cache. on: whether there is such a token. turned: room for VECTORS vectors.
+    __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, float* turned, int t,
+                                         bool on, int lane) const {
+        if (turner.keys) {
+#pragma unroll
+            for (int o = 0; o < OCTETS; o++) {
+                float kept[8];
+                if (!on || share.e + 8 * o >= HEAD_DIM) continue;
+                mean.octet(share.e + 8 * o, kept);
+#pragma unroll
+                for (int k = 0; k < 8; k++) v[8 * o + k] = (float)(short)((int)v[8 * o + k] + (int)kept[k]);
+            }
+        }
         hadamard(v, share, lane);
-        if (!on) return;
         const Vector vector{turner, run.x + t * job.all.token_stride};
-        const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST), step = this->step(t);
+        const float largest = run.kind && DTYPE == 2 ? f(0x7f7fffffu) : f(LARGEST), step = on ? this->step(t) : 0.f;
+        const Mean whole{turned + share.beside * HEAD_DIM};
+#pragma unroll
+        for (int k = 0; k < HELD; k++) v[k] = __fmul_rn(__fmul_rn(v[k], share.weights[k]), step);
+        if (turner.keys && PAIRS) {
+#pragma unroll
+            for (int o = 0; o < OCTETS; o++)
+                if (share.e + 8 * o < HEAD_DIM) store_octet(turned + share.beside * HEAD_DIM + share.e + 8 * o, v + 8 * o);
+            __syncwarp();
+        }
 #pragma unroll
         for (int o = 0; o < OCTETS; o++) {
             const int e = share.e + 8 * o;
-            if (e >= HEAD_DIM) continue;
-            float x[8], kept[8];
+            if (!on || e >= HEAD_DIM) continue;
+            float x[8];
 #pragma unroll
-            for (int k = 0; k < 8; k++) x[k] = __fmul_rn(__fmul_rn(v[8 * o + k], share.weights[8 * o + k]), step);
-            if (turner.keys) {
-                mean.octet(e, kept);
-                turn<false>(turner, e, t, kept, mean);
-#pragma unroll
-                for (int k = 0; k < 8; k++) x[k] = __fadd_rn(x[k], kept[k]);
-            }
+            for (int k = 0; k < 8; k++) x[k] = v[8 * o + k];
+            turn<false>(turner, e, t, x, whole);
 #pragma unroll
             for (int k = 0; k < 8; k++) x[k] = __fadd_rn(fminf(fmaxf(x[k], -largest), largest), 0.f);
             vector.keep(e, x);
         }
+        if (turner.keys && PAIRS) __syncwarp();
     }
 };
 
 __device__ __forceinline__ void restore_tokens(const Restored& restored, const Share& share, const Mean& mean,
-                                               const u16* staged, int lane) {
+                                               float* turned, const u16* staged, int lane) {
     const int tokens = restored.job.all.tokens;
 #pragma unroll 1
     for (int first = 0; first < tokens; first += VECTORS) {
@@ -466,13 +557,14 @@ __device__ __forceinline__ void restore_tokens(const Restored& restored, const S
             if (t < tokens && share.e + 8 * o < HEAD_DIM)
                 fetch_octet(restored.job, restored.run, staged, share.e + 8 * o, t, v + 8 * o);
         }
-        restored.keep(v, share, mean, t, t < tokens, lane);
+        restored.keep(v, share, mean, turned, t, t < tokens, lane);
     }
 }
 
 // The same by octets of ABREAST tokens.
 template <int ABREAST>
-__device__ __forceinline__ void restore_octets(const Restored& restored, const Share& share, const Mean& mean, int lane) {
+__device__ __forceinline__ void restore_octets(const Restored& restored, const Share& share, const Mean& mean, float* turned,
+                                               int lane) {
     const Sections& all = restored.job.all;
     const Run& run = restored.run;
     const uint4* row = (const uint4*)(restored.job.rounded + ((i64)run.row * all.n + run.block) * restored.job.row_room);
@@ -495,7 +587,7 @@ __device__ __forceinline__ void restore_octets(const Restored& restored, const S
                 const int place = (k * ABREAST + i) % (8 * ABREAST);
                 v[k] = on ? number_of(words[place / 8][place % 8 / 2] >> 16 * (place % 2)) : 0.f;
             }
-            restored.keep(v, share, mean, stream + i * all.streams, on, lane);
+            restored.keep(v, share, mean, turned, stream + i * all.streams, on, lane);
         }
     }
 }
@@ -505,8 +597,8 @@ extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job)
     extern __shared__ uint4 shared[];
     const Sections& all = job.all;
     const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = blockDim.x / 32;
-    float* mean_x = (float*)shared + warp * HEAD_DIM;
-    u16* staged = (u16*)((float*)shared + warps * HEAD_DIM) + warp * all.tokens * SHORT_STRIDE;
+    float *mean_x = (float*)shared + warp * (1 + VECTORS) * HEAD_DIM, *turned = mean_x + HEAD_DIM;
+    u16* staged = (u16*)((float*)shared + warps * (1 + VECTORS) * HEAD_DIM) + warp * all.tokens * SHORT_STRIDE;
     const Mean mean{mean_x};
     const Share share(lane);
     for (u32 i = blockIdx.x * warps + warp; i < (u32)(KINDS * all.layers * all.n * all.heads); i += gridDim.x * warps) {
@@ -515,12 +607,12 @@ extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job)
         const Restored restored(job, run);
         __syncwarp();
         restored.fetch_mean(mean_x, lane);
-        if (job.abreast == 1) restore_octets<1>(restored, share, mean, lane);
-        else if (job.abreast == 2) restore_octets<2>(restored, share, mean, lane);
-        else if (job.abreast == 4) restore_octets<4>(restored, share, mean, lane);
+        if (job.abreast == 1) restore_octets<1>(restored, share, mean, turned, lane);
+        else if (job.abreast == 2) restore_octets<2>(restored, share, mean, turned, lane);
+        else if (job.abreast == 4) restore_octets<4>(restored, share, mean, turned, lane);
         else {
             if (job.staged) stage(job, run, staged, lane);
-            restore_tokens(restored, share, mean, staged, lane);
+            restore_tokens(restored, share, mean, turned, staged, lane);
         }
     }
 }

@@ -1,0 +1,129 @@
+"""Numbers that were decoded are encoded again and again, on KV of the test model: nothing more is lost."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from manthan.codec import section_codec
+from manthan.codec.base import Section, SectionKind
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.model import ModelFacts
+from manthan.codec.rope import Rope
+from manthan.codec.wht import PRESETS, START
+from tests.helpers.kv import error, places_from
+
+torch = pytest.importorskip("torch")
+transformers = pytest.importorskip("transformers")
+
+MODEL = "tests/data/tiny-llama"
+BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
+MOST = 1.2
+"""Of the divergence after one cycle, that it may be after many."""
+CODECS = [*PRESETS, "k3v3", "exact"]
+
+
+class World:
+    """Pieces of held-out text: KV of each one's prefix, and what the model predicts behind it."""
+
+    def __init__(self, pieces: int) -> None:
+        self.model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
+        config, ids = self.model.config, np.fromfile(f"{MODEL}/held_tokens.u16", np.uint16).astype(np.int64)
+        self.layers, heads = config.num_hidden_layers, config.num_key_value_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        self.shape = BlockShape(self.layers, heads, BLOCK, dim)
+        self.facts = ModelFacts(Rope.of_config(config, dim))
+        self.pieces = [torch.tensor(ids[APART * i :][: PREFIX + NEXT])[None] for i in range(pieces)]
+
+    @torch.no_grad()
+    def losses(self, codec: str, cycles: int) -> tuple[float, float]:
+        """Mean divergence of predictions from those with exact KV, after one cycle and after all."""
+        form = BlockFormat(codec, self.shape, bytes(16), 0, self.facts)
+        found = []
+        for piece in self.pieces:
+            layers = self.model(piece[:, :PREFIX], use_cache=True).past_key_values.layers
+            exact = torch.stack(
+                [torch.stack([getattr(layer, kind)[0] for layer in layers]) for kind in ("keys", "values")]
+            )
+            wanted, kv = self.predicted(piece, exact), exact
+            for cycle in range(cycles):
+                kv = self.cycled(form, kv)
+                if cycle in (0, cycles - 1):
+                    found.append((wanted.exp() * (wanted - self.predicted(piece, kv))).sum(-1).mean().item())
+        return np.mean(found[::2]), np.mean(found[1::2])
+
+    def predicted(self, piece, kv):
+        cache = transformers.cache_utils.DynamicCache()
+        for layer in range(self.layers):
+            cache.update(*kv[:, layer, None].clone(), layer)
+        return torch.log_softmax(self.model(piece[:, PREFIX:], past_key_values=cache).logits.float(), -1)
+
+    def cycled(self, form, kv):
+        numbers = kv.contiguous().view(torch.uint16).numpy()
+        made = []
+        for first in range(0, PREFIX, BLOCK):
+            keys, values = numbers[..., first : first + BLOCK, :]
+            block = form.encode(keys, values, key=b"k", first_token=first, exact=0)
+            made.append(np.stack(form.decode(block, key=b"k")))
+        return torch.from_numpy(np.concatenate(made, axis=3)).view(torch.bfloat16)
+
+
+@pytest.fixture(scope="module")
+def world():
+    return World(2)
+
+
+@pytest.mark.parametrize("codec", CODECS)
+def test_predictions_do_not_drift(codec, world):
+    once, often = world.losses(codec, 10)
+    assert often <= MOST * once
+    assert once < 0.01 or codec == "k3v3"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("codec", CODECS)
+def test_predictions_do_not_drift_in_32_cycles(codec):
+    once, often = World(9).losses(codec, 32)
+    assert often <= MOST * once
+
+
+@pytest.mark.parametrize("preset", PRESETS)
+@pytest.mark.parametrize("bias", [0.0, 3.0, 40.0, 1000.0])
+@pytest.mark.parametrize("tokens", [1, 16, 28])
+def test_numbers_stay_as_they_are(preset, bias, tokens):
+    """Keys that have much in common, or little: hardly a row has another step the second time, none at last."""
+    section = Section(SectionKind.BOTH, preset, 12, tokens, 2, 64)
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal(section.shape) * 2.0 ** rng.uniform(-3, 3, (2, 12, 1, 1, 1))
+    x[0] += bias * rng.standard_normal((12, 2, 1, 64)) * (rng.random((12, 2, 1, 64)) < 0.2)
+    turn = Rope(tuple(1e4 ** -np.arange(0, 1, 1 / 32)))
+    codec, positions = section_codec(preset, 64, ModelFacts(turn)), places_from(96, tokens)
+    start = x.astype(np.float32)
+    start[0] = turn.turn(start[0], positions)
+    kept = [(start.view(np.uint32) >> 16).astype(np.uint16)]
+    for _ in range(12):
+        out = np.zeros(codec.max_nbytes(section), np.uint8)
+        kept.append(codec.decode(out[: codec.encode(kept[-1], section, positions, out)], section, positions))
+    first, *decoded = [(bits.astype(np.uint32) << 16).view(np.float32) for bits in kept]
+    changed = [(a != b).mean((2, 3, 4)) > 0.01 for a, b in itertools.pairwise(decoded)]
+    assert np.mean(changed[0]) < 0.2
+    assert np.mean(changed[-1]) < 0.02
+    for kind in (0, 1):
+        assert error(first[kind], decoded[-1][kind]) < MOST * error(first[kind], decoded[0][kind])
+
+
+def test_sections_in_form_1_do_not_drift_either(world):
+    """Where the entropy coder finds no room."""
+    section = Section(SectionKind.BOTH, "wht-5x", 4, BLOCK, 2, 64)
+    codec = section_codec("wht-5x", 64)
+    codec._coder = type("Full", (), {"encode": lambda *_: None})()
+    x = np.random.default_rng(0).standard_normal(section.shape, np.float32)
+    kept = [(x.view(np.uint32) >> 16).astype(np.uint16)]
+    for _ in range(16):
+        out = np.zeros(codec.max_nbytes(section), np.uint8)
+        size = codec.encode(kept[-1], section, places_from(0, BLOCK), out)
+        assert out[1] == 1
+        assert START < size
+        kept.append(codec.decode(out[:size], section, places_from(0, BLOCK)))
+    first, once, *_, often = [(bits.astype(np.uint32) << 16).view(np.float32) for bits in kept]
+    assert error(first, often) < MOST * error(first, once)
