@@ -278,7 +278,7 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     assert refusal(flags={"zzz": 1}).startswith(
-        "argument: unknown key 'zzz' (valid: api, api.enabled, api.page, backend, codec, "
+        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, api.page, backend, codec, "
     )
 
 

@@ -67,7 +67,7 @@ def test_hints_are_frozen() -> None:
         NO_HINTS.pin = True  # type: ignore[misc]
 
 
-SECONDS = "a number of seconds above 0"
+SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
 PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
 PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} characters"
 TENANT = f"a name of at most {LONGEST_NAME} printable characters"
