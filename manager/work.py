@@ -80,11 +80,6 @@ class SpillBlocks(NamedTuple):
         for key, block_id, first_token, (_, exact, codec) in columns:
             yield SpillBlock(key, self.group, block_id, first_token, exact, codec, self.tenant)
 
-    def only(self, at: int) -> "SpillBlocks":
-        """The block at this place."""
-        keys, group, block_ids, first_tokens, encodings, tenant = self
-        return SpillBlocks([keys[at]], group, [block_ids[at]], [first_tokens[at]], [encodings[at]], tenant)
-
 
 class Load(NamedTuple):
     """Decode these codes into these blocks of the paged cache, for a request that waits for them.
