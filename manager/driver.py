@@ -90,6 +90,7 @@ class Driver(Generic[B]):
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
     although all are found.
     weigh: what a block takes of the budget, from what it takes on each rank; see `manthan.manager.work.on_each`.
+    in_flight: how many blocks may be ordered to be encoded and not be answered for: those who encode hold no more.
     """
 
     def __init__(
@@ -107,7 +108,9 @@ class Driver(Generic[B]):
         again: int = 0,
         last_tokens: int = 1,
         weigh: Weigh = sum,
+        in_flight: int = A_STEP,
     ) -> None:
+        self._in_flight = in_flight
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
         self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
         self._guard = guard
@@ -122,13 +125,16 @@ class Driver(Generic[B]):
         self._group, self._main_group = manager.shape.group, manager.shape.main_group
         self._session_of: dict[str, str] = {}  # by request id
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
-        self._held = defaultdict[int, dict[bytes, B]](dict)  # by group and key, referenced until they are encoded
-        self._asked: dict[Name, tuple[SpillBlocks, int]] = {}  # run and place of blocks that wait for room
+        self._held = defaultdict[int, dict[bytes, B]](dict)  # by group and key, referenced until they are copied
+        self._copies: dict[Name, int] = {}  # by how many ranks, of those that some have copied
+        self._asked: dict[Name, SpillRun] = {}  # blocks that wait for room, and are not referenced
+        self._taken = self._lost = 0  # blocks that the last step's requests took at most; blocks that were gone
         self._granted: list[SpillBlocks] = []
         self._done: list[B] = []  # to be given back, all at once
         self._answers: dict[Name, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
+        self._was_answered = False
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
         self.rests = False
         """Whether nothing new is begun, neither an encoding nor a prefetch."""
@@ -171,8 +177,6 @@ class Driver(Generic[B]):
         """
         self.hear(now)
         self.prefetcher.waits(request_id, blocks)
-        if self.pressure.must_wait(request_id, blocks - hot, now):
-            return None
         if request_id in self._restores:  # an earlier load for it, before it was preempted, is not settled
             return None
         if self._directory is not None and self._directory.awaits(request_id, now):
@@ -187,7 +191,8 @@ class Driver(Generic[B]):
     def admitted(self, request_id: str, keys: Sequence[bytes], hot: int, usable: int, taken: int) -> None:
         """A request got its blocks, `taken` of them at most out of the queue; `hot` of its keys were there."""
         self.pressure.runway.taken(taken)
-        self.pressure.admitted(request_id)
+        if request_id not in self._found and (lost := self.manager.unsaved(keys[hot:usable])):
+            self._observer.overwritten(lost)
         self._found.setdefault(request_id, hot)  # it is admitted again once its restore has ended
         self.prefetcher.admitted(request_id, keys, hot + self._again if hot else 0, usable)
 
@@ -262,7 +267,6 @@ class Driver(Generic[B]):
         """
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
-        self.pressure.admitted(request_id)
         self.prefetcher.forget(request_id)
         if self._directory is not None:
             self._directory.forget(request_id)
@@ -273,7 +277,7 @@ class Driver(Generic[B]):
         )
         self._observer.served_lossy(lossy)
         if self._guard is not None and not self.manager.may_evict:
-            self._guard.keep(self.pressure.max_in_flight)
+            self._guard.keep(self.pressure.window)
         elif places:
             self._hold(now)
         self.tell_news()
@@ -285,8 +289,11 @@ class Driver(Generic[B]):
         """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
         samples = self._guard.step() if self._guard is not None and not self.rests else ()
         self.manager.sweep(now)
+        self._taken, self._was_answered = taken, False
         self.pressure.runway.taken(taken)
         self.pressure.relieve(now)
+        if not self.rests and not self.manager.on_their_way:
+            self.manager.encode_ahead(now, self.pressure.window)
         drops = self.manager.take_drops()
         for drop in drops:
             self._observer.dropped(drop)
@@ -296,7 +303,7 @@ class Driver(Generic[B]):
             self._directory.tell(drops, now)  # before room is asked for, which it may make
         if self._journal is not None:
             self._journal.tell(now)
-        lost = self._hold(now)
+        self._hold(now)
         self.hear(now)
         if not self.rests:
             self._loads += self.prefetcher.step(now)
@@ -305,10 +312,10 @@ class Driver(Generic[B]):
             go_first=list(self._moves()) if self.manager.has_fast_tiers else (),
             runs=self._granted,
             loads=self._loads,
-            lost=lost,
+            lost=self._lost,
             samples=samples,
         )
-        self._granted, self._loads = [], []
+        self._granted, self._loads, self._lost = [], [], 0
         self.tell_news()
         return work
 
@@ -317,52 +324,61 @@ class Driver(Generic[B]):
             if keys and self._group is not None:
                 yield Moves(tier, self._group, keys)
 
-    def _hold(self, now: float) -> int:
-        """Take references on blocks to be encoded, so that nobody overwrites them meanwhile, and ask for room.
-
-        Returns how many are not there any more.
-        """
+    def _hold(self, now: float) -> None:
+        """Order blocks to be encoded, no more than can be begun now; where others share the store, ask it for room
+        first."""
         if self.rests or not self.manager.has_spills:
-            return 0
-        lost = 0
-        for run in self.manager.take_spill_runs(min(A_STEP, self.pressure.max_in_flight - self._holding)):
-            keys, group = run.keys, run.group
-            found = self._pool.hold_all(keys) if group is None else [self._pool.hold_beside(group, key) for key in keys]
-            gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
-            for at in gone:
-                self.manager.lost(keys[at], now, group)
-            self._done += [block for at in gone if (block := found[at]) is not None]
-            if len(gone) < len(keys):
-                left = set(gone)
-                self._order(run.without(gone), [b for at, b in enumerate(found) if b is not None and at not in left])
-            lost += len(gone)
-        return lost
+            return
+        for run in self.manager.take_spill_runs(self._room):
+            if self._directory is None:
+                for key in self._begin(run):
+                    self.manager.lost(key, now, run.group)
+                continue
+            group = self._main_group if run.group is None else run.group
+            self._asked.update(((group, key), run.only(at)) for at, key in enumerate(run.keys))
+            self._directory.reserve(run.orders())
+
+    @property
+    def _room(self) -> int:
+        """How many blocks more can be begun to be encoded: what is referenced until it is copied is out of everybody's
+        reach, and must be of nobody's need."""
+        free, first = len(self._pool) - 2 * self._taken, self.prefetcher.first_waiting
+        if first <= free:
+            free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
+        window = self.pressure.window - self._holding - len(self._asked)
+        return max(0, min(window, free, A_STEP, self._in_flight - self.manager.blocks.spilling))
+
+    def _begin(self, run: SpillRun) -> list[bytes]:
+        """Have these blocks encoded, referenced until they are copied. Returns those that are in the pool no more."""
+        keys, group = run.keys, run.group
+        found = self._pool.hold_all(keys) if group is None else [self._pool.hold_beside(group, key) for key in keys]
+        gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
+        self._done += [block for at in gone if (block := found[at]) is not None]
+        left, lost = run.without(gone), set(gone)
+        blocks = [block for at, block in enumerate(found) if block is not None and at not in lost]
+        if blocks:
+            ids = self._pool.block_ids(blocks)
+            marks = [self._pool.marks[block_id] for block_id in ids]
+            for key, mark in zip(left.keys, marks, strict=True):
+                self.manager.encodes(key, group, mark)
+            self._observer.encodes(marks)
+            group = self._main_group if group is None else group
+            self._held[group].update(zip(left.keys, blocks, strict=True))
+            told = left.first_tokens, left.encodings, left.tenant, marks
+            self._granted.append(SpillBlocks(left.keys, group, ids, *told))
+        if gone:
+            self._lost += len(gone)
+            self._observer.overwritten(len(gone))
+        return [keys[at] for at in gone]
 
     def _is_decoded(self, block: B) -> bool:
         """True if a block may not be encoded, whatever became of its compressed copy."""
         [block_id] = self._pool.block_ids([block])
         return self._pool.marks[block_id] is Mark.DECODED
 
-    def _order(self, run: SpillRun, blocks: Sequence[B]) -> None:
-        """Have these blocks encoded, which are held, as soon as there is room."""
-        keys, first_tokens, encodings, group, tenant = run
-        group = self._main_group if group is None else group
-        self._held[group].update(zip(keys, blocks, strict=True))
-        block_ids = self._pool.block_ids(blocks)
-        for key, block_id in zip(keys, block_ids, strict=True):
-            self.manager.encodes(key, run.group, self._pool.marks[block_id])
-        marks = [self._pool.marks[block_id] for block_id in block_ids]
-        self._observer.encodes(marks)
-        spills = SpillBlocks(keys, group, block_ids, first_tokens, encodings, tenant, marks)
-        if self._directory is None:
-            self._granted.append(spills)  # the manager's own count is all that there is to know
-        else:
-            self._asked.update(((group, key), (spills, at)) for at, key in enumerate(keys))
-            self._directory.reserve(run.orders())
-
     @property
     def _holding(self) -> int:
-        """How many blocks are being encoded, or wait for room."""
+        """How many blocks are referenced until they are copied."""
         return sum(map(len, self._held.values()))
 
     def _group_of(self, name: Name) -> int | None:
@@ -376,8 +392,9 @@ class Driver(Generic[B]):
         answers = self._directory.hear(now)
         self._observer.store_answers(self._directory.is_up)
         for name in answers.granted:
-            run, at = self._asked.pop(name)
-            self._granted.append(run.only(at))
+            if gone := self._begin(self._asked.pop(name)):
+                for key in gone:  # the room is given back with the codes that there are not
+                    self.manager.spill_failed(key, now, self._group_of(name))
         for name, nbytes in answers.stored:
             self._let_go(name)
             self.manager.spilled(name[1], nbytes, now, self._group_of(name))
@@ -388,6 +405,18 @@ class Driver(Generic[B]):
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------
+
+    def copied(self, names: Iterable[Name]) -> None:
+        """A rank has copied these blocks, each once, before it says anything else of them: nobody reads the pool's any
+        more when all have."""
+        for name in names:
+            group, key = name
+            count = self._copies.pop(name, 0) + 1
+            if count < self._ranks:
+                self._copies[name] = count
+            elif (block := self._held[group].pop(key, None)) is not None:
+                self._done.append(block)
+        self._give_back()
 
     def answered(
         self,
@@ -404,6 +433,7 @@ class Driver(Generic[B]):
         """
         for run in chain(self._stored(spills, now), stored):
             self._settle_spills(run, now)
+            self._was_answered = self._was_answered or bool(run.keys)
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
@@ -433,7 +463,8 @@ class Driver(Generic[B]):
 
     def _settle_spills(self, run: StoredBlocks, now: float) -> None:
         group, keys, sizes = run
-        self._done += map(self._held[group].pop, keys)
+        if held := self._held[group]:
+            self._done += [held.pop(key) for key in keys if key in held]
         self.manager.all_spilled(keys, sizes, now, None if group == self._group else group)
 
     def _all_answers(self, name: Name, answer: SpillResult) -> Sequence[SpillResult]:
@@ -498,8 +529,10 @@ class Driver(Generic[B]):
 
     def _let_go(self, name: Name) -> None:
         self._asked.pop(name, None)
+        self._copies.pop(name, None)
         group, key = name
-        self._done.append(self._held[group].pop(key))
+        if (block := self._held[group].pop(key, None)) is not None:
+            self._done.append(block)
 
     def _give_back(self) -> None:
         if self._done:
@@ -551,19 +584,24 @@ class Driver(Generic[B]):
         """Whether a step is of use although no request asks for one."""
         told = self._directory is not None and self._directory.has_answers
         measures = self._guard is not None and (self._guard.is_measuring or self._guard.has_orders)
-        return self.manager.has_work or bool(self._granted) or self.prefetcher.has_work or told or measures
+        asks = bool(self._granted) or self._was_answered
+        return self.manager.has_work or asks or self.prefetcher.has_work or told or measures
 
     @property
     def has_orders(self) -> bool:
         """Whether another step would have something to order at once."""
-        may_encode = self.manager.blocks.queued > 0 and self._holding < self.pressure.max_in_flight
-        return may_encode or self.manager.has_orders
+        return (self.manager.blocks.queued > 0 and self._room > 0) or self.manager.has_orders
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
+        """Whether any answer is outstanding of those who encode, measure or prefetch."""
         measures = self._guard is not None and self._guard.is_measuring
-        return self._holding > 0 or self.prefetcher.is_busy or measures
+        return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy or measures
+
+    @property
+    def frees_soon(self) -> bool:
+        """Whether blocks come free by themselves that running requests may wait for: not for what is encoded."""
+        return self.prefetcher.is_busy
 
     @property
     def is_moving(self) -> bool:

@@ -59,6 +59,9 @@ class Observer:
     def not_spilled(self, causes: Collection[str]) -> None:
         """A block could not be stored."""
 
+    def overwritten(self, blocks: int) -> None:
+        """So many blocks that are needed were overwritten before they were encoded."""
+
     def evicted(self, eviction: Eviction) -> None:
         """A session went cold."""
 

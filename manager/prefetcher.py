@@ -91,6 +91,11 @@ class Prefetcher(Generic[B]):
         """A request waits no longer."""
         self._waiting.pop(request_id, None)
 
+    @property
+    def first_waiting(self) -> int:
+        """How many blocks the request takes that waits for longest; 0 if none waits."""
+        return next(iter(self._waiting.values()), 0)
+
     def is_loading(self, key: bytes) -> bool:
         """Whether a session with this block, which is not to be had hot, will be so in a moment: a request that needs
         it should not restore it as well."""

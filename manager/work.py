@@ -85,12 +85,6 @@ class SpillBlocks(NamedTuple):
         for key, block_id, first_token, (_, exact, codec), mark in columns:
             yield SpillBlock(key, self.group, block_id, first_token, exact, codec, self.tenant, mark)
 
-    def only(self, at: int) -> "SpillBlocks":
-        """The block at this place."""
-        keys, group, block_ids, first_tokens, encodings, tenant, marks = self
-        first_token, encoding = first_tokens[at], encodings[at]
-        return SpillBlocks([keys[at]], group, [block_ids[at]], [first_token], [encoding], tenant, [marks[at]])
-
 
 class Load(NamedTuple):
     """Decode these codes into these blocks of the paged cache, for a request that waits for them.

@@ -93,7 +93,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
-        return self.scheduler.driver.holds_blocks
+        return self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
         return self.scheduler.take_events()

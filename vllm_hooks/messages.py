@@ -12,6 +12,7 @@ from manthan.manager.work import (
     Load,
     LoadResult,
     Moves,
+    Name,
     SpillBlock,
     SpillResult,
     Verdict,
@@ -60,9 +61,14 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     spills: list[SpillResult] = field(default_factory=list)
     loads: list[LoadResult] = field(default_factory=list)
     verdicts: list[Verdict] = field(default_factory=list)
+    copied: list[Name] = field(default_factory=list)
+    """Blocks that are to be encoded and need not stay in the pool any more; each once, before its answer."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)
         return ManthanWorkerMetadata(
-            self.spills + other.spills, self.loads + other.loads, self.verdicts + other.verdicts
+            self.spills + other.spills,
+            self.loads + other.loads,
+            self.verdicts + other.verdicts,
+            self.copied + other.copied,
         )

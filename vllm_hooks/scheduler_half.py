@@ -14,10 +14,11 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
-from manthan.manager.driver import Driver
+from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
 from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
@@ -55,7 +56,14 @@ from manthan.vllm_hooks.telemetry.log import announce, check_capacity
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
-from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
+from manthan.vllm_hooks.worker.capacity import (
+    COPIES_BYTES,
+    ENCODE_THREADS,
+    STAGING_BYTES,
+    fast_tiers,
+    room_in,
+    usable_nbytes,
+)
 from manthan.vllm_hooks.worker.weights import weights_state
 
 if TYPE_CHECKING:
@@ -168,7 +176,9 @@ class SchedulerHalf:
         self._is_unsure = False
         """True from a reset, or a sleep, to the next request: the weights may be others by then."""
         self._cancels = False
-        self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
+        self._sweeper = Sweeper(
+            config.sweep_interval_s, min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring
+        )
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
         self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
@@ -191,6 +201,7 @@ class SchedulerHalf:
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
+            in_flight=self._in_flight(),
             weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
         watch_lookups(pool, self.pool.marks, self)
@@ -209,6 +220,16 @@ class SchedulerHalf:
 
     def lossy_owner(self, request: "Request") -> tuple[bool, Owner | None]:
         return self.driver.is_lossy(request.request_id), self.manager.owner(request.request_id)
+
+    def _in_flight(self) -> int:
+        """How many blocks the workers may have in hand at a time: on the CPU, which copies them first, so many bytes; on
+        a GPU a step's where it stores them itself, and else what its threads have begun."""
+        config, nbytes = self.config, self._shape.pool_nbytes(None)
+        if not is_on_gpu(self._vllm_config):
+            return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)
+        if not config.cold_store.is_lasting:
+            return A_STEP
+        return max(1, ENCODE_THREADS * STAGING_BYTES * self._ranks // nbytes)
 
     def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
         """What tells routers of what is cold, if that is wanted."""
@@ -395,6 +416,7 @@ class SchedulerHalf:
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
+        self.driver.copied(report.copied)
         self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
         self._set_deadline()
 

@@ -136,7 +136,7 @@ class BlockTable:
         for count, name in enumerate(islice(names, most), 1):
             if name is not None and (block := find(name)) is not None:
                 code = block.code
-                if code is _QUEUED or (code is _NONE and block.hot and not block.running):
+                if code is _QUEUED or (code is _NONE and block.hot):
                     return count - 1
         return count
 

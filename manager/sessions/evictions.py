@@ -1,7 +1,7 @@
 """Sessions on their way from hot to cold: what is encoded for them, and what becomes of it."""
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import islice, repeat
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.budget import ColdBudget
@@ -14,6 +14,7 @@ from manthan.manager.sessions.session import (
     Anchor,
     Beside,
     Block,
+    BlockName,
     CodeState,
     DropCause,
     Encoding,
@@ -26,6 +27,8 @@ from manthan.manager.sessions.table import SessionTable
 
 _NONE, _QUEUED, _SPILLING, _ = CodeState  # looked up once, see `manthan.manager.sessions.blocks`
 
+AHEAD_AFTER_S = 2.0
+"""So long after its last request ended a session's blocks are encoded, if nothing else is: it stays idle."""
 DOUBLINGS = 5
 """A session that the cold store has no room for is idle for twice as long each time, up to so often."""
 
@@ -68,16 +71,16 @@ class Evictions:
             self._orders.encode(part, encoding, session.tenant)
         self._anchors.settle(anchor)
 
-    def evict(self, session: Session, now: float, is_hot: bool = True, request_id: str | None = None) -> None:
+    def evict(self, session: Session, now: float, is_hot: bool = True, is_pressed: bool = False) -> None:
         """Queue what has no codes yet, tail first, so that the head stays hot for longest. is_hot: False if the pool
-        has lost what it had of it, all of which has codes. request_id: see Eviction."""
+        has lost what it had of it, all of which has codes. is_pressed: see Eviction."""
         if self._anchors.is_needed:
             self._cut_to_anchor(session)
             if not session.chain:
                 return
         self._table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
-        session.evict_for = request_id
+        session.evict_pressed = is_pressed
         self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is _NONE]
         decoded = next((block for block in needed if self._pruning.mark(block) is Mark.DECODED), None)
@@ -172,7 +175,7 @@ class Evictions:
         freed, self._orders.has_freed = self._orders.has_freed, False
         self._table.take_up(now, earlier=freed)
 
-    def relieve(self, wanted: int, now: float, request_id: str = "") -> bool:
+    def relieve(self, wanted: int, now: float) -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
         goal = max(0, self._blocks.exposed - wanted)
         chosen = False
@@ -180,11 +183,59 @@ class Evictions:
             for session in self._table.hot_victims():
                 if session.retry_after <= now and any(block.exposed for block in reversed(session.chain)):
                     self._table.hot.evicted(session.session_id)
-                    self.evict(session, now, request_id=request_id)
+                    self.evict(session, now, is_pressed=True)
                     chosen = True
                     if self._blocks.exposed <= goal:
                         break
         return chosen
+
+    @property
+    def next_ahead(self) -> float | None:
+        """When the next session's blocks may be encoded ahead."""
+        first = next(iter(self._table.fresh.values()), None)
+        return None if first is None else first.idle_since + AHEAD_AFTER_S
+
+    def encode_ahead(self, now: float, most: int) -> None:
+        """Queue up to `most` blocks, tail first, of the first session that is due, if all fit without anything being
+        dropped. It stays idle, and what is encoded stays in the prefix cache."""
+        while (due := self.next_ahead) is not None and due <= now:
+            session = next(iter(self._table.fresh.values()))
+            needed: list[Block] = []
+            if self._table.shape.group is not None:
+                self._exact.move_window(session)
+                chain = session.chain[: self._pruning.usable(session, len(session.chain))]
+                needed = [block for block in chain if block.code is _NONE]
+                marks = [self._pruning.mark(block) for block in needed]
+                if Mark.DECODED in marks:  # it may not be encoded again, and what follows is of no use
+                    needed = needed[: marks.index(Mark.DECODED)]
+            wanted = self._wanted_of_chain(needed)
+            self._heads.add_to(needed, wanted, session.tenant)
+            needed, wanted = needed[::-1], wanted[::-1]
+            room = min(self._budget.free, self._budget.left(session.tenant))
+            fits = sum([encoding.nbytes for encoding in wanted]) <= room
+            if len(needed) <= most or not fits:
+                del self._table.fresh[session.session_id]
+            if needed and fits:
+                self._orders.encode_all(needed[:most], wanted[:most], session.tenant)
+                return
+
+    def save(self, names: Iterable[BlockName | None], walked: int, most: int, running: Iterable[Session]) -> None:
+        """Queue up to `most` of the first `walked` of these free blocks: what only running sessions need, and nothing
+        has codes of. running: such sessions."""
+        if self._anchors.is_needed or self._table.shape.group is None:
+            return
+        found = (self._blocks.named(name) for name in islice(names, walked) if name is not None)
+        left = {block for block in found if block is not None and block.code is _NONE and block.running}
+        left = {block for block in left if self._pruning.is_computed(block)}
+        for session in running if left else ():
+            some = [block for block in reversed(session.chain) if block in left][:most]
+            wanted = self._wanted_of_chain(some)
+            fits = self._budget.make_room([encoding.nbytes for encoding in wanted], session) if some else 0
+            if fits:
+                self._orders.encode_all(some[:fits], wanted[:fits], session.tenant)
+            left.difference_update(some)
+            if not left or (most := most - fits) <= 0:
+                return
 
     def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None) -> None:
         """Every rank has put the codes of these blocks of a group into its tier, where they take so many bytes."""
@@ -249,6 +300,7 @@ class Evictions:
             self._pruning.unwait(session, session.chain)
             session.retry_after = now + self._idle_after_s
             self._table.set_state(session, SessionState.IDLE, now)
+            self._table.fresh.pop(session.session_id, None)
             if is_full:
                 self._put_off(session, now)
         self._pruning.bury([block])
@@ -321,7 +373,7 @@ class Evictions:
                 idle_s=session.evict_began - session.last_used,
                 took_s=now - session.evict_began,
                 exact=sum([code.exact > 0 for code in codes]),
-                request_id=session.evict_for,
+                is_pressed=session.evict_pressed,
             )
         )
 

@@ -94,6 +94,11 @@ class SpillRun(NamedTuple):
         keys, first_tokens = [self.keys[at] for at in keep], [self.first_tokens[at] for at in keep]
         return SpillRun(keys, first_tokens, [self.encodings[at] for at in keep], self.group, self.tenant)
 
+    def only(self, at: int) -> "SpillRun":
+        """The block at this place."""
+        keys, first_tokens, encodings, group, tenant = self
+        return SpillRun([keys[at]], [first_tokens[at]], [encodings[at]], group, tenant)
+
     def orders(self) -> Iterator[SpillOrder]:
         """One by one."""
         columns = zip(self.keys, self.first_tokens, self.encodings, strict=True)
@@ -468,7 +473,8 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        return earliest(idle, self.table.put_off.first, self._wishes.next_deadline)
+        ahead = self._evictions.next_ahead if self.may_evict else None
+        return earliest(idle, ahead, self.table.put_off.first, self._wishes.next_deadline)
 
     def take_unheld(self) -> list[Beside]:
         """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
@@ -495,12 +501,21 @@ class SessionMemoryManager:
         ):
             self._evictions.evict(first, now)
 
-    def relieve(self, wanted: int, now: float, request_id: str = "") -> bool:
-        """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way.
+    def relieve(self, wanted: int, now: float) -> bool:
+        """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any
+        session was chosen."""
+        return self.may_evict and self._evictions.relieve(wanted, now)
 
-        request_id: of the request that needs the room; empty for nobody's. Returns whether any session was chosen.
-        """
-        return self.may_evict and self._evictions.relieve(wanted, now, request_id)
+    def save(self, names: Iterable[BlockName | None], walked: int, most: int) -> None:
+        """Encode up to `most` of those free blocks, of which the first `walked` are looked at, that exist nowhere else.
+        Their sessions stay as they are."""
+        if self.may_evict and most > 0:
+            self._evictions.save(names, walked, most, dict.fromkeys(self._running.values()))
+
+    def encode_ahead(self, now: float, most: int) -> None:
+        """Encode up to `most` blocks of a session whose last request ended AHEAD_AFTER_S ago; it stays idle."""
+        if self.may_evict:
+            self._evictions.encode_ahead(now, most)
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
@@ -633,6 +648,10 @@ class SessionMemoryManager:
         that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block."""
         return self.blocks.safe(names, most)
 
+    def unsaved(self, keys: Sequence[bytes]) -> int:
+        """How many of these blocks of chains are known and have no codes, nor will have."""
+        return sum(block.code is CodeState.NONE for block in self.blocks.run(keys))
+
     def is_missed(self, name: BlockName) -> bool:
         """Whether somebody would miss a block's bf16 copy."""
         block = self.blocks.named(name)
@@ -654,9 +673,9 @@ class SessionMemoryManager:
         return session is not None and session.state in HOT_STATES
 
     @property
-    def at_risk(self) -> int:
-        """How many blocks are at risk, see `safe`; some of those that are in a running request's hands count, too."""
-        return self.blocks.exposed + self.blocks.queued
+    def may_lose(self) -> bool:
+        """Whether any block may be at risk, see `safe`."""
+        return bool(self.blocks.hot or self.blocks.queued)
 
     @property
     def on_their_way(self) -> int:

@@ -7,10 +7,8 @@ from typing import Protocol
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import BlockName, Drop
 
-IN_FLIGHT_SHARE = 4
-"""A block under encoding is out of the pool's reach: at most one in so many blocks of the pool at a time."""
-ADMISSION_WAIT_S = 3.0
-"""How long a new request may wait for room, while sessions it would overwrite are being encoded."""
+WINDOW_SHARE = 16
+"""A block is out of the pool's reach until it is copied to be encoded: at most one in so many blocks of the pool."""
 
 
 class FreeQueue(Protocol):
@@ -37,7 +35,7 @@ class Runway:
     @property
     def at_least(self) -> int:
         """As many as are known of without a walk."""
-        return self._left if self._manager.at_risk else len(self._queue)
+        return self._left if self._manager.may_lose else len(self._queue)
 
     def taken(self, at_most: int) -> None:
         """So many blocks may have been taken out of the queue."""
@@ -53,7 +51,7 @@ class Runway:
 
     def length(self, wanted: int) -> int:
         """Blocks before the first one worth keeping; only exact below `wanted`."""
-        if not self._manager.at_risk:
+        if not self._manager.may_lose:
             return len(self._queue)
         if self._left < wanted:
             self._left = self._manager.safe(self._queue.names(), max(wanted, self._ahead))
@@ -69,32 +67,19 @@ class Pressure:
     def __init__(self, manager: SessionMemoryManager, queue: FreeQueue, blocks: int, low: float, high: float) -> None:
         self._manager = manager
         self.low, self._high = int(low * blocks), int(high * blocks)
-        self.max_in_flight = max(1, blocks // IN_FLIGHT_SHARE)
+        self.window = max(1, blocks // WINDOW_SHARE)
         self.runway = Runway(queue, manager, ahead=self._high)
-        self._waiting_since: dict[str, float] = {}
+        self._queue = queue
 
     def relieve(self, now: float) -> None:
-        """Below the low watermark, evict sessions until the high one is reached."""
+        """Below the low watermark, evict sessions until the high one is reached.
+
+        Where no idle session is left for that, blocks of those that wait for a request to begin are saved, in the order
+        in which the pool would overwrite them.
+        """
         enough = self._high - self._manager.on_their_way
         if self.runway.at_least >= min(self.low, enough):  # a walk would change nothing
             return
         left = self.runway.length(self.low)
-        if left < self.low:  # then it has been walked as far as the high one just now
-            self._manager.relieve(enough - left, now)
-
-    def must_wait(self, request_id: str, needed: int, now: float) -> bool:
-        """Whether sessions are being saved that this request would overwrite; bounded by ADMISSION_WAIT_S.
-
-        needed: blocks that it is about to take out of the queue.
-        """
-        short = needed - self.runway.length(needed)
-        if short <= 0:
-            return False
-        self._manager.relieve(short - self._manager.on_their_way, now, request_id)
-        waited = now - self._waiting_since.setdefault(request_id, now)
-        are_coming = self._manager.on_their_way > 0 or not self._manager.may_evict
-        return are_coming and waited < ADMISSION_WAIT_S
-
-    def admitted(self, request_id: str) -> None:
-        """A request waits no longer, for whatever reason."""
-        self._waiting_since.pop(request_id, None)
+        if left < self.low and not self._manager.relieve(enough - left, now):  # it was walked to the high one just now
+            self._manager.save(self._queue.names(), self._high, self.window - self._manager.on_their_way)

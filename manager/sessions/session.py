@@ -263,8 +263,8 @@ class Session:
     evict_began: float = 0.0
     evict_encoded: int = 0
     evict_nbytes: int = 0
-    evict_for: str | None = None
-    """See Eviction.request_id."""
+    evict_pressed: bool = False
+    """See Eviction.is_pressed."""
     row: int = -1
     """In the columns by which sessions are listed."""
 
@@ -394,8 +394,8 @@ class Eviction(NamedTuple):
     """A session went cold. `encoded` of its `blocks` had no codes before, which take `encoded_nbytes` now.
 
     beside: blocks of other KV cache groups that it goes on from. hot_nbytes: what all of these took in the pool.
-    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds. request_id: of
-    the request that needed the room; empty where memory was short for all, None for a session that was idle for long.
+    cold_nbytes: of all of its codes. exact: how many of its blocks keep tokens exact. Times in seconds. is_pressed:
+    memory was short; else the session was idle for long.
     """
 
     session_id: str
@@ -409,7 +409,7 @@ class Eviction(NamedTuple):
     idle_s: float
     took_s: float
     exact: int
-    request_id: str | None = None
+    is_pressed: bool = False
 
 
 class NewsKind(StrEnum):

@@ -9,13 +9,10 @@ from itertools import count
 from typing import Any
 
 from manthan.manager.driver import Driver
-from manthan.manager.sessions.pressure import ADMISSION_WAIT_S
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup, hints_of
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.manager.work import LoadResult, SpillBlocks, StoredBlocks
-
-A_MOMENT_S = 0.001
 
 
 def total_blocks(request: TracedRequest, block_tokens: int) -> int:
@@ -27,8 +24,8 @@ def total_blocks(request: TracedRequest, block_tokens: int) -> int:
 class _Request:
     """A request that has come, and its blocks of the pool.
 
-    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. waited: for
-    others to be saved. began: when its first token was there.
+    hot, restored: how many of its blocks were found. keyed: how many of them can be found by others. began: when its
+    first token was there.
     """
 
     number: int
@@ -38,7 +35,6 @@ class _Request:
     hot: int = 0
     restored: int = 0
     keyed: int = 0
-    waited: bool = False
     began: float = 0.0
 
 
@@ -71,7 +67,6 @@ class EngineReplay(Replay):
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
         self._prefilling = 0
         self._promised = 0  # blocks that those let in will yet take
-        self._held: set[int] = set()  # being encoded
         self._encoded_until = 0.0
 
     def _size(self, request: TracedRequest) -> int:
@@ -120,7 +115,7 @@ class EngineReplay(Replay):
         self._waiting.append(request)
 
     def _admit(self) -> None:
-        """Let in whoever fits, in order; who only waits for others to be saved is passed by, as in vLLM."""
+        """Let in whoever fits, in order; whose KV is just being prefetched is passed by, as in vLLM."""
         passed = []
         while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
             request = self._waiting[0]
@@ -130,9 +125,6 @@ class EngineReplay(Replay):
             cold = self._driver.wanted(request.name, keys, len(hits), blocks, self.now)
             if cold is None:
                 passed.append(self._waiting.popleft())
-                if not request.waited:
-                    request.waited = True
-                    self._at(self.now + ADMISSION_WAIT_S + A_MOMENT_S, self._look_again, None)
             elif self._fits(request, hits, blocks - len(hits)):
                 self._waiting.popleft()
                 self._start(request, hits, keys[len(hits) : len(hits) + cold])
@@ -148,10 +140,8 @@ class EngineReplay(Replay):
             return True
         if needed + sum(not users(block) for block in hits) > free:
             return False
-        held = self._held
-        revived = sum(users(block) == (block in held) for block in hits)
-        later = sum(users(block) == 1 for block in held)
-        return in_the_end - len(hits) + revived <= free + later
+        revived = sum(not users(block) for block in hits)
+        return in_the_end - len(hits) + revived <= free
 
     def _start(self, request: _Request, hits: list[int], cold: Sequence[bytes]) -> None:
         hot, keys = len(hits), request.traced.keys
@@ -252,7 +242,7 @@ class EngineReplay(Replay):
         if work.runs:
             keys = [key for run in work.runs for key in run.keys]
             for run in work.runs:
-                self._held.update(run.block_ids)
+                self._driver.copied((run.group, key) for key in run.keys)
             self.tally.note("spill", "", keys)
             seconds = self.cost.spill_s_per_token * len(keys) * self.setup.block_tokens
             self._encoded_until = max(self.now, self._encoded_until) + seconds
@@ -265,8 +255,6 @@ class EngineReplay(Replay):
 
     def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
         self._counting.stored([key for run in runs for key in run.keys])
-        for run in runs:
-            self._held.difference_update(run.block_ids)
         nbytes = self.manager.shape.cold_nbytes
         stored = [StoredBlocks(run.group, run.keys, [nbytes] * len(run.keys)) for run in runs]
         self._driver.answered((), (), self.now, stored=stored)

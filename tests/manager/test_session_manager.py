@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
+from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.session import Drop, DropCause
 
@@ -20,13 +21,17 @@ def engine() -> Engine:
 def test_the_deadline_is_that_of_the_session_idle_for_longest(engine: Engine) -> None:
     assert engine.manager.next_deadline is None
     engine.talk("a b")
+    assert engine.manager.next_deadline == AHEAD_AFTER_S
+    engine.manager.encode_ahead(AHEAD_AFTER_S, 10)
     engine.now = 3.0
     engine.talk("x y")
+    engine.manager.encode_ahead(3.0 + AHEAD_AFTER_S, 10)
     assert engine.manager.next_deadline == IDLE_AFTER_S
     request = engine.start("a b c")
     assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
     engine.now = 4.0
     engine.finish(request, "a b c")
+    engine.manager.encode_ahead(4.0 + AHEAD_AFTER_S, 10)
     assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
 
 
@@ -73,7 +78,7 @@ def test_an_eviction_is_accounted_for(engine: Engine) -> None:
     engine.now += 2
     engine.stored(keys)
     (eviction,) = engine.manager.take_evictions()
-    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0, None)
+    assert eviction == ("anonymous-1", 3, 0, 48, 1500, 3, 300, 300, IDLE_AFTER_S, 2.0, 0, False)
     assert engine.manager.take_evictions() == []
 
 

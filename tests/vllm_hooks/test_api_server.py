@@ -336,7 +336,10 @@ def test_a_parameter_that_cannot_be_used(api, query: str, sentence: str) -> None
     ("body", "sentence"),
     [
         ({"json": {"seconds": -1}}, "seconds must be a number of seconds above 0 and at most 2592000, or null, not -1"),
-        ({"json": {"seconds": "soon"}}, "seconds must be a number of seconds above 0 and at most 2592000, or null, not 'soon'"),
+        (
+            {"json": {"seconds": "soon"}},
+            "seconds must be a number of seconds above 0 and at most 2592000, or null, not 'soon'",
+        ),
         ({"json": {"second": 1}}, "The body has an unknown field 'second'."),
         ({"json": [1]}, "The body must be a JSON object, not [1]."),
         ({"content": "{1", "headers": {"Content-Type": "application/json"}}, "The body is not valid JSON."),

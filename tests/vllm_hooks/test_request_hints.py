@@ -152,7 +152,11 @@ def test_what_contradicts_the_client_is_left_out() -> None:
     ("payload", "version", "sentence"),
     [
         ({"pinn": True}, "1.0", "manthan.hints.payload: unknown hint 'pinn' (did you mean 'pin'?)"),
-        ({"ttl_s": -1}, "1.0", "manthan.hints.payload.ttl_s must be a number of seconds above 0, and at most 2592000 (30 days), not -1"),
+        (
+            {"ttl_s": -1},
+            "1.0",
+            "manthan.hints.payload.ttl_s must be a number of seconds above 0, and at most 2592000 (30 days), not -1",
+        ),
         ([1], "1.0", "manthan.hints.payload must be a mapping of hints to values, not [1]"),
         ({"pin": True}, "7", "manthan.hints has version '7', and must have 1.0"),
     ],

@@ -131,7 +131,7 @@ def tell_eviction(eviction: "Eviction") -> None:
             cold_bytes=eviction.cold_nbytes,
             idle_seconds=round(eviction.idle_s, 3),
             seconds=round(eviction.took_s, 6),
-            reason="idle" if eviction.request_id is None else "pressure",
+            reason="pressure" if eviction.is_pressed else "idle",
         ),
     )
 

@@ -95,6 +95,9 @@ METRICS: dict[str, _Metric] = {
     "dropped_blocks": _Metric(
         prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
     ),
+    "overwritten_blocks": _Metric(
+        prometheus_client.Counter, "Blocks overwritten in the pool before they were encoded, and needed since."
+    ),
     "failures": _Metric(
         prometheus_client.Counter,
         "Blocks that could not be stored or restored, by cause.",

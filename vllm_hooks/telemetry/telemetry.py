@@ -79,6 +79,9 @@ class Telemetry(Observer):
         self.totals["failures"] += len(causes)
         self._complaints.not_stored(causes)
 
+    def overwritten(self, blocks: int) -> None:
+        self._stats.count("overwritten_blocks", blocks)
+
     def evicted(self, eviction: Eviction) -> None:
         self._stats.count("evictions")
         self._stats.observe("encode_bytes", eviction.encoded_nbytes)

@@ -84,12 +84,10 @@ class Traces:
             "manthan.bytes_hot": eviction.hot_nbytes,
             "manthan.tier": ",".join(self._tiers),
             "manthan.idle_seconds": eviction.idle_s,
-            "manthan.reason": "idle" if eviction.request_id is None else "pressure",
+            "manthan.reason": "pressure" if eviction.is_pressed else "idle",
         }
-        if eviction.request_id:
-            attributes[REQUEST_ID] = eviction.request_id
         began = now - int(eviction.took_s * NANO)
-        self._span(EVICT, began, now, attributes, eviction.request_id or "")
+        self._span(EVICT, began, now, attributes, "")
 
     def _span(self, name: str, began: int, ended: int, attributes: dict[str, Any], request_id: str) -> None:
         """In the trace of that request, if it came with one and has not ended; else in none, since vLLM would take that

@@ -2,7 +2,7 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
 import torch
@@ -25,6 +25,8 @@ logger = init_logger("vllm.manthan.worker")
 
 MISSING = "missing"
 """The cause of a failure: nothing is there."""
+Copies: TypeAlias = list[tuple[Numbers, Numbers]]
+"""Keys and values of blocks, as `PagedMemory.gather` returns them."""
 BATCH = 16
 """Blocks in a call: the first is stored, or decoded, while others wait."""
 
@@ -43,8 +45,12 @@ class Blocks(ABC):
         """Of blocks whose order names no codec."""
         return self.formats.current
 
+    def copy(self, spills: Sequence[SpillBlock]) -> "Copies | None":
+        """What `encode_all` takes instead of the paged blocks; None where it takes no longer than that would."""
+        return None
+
     @abstractmethod
-    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
+    def encode_all(self, spills: Sequence[SpillBlock], copies: "Copies | None" = None) -> list[Buffer | str]:
         """The encoded blocks; for one that cannot be encoded, the cause, a metric label. They stay as they are until
         this thread's next call."""
 
@@ -212,8 +218,12 @@ class CpuBlocks(Blocks):
         format.warm_up()
         self.formats.use(format)
 
-    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
-        return [self._encode(spill) for spill in spills]
+    def copy(self, spills: Sequence[SpillBlock]) -> Copies:
+        return [self._memory.gather(spill.block_id) for spill in spills]
+
+    def encode_all(self, spills: Sequence[SpillBlock], copies: Copies | None = None) -> list[Buffer | str]:
+        copies = self.copy(spills) if copies is None else copies
+        return [self._encode(spill, *copied) for spill, copied in zip(spills, copies, strict=True)]
 
     def decode_all(self, keys: Sequence[bytes], block_ids: Sequence[int], bufs: Sequence[Found]) -> list[str | None]:
         causes: list[str | None] = [None] * len(keys)
@@ -223,8 +233,7 @@ class CpuBlocks(Blocks):
                 break
         return causes
 
-    def _encode(self, spill: SpillBlock) -> Buffer | str:
-        keys, values = self._memory.gather(spill.block_id)
+    def _encode(self, spill: SpillBlock, keys: Numbers, values: Numbers) -> Buffer | str:
         try:
             format = self.formats.named("" if self.formats.shape.is_raw else spill.codec)
             made = _encoded(format, keys, values, spill)

@@ -24,6 +24,8 @@ logger = init_logger("vllm.manthan")
 
 STAGING_BYTES = 32 << 20
 """Of a buffer on the GPU for codes on their way: of evictions, and of prefetches, for which nobody waits."""
+COPIES_BYTES = 128 << 20
+"""Of blocks of a rank that the CPU has copied and has not encoded yet."""
 RESTORE_STAGING_BYTES = 128 << 20
 """The same of restores: what is begun at once. Most of a restore's time was the model's thread's, for each chunk."""
 RESTORE_STAGINGS = 2

@@ -87,12 +87,14 @@ class Decoding(NamedTuple):
 
 
 class Spill(NamedTuple):
-    """samples: for the calibration; they have come when the chunk is done."""
+    """samples: for the calibration; they have come when the chunk is done. copied: when the pool's blocks are not read
+    any more."""
 
     encoding: Encoding
     chunk: Chunk
     began: float
     samples: Sequence[Sample]
+    copied: torch.cuda.Event
 
 
 @dataclass
@@ -134,6 +136,7 @@ class GpuPath(WorkerPath):
         self._load_lanes = [Lane(nbytes, self._device, priority=-1) for _ in range(RESTORE_STAGINGS)]
         self._lanes = (self._spill_lane, self._prefetch_lane, *self._load_lanes)
         self._spills: deque[Spill] = deque()
+        self._uncopied: deque[Spill] = deque()
         self._restores: deque[Restore] = deque()
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
@@ -170,6 +173,7 @@ class GpuPath(WorkerPath):
             self._use({(spill.group, spill.codec) for spill in metadata.spills})
         except Exception as error:
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            self._copied(metadata.spills)
             self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in metadata.spills])
             return
         encodings: list[Encoding] = []
@@ -180,6 +184,7 @@ class GpuPath(WorkerPath):
             encodings += self._encodings(codec, exact, spills, taken)
             demotions += moved
             refused = spills[len(taken) :]
+            self._copied(refused)
             self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
         if not (encodings or demotions):
             return
@@ -189,12 +194,14 @@ class GpuPath(WorkerPath):
             for demotion in demotions:
                 self.tiers.drop(demotion.name[0], [demotion.name[1]])
             for encoding in encodings:
+                self._copied(encoding.spills)
                 self._fail(encoding, error)
             return
         for encoding in encodings:
             try:
                 self._encode(encoding)
             except Exception as error:  # whatever it is costs these blocks, not the model's thread
+                self._copied(encoding.spills)
                 self._fail(encoding, error)
 
     def take_finished_loads(self) -> set[str]:
@@ -280,28 +287,40 @@ class GpuPath(WorkerPath):
             offsets, marks = [place[0].start for place in ours], [spill.mark for spill in spills]
             batch = codec.batch(exact, keys, block_ids, first_tokens, offsets, marks=marks)
             codec.encode(batch, codes)
-            if not in_place:  # how much of its room a block takes is not known yet
-                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
             calibration = self._calibration if group == self._chain else None
             samples = calibration.begin(spills) if calibration is not None else ()
-            self._spills.append(Spill(encoding, self._chunk(codec, batch, lane.stream), began, samples))
+            copied = lane.stream.record_event()
+            if not in_place:  # how much of its room a block takes is not known yet
+                _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
+            spill = Spill(encoding, self._chunk(codec, batch, lane.stream), began, samples, copied)
+            self._spills.append(spill)
+            self._uncopied.append(spill)
 
     def _end_spills(self) -> None:
-        """Report those whose codes are there."""
+        """Report those whose blocks the pool may have back, and those whose codes are there."""
+        with suppress(Exception):  # it is met again below
+            while self._uncopied and self._uncopied[0].copied.query():
+                self._copied(self._uncopied.popleft().encoding.spills)
         while self._spills:
-            encoding, chunk, began, samples = self._spills[0]
+            encoding, chunk, began, samples, _ = self._spills[0]
             try:
                 if not chunk.done.query():
                     return
                 statuses, sizes = chunk.status.tolist(), chunk.nbytes.tolist()
             except Exception as error:
-                self._spills.popleft()
+                self._leave()
                 self._fail(encoding, error)
                 continue
-            self._spills.popleft()
+            self._leave()
             if self._calibration is not None:
                 self._calibration.take(samples)
             self._put(encoding, statuses, sizes, (time.monotonic() - began) / len(statuses))
+
+    def _leave(self) -> None:
+        """The first is answered for: its blocks are copied, if nobody could say so before."""
+        ended = self._spills.popleft()
+        if self._uncopied and self._uncopied[0] is ended:
+            self._copied(self._uncopied.popleft().encoding.spills)
 
     def _put(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
         """What was encoded is in its tier now."""

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from vllm.logger import init_logger
 
-from manthan.manager.stores.cold_store import ColdStore, ColdStoreError, Found
+from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
 from manthan.manager.work import RESET
 from manthan.vllm_hooks.messages import (
     FailedBlock,
@@ -21,7 +21,7 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
-from manthan.vllm_hooks.worker.blocks import MISSING, Blocks
+from manthan.vllm_hooks.worker.blocks import MISSING, Blocks, Copies
 from manthan.vllm_hooks.worker.calibration import Calibration
 from manthan.vllm_hooks.worker.intake import Intake, batches
 from manthan.vllm_hooks.worker.path import WorkerPath
@@ -64,6 +64,8 @@ class HostPath(WorkerPath):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
+        self._encode_threads = encode_threads
+        self._copiers = Threads(1, "manthan-copy", cpus)
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
         self._loaders = Threads(1, "manthan-restore", cpus)
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
@@ -91,20 +93,23 @@ class HostPath(WorkerPath):
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
         if len(mine) < len(metadata.spills):
-            self._spilled([SpillResult(s.key, s.group, None, 0.0) for s in metadata.spills if not self._is_mine(s.key)])
+            others = [spill for spill in metadata.spills if not self._is_mine(spill.key)]
+            self._copied(others)
+            self._spilled([SpillResult(spill.key, spill.group, None, 0.0) for spill in others])
         model = model_event(self._device) if mine else None
         for group, blocks in self.blocks.items():
             spills = [spill for spill in mine if spill.group == group]
-            for start in range(0, len(spills), blocks.batch):
-                some = spills[start : start + blocks.batch]
-                self._encoders.submit(self._spill, some, blocks, self.store, model, self._cancelled)
+            batch = min(blocks.batch, max(1, len(spills) // self._encode_threads))
+            for start in range(0, len(spills), batch):
+                some = spills[start : start + batch]
+                self._copiers.submit(self._copy, some, blocks, self.store, model, self._cancelled)
 
     def wait(self) -> None:
-        for threads in (self._encoders, self._loaders, self._prefetchers):
+        for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
             threads.wait()
 
     def shutdown(self) -> None:
-        for threads in (self._encoders, self._loaders, self._prefetchers):
+        for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
         if self._calibration is not None:
             self._calibration.stop()
@@ -112,7 +117,7 @@ class HostPath(WorkerPath):
 
     # -- evict ----------------------------------------------------------------------------------------
 
-    def _spill(
+    def _copy(
         self,
         spills: Sequence[SpillBlock],
         blocks: Blocks,
@@ -120,16 +125,60 @@ class HostPath(WorkerPath):
         model: torch.cuda.Event | None,
         cancelled: threading.Event,
     ) -> None:
+        """Copy blocks of one group, so that nobody has to leave them alone while they are encoded, unless that takes no
+        longer."""
+        if cancelled.is_set():
+            self._copied(spills)
+            self._spilled([SpillResult(spill.key, spill.group, RESET, 0.0) for spill in spills])
+            return
+        try:
+            with behind(model, self._device):
+                copies = blocks.copy(spills)
+                if copies is not None:
+                    self._see(spills)
+        except Exception as error:
+            logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
+            self._copied(spills)
+            self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in spills])
+            return
+        if copies is not None:
+            self._copied(spills)
+        self._encoders.submit(self._spill, spills, copies, blocks, store, model, cancelled)
+
+    def _see(self, spills: Sequence[SpillBlock]) -> None:
+        if self._calibration is not None and spills[0].group == self._chain:
+            self._calibration.see(spills)
+
+    def _encode(
+        self, spills: Sequence[SpillBlock], copies: Copies | None, blocks: Blocks, model: torch.cuda.Event | None
+    ) -> Sequence[Buffer | str]:
+        if copies is not None:
+            return blocks.encode_all(spills, copies)
+        try:
+            with behind(model, self._device):
+                self._see(spills)
+                return blocks.encode_all(spills)
+        finally:
+            self._copied(spills)
+
+    def _spill(
+        self,
+        spills: Sequence[SpillBlock],
+        copies: Copies | None,
+        blocks: Blocks,
+        store: ColdStore,
+        model: torch.cuda.Event | None,
+        cancelled: threading.Event,
+    ) -> None:
         """Encode blocks of one group, then store them together."""
         if cancelled.is_set():
+            if copies is None:
+                self._copied(spills)
             self._spilled([SpillResult(s.key, s.group, RESET, 0.0) for s in spills])
             return
         began = time.monotonic()
         try:
-            with behind(model, self._device):
-                if self._calibration is not None and spills[0].group == self._chain:
-                    self._calibration.see(spills)
-                encoded = dict(zip(spills, blocks.encode_all(spills), strict=True))
+            encoded = dict(zip(spills, self._encode(spills, copies, blocks, model), strict=True))
             bufs = {spill: buf for spill, buf in encoded.items() if not isinstance(buf, str)}
             causes = {spill.key: buf for spill, buf in encoded.items() if isinstance(buf, str)}
             for tenant in dict.fromkeys(spill.tenant for spill in bufs):

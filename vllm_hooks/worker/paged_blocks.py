@@ -18,7 +18,7 @@ from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Form, PagedCodec, status_ca
 from manthan.manager.stores.arena import Extent
 from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
-from manthan.vllm_hooks.worker.blocks import Blocks, cause_of
+from manthan.vllm_hooks.worker.blocks import Blocks, Copies, cause_of
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
 from manthan.vllm_hooks.worker.intake import Intake
 from manthan.vllm_hooks.worker.staging import Staging
@@ -74,7 +74,7 @@ class PagedBlocks(Blocks):
         """The most bytes that one block takes."""
         return self.codec.form(self.codec.layout.tokens).nbytes
 
-    def encode_all(self, spills: Sequence[SpillBlock]) -> list[Buffer | str]:
+    def encode_all(self, spills: Sequence[SpillBlock], copies: Copies | None = None) -> list[Buffer | str]:
         """They lie in a buffer that is used again by the next call of this thread."""
         encoded: list[Buffer | str] = ["encode"] * len(spills)
         runs = list(self._runs([self._kind(spill) for spill in spills]))

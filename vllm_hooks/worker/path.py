@@ -3,8 +3,16 @@
 import sys
 import threading
 from abc import ABC, abstractmethod
+from collections.abc import Iterable
 
-from manthan.vllm_hooks.messages import Load, LoadResult, ManthanMetadata, ManthanWorkerMetadata, SpillResult
+from manthan.vllm_hooks.messages import (
+    Load,
+    LoadResult,
+    ManthanMetadata,
+    ManthanWorkerMetadata,
+    SpillBlock,
+    SpillResult,
+)
 
 REST_S = sys.getswitchinterval()
 """So long, at most, the model's thread stands aside for a restore in a step in which nothing is computed: as long as
@@ -15,8 +23,8 @@ time, of which the thread that restores has need."""
 class WorkerPath(ABC):
     """Takes a step's metadata, works in the background, and reports what has ended.
 
-    The scheduler half holds a reference on every block that is named here until it is answered for, so no block is
-    written to by anybody else meanwhile. The caller is the model's thread: nothing here raises, and nothing
+    The scheduler half holds a reference on every block that is named here until it is answered for, or copied, so no
+    block is written to by anybody else meanwhile. The caller is the model's thread: nothing here raises, and nothing
     waits but what says so.
 
     fails_whole: a load of which anything fails has failed as a whole; otherwise only its blocks from the first one on
@@ -77,7 +85,12 @@ class WorkerPath(ABC):
     def take_report(self) -> ManthanWorkerMetadata | None:
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
-            return taken if taken.spills or taken.loads else None
+            return taken if taken.spills or taken.loads or taken.copied else None
+
+    def _copied(self, spills: Iterable[SpillBlock]) -> None:
+        """These blocks of the pool are not read any more. Each is to be named once, before its answer."""
+        with self._lock:
+            self._report.copied += [(spill.group, spill.key) for spill in spills]
 
     def _spilled(self, results: list[SpillResult]) -> None:
         with self._lock:
