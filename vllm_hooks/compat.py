@@ -6,6 +6,7 @@ what vLLM documents.
 """
 
 import argparse
+import dataclasses
 import functools
 import queue
 import sys
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from fastapi import FastAPI
     from starlette.datastructures import Headers
     from vllm import EngineArgs
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_events import BlockStored
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
@@ -168,6 +169,29 @@ def before_answer(
         return error
 
     wrapped._check_model = with_check
+
+
+def hash_media_by_content(refuse: Callable[[], Exception]) -> None:
+    """Have block hashes hold what images and the like contain, not the ids that clients gave them: an id means another
+    image tomorrow. `refuse` makes the error for an id without content."""
+    from vllm.multimodal.processing.inputs import ProcessorInputs
+
+    wrapped: Any = ProcessorInputs
+    get_hashes = wrapped.get_mm_hashes
+    if hasattr(get_hashes, "manthan"):
+        return
+
+    @functools.wraps(get_hashes)
+    def of_content(self: ProcessorInputs, *args: Any, **kwargs: Any) -> Any:
+        if not any(given is not None for items in (self.mm_uuid_items or {}).values() for given in items or ()):
+            return get_hashes(self, *args, **kwargs)
+        for items in self.mm_data_items.values():
+            if any(item is None for item in items.get_all_items_for_hash()):
+                raise refuse()
+        return get_hashes(dataclasses.replace(self, mm_uuid_items=None), *args, **kwargs)
+
+    of_content.manthan = True  # type: ignore[attr-defined]
+    wrapped.get_mm_hashes = of_content
 
 
 class Asked(NamedTuple):
@@ -322,6 +346,12 @@ def press_on(goes_on: Callable[[], bool]) -> None:
 
     own: Any = core  # one of these becomes its `step_fn` in a moment
     own.step, own.step_with_batch_queue = brisk(own.step), brisk(own.step_with_batch_queue)
+
+
+def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:
+    """What `ask` returns of each worker of the engine under construction; None where there is no engine core."""
+    core = _core_under_construction()
+    return None if core is None else core.model_executor.collective_rpc(ask)
 
 
 def offer(name: str, method: Callable[..., Any]) -> None:
@@ -863,16 +893,43 @@ def write_latents(
     module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
 
 
-def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
-    """The parameters and buffers of a worker's model, and of its draft, as tensors with memory of their own."""
+def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Parameters and buffers of a model by name, as tensors with memory of their own."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
+    for name, tensor in (*model.named_parameters(), *model.named_buffers()):
+        yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
+
+
+def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
+    """Have `made` called with each model that vLLM makes in this process, before its weights are loaded.
+
+    Connectors hear of no weights, and the tensors that a model keeps are sharded, fused and packed ones.
+    """
+    from vllm.model_executor.model_loader import base_loader, tensorizer_loader, utils
+
+    initialize = utils.initialize_model
+    if hasattr(initialize, "manthan"):
+        return
+
+    @functools.wraps(initialize)
+    def initialize_watched(vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
+        model = initialize(vllm_config, *args, **kwargs)
+        made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
+        return model
+
+    initialize_watched.manthan = True  # type: ignore[attr-defined]
+    for module in (utils, base_loader, tensorizer_loader):
+        module.initialize_model = initialize_watched
+
+
+def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":
+    """The parameters and buffers of a worker's model, and of its draft, as tensors with memory of their own."""
     runner = worker.model_runner
     draft = getattr(runner, "get_draft_model", lambda: None)()
     for model in (runner.get_model(), draft):
         if model is not None:
-            for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-                yield from (part.detach() for _, part in _tensors(name, tensor))
+            yield from (tensor for _, tensor in tensors_of(model))
 
 
 def copy_blocks(sources: "torch.Tensor", targets: "torch.Tensor", sizes: "torch.Tensor") -> None:

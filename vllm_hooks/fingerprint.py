@@ -2,7 +2,7 @@
 
 import hashlib
 import json
-from functools import lru_cache
+from importlib.metadata import version
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -10,7 +10,7 @@ from manthan.codec import wire
 from manthan.codec.model import NO_FACTS, ModelFacts
 
 if TYPE_CHECKING:
-    from vllm.config import LoadConfig, ModelConfig, VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
 
     from manthan.vllm_hooks.support import Group
 
@@ -51,27 +51,22 @@ def fingerprint(
     return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).digest()[:16]
 
 
-WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
-SAMPLES, SAMPLE_BYTES = 64, 4096
-
-
-def model_identity(vllm_config: "VllmConfig") -> dict[str, object]:
-    """What decides the KV that a model computes: its configuration, with overrides, and its weights; so of its draft.
+def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]:
+    """What decides the KV that a model computes: its configuration, with overrides, its code and its weights; so of its
+    draft.
 
     Not where it lies, nor how much of it may be used at a time: an engine with another --max-model-len finds its
-    sessions again.
+    sessions again. weights: digest of all that was loaded, a draft's included.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
-    identity = _identity(model, vllm_config.load_config)
+    identity = {**_identity(model), "weights": weights, "vllm": version("vllm"), "mm": model.mm_processor_kwargs}
     if speculative is not None and speculative.uses_draft_kv_cache():
-        load = speculative.draft_load_config or vllm_config.load_config
-        identity["draft"] = {"method": speculative.method, **_identity(speculative.draft_model_config, load)}
+        identity["draft"] = {"method": speculative.method, **_identity(speculative.draft_model_config)}
     return identity
 
 
-def _identity(model: "ModelConfig", load: "LoadConfig") -> dict[str, object]:
-    settings = _settings(model.hf_config.to_dict())
-    return {"config": settings, "quantization": model.quantization, "weights": weights_digest(model, load)}
+def _identity(model: "ModelConfig") -> dict[str, object]:
+    return {"config": _settings(model.hf_config.to_dict()), "quantization": model.quantization, "code": _code(model)}
 
 
 def _settings(config: object) -> object:
@@ -82,16 +77,14 @@ def _settings(config: object) -> object:
     return {key: _settings(value) for key, value in named.items() if key != "transformers_version"}
 
 
-def weights_digest(model: "ModelConfig", load: "LoadConfig") -> str:
-    """What tells a model's weights from others that were in the same place: codes in Redis outlive the engine.
-
-    The files' names, sizes and SAMPLES pieces of each, the first of which names the tensors and their shapes. For
-    weights that do not lie in files, what made them, or else their name and revision.
-    """
-    if load.load_format == "dummy":
-        return f"dummy:{model.seed}"
+def _code(model: "ModelConfig") -> str:
+    """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without any."""
     folder = _folder(model.model, model.revision)
-    return f"{model.model}@{model.revision}" if folder is None else _digest(folder)
+    files = sorted(folder.glob("*.py")) if folder is not None and folder.is_dir() else []
+    digest = hashlib.sha256()
+    for path in files:
+        digest.update(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes())
+    return digest.hexdigest()[:32] if files else ""
 
 
 def _folder(model: str, revision: str | None) -> Path | None:
@@ -102,19 +95,5 @@ def _folder(model: str, revision: str | None) -> Path | None:
 
     try:
         return Path(snapshot_download(model, revision=revision, local_files_only=True))
-    except Exception:  # some other source; the model's name and revision must do
+    except Exception:  # some other source, which has no code that is run
         return None
-
-
-@lru_cache(maxsize=8)
-def _digest(folder: Path) -> str:
-    files = [folder] if folder.is_file() else sorted({path for ending in WEIGHTS for path in folder.glob(ending)})
-    digest = hashlib.sha256()
-    for path in files:
-        size = path.stat().st_size
-        digest.update(f"{path.name}:{size}".encode())
-        with path.open("rb") as file:
-            for sample in range(SAMPLES):
-                file.seek(max(0, size - SAMPLE_BYTES) * sample // (SAMPLES - 1))
-                digest.update(file.read(SAMPLE_BYTES))
-    return digest.hexdigest()[:32]

@@ -10,9 +10,21 @@ from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.manager.stores.keyring import ring_of
-from manthan.vllm_hooks.compat import add_routes, extend_engine_args, register_connector
+from manthan.vllm_hooks.compat import (
+    add_routes,
+    extend_engine_args,
+    hash_media_by_content,
+    register_connector,
+    watch_models,
+)
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.http.hints import MIDDLEWARE, check_requests, check_server_requests, tenant_header
+from manthan.vllm_hooks.http.hints import (
+    MIDDLEWARE,
+    check_requests,
+    check_server_requests,
+    no_content,
+    tenant_header,
+)
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
@@ -30,8 +42,9 @@ from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 if TYPE_CHECKING:
     from fastapi import FastAPI
+    from torch.nn import Module
     from vllm import EngineArgs
-    from vllm.config import VllmConfig
+    from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CONFIG_FLAG = "--manthan-config"
@@ -59,6 +72,15 @@ def register() -> None:
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
         add_routes(add_api)
+        watch_models(watch)
+
+
+def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module") -> None:
+    """Note what is loaded into a model of an engine with Manthan."""
+    if is_on(vllm_config):
+        from manthan.vllm_hooks.worker.weights import watch_model  # no other process needs torch
+
+        watch_model(vllm_config, model_config, model)
 
 
 def read_flags(args: argparse.Namespace) -> None:
@@ -88,6 +110,8 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()
+    if from_vllm_config(vllm_config).cold_store.is_lasting:
+        hash_media_by_content(no_content)
     if from_command_line:
         check_server_requests()
 

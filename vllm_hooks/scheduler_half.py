@@ -12,6 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import A_STEP, Driver
@@ -28,6 +29,7 @@ from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
     Resets,
     VllmPool,
+    ask_workers,
     engine_waker,
     offer,
     press_on,
@@ -64,7 +66,7 @@ from manthan.vllm_hooks.worker.capacity import (
     room_in,
     usable_nbytes,
 )
-from manthan.vllm_hooks.worker.weights import weights_state
+from manthan.vllm_hooks.worker.weights import loaded_digest, weights_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -91,6 +93,17 @@ SOURCES = {
 """What vLLM calls where codes come from, by tier: it has no name for a store that is reached over a network."""
 
 
+def _weights(config: ManthanConfig) -> str:
+    """Digest of the weights that the workers have loaded. Raises UnsupportedError where ranks have read others."""
+    found = ask_workers(loaded_digest) or [""]
+    if len(set(found)) > 1:
+        raise UnsupportedError(
+            f"cold_store.kind is {config.cold_store.kind}, but ranks read different weights, so that nobody could tell "
+            "another model's blocks: use host or device."
+        )
+    return str(found[0])
+
+
 class SchedulerHalf:
     """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
 
@@ -115,7 +128,8 @@ class SchedulerHalf:
                 f"cold_store.kind is {config.cold_store.kind}, but the model has layers with sliding windows and "
                 f"{'blocks of several sizes' if self.groups.is_whole else 'none with full attention'}: use host."
             )
-        namespace = namespace_of(vllm_config, config, self.groups) if config.cold_store.is_lasting else None
+        lasting = config.cold_store.is_lasting
+        namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
         owner = engine_name()
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
@@ -222,8 +236,8 @@ class SchedulerHalf:
         return self.driver.is_lossy(request.request_id), self.manager.owner(request.request_id)
 
     def _in_flight(self) -> int:
-        """How many blocks the workers may have in hand at a time: on the CPU, which copies them first, so many bytes; on
-        a GPU a step's where it stores them itself, and else what its threads have begun."""
+        """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
+        bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
         config, nbytes = self.config, self._shape.pool_nbytes(None)
         if not is_on_gpu(self._vllm_config):
             return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)

@@ -9,7 +9,6 @@ from typing import TYPE_CHECKING
 from vllm.logger import init_logger
 
 from manthan.codec import wire
-from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.stores.directory import Directory
 from manthan.manager.stores.keyring import PLAIN_NAMES, ring_of
@@ -21,7 +20,6 @@ from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
 from manthan.manager.stores.sealed import Sealer
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.replicas import copies_of
-from manthan.vllm_hooks.settled import is_codec_chosen, profile_digest
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -36,10 +34,10 @@ LOAD_THREADS = 2
 """Threads of a worker that read the store: one for requests, one for prefetches."""
 
 
-def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups") -> Namespace:
+def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Groups", weights: str) -> Namespace:
     """The same in every process of every engine whose codes mean the same, whatever else they are told to do.
 
-    On a disk of one engine's own it is the same for all codecs that codec auto may mean: each block tells its own.
+    Codec and profile are not in it: each block names its own. weights: digest of all that was loaded.
     """
     group = groups.chain
     beside: list[object] = [[*_identity(window.group), window.tokens] for window in groups.windows]
@@ -48,22 +46,18 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if groups.again and beside:
         beside.append(groups.again)  # anchors are at other places of chains
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    may_change = not config.cold_store.is_shared and is_codec_chosen(vllm_config)
-    profile = "" if may_change else profile_digest(vllm_config)
     ring = ring_of(config.cold_store.encryption)
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
         {
             "wire": wire.VERSION,
-            "codec": AUTO if may_change else config.codec.name,
-            "model": model_identity(vllm_config),
+            "model": model_identity(vllm_config, weights),
             "dtype": group.dtype_name,
             "block_tokens": group.spec.block_size,
             "shape": group.shape,
             "tensor_parallel": parallel.tensor_parallel_size // copies_of(vllm_config, groups),
-            "block_hash": cache.prefix_caching_hash_algo,
-            **({"profile": profile} if profile else {}),
+            "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"names": ring.names.mark} if ring is not None else {}),
             **({"group": group.index, "beside": beside} if beside else {}),
         },

@@ -1,13 +1,12 @@
 """What Manthan can serve. Everything else stops the server at start with one sentence."""
 
 import math
-import os
 import re
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from manthan.manager.config.model import ColdStoreConfig
+from manthan.manager.config.model import ColdStoreConfig, QuotasConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.kv_dtype import E4M3, FP8, PLAIN, is_packed, is_plain
 from manthan.vllm_hooks.transfer_config import (
@@ -65,7 +64,7 @@ def check_supported(vllm_config: "VllmConfig") -> None:
     speculative = vllm_config.speculative_config
     device = current_platform.device_type
     without = "serve it without Manthan"
-    hashes = hash_refusal(config.cold_store, cache.prefix_caching_hash_algo)
+    hashes = hash_refusal(config.cold_store, cache.prefix_caching_hash_algo, config.quotas)
     refusals = [
         (device not in DEVICES, f"vLLM runs on {device}; {' and '.join(DEVICES)} are supported"),
         (device == "cpu" and on_device, "cold_store.kind is device, but vLLM runs on the CPU: use host"),
@@ -305,13 +304,15 @@ def check_version(version: str) -> None:
         )
 
 
-def hash_refusal(store: ColdStoreConfig, algorithm: str) -> str:
-    """Why the keys that this --prefix-caching-hash-algo gives blocks are of no use to such a store; "" if they are."""
-    if not store.is_lasting or "xxhash" not in algorithm or os.environ.get("PYTHONHASHSEED"):
+def hash_refusal(store: ColdStoreConfig, algorithm: str, quotas: QuotasConfig | None = None) -> str:
+    """Sentence that says why hashes of this --prefix-caching-hash-algo will not do for such a store; "" if they do."""
+    is_apart = quotas is not None and quotas.isolate and bool(quotas.header or quotas.tenants)
+    if not (store.is_lasting or is_apart) or "xxhash" not in algorithm:
         return ""
+    setting = f"cold_store.kind is {store.kind}" if store.is_lasting else "quotas.isolate is true"
     return (
-        f"cold_store.kind is {store.kind}, but --prefix-caching-hash-algo {algorithm} gives the same tokens another "
-        "key in each process: set the environment variable PYTHONHASHSEED to one number for all engines, or use sha256"
+        f"{setting}, but --prefix-caching-hash-algo {algorithm} does not resist collisions, and "
+        "whoever finds one is served another's blocks: use sha256"
     )
 
 

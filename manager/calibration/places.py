@@ -4,7 +4,10 @@ import hashlib
 import json
 import os
 import re
+from functools import lru_cache
 from pathlib import Path
+
+import xxhash
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.gguf")
 
@@ -23,14 +26,25 @@ def profile_path(model: str, ranks: int = 1) -> Path:
 
 
 def _identity(model: str) -> str:
-    """Of its configuration and its weights, by name and size; of its name where there is no folder."""
+    """Of its configuration and its weights, all their bytes; of its name where there is no folder."""
     folder = _folder(model)
     if folder is None:
         return hashlib.sha256(model.encode()).hexdigest()
-    weights = sorted((path.name, path.stat().st_size) for kind in WEIGHTS for path in folder.glob(kind))
+    files = sorted(path for kind in WEIGHTS for path in folder.glob(kind))
+    weights = [(path.name, _content(path, path.stat().st_mtime_ns)) for path in files]
     config = folder / "config.json"
     known = [config.read_text(errors="replace") if config.exists() else "", weights]
     return hashlib.sha256(json.dumps(known).encode()).hexdigest()
+
+
+@lru_cache
+def _content(path: Path, changed: int) -> str:
+    """Digest of a file as it was when it was changed last."""
+    digest = xxhash.xxh3_128()
+    with path.open("rb") as file:
+        while part := file.read(2**24):
+            digest.update(part)
+    return digest.hexdigest()
 
 
 def _folder(model: str) -> Path | None:

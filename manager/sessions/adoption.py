@@ -22,6 +22,7 @@ HISTORY = (
     "answer_tokens",
     "left_tokens",
     "prompt_depth",
+    "prompt_end",
     "ttl_s",
     "priority",
     "expected",

@@ -265,7 +265,7 @@ class SessionMemoryManager:
             self._pruning.cut(session, length, DropCause.ABANDONED)
         self._running[request_id] = session
         self._restores.own[request_id] = self._own_blocks(session, keys, tail, hints.quality or self._quality)
-        session.prompt_end = len(keys), tail
+        session.prompt_end = _end(keys, tail)
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             self._wishes.expect(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
@@ -332,12 +332,8 @@ class SessionMemoryManager:
         if session.asked_id is None:
             if not session.chain:
                 known, origin = self.table.chains.of(session.tenant).nearest(keys)
-                if (
-                    origin is not None
-                    and known == len(keys)
-                    and origin.prompt_end == (known, tail)
-                    and tail is not None
-                ):
+                end = _end(keys, tail)
+                if origin is not None and end and known == len(keys) and origin.prompt_end == end:
                     session.kin = origin.owner
                     return known
             return common_prefix(session.chain, keys)
@@ -709,3 +705,8 @@ class SessionMemoryManager:
         """The session of that id."""
         session = self.table.by_id.get(session_id)
         return None if session is None else self.listing.info(session)
+
+
+def _end(keys: Sequence[bytes], tail: bytes | None) -> str:
+    """What tells a prompt from others with the same full blocks; see `Session.prompt_end`."""
+    return "" if tail is None else f"{len(keys)}:{tail.hex()}"

@@ -305,8 +305,8 @@ class Session:
 
     kin: Owner | None = None
     """Owner of the session whose whole prompt this one, without a name, has asked again."""
-    prompt_end: tuple[int, bytes | None] = (0, None)
-    """Number of full blocks of its last prompt, and the tokens behind them; None where these are not known."""
+    prompt_end: str = ""
+    """Number of full blocks of its last prompt, and the tokens behind them; empty where these are not known."""
 
     @property
     def owner(self) -> Owner:

@@ -51,7 +51,8 @@ def test_hints_that_cannot_be_used_are_answered_with_400(server, path: str, stre
         ({"pinn": True}, "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"),
         (
             {"ttl_s": "5m"},
-            "kv_transfer_params.manthan.ttl_s must be a number of seconds above 0, and at most 2592000 (30 days), not '5m'",
+            "kv_transfer_params.manthan.ttl_s must be a number of seconds above 0, and at most 2592000 (30 days), not "
+            "'5m'",
         ),
         ({"release": True, "pin": True}, "kv_transfer_params.manthan: release drops the session when this request "),
     ]:

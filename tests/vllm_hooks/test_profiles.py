@@ -33,8 +33,7 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, memory_shape
 from manthan.vllm_hooks.messages import GroupBlocks, Load, SpillBlock
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile, wants_profile
-from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Group, Groups
+from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory
 from manthan.vllm_hooks.worker.host_path import HostPath
@@ -122,7 +121,7 @@ def test_a_profile_that_changes_while_the_engine_starts_is_refused(tiny_profile:
         settled_profile(config)
 
 
-def test_another_profile_is_another_fingerprint_and_another_place_in_redis(tiny_profile: Path, tmp_path: Path) -> None:
+def test_another_profile_is_another_fingerprint(tiny_profile: Path, tmp_path: Path) -> None:
     made = Profile.load(tiny_profile)
     other = Profile.of(replace(made.info, text="another"), made.frequencies, made.ranks)
     other.save(tmp_path / "other")
@@ -130,10 +129,6 @@ def test_another_profile_is_another_fingerprint_and_another_place_in_redis(tiny_
     rope = made.info.rope
     marks = {fingerprint(configs[0], group(), "klt-8x", "", ModelFacts(rope, each)) for each in (made, other, None)}
     assert len(marks) == 3
-    names = {namespace_of(config, from_vllm_config(config), Groups(group())).name for config in configs}
-    assert len(names) == 2
-    plain = configured(name="k3v3")
-    assert namespace_of(plain, from_vllm_config(plain), Groups(group())).name not in names
 
 
 def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:

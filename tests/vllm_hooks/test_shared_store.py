@@ -21,13 +21,13 @@ from vllm.v1.kv_cache_interface import (
     SlidingWindowSpec,
 )
 
-from manthan.manager.config.model import CodecConfig
+from manthan.manager.config.model import CodecConfig, ColdStoreConfig, QuotasConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.shared_store import engine_name, make_redis, namespace_of
-from manthan.vllm_hooks.support import Group, Groups, Window, groups_of
+from manthan.vllm_hooks.support import Group, Groups, Window, groups_of, hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
@@ -47,20 +47,20 @@ def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redi
 
 
 @pytest.mark.parametrize("kind", ["redis", "tiered"])
-def test_hashes_of_this_process_alone_are_refused(
-    redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch, kind: str
-) -> None:
-    monkeypatch.delenv("PYTHONHASHSEED", raising=False)
+def test_hashes_that_collide_are_refused(redis_server: RedisServer, kind: str) -> None:
     with pytest.raises(ConfigError) as refused:
         configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
     assert str(refused.value) == (
-        f"Manthan cannot be used here: cold_store.kind is {kind}, but --prefix-caching-hash-algo xxhash gives the same "
-        "tokens another key in each process: set the environment variable PYTHONHASHSEED to one number for all "
-        "engines, or use sha256."
+        f"Manthan cannot be used here: cold_store.kind is {kind}, but --prefix-caching-hash-algo xxhash does not resist "
+        "collisions, and whoever finds one is served another's blocks: use sha256."
     )
     assert configured(redis_server, kind="host", prefix_caching_hash_algo="xxhash")
-    monkeypatch.setenv("PYTHONHASHSEED", "7")
-    assert configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
+
+
+def test_hashes_that_collide_are_refused_where_tenants_are_kept_apart() -> None:
+    assert hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID")).startswith("quotas.isolate is")
+    assert not hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID", isolate=False))
+    assert not hash_refusal(ColdStoreConfig(), "sha256", QuotasConfig(header="X-Tenant-ID"))
 
 
 def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redis_server: RedisServer) -> None:
@@ -75,16 +75,18 @@ def test_a_server_that_does_not_answer_is_refused_unless_it_is_not_required(redi
 
 
 def namespace(
-    vllm_config: Any, codec: str = "lloyd3", tokens: int = 32, windows: Sequence[Window] = (), **options: Any
+    vllm_config: Any, weights: str = "some", tokens: int = 32, windows: Sequence[Window] = (), **options: Any
 ) -> str:
-    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(name=codec, **options)})
+    config = from_vllm_config(vllm_config).model_copy(update={"codec": CodecConfig(**options)})
     model = vllm_config.model_config
     spec = FullAttentionSpec(block_size=tokens, num_kv_heads=2, head_size=128, dtype=model.dtype)
-    return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows)).name
+    return namespace_of(vllm_config, config, Groups(Group(0, spec, 4), windows), weights).name
 
 
-def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_path: Path) -> None:
-    """Other weights in the same place, another codec, another dtype, another block size: another namespace."""
+def test_what_codes_mean_decides_where_they_are(
+    redis_server: RedisServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Other weights, another dtype, another block size, other code: another namespace."""
     for name in ("one", "two"):
         shutil.copytree(MODEL, tmp_path / name / "tiny-llama")
     model = tmp_path / "one" / "tiny-llama"
@@ -94,11 +96,16 @@ def test_what_codes_mean_decides_where_they_are(redis_server: RedisServer, tmp_p
     assert namespace(configured(redis_server, tmp_path / "two" / "tiny-llama")) == plain
     assert namespace(configured(redis_server, model, max_model_len=512, max_logprobs=5)) == plain
     vllm_config = configured(redis_server, model)
-    others = [namespace(vllm_config, codec="lloyd4"), namespace(vllm_config, tokens=64)]
+    others = [namespace(vllm_config, weights="others"), namespace(vllm_config, tokens=64)]
     others.append(namespace(configured(redis_server, model, dtype="float32")))
-    others.append(namespace(configured(redis_server, model, load_format="dummy")))
+    others.append(namespace(configured(redis_server, model, mm_processor_kwargs={"size": 7})))
     others.append(namespace(configured(redis_server, model, hf_overrides={"rope_theta": 77.0})))
-    assert len({plain, *others}) == 6
+    (model / "modeling.py").write_text("pass")
+    others.append(namespace(vllm_config))
+    monkeypatch.setenv("PYTHONHASHSEED", "7")
+    others.append(namespace(vllm_config))
+    assert len({plain, *others}) == 8
+    assert namespace(vllm_config, name="k3v3") == others[-1]  # each block names its codec
 
 
 def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
@@ -124,27 +131,6 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
     assert len({namespace(vllm_config), both, coded, *names}) == len(kinds) + 3
     assert namespace(vllm_config, windows=[window(64)], state="bf16") in names, "it has no states"
     assert len({fingerprint(vllm_config, kind.group, "exact", "name") for kind in kinds[3:]}) == 3
-
-
-@pytest.mark.parametrize("at", [100, 2 * MIB, -100])
-def test_fine_tuned_weights_in_the_same_place_are_another_model(
-    redis_server: RedisServer, tmp_path: Path, at: int
-) -> None:
-    """As a fine-tuned model's differ: everywhere. A piece of a megabyte is enough."""
-    from manthan.vllm_hooks import fingerprint
-
-    model = tmp_path / "tiny-llama"
-    shutil.copytree(MODEL, model)
-    before = namespace(configured(redis_server, model))
-    weights = model / "model.safetensors"
-    data = bytearray(weights.read_bytes())
-    piece = slice(at, at + MIB) if at >= 0 else slice(at, None)
-    data[piece] = bytes(byte ^ 1 for byte in data[piece])
-    stat = weights.stat()
-    weights.write_bytes(bytes(data))
-    os.utime(weights, (stat.st_atime, stat.st_mtime))
-    fingerprint._digest.cache_clear()
-    assert namespace(configured(redis_server, model)) != before
 
 
 def test_every_start_has_a_name_of_its_own() -> None:

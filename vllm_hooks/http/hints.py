@@ -49,6 +49,13 @@ class RequestHintError(VLLMClientError, ValueError):
     """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
 
 
+def no_content() -> RequestHintError:
+    """Refusal of a multi-modal item that a client names and does not send."""
+    return RequestHintError(
+        "multi_modal_uuids names an item without its content, which a cold store on disk or in Redis needs: send it"
+    )
+
+
 class Asked(NamedTuple):
     """What of a request says whose it is, before vLLM has made it."""
 

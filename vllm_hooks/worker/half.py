@@ -59,6 +59,7 @@ from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.stores import make_store, one_for_all
+from manthan.vllm_hooks.worker.weights import loaded_of
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -149,7 +150,7 @@ class WorkerHalf:
         tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size // self._copies)
         name, store = "", None
         if config.cold_store.is_lasting:
-            namespace = namespace_of(self._vllm_config, config, self._groups)
+            namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
             name, store = (
                 namespace.name,
                 make_store(self._vllm_config, namespace, self._copies, self._pinning_for(layers[0].rows.device)),

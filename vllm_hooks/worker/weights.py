@@ -1,18 +1,100 @@
-"""Whether a model's weights are those that they were."""
+"""Weights of a model: a digest of what its loader read, and one of what lies in memory."""
 
 import hashlib
-from collections.abc import Iterator
-from typing import Any
+import json
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+from weakref import ref
 
 import torch
+import xxhash
 
-from manthan.vllm_hooks.compat import model_tensors
+from manthan.vllm_hooks.compat import model_tensors, tensors_of
+
+if TYPE_CHECKING:
+    from vllm.config import ModelConfig, VllmConfig
 
 COLUMNS = 4096
 
 
+class Loaded:
+    """Weights that loaders have read for the models of one engine in this process, before anything was made of them.
+
+    Every rank reads all tensors of the files, so that the digest is the same for every tensor and pipeline parallel
+    size. Where a loader bypasses `load_weights`, the tensors of the loaded model stand for what was read.
+    """
+
+    def __init__(self) -> None:
+        self.loads = 0
+        """Loads up to now, the first included."""
+        self._digests: dict[str, str] = {}
+        self._models: dict[str, ref[torch.nn.Module]] = {}
+
+    def watch(self, model: torch.nn.Module, name: str) -> None:
+        """Note what is loaded into a model from now on. name: tells it from the engine's other models."""
+        load: Any = model.load_weights
+        self._models[name] = ref(model)
+
+        def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+            self.loads += 1
+            return load(self._noted(name, weights), *args, **kwargs)
+
+        model.load_weights = load_noted
+
+    def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights:
+            self._digests[f"{model}/{name}"] = tensor_digest(tensor)
+            yield name, tensor
+
+    def digest(self) -> str:
+        """32 hex digits over the name, dtype, shape and bytes of every tensor."""
+        found = dict(self._digests)
+        for name, known in self._models.items():
+            model = known()
+            if model is not None and not any(each.startswith(f"{name}/") for each in found):
+                found |= {f"{name}:{n}": tensor_digest(tensor) for n, tensor in tensors_of(model)}
+        return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:32]
+
+
+_loaded: dict[int, Loaded] = {}
+"""By the id of an engine's transfer configuration, which its models share."""
+
+
+def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
+    """A model of an engine was made, and is about to be loaded."""
+    is_main = model_config is vllm_config.model_config
+    if is_main:
+        _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
+    loaded_of(vllm_config).watch(model, "model" if is_main else f"draft {model_config.model}")
+
+
+def loaded_of(vllm_config: "VllmConfig") -> Loaded:
+    """What was loaded for an engine in this process."""
+    return _loaded.setdefault(id(vllm_config.kv_transfer_config), Loaded())
+
+
+def loaded_digest(worker: Any) -> str:
+    """Digest of what a worker has loaded; see `Loaded`."""
+    return loaded_of(worker.vllm_config).digest()
+
+
 def loads(worker: Any) -> int:
-    return 0
+    """Number of loads of weights in a worker, the first included."""
+    return loaded_of(worker.vllm_config).loads
+
+
+def tensor_digest(tensor: torch.Tensor) -> str:
+    """Of dtype, shape and bytes, wherever the tensor lies."""
+    made = xxhash.xxh3_128(f"{tensor.dtype}{tuple(tensor.shape)}".encode())
+    data = tensor.detach().contiguous().view(-1)
+    if data.numel():
+        octets = data.view(torch.uint8)
+        if octets.device.type == "cpu":
+            made.update(memoryview(octets.numpy()))
+        else:
+            for part in _sums(octets):
+                made.update(part.cpu().numpy().tobytes())
+    return made.hexdigest()
 
 
 def weights_state(worker: Any) -> tuple[int, str]:

@@ -21,7 +21,7 @@ from manthan.manager.stores.sealed import NoKeyError, Sealer, SealError
 logger = logging.getLogger("vllm.manthan.disk")
 
 JOURNAL = "sessions.sqlite"
-SCHEMA = 3
+SCHEMA = 4
 """Its version. A journal of another one is begun anew."""
 CLOSE_S = 5.0
 REST_S = 1.0
