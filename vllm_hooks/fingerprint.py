@@ -59,7 +59,12 @@ def model_identity(vllm_config: "VllmConfig", weights: str) -> dict[str, object]
     sessions again. weights: digest of all that was loaded, a draft's included.
     """
     model, speculative = vllm_config.model_config, vllm_config.speculative_config
-    identity = {**_identity(model), "weights": weights, "vllm": version("vllm"), "mm": model.mm_processor_kwargs}
+    identity = {
+        **_identity(model),
+        "weights": weights,
+        "vllm": version("vllm"),
+        "media": getattr(model.multimodal_config, "mm_processor_kwargs", None),
+    }
     if speculative is not None and speculative.uses_draft_kv_cache():
         identity["draft"] = {"method": speculative.method, **_identity(speculative.draft_model_config)}
     return identity
