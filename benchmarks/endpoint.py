@@ -111,7 +111,7 @@ class Endpoint:
     def reset_prefix_cache(self) -> None:
         """Forget all KV, cold too. The server must run with VLLM_SERVER_DEV_MODE=1."""
         with self._reachable():
-            answer = self._http.post("/reset_prefix_cache").raise_for_status().json()
+            answer = self._http.post("/reset_prefix_cache?reset_external=true").raise_for_status().json()
         if not answer["success"]:
             raise self.error("The server would not reset its prefix cache: a request still holds blocks.")
 

@@ -249,9 +249,7 @@ class World:
         config = ManthanConfig.model_validate({"policy": {"name": self.scale.policy}})
         assert choose_policy(config.policy).policy is get_policy(self.scale.policy)
         telemetry = SimpleNamespace(lives=self.lives, store_is_up=True, totals={})
-        return SimpleNamespace(
-            manager=self.manager, config=config, telemetry=telemetry, pool=self.pool, notice_reset=lambda: None
-        )
+        return SimpleNamespace(manager=self.manager, config=config, telemetry=telemetry, pool=self.pool)
 
     def fill(self) -> None:
         """All conversations are known, and cold, as if an earlier process had left them."""

@@ -25,6 +25,7 @@ from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
+    RESET,
     STORE_DOWN,
     GroupBlocks,
     GroupKeys,
@@ -278,7 +279,7 @@ class Driver(Generic[B]):
 
     def step(self, taken: int, now: float) -> Work:
         """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
-        samples = self._guard.step() if self._guard is not None else ()
+        samples = self._guard.step() if self._guard is not None and not self.rests else ()
         self.manager.sweep(now)
         self.pressure.runway.taken(taken)
         self.pressure.relieve(now)
@@ -378,6 +379,8 @@ class Driver(Generic[B]):
             self.manager.spilled(name[1], nbytes, now, self._group_of(name))
         for name, cause in answers.refused:
             self._refuse(name, {cause}, now)
+        if self.rests:
+            self._refuse_granted(now)
         self._give_back()
 
     # -- answers --------------------------------------------------------------------------------------
@@ -449,8 +452,8 @@ class Driver(Generic[B]):
 
     def _settle(self, restore: Restore) -> None:
         failed = {(block.group, block.key): block.cause for answer in restore.answers for block in answer.failed}
-        bad = [name for name, cause in failed.items() if cause != STORE_DOWN]
-        if len(bad) < len(failed):
+        bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
+        if STORE_DOWN in failed.values():
             self._unserved.add(restore.load.request_id)
         self.manager.restore_finished(
             restore.load.request_id,
@@ -482,6 +485,12 @@ class Driver(Generic[B]):
         self._let_go(name)
         self._observer.not_spilled(causes)
         self.manager.spill_failed(name[1], now, self._group_of(name), STORE_FULL in causes)
+
+    def _refuse_granted(self, now: float) -> None:
+        granted, self._granted = self._granted, []
+        for run in granted:
+            for key in run.keys:
+                self._refuse((run.group, key), {RESET}, now)
 
     def _let_go(self, name: Name) -> None:
         self._asked.pop(name, None)
@@ -515,17 +524,23 @@ class Driver(Generic[B]):
         if self._journal is not None:
             self._journal.reset()
         place = "" if self._directory is None else self._directory.reset()
-        granted, self._granted = self._granted, []
-        for run in granted:
-            for key in run.keys:
-                self._refuse((run.group, key), {"reset"}, now)
+        self._refuse_granted(now)
         self._give_back()
         return place
+
+    def halt(self, now: float) -> None:
+        """Begin no transfer until `rests` is unset, and give back the blocks of transfers that have not begun."""
+        self.rests = True
+        if self._guard is not None:
+            self._guard.let_go()
+        self._refuse_granted(now)
+        self._give_back()
 
     def forget_hot(self, now: float) -> None:
         """The pool has lost all that it had; codes are as good as ever."""
         self.manager.forget_hot(now)
         self.prefetcher.reset()
+        self._found.clear()
 
     @property
     def has_work(self) -> bool:
@@ -545,6 +560,11 @@ class Driver(Generic[B]):
         """Whether blocks come free by themselves when what is being encoded, or prefetched, is done."""
         measures = self._guard is not None and self._guard.is_measuring
         return self._holding > 0 or self.prefetcher.is_busy or measures
+
+    @property
+    def is_moving(self) -> bool:
+        """True while a transfer, or a measurement, is under way."""
+        return self.holds_blocks or bool(self._restores)
 
     @property
     def next_deadline(self) -> float | None:

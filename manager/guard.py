@@ -73,7 +73,7 @@ class Guard(Generic[B]):
             return []
         orders = self._hold()
         if not orders:
-            self._let_go()  # nobody knows when there will be something to measure
+            self.let_go()  # nobody knows when there will be something to measure
         return orders
 
     def answered(self, verdicts: Sequence[Verdict]) -> list[B]:
@@ -90,7 +90,8 @@ class Guard(Generic[B]):
         done, self._held, self._kept = [*self._held, *chain.from_iterable(self._kept)], [], []
         return done
 
-    def _let_go(self) -> None:
+    def let_go(self) -> None:
+        """Give back all blocks that are held and not being measured."""
         kept, self._kept = self._kept, []
         self._pool.give_back(list(chain.from_iterable(kept)))
 

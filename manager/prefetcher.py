@@ -12,7 +12,7 @@ from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.pressure import Runway
 from manthan.manager.sessions.session import Prefetch
-from manthan.manager.work import STORE_DOWN, GroupBlocks, Load, LoadResult, Name
+from manthan.manager.work import RESET, STORE_DOWN, GroupBlocks, Load, LoadResult, Name
 
 RETRY_S = 0.1
 """How soon room is looked for again where there was none: every look walks the free queue."""
@@ -199,7 +199,7 @@ class Prefetcher(Generic[B]):
         if ended.is_stale:
             return
         session_id, own = ended.session.session_id, self._group
-        bad = [name for name, cause in failed.items() if cause != STORE_DOWN]
+        bad = [name for name, cause in failed.items() if cause not in (STORE_DOWN, RESET)]
         in_chain, beside = [key for group, key in bad if group == own], [name for name in bad if name[0] != own]
         self._manager.prefetch_finished(session_id, not failed, in_chain, now, beside)
         names = [(part.group, key) for part in ended.load.parts for key in part.keys]

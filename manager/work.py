@@ -10,6 +10,8 @@ from manthan.manager.sessions.session import Encoding
 
 STORE_DOWN = "store_down"
 """The cause of a failure that says nothing about the codes."""
+RESET = "reset"
+"""The cause of a transfer's end before it was complete: the prefix cache is reset. It says nothing about the codes."""
 
 
 Name: TypeAlias = tuple[int, bytes]

@@ -9,6 +9,7 @@ import argparse
 import functools
 import queue
 import sys
+import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
 
@@ -43,6 +44,10 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
+HALT_S = 2.0
+"""Seconds for which a reset waits for transfers to end, at most."""
+PAUSE_S = 1e-3
+"""Seconds between two steps of that, which leave the interpreter to threads that transfer."""
 ADAPTER_CONTENT = "manthan_adapter_content"
 """Of a request: what stands for the content of its LoRA adapter."""
 
@@ -329,48 +334,183 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
     return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
-class SleepMode:
-    """The sleep mode of the engine under construction: whether its prefix cache is emptied because the KV cache's
-    memory goes, or for any other reason.
+class Halting(Protocol):
+    """The scheduler half as sleeps and resets see it."""
 
-    vLLM tells connectors of neither, so two of the engine core's methods are wrapped. Where they are others, nothing is
-    known, and every reset is one for any reason.
-    before: called when the engine is about to sleep with its weights; what it begins is waited for. digest: of a
-    worker's weights.
+    def before_sleep(self) -> None:
+        """Begin what is to be done before an engine sleeps with its weights."""
+
+    def halt(self) -> None:
+        """Begin no transfer, and end those that are under way as soon as that is safe."""
+
+    @property
+    def is_moving(self) -> bool:
+        """True while a transfer is under way."""
+
+    def go_on(self, was_reset: bool) -> None:
+        """Undo `halt`. was_reset: True if vLLM's prefix cache is empty now."""
+
+
+class Resets:
+    """Sleeps, and resets of the prefix cache, of the engine under construction.
+
+    vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. Connectors are not told, so
+    methods of the engine core are wrapped. Where there is no engine core, nothing is.
+
+    Args:
+        half: told before vLLM resets, and after.
+        state: of a worker's weights; runs on workers.
     """
 
-    def __init__(self, before: Callable[[], None], digest: Callable[[Any], str]) -> None:
-        self.keeps_weights = False
-        """True while the prefix cache is emptied for a sleep that leaves the weights as they are."""
-        self._before, self._digest, self._due = before, digest, 0
-        self._core = _core_under_construction()
-        if self._core is not None and hasattr(self._core, "_reset_caches"):
-            self._core.sleep = self._asleep(self._core.sleep)
-            self._core._reset_caches = self._resetting(self._core._reset_caches)
-            if (release := getattr(self._core, "release_kv_cache_memory", None)) is not None:
-                self._core.release_kv_cache_memory = self._releasing(release)
+    def __init__(self, half: Halting, state: Callable[[Any], object]) -> None:
+        self._half, self._state = half, state
+        self._due = 0
+        """Resets to come that belong to a sleep, which keeps the weights."""
+        self._keeps = False
+        """True during such a reset."""
+        self.is_halting = False
+        """True while transfers are waited for."""
+        self._core = core = _core_under_construction()
+        if core is not None:
+            core.reset_prefix_cache = self._halted(core.reset_prefix_cache)
+            core.sleep = self._asleep(core.sleep)
+            core._reset_caches = self._keeping(core._reset_caches)
+            if (release := getattr(core, "release_kv_cache_memory", None)) is not None:
+                core.release_kv_cache_memory = self._releasing(release)
 
     @property
     def is_asleep(self) -> bool:
-        """Whether memory is gone, the KV cache's or all of it."""
+        """True if memory is gone: the KV cache's, or all of it."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
-    def weights(self) -> list[str] | None:
-        """A digest of the weights that each rank has now; None if that cannot be told."""
+    def weights(self) -> list[object] | None:
+        """State of the weights that each rank has now; None if it cannot be told."""
+        if self._core is None:
+            return None
         try:
-            digests: list[str] = self._core.model_executor.collective_rpc(self._digest)
-        except Exception as error:  # whatever it is: a sleep must not fail for it
+            states: list[object] = self._core.model_executor.collective_rpc(self._state)
+        except Exception as error:  # whatever it is, the engine goes on
             logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
             return None
-        return digests
+        return states
+
+    @property
+    def is_moving(self) -> bool:
+        """True while vLLM, or this connector, waits for a transfer."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._core.scheduler
+        return (
+            self._half.is_moving
+            or scheduler.has_finished_requests()
+            or any(
+                request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
+                and request.request_id not in scheduler.finished_recving_kv_req_ids
+                for request in scheduler.kv_holding_waiting
+            )
+        )
+
+    # -- resets ---------------------------------------------------------------------------------------
+
+    def _halted(self, reset: Callable[[bool, bool], bool]) -> Callable[..., bool]:
+        @functools.wraps(reset)
+        def once_halted(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+            scheduler, reset_connector = self._core.scheduler, reset_connector and not self._keeps
+            if scheduler.running and not reset_running_requests:
+                logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
+                return reset(False, reset_connector)
+            was_reset = False
+            self._half.halt()
+            try:
+                if self._come_to_rest():
+                    self._recompute_waiting()
+                    was_reset = reset(reset_running_requests, reset_connector)
+                    return was_reset
+                logger.warning(
+                    "Manthan: the prefix cache is not reset, since transfers of blocks have not ended in %g s.", HALT_S
+                )
+                if reset_connector:
+                    scheduler.reset_connector_cache()
+                return False
+            finally:
+                self._half.go_on(was_reset)
+
+        return once_halted
+
+    def _come_to_rest(self) -> bool:
+        """Take steps in which vLLM computes nothing, until every transfer has ended; False if that takes too long.
+
+        Workers answer with steps only.
+        """
+        from vllm.v1.core.sched.interface import PauseState
+
+        if not (self.is_moving or self._core.batch_queue):
+            return True
+        scheduler, until = self._core.scheduler, time.monotonic() + HALT_S
+        before, told = scheduler.pause_state, list[tuple[Any, bool]]()
+        scheduler.set_pause_state(PauseState.PAUSED_ALL)
+        self.is_halting = True
+        try:
+            while self.is_moving or self._core.batch_queue:
+                if time.monotonic() > until:
+                    return False
+                self._step(told)
+            return True
+        finally:
+            self.is_halting = False
+            scheduler.set_pause_state(before)
+            if told:
+                self._tell_later(told)
+
+    def _step(self, told: list[tuple[Any, bool]]) -> None:
+        """Take a step. told: gets its outputs, where an engine core has no queue for them."""
+        from vllm.v1.engine.core import EngineCoreProc
+
+        if isinstance(self._core, EngineCoreProc):
+            self._core._process_engine_step()
+            return
+        outputs, was_run = self._core.step_fn()
+        if outputs:
+            told.append((outputs, was_run))
+        time.sleep(PAUSE_S)
+
+    def _tell_later(self, told: list[tuple[Any, bool]]) -> None:
+        """Return the outputs of steps that were taken to the caller of the next ones."""
+        step = self._core.step_fn
+
+        def from_before() -> tuple[Any, bool]:
+            if told:
+                return told.pop(0)
+            self._core.step_fn = step
+            outputs: tuple[Any, bool] = step()
+            return outputs
+
+        self._core.step_fn = from_before
+
+    def _recompute_waiting(self) -> None:
+        """Free the blocks of waiting requests, whose KV was loaded: they begin anew."""
+        from vllm.v1.request import RequestStatus
+
+        scheduler = self._core.scheduler
+        waits = {RequestStatus.WAITING_FOR_REMOTE_KVS, RequestStatus.WAITING, RequestStatus.PREEMPTED}
+        for request in [request for request in scheduler.kv_holding_waiting if request.status in waits][::-1]:
+            scheduler.kv_holding_waiting.remove_request(request)
+            scheduler.kv_cache_manager.free(request)
+            scheduler.finished_recving_kv_req_ids.discard(request.request_id)
+            scheduler.failed_recving_kv_req_ids.discard(request.request_id)
+            scheduler.deferred_waiting.discard(request)
+            request.num_computed_tokens = 0
+            request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
+            scheduler.waiting.prepend_request(request)
+
+    # -- sleep ----------------------------------------------------------------------------------------
 
     def _asleep(self, sleep: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(sleep)
         def with_notice(level: int = 1, mode: str = "abort") -> Any:
             if level == 1:
-                self._before()
+                self._half.before_sleep()
                 self._due += 1
-            if level:
                 self._drain()
             try:
                 return sleep(level, mode)
@@ -392,16 +532,16 @@ class SleepMode:
 
         return with_notice
 
-    def _resetting(self, reset: Callable[..., None]) -> Callable[..., None]:
+    def _keeping(self, reset: Callable[..., None]) -> Callable[..., None]:
         """vLLM resets its caches when the engine has come to rest, which may be long after it was asked to sleep."""
 
         @functools.wraps(reset)
         def with_reason(*args: Any, **kwargs: Any) -> None:
-            self.keeps_weights, self._due = self._due > 0, max(0, self._due - 1)
+            self._keeps, self._due = self._due > 0, max(0, self._due - 1)
             try:
                 reset(*args, **kwargs)
             finally:
-                self.keeps_weights = False
+                self._keeps = False
 
         return with_reason
 
@@ -567,7 +707,6 @@ class VllmPool:
     ) -> None:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
-        self._hashes = pool.cached_block_hash_to_block
         self.marks = Marks(pool.num_gpu_blocks)
         keep_marks(pool, self.marks)
 
@@ -644,15 +783,6 @@ class VllmPool:
     @property
     def usable_blocks(self) -> int:
         return self._pool.num_gpu_blocks - 1  # the null block is never free
-
-    def was_reset(self) -> bool:
-        """Whether the prefix cache was emptied since the last call.
-
-        vLLM tells connectors of a reset only if the caller asks for it; a new hash map tells of all.
-        """
-        found = self._pool.cached_block_hash_to_block
-        was_reset, self._hashes = found is not self._hashes, found
-        return was_reset
 
 
 # -- the model and the device, on workers -------------------------------------------------------------

@@ -52,7 +52,6 @@ class Inquiries:
     def answer(self, what: str, asked: dict[str, Any]) -> Answer:
         """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the
         tenant that asks, None for somebody who may see all."""
-        self._half.notice_reset()
         self._offset = time.time() - time.monotonic()
         if what == "sessions":
             return self._sessions(asked)
@@ -178,7 +177,7 @@ class Inquiries:
     def _steer(self, what: str, session: Session, asked: Mapping[str, Any]) -> Answer | None:
         """Do it, or say why not."""
         if self._half.is_out_of_use:
-            return _refused(ASLEEP, "The engine sleeps, or has served no request since it woke up.")
+            return _refused(ASLEEP, "The engine sleeps.")
         said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
         refused = self._does[what](session, time.monotonic(), **said)
         self._half.steered()

@@ -49,6 +49,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """Nothing is computed in this step."""
     step: int = 0
     """Its number, counted from the engine's start."""
+    cancels: bool = False
+    """True if orders that have not begun are to be answered as failed, since the prefix cache is reset."""
 
 
 @dataclass

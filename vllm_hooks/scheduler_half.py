@@ -24,7 +24,7 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
-    SleepMode,
+    Resets,
     VllmPool,
     engine_waker,
     offer,
@@ -55,7 +55,7 @@ from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
-from manthan.vllm_hooks.worker.weights import weights_digest
+from manthan.vllm_hooks.worker.weights import weights_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -159,11 +159,14 @@ class SchedulerHalf:
         self._is_near = config.cold_store.places[0] == "device"
         if vllm_config.speculative_config is None:
             press_on(self._goes_on)
-        self._sleep_mode = SleepMode(self._prepare_to_sleep, weights_digest)
+        self._resets = Resets(self, weights_state)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
-        self._slept_with: list[str] | None = None
-        """The weights with which the engine fell asleep, until it is known that they are the same; None otherwise."""
+        self._weights: list[object] | None = None
+        """State of the weights that computed what is cold; None if it cannot be told."""
+        self._is_unsure = False
+        """True from a reset, or a sleep, to the next request: the weights may be others by then."""
+        self._cancels = False
         self._sweeper = Sweeper(config.sweep_interval_s, config.idle_after_s, self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
@@ -190,6 +193,7 @@ class SchedulerHalf:
             weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
         watch_lookups(pool, self.pool.marks, self)
+        self._weights = self._resets.weights()
         self._sweeper.start()
         if self._directory is not None:
             self._directory.start()
@@ -232,7 +236,6 @@ class SchedulerHalf:
     # -- requests -------------------------------------------------------------------------------------
 
     def new_request(self, request: "Request") -> None:
-        self.notice_reset()
         hints = hints_of(request)
         self.telemetry.began(request)
         self.telemetry.hinted(hints)
@@ -255,7 +258,6 @@ class SchedulerHalf:
         codes are right. What vLLM does if they are not drops the token of that step alone: that of the step after,
         which asynchronous scheduling has begun by then, was made of the same bad blocks, and would be served.
         """
-        self.notice_reset()
         self._begin_again()
         hot = computed // self._block_size
         usable = 0 if request.skip_reading_prefix_cache else self.driver.usable(request.num_tokens)
@@ -367,10 +369,9 @@ class SchedulerHalf:
     def step(self, scheduled_tokens: int, scheduled_requests: int) -> ManthanMetadata:
         """What the workers are to do in this step, in which the model computes so much."""
         self._rung = False
-        self.notice_reset()
-        if self.is_out_of_use:
-            if not scheduled_tokens:
-                return ManthanMetadata(model_rests=True)
+        if self.is_out_of_use and not scheduled_tokens:
+            return ManthanMetadata(model_rests=True)
+        if self._is_unsure and scheduled_tokens:
             self._begin_again()
         self._prepare_more()
         taken = self.groups.taken(scheduled_tokens, scheduled_requests)
@@ -381,7 +382,7 @@ class SchedulerHalf:
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, work.samples
-        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step)
+        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, self._cancels)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
@@ -400,13 +401,14 @@ class SchedulerHalf:
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
-        self.notice_reset()
+        if self._resets.is_halting:
+            return self._resets.is_moving
         if self.is_out_of_use:
             return False
         if self._bedtime is not None:
             self.driver.rests = time.monotonic() > self._bedtime
         if self.driver.rests:
-            return self.driver.holds_blocks
+            return self._rung or self._place is not None or self.driver.holds_blocks
         has_news = self._events is not None and self._events.has_news
         return self._rung or self._place is not None or self.driver.has_work or has_news
 
@@ -414,32 +416,41 @@ class SchedulerHalf:
         """What is to be told of blocks that can be restored, or cannot any more, since the last call."""
         if self._events is None:
             return ()
-        self.notice_reset()
         return self._events.take()
 
-    def reset(self) -> None:
-        """vLLM's prefix cache is empty: so is the cold store then, unless the same weights go on computing."""
-        self.pool.was_reset()  # it is known now, whoever said it
-        self._bedtime, self.driver.rests = None, False
-        if self._sleep_mode.keeps_weights and self._knows_weights():
-            self.driver.forget_hot(time.monotonic())
-            cold = self.manager.usage.sessions[SessionState.COLD]
-            logger.info("Manthan: the engine sleeps; %d cold sessions stay, for as long as its weights do.", cold)
-            return
-        self._slept_with = None
-        self._place = self.driver.reset(time.monotonic())
-        logger.info("Manthan: the cold store is emptied together with the prefix cache.")
+    # -- resets and sleep -----------------------------------------------------------------------------
 
-    # -- sleep ----------------------------------------------------------------------------------------
+    def reset(self) -> None:
+        """Drop all KV, hot and cold: a reset asks for that, or other weights compute from now on."""
+        self._place = self.driver.reset(time.monotonic())
+        logger.info("Manthan: the cold store is emptied.")
+
+    def halt(self) -> None:
+        self._cancels = True
+        self.driver.halt(time.monotonic())
+
+    @property
+    def is_moving(self) -> bool:
+        return self.driver.is_moving
+
+    def go_on(self, was_reset: bool) -> None:
+        """Undo `halt`. After a reset nothing is begun until a request comes: the weights may change up to then."""
+        self._cancels = False
+        if was_reset:
+            self.driver.forget_hot(time.monotonic())
+            self._bedtime, self._is_unsure = None, True
+            cold = self.manager.usage.sessions[SessionState.COLD]
+            if cold:
+                logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)
+        self.driver.rests = self._is_unsure
 
     @property
     def is_out_of_use(self) -> bool:
-        """Whether the engine sleeps, or has slept and nobody has asked for anything since."""
-        return self._slept_with is not None or self._sleep_mode.is_asleep
+        """True while the engine sleeps."""
+        return self._resets.is_asleep
 
-    def _prepare_to_sleep(self) -> None:
-        """The engine is about to sleep and to lose what is hot: all that is idle goes cold, as far as there is time.
-        vLLM waits for that, since it is pending work."""
+    def before_sleep(self) -> None:
+        """Let all that is idle go cold, as far as there is time. vLLM waits for that, since it is pending work."""
         self._bedtime = time.monotonic() + BEDTIME_S
         self._prepare_more()
 
@@ -447,24 +458,17 @@ class SchedulerHalf:
         if self._bedtime is not None and not self.driver.rests:
             self.manager.relieve(sys.maxsize, time.monotonic())
 
-    def _knows_weights(self) -> bool:
-        """Whether it can be told later if the weights are still those that made the codes."""
-        if self._slept_with is None and not self._sleep_mode.is_asleep:
-            self._slept_with = self._sleep_mode.weights()
-        return self._slept_with is not None
-
     def _begin_again(self) -> None:
-        """A request is about to be served, the first since the engine slept: did nobody change its weights?
+        """Drop what is cold if the weights have changed since it was computed. A request is about to be served.
 
-        No sooner: until then nothing is in vLLM's prefix cache, and who changes weights need not reset it.
+        Weights may change before a reset or after it, so that they are looked at with the first request.
         """
         self._bedtime, self.driver.rests = None, False
-        if self._slept_with is not None:
-            before, self._slept_with = self._slept_with, None
-            if self._sleep_mode.weights() == before:
-                logger.info("Manthan: the engine has slept, and its weights are the same: cold sessions are served.")
-            else:
-                logger.info("Manthan: the weights have changed while the engine slept.")
+        if self._is_unsure:
+            before, self._weights = self._weights, self._resets.weights()
+            self._is_unsure = False
+            if self._weights is None or self._weights != before:
+                logger.info("Manthan: the weights have changed since the prefix cache was reset, or may have.")
                 self.reset()
 
     def shutdown(self) -> None:
@@ -493,7 +497,3 @@ class SchedulerHalf:
     def _ring(self) -> None:
         self._rung = True
         self._wake()
-
-    def notice_reset(self) -> None:
-        if self.pool.was_reset():
-            self.reset()

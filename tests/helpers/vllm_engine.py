@@ -184,9 +184,14 @@ class Engine:
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])  # workers cannot import the tests
         return self.run(self.llm.collective_rpc(function, args=args))
 
-    def reset(self) -> bool:
-        """What POST /reset_prefix_cache does."""
-        return self.run(self.llm.reset_prefix_cache())
+    def reset(self, running: bool = False, cold: bool = False) -> bool:
+        """Do what POST /reset_prefix_cache does.
+
+        Args:
+            running: reset even if requests run.
+            cold: drop what is cold as well.
+        """
+        return self.run(self.llm.reset_prefix_cache(running, cold))
 
     def metric(self, name: str, **labels: str) -> float:
         labels = {"model_name": self.model, "engine": "0"} | labels
@@ -224,7 +229,7 @@ class Engine:
         """Nothing hot, nothing cold, nothing patched."""
         self.on_worker(restore_worker)
         self.wait_until_quiet()
-        self.wait(self.reset, "a reset")
+        self.wait(lambda: self.reset(cold=True), "a reset")
         self.ask("x")  # the reset reaches the metrics with the next step
         self.wait(lambda: self.metric("manthan_cold_bytes") == 0 and self.sessions("cold") == 0, "an empty store")
 

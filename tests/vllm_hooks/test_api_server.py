@@ -91,7 +91,9 @@ def server(steered_server: VllmServer) -> VllmServer:
 def api(server: VllmServer) -> Api:
     """Of somebody who sees all; nobody has a session yet, but who had one is known again by its name."""
     found = Api(server)
-    server.wait_for(lambda: found._http.post("/reset_prefix_cache").json()["success"], WAIT_S, "forget all KV")
+    server.wait_for(
+        lambda: found._http.post("/reset_prefix_cache?reset_external=true").json()["success"], WAIT_S, "forget all KV"
+    )
     assert found.ids() == []
     return found
 
@@ -264,7 +266,7 @@ def test_a_sleeping_engine_is_looked_at_only(api) -> None:
     try:
         for action in ACTIONS:
             status, sentence = api.refused("POST", f"/sessions/alice/{action}", json=ACTIONS[action])
-            assert (status, sentence) == (503, "The engine sleeps, or has served no request since it woke up.")
+            assert (status, sentence) == (503, "The engine sleeps.")
         assert api.ids(state="cold") == ["alice"]
     finally:
         assert api._http.post("/wake_up").status_code == 200

@@ -111,7 +111,7 @@ def test_resetting_the_prefix_cache_empties_the_cold_store(engine, table) -> Non
     engine.ask(prompt, "old")
     engine.wait_until_cold(1)
     assert engine.on_worker(stored_blocks) > 10
-    assert engine.reset()
+    assert engine.reset(cold=True)
     answer = engine.ask(prompt, "old")
     assert answer.text == right
     assert answer.cached_tokens == 0

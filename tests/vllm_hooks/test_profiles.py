@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import threading
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -198,7 +199,7 @@ def test_a_format_that_takes_over_reads_what_was_there(path: tuple[HostPath, lis
     assert blocks.decode_all([b"a", b"b"], [5, 6], [before, after]) == [None, None]  # type: ignore[list-item]
     assert [buf[16:32].tobytes() for buf in (before, after)] == [form.fingerprint for form in forms]  # type: ignore[union-attr]
     assert made.store.put_all(0, {b"a": before, b"b": after}) == {}  # type: ignore[dict-item]
-    made._load(Load("r", (GroupBlocks(0, [b"a", b"b"], [5, 6]),)), made.store, None)
+    made._load(Load("r", (GroupBlocks(0, [b"a", b"b"], [5, 6]),)), made.store, None, None, threading.Event())
     assert made.take_failed_blocks() == set()
 
 

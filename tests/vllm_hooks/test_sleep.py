@@ -72,7 +72,7 @@ def test_other_resets_drop_all(engine: Engine, how: str) -> None:
         engine.run(engine.llm.resume_generation())
     else:
         sleep(engine)
-        assert engine.reset()
+        assert engine.reset(cold=True)
     wake(engine)
     assert asked_again(engine, told) == [0, 0, 0]
 

@@ -1,5 +1,6 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
@@ -10,6 +11,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.stores.cold_store import ColdStore, ColdStoreError, Found
+from manthan.manager.work import RESET
 from manthan.vllm_hooks.messages import (
     FailedBlock,
     GroupBlocks,
@@ -60,12 +62,17 @@ class HostPath(WorkerPath):
         self._calibration = calibration
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
+        self._cancelled = threading.Event()
+        """Of the jobs that were ordered since the last reset."""
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
         self._loaders = Threads(1, "manthan-restore", cpus)
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
+        if metadata.cancels:
+            self._cancelled.set()
+            self._cancelled = threading.Event()
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
@@ -79,7 +86,7 @@ class HostPath(WorkerPath):
         for load in metadata.loads:
             threads = self._prefetchers if load.is_prefetch else self._loaders
             intake = self._intakes[load.is_prefetch] if self._intakes else None
-            threads.submit(self._load, load, self.store, model, intake)
+            threads.submit(self._load, load, self.store, model, intake, self._cancelled)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
@@ -89,7 +96,8 @@ class HostPath(WorkerPath):
         for group, blocks in self.blocks.items():
             spills = [spill for spill in mine if spill.group == group]
             for start in range(0, len(spills), blocks.batch):
-                self._encoders.submit(self._spill, spills[start : start + blocks.batch], blocks, self.store, model)
+                some = spills[start : start + blocks.batch]
+                self._encoders.submit(self._spill, some, blocks, self.store, model, self._cancelled)
 
     def wait(self) -> None:
         for threads in (self._encoders, self._loaders, self._prefetchers):
@@ -105,9 +113,17 @@ class HostPath(WorkerPath):
     # -- evict ----------------------------------------------------------------------------------------
 
     def _spill(
-        self, spills: Sequence[SpillBlock], blocks: Blocks, store: ColdStore, model: torch.cuda.Event | None
+        self,
+        spills: Sequence[SpillBlock],
+        blocks: Blocks,
+        store: ColdStore,
+        model: torch.cuda.Event | None,
+        cancelled: threading.Event,
     ) -> None:
         """Encode blocks of one group, then store them together."""
+        if cancelled.is_set():
+            self._spilled([SpillResult(s.key, s.group, RESET, 0.0) for s in spills])
+            return
         began = time.monotonic()
         try:
             with behind(model, self._device):
@@ -128,9 +144,16 @@ class HostPath(WorkerPath):
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def _load(self, load: Load, store: ColdStore, model: torch.cuda.Event | None, intake: Intake | None = None) -> None:
+    def _load(
+        self,
+        load: Load,
+        store: ColdStore,
+        model: torch.cuda.Event | None,
+        intake: Intake | None,
+        cancelled: threading.Event,
+    ) -> None:
         began = time.monotonic()
-        loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys])
+        loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys], cancelled)
         try:
             with behind(model, self._device):
                 for part in load.parts:
@@ -169,6 +192,9 @@ class HostPath(WorkerPath):
                 done += good
                 if good < len(bufs):
                     self._fail(part, done, str(causes[good]), bufs[good], values, store, loaded)
+                    return
+                if loaded.cancelled.is_set():
+                    loaded.fail(RESET)
                     return
             if done < len(part.keys):
                 raise ValueError(f"the store has answered for {done} of {len(part.keys)} blocks")
@@ -223,10 +249,11 @@ class HostPath(WorkerPath):
 
 class _Loaded:
     """How far a load has come. blocks: group and key of each. good: so many of them are decoded. nbytes: of their
-    codes. failed: the one behind them, and others that are known to be bad."""
+    codes. failed: the one behind them, and others that are known to be bad. cancelled: ends it after a batch."""
 
-    def __init__(self, blocks: list[tuple[int, bytes]]) -> None:
+    def __init__(self, blocks: list[tuple[int, bytes]], cancelled: threading.Event) -> None:
         self.good, self.nbytes = 0, 0
+        self.cancelled = cancelled
         self.failed: list[FailedBlock] = []
         self._blocks = blocks
 

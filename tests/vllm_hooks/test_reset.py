@@ -1,0 +1,256 @@
+"""A reset of the prefix cache: nothing hot of before is served, nothing cold of other weights, and it never fails for
+Manthan's sake."""
+
+import json
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future
+from typing import Any
+
+import cloudpickle
+import pytest
+import sleeper
+from scripts import run_script
+from sleeper import OTHER, turned
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
+
+from manthan.vllm_hooks.inquiries import METHOD
+
+
+@pytest.fixture(scope="module")
+def one(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
+    """The pool has room for seven sessions."""
+    yield from start_engine(blocks=131, idle_after_s=0.5, sweep_interval_s=0.1, prefetch={"lead_s": 1.0})
+
+
+@pytest.fixture
+def engine(one: Engine) -> Engine:
+    one.start_afresh()
+    return one
+
+
+# -- as a loop of reinforcement learning does it ----------------------------------------------------------
+
+
+class Loop:
+    """`LLM` as it comes: its core and its worker are in processes of their own."""
+
+    def __init__(self) -> None:
+        from vllm import LLM
+
+        from manthan.vllm_hooks import kv_transfer_config
+
+        fork_engines()
+        self.llm = LLM(
+            MODEL,
+            block_size=BLOCK,
+            num_gpu_blocks_override=131,
+            max_model_len=2048,
+            enforce_eager=True,
+            gpu_memory_utilization=0.2,
+            kv_cache_memory_bytes=GPU_BYTES,
+            kv_transfer_config=kv_transfer_config(min_tokens=64, idle_after_s=0.5, sweep_interval_s=0.1),
+        )
+        self.asked = 0
+
+    def ask(self, seed: int) -> tuple[int, int]:
+        """Tokens that were found of a prompt, and tokens of its blocks."""
+        from vllm import SamplingParams
+
+        prompt, _ = Table(seed).question(0)
+        [output] = self.llm.generate([prompt], SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)
+        return output.num_cached_tokens, (len(output.prompt_token_ids) - 1) // BLOCK * BLOCK
+
+    def found_whole(self, seed: int) -> bool:
+        found, whole = self.ask(seed)
+        return found == whole
+
+    def ask_new(self) -> int:
+        """Ask what was never asked and wait until it is cold. Returns its number."""
+        self.asked += 1
+        assert self.ask(self.asked)[0] == 0
+        until = time.monotonic() + 60
+        while any(states[state] for state in ("hot", "idle", "evicting") if (states := self.states())):
+            assert time.monotonic() < until, states
+            time.sleep(0.05)
+        return self.asked
+
+    def states(self) -> dict[str, int]:
+        client: Any = self.llm.llm_engine.engine_core
+        states: dict[str, int] = json.loads(client.call_utility(METHOD, "state", {"bound": None}))["sessions"]
+        return states
+
+    def change(self, factor: float) -> None:
+        cloudpickle.register_pickle_by_value(sleeper)
+        self.llm.collective_rpc(turned, args=(factor,))
+
+
+@pytest.fixture(scope="module")
+def loop() -> Iterator[Loop]:
+    made = Loop()
+    yield made
+    made.llm.llm_engine.engine_core.shutdown()
+
+
+@pytest.mark.parametrize("moment", ["before the reset", "after the reset", "before a sleep", "in a sleep"])
+def test_nothing_of_other_weights_is_served(loop: Loop, moment: str) -> None:
+    asked = loop.ask_new()
+    if moment.startswith("before"):
+        loop.change(OTHER)
+    if moment.endswith("reset"):
+        assert loop.llm.reset_prefix_cache()
+    else:
+        loop.llm.sleep(1)
+    if not moment.startswith("before"):
+        loop.change(OTHER)
+    if not moment.endswith("reset"):
+        loop.llm.wake_up()
+    assert loop.ask(asked)[0] == 0
+    again = loop.ask_new()  # what these weights have computed is good for as long as they are
+    assert loop.llm.reset_prefix_cache()
+    assert loop.found_whole(again)
+    loop.change(1 / OTHER)
+    assert loop.llm.reset_prefix_cache()
+    assert (loop.ask(asked)[0], loop.ask(again)[0]) == (0, 0)
+
+
+def test_nothing_is_served_once_weights_were_loaded(loop: Loop) -> None:
+    asked = loop.ask_new()
+    loop.llm.collective_rpc("reload_weights")
+    assert loop.llm.reset_prefix_cache()
+    assert loop.ask(asked)[0] == 0
+
+
+def test_sessions_come_back_with_the_same_weights(loop: Loop) -> None:
+    asked = loop.ask_new()
+    for _ in range(2):
+        assert loop.llm.reset_prefix_cache()
+    assert loop.found_whole(asked)
+
+
+def test_nothing_comes_back_if_all_is_to_be_dropped(loop: Loop) -> None:
+    asked = loop.ask_new()
+    assert loop.llm.reset_prefix_cache(reset_connector=True)
+    assert loop.ask(asked)[0] == 0
+    assert not loop.states()["cold"]
+
+
+# -- while something is under way -------------------------------------------------------------------------
+
+
+def slow_store(worker: Any) -> None:
+    """Encoding and reading take a while."""
+    import time
+
+    path = get_kv_transfer_group().worker.path
+
+    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+        for found in type(path.store).read(path.store, group, keys):
+            time.sleep(0.05)
+            yield found
+
+    path.store.read = read
+    for blocks in path.blocks.values():
+
+        def encode_all(spills: Any, blocks: Any = blocks) -> Any:
+            time.sleep(0.3)
+            return type(blocks).encode_all(blocks, spills)
+
+        blocks.encode_all = encode_all
+
+
+class Traffic:
+    """Requests that run at once."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.engine = engine
+        self.asked: list[tuple[Future[Answer], str]] = []
+
+    def ask(self, seed: int, index: int = 0, max_tokens: int = 4) -> Future[Answer]:
+        prompt, right = Table(seed).question(index)
+        asked = self.engine.start(self.engine.generate(prompt, f"user-{seed}", max_tokens))
+        self.asked.append((asked, right))
+        return asked
+
+    def end(self) -> None:
+        """Every request ends with the right answer, no block is held, and vLLM can reset again."""
+        for asked, right in self.asked:
+            assert asked.result(60).text.startswith(right)
+        self.engine.on_worker(restore_worker)
+        self.engine.wait(lambda: self.engine.metric("kv_cache_usage_perc") == 0, "an empty pool")
+        assert self.engine.reset()
+
+
+@pytest.fixture
+def traffic(engine: Engine) -> Iterator[Traffic]:
+    made = Traffic(engine)
+    yield made
+    made.end()
+
+
+def go_cold(engine: Engine, *seeds: int) -> None:
+    for seed in seeds:
+        engine.ask(Table(seed).question(0)[0], f"user-{seed}")
+    engine.wait_until_cold(len(seeds))
+    engine.on_worker(slow_store)
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_while_sessions_are_encoded(engine: Engine, traffic: Traffic, cold: bool) -> None:
+    go_cold(engine, 1)
+    for seed in (2, 3, 4):
+        traffic.ask(seed).result(60)
+    engine.wait(lambda: engine.sessions("evicting") > 0, "an eviction")
+    assert engine.reset(cold=cold)
+    assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == (0 if cold else 544)
+    assert engine.ask(Table(4).question(0)[0], "user-4").cached_tokens == 0
+
+
+@pytest.mark.parametrize("running", [False, True])
+@pytest.mark.parametrize("cold", [False, True])
+def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bool, cold: bool) -> None:
+    go_cold(engine, 1, 2)
+    loading = [traffic.ask(1), traffic.ask(2)]
+    engine.wait(lambda: engine.metric("num_requests_waiting") == 2, "two loads")
+    assert engine.reset(running, cold)
+    assert not any(asked.done() for asked in loading)
+    assert (loading[0].result(60).cached_tokens == 0) == cold
+
+
+def test_while_a_session_is_prefetched(engine: Engine, traffic: Traffic) -> None:
+    go_cold(engine, 1)
+    engine.ask("x", prefetch="user-1")
+    engine.wait(lambda: engine.metric("kv_cache_usage_perc") > 0, "a prefetch")
+    assert engine.reset()
+    assert traffic.ask(1).result(60).cached_tokens > 0
+
+
+def test_running_requests_are_left_alone_unless_that_is_asked_for(engine: Engine, traffic: Traffic) -> None:
+    running = traffic.ask(1, max_tokens=400)
+    engine.wait(lambda: engine.metric("num_requests_running") == 1, "a request")
+    assert not engine.reset()
+    assert not running.done()
+
+
+@pytest.mark.parametrize("cold", [False, True])
+def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
+    go_cold(engine, 1, 2)
+    running = traffic.ask(3, max_tokens=300)
+    for seed in (4, 5):
+        traffic.ask(seed).result(60)
+    engine.wait(lambda: engine.sessions("evicting") > 0, "an eviction")
+    loading = traffic.ask(1)
+    engine.wait(lambda: engine.metric("num_requests_waiting") == 1, "a load")
+    assert engine.reset(running=True, cold=cold)
+    assert not running.done()
+    assert not loading.done()
+    assert (loading.result(60).cached_tokens == 0) == cold
+    assert (traffic.ask(2).result(60).cached_tokens == 0) == cold
+
+
+def test_an_engine_that_its_caller_steps_loses_no_output() -> None:
+    told = json.loads(run_script("reset_stepped.py", None)[0])
+    assert told["was_reset"] == [True] * 3
+    assert told["answers"] == [told["undisturbed"]] * 2
+    assert told["left"] == 0
