@@ -2,6 +2,7 @@
 Manthan's sake."""
 
 import json
+import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
@@ -9,7 +10,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-import sleeper
 from scripts import run_script
 from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
@@ -31,6 +31,10 @@ def engine(one: Engine) -> Engine:
 
 
 # -- as a loop of reinforcement learning does it ----------------------------------------------------------
+
+
+def is_cold(states: dict[str, int]) -> bool:
+    return not any(states[state] for state in ("hot", "idle", "evicting"))
 
 
 class Loop:
@@ -66,14 +70,14 @@ class Loop:
         found, whole = self.ask(seed)
         return found == whole
 
-    def ask_new(self) -> int:
-        """Ask what was never asked and wait until it is cold. Returns its number."""
+    def ask_new(self, until: Callable[[dict[str, int]], bool] = is_cold) -> int:
+        """Ask what was never asked and wait for a count of sessions by state. Returns its number."""
         self.asked += 1
         assert self.ask(self.asked)[0] == 0
-        until = time.monotonic() + 60
-        while any(states[state] for state in ("hot", "idle", "evicting") if (states := self.states())):
-            assert time.monotonic() < until, states
-            time.sleep(0.05)
+        deadline = time.monotonic() + 60
+        while not until(states := self.states()):
+            assert time.monotonic() < deadline, states
+            time.sleep(0.01)
         return self.asked
 
     def states(self) -> dict[str, int]:
@@ -82,8 +86,11 @@ class Loop:
         return states
 
     def change(self, factor: float) -> None:
-        cloudpickle.register_pickle_by_value(sleeper)
-        self.llm.collective_rpc(turned, args=(factor,))
+        self.on_worker(turned, factor)
+
+    def on_worker(self, function: Callable[..., Any], *args: Any) -> None:
+        cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
+        self.llm.collective_rpc(function, args=args)
 
 
 @pytest.fixture(scope="module")
@@ -120,6 +127,20 @@ def test_nothing_is_served_once_weights_were_loaded(loop: Loop) -> None:
     loop.llm.collective_rpc("reload_weights")
     assert loop.llm.reset_prefix_cache()
     assert loop.ask(asked)[0] == 0
+
+
+def test_a_session_that_goes_cold_as_weights_change_is_not_served(loop: Loop) -> None:
+    loop.on_worker(slow_store)
+    try:
+        asked = loop.ask_new(lambda states: states["evicting"] > 0)
+        loop.change(OTHER)
+        assert loop.llm.reset_prefix_cache()
+        assert loop.ask(asked)[0] == 0
+    finally:
+        loop.on_worker(restore_worker)
+        loop.change(1 / OTHER)
+        assert loop.llm.reset_prefix_cache(reset_connector=True)
+        loop.ask(0)  # these weights are known now
 
 
 def test_sessions_come_back_with_the_same_weights(loop: Loop) -> None:
