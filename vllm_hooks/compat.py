@@ -44,6 +44,8 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
+LOADS = ("reload_weights", "start_weight_update", "update_weights", "finish_weight_update")
+"""Calls of workers that load weights."""
 HALT_S = 2.0
 """Seconds for which a reset waits for transfers to end, at most."""
 PAUSE_S = 1e-3
@@ -359,11 +361,11 @@ class Resets:
 
     Args:
         half: told before vLLM resets, and after.
-        state: of a worker's weights; runs on workers.
+        digest: of a worker's weights; runs on workers.
     """
 
-    def __init__(self, half: Halting, state: Callable[[Any], object]) -> None:
-        self._half, self._state = half, state
+    def __init__(self, half: Halting, digest: Callable[[Any], str]) -> None:
+        self._half, self._digest, self._loads = half, digest, 0
         self._due = 0
         """Resets to come that belong to a sleep, which keeps the weights."""
         self._keeps = False
@@ -373,6 +375,7 @@ class Resets:
         self._core = core = _core_under_construction()
         if core is not None:
             core.reset_prefix_cache = self._halted(core.reset_prefix_cache)
+            core.collective_rpc = self._counting(core.collective_rpc)
             core.sleep = self._asleep(core.sleep)
             core._reset_caches = self._keeping(core._reset_caches)
             if (release := getattr(core, "release_kv_cache_memory", None)) is not None:
@@ -383,16 +386,19 @@ class Resets:
         """True if memory is gone: the KV cache's, or all of it."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
-    def weights(self) -> list[object] | None:
-        """State of the weights that each rank has now; None if it cannot be told."""
+    def weights(self) -> tuple[int, list[str]] | None:
+        """Number of loads up to now, and a digest of the weights of each rank; None if it cannot be told.
+
+        Loads count, because a digest does not see weights that a backend has packed.
+        """
         if self._core is None:
             return None
         try:
-            states: list[object] = self._core.model_executor.collective_rpc(self._state)
+            digests: list[str] = self._core.model_executor.collective_rpc(self._digest)
         except Exception as error:  # whatever it is, the engine goes on
             logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
             return None
-        return states
+        return self._loads, digests
 
     @property
     def is_moving(self) -> bool:
@@ -409,6 +415,14 @@ class Resets:
                 for request in scheduler.kv_holding_waiting
             )
         )
+
+    def _counting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.wraps(call)
+        def with_count(method: Any, *args: Any, **kwargs: Any) -> Any:
+            self._loads += method in LOADS
+            return call(method, *args, **kwargs)
+
+        return with_count
 
     # -- resets ---------------------------------------------------------------------------------------
 

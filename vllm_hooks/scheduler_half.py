@@ -55,7 +55,7 @@ from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import fast_tiers, room_in, usable_nbytes
-from manthan.vllm_hooks.worker.weights import weights_state
+from manthan.vllm_hooks.worker.weights import weights_digest
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -159,10 +159,10 @@ class SchedulerHalf:
         self._is_near = config.cold_store.places[0] == "device"
         if vllm_config.speculative_config is None:
             press_on(self._goes_on)
-        self._resets = Resets(self, weights_state)
+        self._resets = Resets(self, weights_digest)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
-        self._weights: list[object] | None = None
+        self._weights: tuple[int, list[str]] | None = None
         """State of the weights that computed what is cold; None if it cannot be told."""
         self._is_unsure = False
         """True from a reset, or a sleep, to the next request: the weights may be others by then."""

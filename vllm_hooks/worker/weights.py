@@ -11,15 +11,6 @@ from manthan.vllm_hooks.compat import model_tensors
 COLUMNS = 4096
 
 
-def loads(worker: Any) -> int:
-    return 0
-
-
-def weights_state(worker: Any) -> tuple[int, str]:
-    """Number of loads of weights up to now, and the digest of what they are."""
-    return loads(worker), weights_digest(worker)
-
-
 def weights_digest(worker: Any) -> str:
     """Of the bits of all parameters and buffers of a vLLM worker's model; sums of them, made where they lie: each byte
     is read twice, and next to nothing is copied."""
