@@ -579,6 +579,31 @@ class Driver(Generic[B]):
         self.prefetcher.reset()
         self._found.clear()
 
+    # -- after an error -------------------------------------------------------------------------------
+
+    def abandon(self) -> None:
+        """Give back the blocks that no transfer has been ordered for; the books are not to be trusted any more."""
+        unsent = {(run.group, key) for run in self._granted for key in run.keys}
+        for group, key in unsent:
+            if (block := self._held[group].pop(key, None)) is not None:
+                self._done.append(block)
+        self._give_back()
+        if self._guard is not None:
+            self._guard.let_go()
+
+    def drain(self, spills: Iterable[Name], is_prefetched: bool, is_measured: bool) -> None:
+        """Give back blocks of transfers that have ended since `abandon`. spills: copied, or answered for."""
+        for name in spills:
+            count = self._copies[name] = self._copies.get(name, 0) + 1
+            group, key = name
+            if count >= self._ranks and (block := self._held[group].pop(key, None)) is not None:
+                self._done.append(block)
+        if is_prefetched:
+            self._done += self.prefetcher.abandon()
+        if is_measured and self._guard is not None:
+            self._done += self._guard.abandon()
+        self._give_back()
+
     @property
     def has_work(self) -> bool:
         """Whether a step is of use although no request asks for one."""

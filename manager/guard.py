@@ -90,6 +90,11 @@ class Guard(Generic[B]):
         done, self._held, self._kept = [*self._held, *chain.from_iterable(self._kept)], [], []
         return done
 
+    def abandon(self) -> list[B]:
+        """Forget what is being measured; returns its blocks."""
+        held, self._held = self._held, []
+        return held
+
     def let_go(self) -> None:
         """Give back all blocks that are held and not being measured."""
         kept, self._kept = self._kept, []

@@ -69,6 +69,7 @@ class Prefetcher(Generic[B]):
         self._look_after = 0.0
         self._must_look = False
         self._was_settled = False
+        self._abandoned = 0  # ranks that have ended the load under way since an error
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -139,6 +140,16 @@ class Prefetcher(Generic[B]):
         self._ready.clear()
         if self._under_way is not None:
             self._under_way.is_stale = True
+
+    def abandon(self) -> list[B]:
+        """Forget the load under way, which a rank has ended; returns its blocks once all ranks have."""
+        if self._under_way is None:
+            return []
+        self._abandoned += 1
+        if self._abandoned < self._ranks:
+            return []
+        ended, self._under_way = self._under_way, None
+        return [*ended.beside.values(), *ended.blocks.values()]
 
     @property
     def is_busy(self) -> bool:

@@ -919,7 +919,8 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
         return model
 
     initialize_watched.manthan = True  # type: ignore[attr-defined]
-    for module in (utils, base_loader, tensorizer_loader):
+    modules: Sequence[Any] = (utils, base_loader, tensorizer_loader)
+    for module in modules:
         module.initialize_model = initialize_watched
 
 

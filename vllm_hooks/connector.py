@@ -1,7 +1,7 @@
 """The KV connector that vLLM loads: it hands each call to the half that lives in this process."""
 
-from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorBase_V1,
@@ -10,9 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
     KVConnectorTransferResults,
     SupportsHMA,
 )
+from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
@@ -33,6 +34,10 @@ if TYPE_CHECKING:
     from vllm.v1.outputs import KVConnectorOutput
     from vllm.v1.request import Request
 
+logger = init_logger("vllm.manthan")
+
+T = TypeVar("T")
+
 
 class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     """Evicts idle sessions to codes and restores them. See KVConnectorBase_V1 for when vLLM calls what.
@@ -44,6 +49,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
         use_format(from_vllm_config(vllm_config).log.format)
+        self._is_broken = False
+        """True once the scheduler half has raised: it is asked nothing any more."""
+        self._promised: dict[str, Load] = {}
+        """Loads that vLLM waits for and that no worker was told of yet, by request id."""
+        self._logged: set[str] = set()
         if role is KVConnectorRole.SCHEDULER:
             self.scheduler = SchedulerHalf(vllm_config, kv_cache_config)
         else:
@@ -53,36 +63,83 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def requires_kv_delivery(self) -> bool:
         return False  # a cache: what is not stored is recomputed
 
+    # -- errors ---------------------------------------------------------------------------------------
+
+    def _ask(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
+        """What the scheduler half answers; after an exception of its own `otherwise`, from then on always.
+
+        No exception of Manthan's ends the engine. Its books may be half changed then, so that nothing of it is used.
+        """
+        if self._is_broken:
+            return otherwise
+        try:
+            return call(*args)
+        except Exception:
+            self._is_broken = True
+            name = call.__name__
+            logger.exception("Manthan: an error in %s: vLLM serves as without Manthan until it is started again.", name)
+            try:
+                self.scheduler.telemetry.failed(name)
+                self.scheduler.give_up()
+            except Exception:
+                logger.exception("Manthan: blocks stay referenced.")
+            return otherwise
+
+    def _try(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
+        """What the worker half answers; after an exception of its own `otherwise`, this time."""
+        try:
+            return call(*args)
+        except Exception:
+            name = call.__name__
+            if name not in self._logged:
+                self._logged.add(name)
+                logger.exception("Manthan: an error in %s: what it was asked for costs a recompute.", name)
+            return otherwise
+
     # -- scheduler half -------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self.scheduler.bind(gpu_block_pool)
 
     def on_new_request(self, request: "Request") -> None:
-        self.scheduler.new_request(request)
+        self._ask(self.scheduler.new_request, request, otherwise=None)
 
     def get_num_new_matched_tokens(self, request: "Request", num_computed_tokens: int) -> tuple[int | None, bool]:
-        return self.scheduler.match(request, num_computed_tokens)
+        nothing: tuple[int | None, bool] = 0, False
+        return self._ask(self.scheduler.match, request, num_computed_tokens, otherwise=nothing)
 
     def update_state_after_alloc(self, request: "Request", blocks: "KVCacheBlocks", num_external_tokens: int) -> None:
-        self.scheduler.allocated(request, blocks, num_external_tokens)
+        if num_external_tokens:
+            group = self.scheduler.groups.chain.index
+            ids = blocks.get_block_ids()[group]
+            part = GroupBlocks(group, (), self.scheduler.loaded_into(request.request_id, ids, num_external_tokens))
+            self._promised[request.request_id] = Load(request.request_id, (part,))
+        self._ask(self.scheduler.allocated, request, blocks, num_external_tokens, otherwise=None)
 
     def get_external_cache_hit_sources(self, request: "Request", num_external_tokens: int) -> dict[CacheHitSource, int]:
-        return self.scheduler.sources(request, num_external_tokens)
+        return self._ask(self.scheduler.sources, request, num_external_tokens, otherwise={})
 
     def build_connector_meta(self, scheduler_output: "SchedulerOutput") -> ManthanMetadata:
-        return self.scheduler.step(
-            scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
-        )
+        scheduled = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
+        metadata = self._ask(self.scheduler.step, *scheduled, otherwise=None)
+        if metadata is not None:
+            for load in metadata.loads:
+                self._promised.pop(load.request_id, None)
+            return metadata
+        failed, self._promised = list(self._promised.values()), {}
+        return ManthanMetadata(model_rests=not scheduled[0], failed=failed)
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
-            self.scheduler.worker_output(report)
+            if self._is_broken:
+                self._try(self.scheduler.drain, report, otherwise=None)
+            self._ask(self.scheduler.worker_output, report, otherwise=None)
         if connector_output.finished_recving:
-            self.scheduler.loaded()
+            self._ask(self.scheduler.loaded, otherwise=None)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        return False, self.scheduler.finished(request, len(block_ids))
+        self._promised.pop(request.request_id, None)
+        return False, self._ask(self.scheduler.finished, request, len(block_ids), otherwise=None)
 
     def request_finished_all_groups(
         self, request: "Request", block_ids: tuple[list[int], ...]
@@ -90,20 +147,26 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
 
     def has_pending_push_work(self) -> bool:
-        return self.scheduler.has_work
+        if self._is_broken:
+            return self.scheduler.driver.holds_blocks
+        return self._ask(lambda: self.scheduler.has_work, otherwise=False)
 
     def has_pending_block_frees(self) -> bool:
         return self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
-        return self.scheduler.take_events()
+        nothing: Sequence[KVCacheEvent] = ()
+        return self._ask(self.scheduler.take_events, otherwise=nothing)
 
     def reset_cache(self) -> bool:
-        self.scheduler.reset()
+        self._ask(self.scheduler.reset, otherwise=None)
         return True
 
     def get_kv_connector_stats(self) -> "KVConnectorStats | None":
-        return self.scheduler.telemetry.take() if self.role is KVConnectorRole.SCHEDULER else None
+        if self.role is not KVConnectorRole.SCHEDULER:
+            return None
+        nothing: KVConnectorStats | None = None
+        return self._try(self.scheduler.telemetry.take, otherwise=nothing)
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> "KVConnectorStats":
@@ -124,7 +187,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self.worker.wait()
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
-        self.worker.path.submit_loads(self._metadata)
+        metadata = self._metadata
+        self.worker.fail_loads(metadata.failed)
+        if self._try(self._submit_loads, metadata, otherwise=False) is False:
+            self.worker.fail_loads(metadata.loads)
+
+    def _submit_loads(self, metadata: ManthanMetadata) -> bool:
+        self.worker.path.submit_loads(metadata)
+        return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -138,9 +208,18 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         It hashes blocks when it schedules them, so a block may be named to be encoded in the very step that computes
         it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
-        self.worker.submit_spills(self._metadata)
+        metadata = self._metadata
+        if self._try(self._submit_spills, metadata, otherwise=False) is False:
+            self.worker.fail_spills(metadata.spills)
+
+    def _submit_spills(self, metadata: ManthanMetadata) -> bool:
+        self.worker.submit_spills(metadata)
+        return True
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
+        return self._try(self._transfer_results, otherwise=KVConnectorTransferResults())
+
+    def _transfer_results(self) -> KVConnectorTransferResults:
         path = self.worker.path
         if self._metadata.model_rests:
             path.rest()
@@ -155,10 +234,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self.worker.path.take_failed_blocks()
+        return self._try(self.worker.path.take_failed_blocks, otherwise=set())
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
-        return self.worker.take_report()
+        nothing: ManthanWorkerMetadata | None = None
+        return self._try(self.worker.take_report, otherwise=nothing)
 
     def shutdown(self) -> None:
         (self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker).shutdown()

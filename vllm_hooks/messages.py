@@ -50,6 +50,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """Nothing is computed in this step."""
     step: int = 0
     """Its number, counted from the engine's start."""
+    failed: list[Load] = field(default_factory=list)
+    """Loads that were promised to vLLM and will not be: requests wait for an answer."""
     cancels: bool = False
     """True if orders that have not begun are to be answered as failed, since the prefix cache is reset."""
 

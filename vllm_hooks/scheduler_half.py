@@ -337,6 +337,11 @@ class SchedulerHalf:
             if self.telemetry.traces is not None:
                 self.telemetry.traces.restoring(request.request_id, list(self._tiers(request.request_id, tokens)))
 
+    def loaded_into(self, request_id: str, block_ids: Sequence[int], tokens: int) -> Sequence[int]:
+        """Those of a request's blocks of chains that a load of so many tokens is to write."""
+        hot = self._hot.get(request_id, 0)
+        return block_ids[hot : hot + tokens // self._block_size]
+
     def sources(self, request: "Request", tokens: int) -> dict[CacheHitSource, int]:
         """Where so many tokens, which are about to be restored for the request, come from: by the tier that has their
         codes."""
@@ -426,7 +431,7 @@ class SchedulerHalf:
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, work.samples
-        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, self._cancels)
+        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, cancels=self._cancels)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
@@ -515,6 +520,19 @@ class SchedulerHalf:
             if self._weights is None or self._weights != before:
                 logger.info("Manthan: the weights have changed since the prefix cache was reset, or may have.")
                 self.reset()
+
+    # -- after an error -------------------------------------------------------------------------------
+
+    def give_up(self) -> None:
+        """Keep nothing that vLLM's requests need; from now on vLLM serves as without Manthan."""
+        self._sweeper.stop()
+        self.driver.abandon()
+
+    def drain(self, report: ManthanWorkerMetadata) -> None:
+        """Give back blocks of transfers that have ended since."""
+        copied = set(report.copied)
+        names = [*report.copied, *((s.group, s.key) for s in report.spills if (s.group, s.key) not in copied)]
+        self.driver.drain(names, any(load.is_prefetch for load in report.loads), bool(report.verdicts))
 
     def shutdown(self) -> None:
         self._sweeper.stop()

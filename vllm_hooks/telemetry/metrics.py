@@ -41,6 +41,17 @@ FAILURE_CAUSES = (
 )
 """Why blocks cannot be stored or restored."""
 
+CALLS = (
+    "on_new_request",
+    "get_num_new_matched_tokens",
+    "update_state_after_alloc",
+    "build_connector_meta",
+    "update_connector_output",
+    "request_finished",
+    "take_events",
+)
+"""Calls of vLLM's after an exception in which it serves as without Manthan."""
+
 
 class _Metric(NamedTuple):
     """values: of a counter's label, those that are known beforehand."""
@@ -103,6 +114,12 @@ METRICS: dict[str, _Metric] = {
         "Blocks that could not be stored or restored, by cause.",
         "cause",
         values=FAILURE_CAUSES,
+    ),
+    "errors": _Metric(
+        prometheus_client.Counter,
+        "Exceptions of Manthan's that were caught at its boundary to vLLM, by call.",
+        "call",
+        values=CALLS,
     ),
     "lookups": _Metric(
         prometheus_client.Counter,

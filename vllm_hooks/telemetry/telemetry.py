@@ -39,6 +39,10 @@ class Telemetry(Observer):
         if self.traces is not None:
             self.traces.began(request.request_id, request.trace_headers)
 
+    def failed(self, call: str) -> None:
+        """An exception was caught in this call of vLLM's."""
+        self._stats.count("errors", label=call)
+
     def hinted(self, hints: Hints) -> None:
         """A request came with these hints."""
         if hints.given:

@@ -1,6 +1,6 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,7 @@ from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
-from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import Load, ManthanMetadata, ManthanWorkerMetadata, SpillBlock
 from manthan.vllm_hooks.replicas import copies_of, storing
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import namespace_of
@@ -120,6 +120,15 @@ class WorkerHalf:
         self.path.submit_spills(metadata)
         if self._guard is not None:
             self._guard.submit(metadata.samples)
+
+    def fail_loads(self, loads: Iterable[Load]) -> None:
+        """Answer loads that were not begun, so that vLLM computes what they were to bring."""
+        for load in loads:
+            self.path.fail_load(load)
+
+    def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
+        """Answer blocks to be encoded that were not begun."""
+        self.path.fail_spills(spills)
 
     def take_report(self) -> ManthanWorkerMetadata | None:
         """What ended since the last call."""

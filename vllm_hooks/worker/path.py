@@ -3,9 +3,10 @@
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 from manthan.vllm_hooks.messages import (
+    FailedBlock,
     Load,
     LoadResult,
     ManthanMetadata,
@@ -86,6 +87,19 @@ class WorkerPath(ABC):
         with self._lock:
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.spills or taken.loads or taken.copied else None
+
+    def fail_load(self, load: Load) -> None:
+        """Answer a load that was not begun."""
+        names = [(part.group, key) for part in load.parts for key in part.keys]
+        if names:  # the scheduler half knows of it
+            self._loaded(LoadResult(load.request_id, [FailedBlock(*names[0], "internal")], 0, 0.0, load.is_prefetch))
+        if not load.is_prefetch:
+            self._finished(load, 0)
+
+    def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
+        """Answer blocks to be encoded that were not begun."""
+        self._copied(spills)
+        self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in spills])
 
     def _copied(self, spills: Iterable[SpillBlock]) -> None:
         """These blocks of the pool are not read any more. Each is to be named once, before its answer."""

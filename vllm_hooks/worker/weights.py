@@ -32,14 +32,15 @@ class Loaded:
 
     def watch(self, model: torch.nn.Module, name: str) -> None:
         """Note what is loaded into a model from now on. name: tells it from the engine's other models."""
-        load: Any = model.load_weights
+        watched: Any = model
+        load = watched.load_weights
         self._models[name] = ref(model)
 
         def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
             self.loads += 1
             return load(self._noted(name, weights), *args, **kwargs)
 
-        model.load_weights = load_noted
+        watched.load_weights = load_noted
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
@@ -90,7 +91,7 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if data.numel():
         octets = data.view(torch.uint8)
         if octets.device.type == "cpu":
-            made.update(memoryview(octets.numpy()))
+            made.update(octets.numpy().data)
         else:
             for part in _sums(octets):
                 made.update(part.cpu().numpy().tobytes())

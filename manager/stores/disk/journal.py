@@ -6,6 +6,8 @@ is killed loses what was not written yet: blocks that nobody names are dropped b
 
 import json
 import logging
+import os
+import shutil
 import sqlite3
 import struct
 import threading
@@ -101,13 +103,13 @@ class Journal:
         self._rest_s = 0.0
         self._wake = threading.Condition()
         self._closing = False
-        self._db = sqlite3.connect(self.path, check_same_thread=False, isolation_level=None)
-        self._db.execute("PRAGMA journal_mode=WAL")
-        self._db.execute("PRAGMA synchronous=NORMAL")
-        if self._db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA:
-            self._db.execute("DROP TABLE IF EXISTS sessions")
-            self._db.execute(f"PRAGMA user_version={SCHEMA}")
-        self._db.execute(TABLE)
+        try:
+            self._db = _opened_whole(self.path)
+        except (sqlite3.DatabaseError, IsADirectoryError) as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise  # the disk's fault, not the file's
+            _set_aside(self.path, error)
+            self._db = _opened_whole(self.path)
         self._thread = threading.Thread(target=self._run, name="manthan-journal", daemon=True)
         self._thread.start()
 
@@ -230,6 +232,37 @@ class Journal:
             if self._db.in_transaction:
                 self._db.execute("ROLLBACK")
             raise
+
+
+def _opened_whole(path: Path) -> sqlite3.Connection:
+    """The database, for its owner only, with its table. Raises OSError, and sqlite3.Error if it is damaged."""
+    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's other files get the same mode
+    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+    try:
+        db.execute("PRAGMA journal_mode=WAL")
+        db.execute("PRAGMA synchronous=NORMAL")
+        if (found := db.execute("PRAGMA quick_check(1)").fetchone()[0]) != "ok":
+            raise sqlite3.DatabaseError(found)
+        if db.execute("PRAGMA user_version").fetchone()[0] != SCHEMA:
+            db.execute("DROP TABLE IF EXISTS sessions")
+            db.execute(f"PRAGMA user_version={SCHEMA}")
+        db.execute(TABLE)
+    except BaseException:
+        db.close()
+        raise
+    return db
+
+
+def _set_aside(path: Path, error: Exception) -> None:
+    """A damaged journal and what SQLite keeps beside it. Raises OSError."""
+    for end in ("", "-wal", "-shm"):
+        file, bad = Path(f"{path}{end}"), Path(f"{path}{end}.bad")
+        if bad.is_dir():
+            shutil.rmtree(bad)
+        if file.exists():
+            bad.unlink(missing_ok=True)
+            file.rename(bad)
+    logger.warning("Manthan: %s is damaged (%s): it is set aside as .bad, and its sessions are lost.", path, error)
 
 
 class _Row(NamedTuple):

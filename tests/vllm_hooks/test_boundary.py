@@ -1,0 +1,29 @@
+"""No exception of Manthan's ends the engine: thrown in each call, in each state, it costs a recompute."""
+
+import json
+from typing import Any
+
+import pytest
+from scripts import run_script
+
+
+@pytest.fixture(scope="module")
+def report() -> dict[str, Any]:
+    out, _ = run_script("boundary_sessions.py", {})
+    found: dict[str, Any] = json.loads(out.splitlines()[-1])
+    return found
+
+
+def test_every_request_ends_and_is_right(report: dict[str, Any]) -> None:
+    assert len(report) == 13 * 3
+    wrong = {case: found for case, found in report.items() if not found["right"]}
+    assert not wrong
+
+
+def test_no_block_stays_referenced(report: dict[str, Any]) -> None:
+    assert not {case: found for case, found in report.items() if found["held"]}
+
+
+def test_each_call_was_made_to_raise(report: dict[str, Any]) -> None:
+    calls = {case.split()[0] for case, found in report.items() if found["raised"]}
+    assert calls == {case.split()[0] for case in report}
