@@ -66,9 +66,9 @@ TIERS = ("host", "disk", "redis")
 """What a cold store of several tiers is made of, the fastest first."""
 
 
-def _tiers(value: object) -> object:
+def _names(value: object) -> object:
     """In the environment, names with commas between them."""
-    return [name.strip() for name in value.split(",")] if isinstance(value, str) else value
+    return [name.strip() for name in value.split(",") if name.strip()] if isinstance(value, str) else value
 
 
 def _in_order(tiers: tuple[str, ...]) -> tuple[str, ...]:
@@ -77,7 +77,7 @@ def _in_order(tiers: tuple[str, ...]) -> tuple[str, ...]:
     return tiers
 
 
-Tiers = Annotated[tuple[str, ...], BeforeValidator(_tiers), AfterValidator(_in_order)]
+Tiers = Annotated[tuple[str, ...], BeforeValidator(_names), AfterValidator(_in_order)]
 
 Share = Annotated[Number, Field(ge=0, le=1)]
 Shares = Annotated[dict[str, Share], BeforeValidator(_from_json)]
@@ -341,7 +341,9 @@ class ApiConfig(_Group):
 
     enabled: bool = Field(default=True, description="true or false")
     page: bool = Field(default=True, description="true or false")
-    hosts: tuple[str, ...] = Field(default=(), description="a list of host names, such as [gpu7.example.org]")
+    hosts: Annotated[tuple[str, ...], BeforeValidator(_names)] = Field(
+        default=(), description="a list of host names, such as [gpu7.example.org]"
+    )
 
 
 class ManthanConfig(_Model):
