@@ -125,7 +125,7 @@ def test_another_configuration_finds_nothing_and_removes_the_old(left: Path, cha
 def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
     with engine(left) as second:
         assert all_return(second)
-        second.wait(second.reset, "a reset")
+        second.wait(lambda: second.reset(cold=True), "a reset")
         assert ask_all(second)[1] == 0
         assert all_return(second), "it is of use until the end"
         assert segments(left) == []

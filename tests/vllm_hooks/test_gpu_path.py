@@ -291,11 +291,11 @@ def second_time(function: Callable[..., Any]) -> Callable[..., Any]:
     """Raises when it is called for the second time."""
     calls = []
 
-    def wrapper(*args: Any) -> Any:
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
         calls.append(args)
         if len(calls) == 2:
             raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return function(*args)
+        return function(*args, **kwargs)
 
     return wrapper
 

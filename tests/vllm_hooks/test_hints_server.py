@@ -85,7 +85,7 @@ def test_a_client_is_told_what_came_of_its_hints(server, path: str) -> None:
     own = {"session_id": f"carol at {path}"} if path != "/v1/messages" else {}
     reply = post(server, path, {"priority": 1}, **own).json()
     told = reply["kv_transfer_params"]["manthan"]
-    assert set(told) == {"session_id", "pinned", "refused"}
+    assert set(told) == {"session_id", "pinned", "refused", "lossy_tokens"}
     assert told["session_id"] == own.get("session_id", told["session_id"])
     assert (told["pinned"], told["refused"]) == (False, None)
     assert post(server, path, **own).json().get("kv_transfer_params") is None
@@ -100,7 +100,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
         return server.metrics().get("vllm:manthan_pins_refused_total", 0)
 
     before = refusals()
-    assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None}
+    assert told("dave", TEXT, True) == {"session_id": "dave", "pinned": True, "refused": None, "lossy_tokens": 0}
     refusal = told("frank", 4 * TEXT, True)
     assert (refusal["session_id"], refusal["pinned"]) == ("frank", False)
     assert re.fullmatch(
@@ -108,7 +108,7 @@ def test_a_pin_is_told_and_so_is_its_refusal(server) -> None:
         r"[1-9]\d* are taken, and this session needs [1-9]\d*",
         refusal["refused"],
     )
-    assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None}
+    assert told("dave", TEXT, False) == {"session_id": "dave", "pinned": False, "refused": None, "lossy_tokens": 0}
     server.wait_for(lambda: refusals() == before + 1, 60, "count the refusal")
 
 

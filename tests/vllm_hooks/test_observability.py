@@ -73,17 +73,6 @@ def test_an_eviction_by_the_clock_is_a_trace_of_its_own(collector: Collector) ->
     assert "gen_ai.request.id" not in eviction.attributes
 
 
-def test_an_eviction_for_want_of_room_is_in_the_trace_of_who_waits(collector: Collector) -> None:
-    converse(CROWD, {"idle_after_s": 3600}, collector.endpoint)
-    pressed = collector.named("manthan.evict")
-    assert {span.attributes["manthan.reason"] for span in pressed} == {"pressure"}
-    waited = [span for span in pressed if span.trace == f"{4:032x}"]
-    assert [span.attributes["manthan.session_id"] for span in waited] == ["user-1"]
-    assert waited[0].parent == f"{4:016x}"
-    [request] = [span for span in collector.named("llm_request") if span.trace == waited[0].trace]
-    assert waited[0].attributes["gen_ai.request.id"].startswith(request.attributes["gen_ai.request.id"])
-
-
 def test_lines_as_json_and_no_traces_where_they_are_off() -> None:
     report, said = converse(RETURN, IDLE, log="json")
     assert report["traces"] is None
