@@ -410,13 +410,13 @@ def check_names(
     `policies` maps each policy's name to the options that it takes; `sources` (from `resolve_config`) lets
     the error say where the name was written.
     """
-    for key, what, name, valid in _names(config, policies, codecs, stores):
+    for key, what, name, valid in _named(config, policies, codecs, stores):
         if name not in valid:
             written = f"{sources[key]}: " if sources else ""
             raise ConfigError(f"{written}unknown {what} '{name}'{nearest(name, valid)}")
 
 
-def _names(
+def _named(
     config: ManthanConfig,
     policies: Mapping[str, Collection[str]],
     codecs: Iterable[str],
