@@ -82,12 +82,17 @@ class KvEvents:
         """Blocks that can be restored and of which nobody knows the tokens."""
         self._ready: list[Name] = []
         """Blocks that could be before their tokens were known."""
+        self._repeats = False
         manager.restorable.listen()
+
+    def repeat(self) -> None:
+        """Have `take` tell again of all blocks that can be restored, since vLLM says that all blocks are cleared."""
+        self._repeats = True
 
     @property
     def has_news(self) -> bool:
         """Whether there may be something to tell."""
-        return bool(self._ready) or self._manager.restorable.has_news
+        return bool(self._ready) or self._repeats or self._manager.restorable.has_news
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -147,6 +152,10 @@ class KvEvents:
             else:
                 stored.append(name)
         events: list[KVCacheEvent] = [*self._removed(removed), *self._stored(stored)]
+        if self._repeats:
+            told = [name for name in self._manager.restorable.all() if name not in self._untold]
+            events += [*self._removed(told), *self._stored(told)]
+            self._repeats = False
         for name in news.forgotten:
             self.notes.pop(name, None)
         return events

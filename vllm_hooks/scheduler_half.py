@@ -489,6 +489,9 @@ class SchedulerHalf:
         if was_reset:
             self.driver.forget_hot(time.monotonic())
             self._bedtime, self._is_unsure = None, True
+            self._rung = True  # a step tells vLLM's KV events and metrics of the reset
+            if self._events is not None:
+                self._events.repeat()
             cold = self.manager.usage.sessions[SessionState.COLD]
             if cold:
                 logger.info("Manthan: the prefix cache is reset; %d cold sessions stay, if the weights do.", cold)

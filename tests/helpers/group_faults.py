@@ -67,7 +67,7 @@ class Conversations:
 
     def answer(self, prompt: list[int], tokens: int, is_hot: bool = True) -> list[int]:
         """With what is in the prefix cache, or without."""
-        assert is_hot or self.engine.reset_prefix_cache()
+        assert is_hot or self.engine.reset_prefix_cache(reset_connector=True)
         name = self.begin(prompt, tokens=tokens)
         return list(self.answers()[name].outputs[0].token_ids)
 

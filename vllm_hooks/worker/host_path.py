@@ -205,7 +205,9 @@ class HostPath(WorkerPath):
         loaded = _Loaded([(part.group, key) for part in load.parts for key in part.keys], cancelled)
         try:
             with behind(model, self._device):
-                for part in load.parts:
+                if cancelled.is_set():
+                    loaded.fail(RESET)
+                for part in load.parts if not loaded.failed else ():
                     self._load_part(part, store, load.tenant, intake, loaded)
                     if loaded.failed:
                         break
