@@ -5,7 +5,7 @@ from collections.abc import Iterator
 from itertools import count
 
 STRIDE = 4
-"""Entries of the old heap that are looked at when a key is set: it is empty long before the new one is as large."""
+"""Entries of the old heap that are looked at at a time: it is empty long before the new one is as large."""
 Entry = tuple[float, int, str]
 
 
@@ -13,7 +13,7 @@ class Ranking:
     """The least number first, of equals the one that was set first. O(log n) an operation, and none takes much longer:
 
     a heap in which what is out of date is passed over. When most of it is, another is begun, and the old one is moved
-    there a little with each key that is set.
+    there a little with each key that is set or taken out.
     """
 
     def __init__(self) -> None:
@@ -37,12 +37,12 @@ class Ranking:
         entry = rank, next(self._count), key
         self._entries[key] = entry
         heapq.heappush(self._heap, entry)
-        if self._old:
-            self._move()
-        elif len(self._heap) > 2 * len(self._entries) + 64:
-            self._old, self._heap = self._heap, []
+        self._tidy()
 
-    def _move(self) -> None:
+    def _tidy(self) -> None:
+        """Drop a few entries that are out of date, so that they are never many more than those that count."""
+        if not self._old and len(self._heap) > 2 * len(self._entries) + 64:
+            self._old, self._heap = self._heap, []
         for _ in range(min(STRIDE, len(self._old))):
             entry = self._old.pop()  # what is left is a heap still
             if self._entries.get(entry[2]) is entry:
@@ -50,7 +50,8 @@ class Ranking:
 
     def discard(self, key: str) -> None:
         """Take it out if it is there."""
-        self._entries.pop(key, None)
+        if self._entries.pop(key, None) is not None:
+            self._tidy()
 
     def clear(self) -> None:
         self._entries.clear()

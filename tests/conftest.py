@@ -64,7 +64,7 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
     folder = tmp_path_factory.mktemp("manthan")
     (folder / "manthan.yaml").write_text(SERVED)
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
-    flags += ["--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
+    flags += ["--enable-scale-out", "--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
     flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
     with warm_server(MODEL, flags, folder / "log", {"VLLM_SERVER_DEV_MODE": "1"}) as server:
         server.wait_until_ready(START_S)

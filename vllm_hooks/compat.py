@@ -147,15 +147,9 @@ def before_answer(
     from vllm.entrypoints.serve.engine.serving import BaseServing
 
     serving: Any = GenerateBaseServing
-    get_session_id = serving._get_session_id  # from the body, a header or vllm_xargs
-
-    @functools.wraps(get_session_id)
-    def get_checked_id(*args: Any, **kwargs: Any) -> str | None:
-        session_id: str | None = get_session_id(*args, **kwargs)
-        check_id(session_id)
-        return session_id
-
-    serving._get_session_id = staticmethod(get_checked_id)
+    # From the body, a header or vllm_xargs; routes whose bodies have none ask for the header alone.
+    for name in ("_get_session_id", "_get_session_id_from_headers"):
+        setattr(serving, name, staticmethod(_checking(getattr(serving, name), check_id)))
 
     wrapped: Any = BaseServing
     check_model = wrapped._check_model
@@ -169,6 +163,16 @@ def before_answer(
         return error
 
     wrapped._check_model = with_check
+
+
+def _checking(get_session_id: Callable[..., str | None], check_id: Callable[[str | None], None]) -> Any:
+    @functools.wraps(get_session_id)
+    def get_checked_id(*args: Any, **kwargs: Any) -> str | None:
+        session_id = get_session_id(*args, **kwargs)
+        check_id(session_id)
+        return session_id
+
+    return get_checked_id
 
 
 def hash_media_by_content(refuse: Callable[[], Exception]) -> None:

@@ -122,9 +122,9 @@ def add_api(app: "FastAPI") -> None:
     if not is_on(args) or not (api := from_vllm_config(args).api).enabled:
         return
     from manthan.vllm_hooks.http.api import add_gate, make_router  # no other process needs FastAPI
-    from manthan.vllm_hooks.http.page import page_router
+    from manthan.vllm_hooks.http.page import PATHS, page_router
 
-    add_gate(app, args)
+    add_gate(app, args, PATHS if api.page else frozenset())
     app.include_router(make_router(args))
     if api.page:
         app.include_router(page_router())

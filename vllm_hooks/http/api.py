@@ -64,12 +64,13 @@ STEERED = OF_ONE | {
 }
 
 
-def add_gate(app: FastAPI, args: Namespace) -> None:
-    """Let nobody into the routes who may not ask; see `Gate`."""
+def add_gate(app: FastAPI, args: Namespace, page: frozenset[str] = frozenset()) -> None:
+    """Let nobody into the routes who may not ask; see `Gate`. page: paths of the page, if there is one."""
     hosts = {*from_vllm_config(args).api.hosts, getattr(args, "host", None) or ""} - {""}
     app.add_middleware(
         Gate,
         prefix=PREFIX,
+        page=page,
         has_key=key_check(args),
         hosts=frozenset(name.lower() for name in hosts),
         origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},

@@ -6,6 +6,7 @@ from collections.abc import Awaitable, Callable
 from typing import Any
 from urllib.parse import urlsplit
 
+from starlette._utils import get_route_path
 from starlette.datastructures import Headers
 
 from manthan.vllm_hooks.http.errors import ApiError
@@ -20,6 +21,7 @@ class Gate:
     """ASGI middleware that answers requests below `prefix` itself if they may not pass, before their body is read.
 
     Args:
+        page: paths of the page, which has no data: who loads it need not have a key.
         has_key: True for headers with one of the server's API keys; None for a server without keys.
         hosts: names under which a server without keys may be asked, besides loopback and IP addresses. A page of
             another site whose name was made to lead here (DNS rebinding) has another one.
@@ -30,26 +32,29 @@ class Gate:
         self,
         app: App,
         prefix: str,
+        page: frozenset[str],
         has_key: Callable[[Headers], bool] | None,
         hosts: frozenset[str],
         origins: frozenset[str],
     ) -> None:
-        self._app, self._prefix, self._has_key, self._hosts, self._origins = app, prefix, has_key, hosts, origins
+        self._app, self._prefix, self._page = app, prefix, page
+        self._has_key, self._hosts, self._origins = has_key, hosts, origins
 
     async def __call__(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        path = scope.get("path", "").removeprefix(scope.get("root_path", "")) if scope["type"] == "http" else ""
+        path = get_route_path(scope) if scope["type"] == "http" else ""  # as the router reads it
         if path == self._prefix or path.startswith(f"{self._prefix}/"):
             try:
-                self._check(scope["method"], Headers(scope=scope))
+                self._check(scope["method"], path, Headers(scope=scope))
             except ApiError as error:
                 await error.response()(scope, receive, send)
                 return
         await self._app(scope, receive, send)
 
-    def _check(self, method: str, headers: Headers) -> None:
+    def _check(self, method: str, path: str, headers: Headers) -> None:
         """Raise ApiError for a request that may not pass."""
         if self._has_key is not None:
-            if not self._has_key(headers):
+            is_page = method in SAFE and path in self._page  # a browser cannot send a key when it opens one
+            if not is_page and not self._has_key(headers):
                 raise ApiError(401, "The API key is missing or wrong: send it as `Authorization: Bearer KEY`.")
         else:
             self._check_host(headers.get("host", ""))

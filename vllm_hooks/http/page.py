@@ -27,6 +27,9 @@ FILES = {
 }
 
 
+PATHS = frozenset({PREFIX, f"{PREFIX}/", *(f"{PREFIX}/{name}" for name in FILES)})
+
+
 def page_router() -> APIRouter:
     """The page and its files, for the server's app to include."""
     router = APIRouter(prefix=PREFIX, include_in_schema=False)
