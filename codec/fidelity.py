@@ -19,15 +19,18 @@ With multi-head latent attention (MLA) a key is the latent and RoPE's part, one 
 the heads are in the query; values are made of the latent alone. They are measured so, and c is taken behind RoPE.
 """
 
+import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Self
 
 import numpy as np
+from numpy.typing import NDArray
 
 from manthan.codec.base import Numbers, Positions
 from manthan.codec.block import BlockFormat
 from manthan.codec.cpu.numbers import Floats, as_floats
+from manthan.codec.errors import CodecError
 from manthan.codec.rope import Rope
 
 LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
@@ -35,6 +38,15 @@ LOGIT_NOISE, WORST_LOGIT_NOISE, VALUE_NOISE = 0.065, 0.2, 0.5
 QUERIES = 64
 """Of a head, at most."""
 TINY = 1e-30
+LEAST_SHARE = 2e-5
+"""Of their energy, by which numbers of a head must differ between tokens to be told from bf16's rounding. fp8's
+rounding is larger, but noise is measured against what the cache holds."""
+LEAST_TOKENS = 32
+"""Of different tokens, that a measurement is made of."""
+
+
+class NothingToMeasureError(CodecError):
+    """Tokens do not differ."""
 
 
 @dataclass(frozen=True)
@@ -53,12 +65,36 @@ class Fidelity:
     value_cosine: Floats
     mean_share: Floats
     outlier: float
+    decode_s: float = 0.0
+    """Seconds that decoding took for each token; 0 if that is not known."""
+
+    @property
+    def excess(self) -> float:
+        """The largest noise as a share of its limit."""
+        worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
+        return max(float(self.logit_noise.mean()) / LOGIT_NOISE, worst / WORST_LOGIT_NOISE, value / VALUE_NOISE)
 
     @property
     def is_faithful(self) -> bool:
-        """Whether no noise is more than what is allowed."""
-        worst, value = float(self.logit_noise.max()), float(self.value_noise.max())
-        return float(self.logit_noise.mean()) <= LOGIT_NOISE and worst <= WORST_LOGIT_NOISE and value <= VALUE_NOISE
+        """True if no noise exceeds its limit."""
+        return self.excess <= 1
+
+    def timed(self, decode_s: float) -> "Fidelity":
+        """The same measurement of a codec that decodes elsewhere."""
+        return replace(self, decode_s=decode_s)
+
+    @classmethod
+    def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
+        """Median of several measurements of one codec, layer by layer, so that one odd session decides nothing."""
+        names = ("logit_noise", "value_noise", "key_cosine", "value_cosine", "mean_share")
+        middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
+        return replace(
+            found[0],
+            **middle,
+            tokens=sum(one.tokens for one in found),
+            outlier=float(np.median([one.outlier for one in found])),
+            decode_s=min(one.decode_s for one in found),
+        )
 
     @property
     def worst_layer(self) -> int:
@@ -85,7 +121,8 @@ class Fidelity:
         ]
         logits, shares = np.array(layers, np.float32).T
         centred = values - values.mean(axis=2, keepdims=True)
-        value_noise = _energy(kept[1] - values) / (_energy(centred) + TINY)
+        wrong, differs = kept[1] - values, _differ(centred, values)[..., None, None]
+        value_noise = _energy(wrong * differs) / (_energy(centred * differs) + TINY)
         largest = float(np.abs(keys).max(initial=0))
         return cls(
             codec,
@@ -111,25 +148,51 @@ class Sample:
 
 
 def measure(format: BlockFormat, samples: Sequence[Sample], rope: Rope | None) -> Fidelity:
-    """What a format does to some blocks; tokens that are kept exact are not looked at, but where there are no others.
+    """Measure what a format does to some blocks; tokens that are kept exact are left out, unless there are no others.
 
-    Raises CodecError for KV that cannot be encoded.
+    Tokens whose values repeat those of another one are left out, and heads in which tokens do not differ. Raises
+    NothingToMeasureError where too few tokens are left, CodecError for KV that cannot be encoded.
     """
     whole = all(sample.exact >= format.shape.tokens for sample in samples)
     pieces: list[tuple[Floats, ...]] = []
-    places = []
+    places, seconds = [], 0.0
     for sample in samples:
         skipped = 0 if whole else sample.exact
         codes = format.encode(sample.keys, sample.values, key=b"", first_token=sample.first_token, exact=sample.exact)
+        began = time.perf_counter()
         back = format.decode(codes, key=b"")
+        seconds += time.perf_counter() - began
         numbers = (sample.keys, sample.values, *back)
         pieces.append(tuple(as_floats(x[:, :, skipped:], format.shape.dtype) for x in numbers))
         places.append(np.arange(sample.first_token + skipped, sample.first_token + format.shape.tokens, dtype=np.int64))
     keys, values, back_keys, back_values = (np.concatenate(parts, axis=2) for parts in zip(*pieces, strict=True))
+    decode_s, at = seconds / (len(samples) * format.shape.tokens), np.concatenate(places)
+    distinct = _distinct(values[-1])
+    if distinct.sum() < min(LEAST_TOKENS, keys.shape[2]):
+        raise NothingToMeasureError(f"of {keys.shape[2]} tokens only {distinct.sum()} differ from each other.")
+    keys, values, back_keys, back_values = (x[:, :, distinct] for x in (keys, values, back_keys, back_values))
     if format.shape.latent:
         rope = None
         (keys, values), (back_keys, back_values) = _attended(keys, values), _attended(back_keys, back_values)
-    return Fidelity.of(format.codec, keys, values, (back_keys, back_values), np.concatenate(places), rope)
+    found = Fidelity.of(format.codec, keys, values, (back_keys, back_values), at[distinct], rope)
+    return replace(found, decode_s=decode_s)
+
+
+def _distinct(values: Floats) -> NDArray[np.bool_]:
+    """True for tokens that are unlike each one before. values: of a layer, [heads, tokens, head_dim]."""
+    rows = values.swapaxes(0, 1).reshape(values.shape[1], -1).astype(np.float64)
+    lengths = np.square(rows).sum(axis=1)
+    apart = lengths[:, None] + lengths - 2 * rows @ rows.T
+    alike = apart <= 2 * LEAST_SHARE * np.maximum(lengths[:, None], lengths)
+    found: NDArray[np.bool_] = ~np.tril(alike, -1).any(axis=1)
+    return found
+
+
+def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
+    """True for heads in which tokens differ. Both are [..., tokens, numbers]."""
+    energy = np.square(whole, dtype=np.float64).sum(axis=(-1, -2))
+    found: NDArray[np.bool_] = np.square(centred, dtype=np.float64).sum(axis=(-1, -2)) > LEAST_SHARE * energy
+    return found
 
 
 def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
@@ -148,8 +211,12 @@ def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | Non
     mean = turned.mean(axis=1, keepdims=True)
     centred = turned - mean
     share = float(np.square(mean).sum() * keys.shape[1] / (np.square(turned).sum() + TINY))
+    differs = _differ(centred, turned)
+    if not differs.any():
+        return 0.0, min(share, 1.0)
     if rope is not None:
         centred = rope.turn(centred, positions)
+    centred, keys, back = centred[differs], keys[differs], back[differs]
     queries = centred[:, :: 2 * -(-keys.shape[1] // (2 * QUERIES))]
     wanted, wrong = (queries @ np.swapaxes(x[:, 1::2], 1, 2) for x in (centred, back - keys))
     noise = wrong.var(axis=2).mean() / (wanted.var(axis=2).mean() + TINY) if keys.shape[1] > 1 else 0.0

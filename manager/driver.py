@@ -70,8 +70,6 @@ class Work:
     loads: Sequence[Load]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
-    samples: Sequence[SpillBlock] = ()
-    """Blocks to be measured; see `manthan.manager.guard`."""
 
     @property
     def spills(self) -> list[SpillBlock]:
@@ -85,7 +83,7 @@ class Driver(Generic[B]):
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
     directory: keeps the books of a cold store that others use as well; None for one of this engine alone. journal: of
     such a one, if it outlives the engine, writes down what the next engine is to know.
-    guard: sees to it that the codec is measured first; None to trust it.
+    guard: chooses the codec by what ranks measure; None to use the configured one.
     again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
     although all are found.
@@ -104,7 +102,7 @@ class Driver(Generic[B]):
         observer: Observer | None = None,
         directory: "DirectoryLink | None" = None,
         journal: "JournalLink | None" = None,
-        guard: Guard[B] | None = None,
+        guard: Guard | None = None,
         again: int = 0,
         last_tokens: int = 1,
         weigh: Weigh = sum,
@@ -276,9 +274,7 @@ class Driver(Generic[B]):
             request_id, keys, now, tokens=tokens, places=places, found=found, lossy=lossy
         )
         self._observer.served_lossy(lossy)
-        if self._guard is not None and not self.manager.may_evict:
-            self._guard.keep(self.pressure.window)
-        elif places:
+        if places:
             self._hold(now)
         self.tell_news()
         return outcome
@@ -287,7 +283,6 @@ class Driver(Generic[B]):
 
     def step(self, taken: int, now: float) -> Work:
         """What is to be done now. taken: blocks that the step's requests take out of the queue, at most."""
-        samples = self._guard.step() if self._guard is not None and not self.rests else ()
         self.manager.sweep(now)
         self._taken, self._was_answered = taken, False
         self.pressure.runway.taken(taken)
@@ -313,7 +308,6 @@ class Driver(Generic[B]):
             runs=self._granted,
             loads=self._loads,
             lost=self._lost,
-            samples=samples,
         )
         self._granted, self._loads, self._lost = [], [], 0
         self.tell_news()
@@ -437,8 +431,7 @@ class Driver(Generic[B]):
         for load in loads:
             self._load_answered(load, now)
         if verdicts and self._guard is not None:
-            self._done += self._guard.answered(verdicts)
-            self._hold(now)
+            self._guard.answered(verdicts)
         self._give_back()
         self._release()
         self.tell_news()
@@ -558,6 +551,8 @@ class Driver(Generic[B]):
         """The KV is void, hot and cold. Returns where codes are kept from now on, as stores understand it."""
         self.manager.reset()
         self.prefetcher.reset()
+        if self._guard is not None:
+            self._guard.reset()
         if self._journal is not None:
             self._journal.reset()
         place = "" if self._directory is None else self._directory.reset()
@@ -568,8 +563,6 @@ class Driver(Generic[B]):
     def halt(self, now: float) -> None:
         """Begin no transfer until `rests` is unset, and give back the blocks of transfers that have not begun."""
         self.rests = True
-        if self._guard is not None:
-            self._guard.let_go()
         self._refuse_granted(now)
         self._give_back()
 
@@ -588,10 +581,8 @@ class Driver(Generic[B]):
             if (block := self._held[group].pop(key, None)) is not None:
                 self._done.append(block)
         self._give_back()
-        if self._guard is not None:
-            self._guard.let_go()
 
-    def drain(self, spills: Iterable[Name], is_prefetched: bool, is_measured: bool) -> None:
+    def drain(self, spills: Iterable[Name], is_prefetched: bool) -> None:
         """Give back blocks of transfers that have ended since `abandon`. spills: copied, or answered for."""
         for name in spills:
             count = self._copies[name] = self._copies.get(name, 0) + 1
@@ -600,17 +591,14 @@ class Driver(Generic[B]):
                 self._done.append(block)
         if is_prefetched:
             self._done += self.prefetcher.abandon()
-        if is_measured and self._guard is not None:
-            self._done += self._guard.abandon()
         self._give_back()
 
     @property
     def has_work(self) -> bool:
         """Whether a step is of use although no request asks for one."""
         told = self._directory is not None and self._directory.has_answers
-        measures = self._guard is not None and (self._guard.is_measuring or self._guard.has_orders)
         asks = bool(self._granted) or self._was_answered
-        return self.manager.has_work or asks or self.prefetcher.has_work or told or measures
+        return self.manager.has_work or asks or self.prefetcher.has_work or told
 
     @property
     def has_orders(self) -> bool:
@@ -619,9 +607,8 @@ class Driver(Generic[B]):
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether any answer is outstanding of those who encode, measure or prefetch."""
-        measures = self._guard is not None and self._guard.is_measuring
-        return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy or measures
+        """Whether any answer is outstanding of those who encode or prefetch."""
+        return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy
 
     @property
     def frees_soon(self) -> bool:
@@ -630,7 +617,7 @@ class Driver(Generic[B]):
 
     @property
     def is_moving(self) -> bool:
-        """True while a transfer, or a measurement, is under way."""
+        """True while a transfer is under way."""
         return self.holds_blocks or bool(self._restores)
 
     @property

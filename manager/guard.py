@@ -1,23 +1,20 @@
-"""Before anything is encoded: what does the codec do to KV of this very model?
+"""Choose the codec by what ranks measure of KV of this very model.
 
-The first idle session's blocks are held and measured by every rank. Until all have answered, nobody is evicted. The
-first codec that is faithful on each rank is used from then on: the configured one, a finer one, or none, with all
-tokens kept exact.
+Blocks are encoded with the finest lossy codec until every rank has measured enough of them. Measuring goes on after
+that, and the choice changes in both directions.
 """
 
 from collections.abc import Sequence
-from itertools import chain
-from operator import attrgetter
-from typing import Generic, NamedTuple
+from typing import NamedTuple
 
-from manthan.manager.observer import Observer
-from manthan.manager.pool import B, Pool
+from manthan.codec.cpu.exact import EXACT
+from manthan.manager.observer import Judgement, Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape, Session
-from manthan.manager.work import SpillBlock, Verdict
+from manthan.manager.sessions.session import MemoryShape
+from manthan.manager.work import Verdict
 
-SAMPLE_TOKENS = 256
-"""So many tokens are measured, or as many as the session has."""
+COARSER = 0.8
+"""Share of each limit that noise must stay below before a coarser codec takes a finer one's place again."""
 
 
 class Choice(NamedTuple):
@@ -27,94 +24,48 @@ class Choice(NamedTuple):
     capacity_nbytes: int
 
 
-class Guard(Generic[B]):
-    """choices: the configured codec first, then finer ones, "exact" last, where all tokens are kept as they are. ranks:
-    how many answer."""
+class Guard:
+    """Args:
+    choices: the configured codec first, then finer ones, "exact" last, where all tokens are kept as they are.
+    ranks: number of ranks that answer.
+    """
 
     def __init__(
-        self,
-        manager: SessionMemoryManager,
-        pool: Pool[B],
-        choices: Sequence[Choice],
-        ranks: int,
-        observer: Observer,
+        self, manager: SessionMemoryManager, choices: Sequence[Choice], ranks: int, observer: Observer
     ) -> None:
-        self._manager, self._pool, self._choices, self._ranks, self._observer = manager, pool, choices, ranks, observer
-        self._held: list[B] = []
-        self._kept: list[list[B]] = []
-        self._verdicts: list[Verdict] = []
-        self._gone: dict[str, float] = {}
-        """Sessions of which nothing was left in the pool, by when they became idle."""
-        self._is_open = manager.may_evict = False
+        self._manager, self._choices, self._ranks, self._observer = manager, choices, ranks, observer
+        self._finest = len(choices) - 2
+        self._verdicts: dict[int, Verdict] = {}
+        self._judged: int | None = None
+        self._use(self._finest)
 
-    def keep(self, most: int) -> None:
-        """Hold what sessions that have ended need of groups beside the chains', which the pool would lose first, until
-        they may go cold: at most so many blocks, the newest."""
-        for beside in self._manager.take_unheld():
-            found = [self._pool.hold_beside(group, key) for group, key, _ in beside]
-            self._kept.append([block for block in found if block is not None])
-        while self._kept and sum(map(len, self._kept)) > most:
-            self._pool.give_back(self._kept.pop(0))
+    def answered(self, verdicts: Sequence[Verdict]) -> None:
+        """Take each rank's newest measurement; the worst rank decides."""
+        self._verdicts.update((verdict.rank, verdict) for verdict in verdicts)
+        found = list(self._verdicts.values())
+        if len(found) < self._ranks:
+            return
+        if not all(verdict.measured for verdict in found):
+            self.reset()
+            return
+        place = next((at for at in range(self._finest + 1) if self._may_use(at, found)), self._finest + 1)
+        worst = max(found, key=lambda verdict: verdict.measured[0].excess)
+        was, self._judged = self._judged, place
+        self._use(place)
+        codec = worst.measured[place].codec if place <= self._finest else EXACT
+        self._observer.judged(Judgement(worst, place, codec, place != was))
 
-    @property
-    def is_measuring(self) -> bool:
-        """Whether blocks are held until all ranks have answered."""
-        return bool(self._held)
+    def reset(self) -> None:
+        """Forget what was measured: it failed, or other weights compute from now on."""
+        self._verdicts.clear()
+        self._judged = None
+        self._use(self._finest)
+        self._observer.judged(None)
 
-    @property
-    def has_orders(self) -> bool:
-        """Whether there is something to measure."""
-        idle = () if self._is_open or self._held else self._manager.table.idle.values()
-        return any(self._is_new(session) for session in idle)
+    def _may_use(self, place: int, found: Sequence[Verdict]) -> bool:
+        limit = 1.0 if self._judged is None or place >= self._judged else COARSER
+        noise = max(verdict.measured[place].excess for verdict in found)
+        return noise <= limit and not (place and any(verdict.is_slow(place) for verdict in found))
 
-    def step(self) -> list[SpillBlock]:
-        """Blocks that ranks are to measure, if it is time."""
-        if self._is_open or self._held:
-            return []
-        orders = self._hold()
-        if not orders:
-            self.let_go()  # nobody knows when there will be something to measure
-        return orders
-
-    def answered(self, verdicts: Sequence[Verdict]) -> list[B]:
-        """What ranks have found. Returns blocks to be given back as soon as those that have been ordered are held."""
-        self._verdicts += verdicts
-        if self._is_open or len(self._verdicts) < self._ranks:
-            return []
-        worst = max(self._verdicts, key=attrgetter("place"))
-        if (at := worst.place) > 0:
-            self._manager.recode(*self._choices[at], all_exact=at == len(worst.measured))
-        self._is_open = True
-        self._manager.begin_evicting()
-        self._observer.judged(worst)
-        done, self._held, self._kept = [*self._held, *chain.from_iterable(self._kept)], [], []
-        return done
-
-    def abandon(self) -> list[B]:
-        """Forget what is being measured; returns its blocks."""
-        held, self._held = self._held, []
-        return held
-
-    def let_go(self) -> None:
-        """Give back all blocks that are held and not being measured."""
-        kept, self._kept = self._kept, []
-        self._pool.give_back(list(chain.from_iterable(kept)))
-
-    def _hold(self) -> list[SpillBlock]:
-        """Hold the first blocks of an idle session, and name them."""
-        group, tokens = self._manager.shape.main_group, self._manager.shape.block_tokens
-        orders: list[SpillBlock] = []
-        for session, found in self._manager.samples(-(-SAMPLE_TOKENS // tokens)):
-            for order in found if self._is_new(session) else ():
-                block = self._pool.hold(order.key)
-                if block is not None:
-                    self._held.append(block)
-                    [block_id] = self._pool.block_ids((block,))
-                    orders.append(SpillBlock(order.key, group, block_id, order.first_token, order.exact))
-            if orders:
-                break
-            self._gone[session.session_id] = session.idle_since
-        return orders
-
-    def _is_new(self, session: Session) -> bool:
-        return self._gone.get(session.session_id) != session.idle_since
+    def _use(self, place: int) -> None:
+        self._manager.recode(*self._choices[place], all_exact=place > self._finest)

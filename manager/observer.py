@@ -41,11 +41,23 @@ class Restored(NamedTuple):
         return cls(session_id, blocks, good, answers, causes, load.is_prefetch, beside, load.request_id)
 
 
+class Judgement(NamedTuple):
+    """Decision of the guard: the worst rank's verdict, the place among its codecs and the name of the codec in use.
+
+    is_new: True if another codec was in use before, or none was judged.
+    """
+
+    verdict: Verdict
+    place: int
+    codec: str
+    is_new: bool
+
+
 class Observer:
     """Looks on; what is not overridden is of no interest."""
 
-    def judged(self, verdict: Verdict) -> None:
-        """Every rank has measured what codecs do to the model's KV, and this is the worst that any has found."""
+    def judged(self, judgement: Judgement | None) -> None:
+        """Every rank has measured what codecs do to the model's KV; None if there is no verdict any more."""
 
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         """Every rank has stored a block."""

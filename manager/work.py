@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import NamedTuple, TypeAlias
 
-from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import Fidelity
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Encoding
@@ -139,17 +138,17 @@ class LoadResult(NamedTuple):
 
 
 class Verdict(NamedTuple):
-    """What a rank found that codecs do to KV of the model, in the order in which it was asked, up to the first that is
-    faithful; none where nothing could be measured."""
+    """Measurement by a rank of what codecs do to KV of the model.
 
-    measured: Sequence[Fidelity]
+    measured: of each lossy codec, the configured one first; none where it failed. compute_s: seconds in which the model
+    computes a token of a prompt; 0 if that is not known.
+    """
 
-    @property
-    def place(self) -> int:
-        """Of the codec to use, in the order of asking: behind all that were measured if none of them is faithful."""
-        return next((at for at, found in enumerate(self.measured) if found.is_faithful), len(self.measured))
+    rank: int
+    measured: Sequence[Fidelity] = ()
+    compute_s: float = 0.0
 
-    @property
-    def codec(self) -> str:
-        """Its name: "exact" if none is faithful, empty for the configured one where nothing could be measured."""
-        return self.measured[self.place].codec if self.place < len(self.measured) else EXACT if self.measured else ""
+    def is_slow(self, place: int) -> bool:
+        """True if to restore a token in this codec takes longer than to compute it, and than in the configured one."""
+        first, found = self.measured[0].decode_s, self.measured[place].decode_s
+        return 0 < self.compute_s < found and found > 2 * first

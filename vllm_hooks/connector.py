@@ -193,7 +193,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self.worker.fail_loads(metadata.loads)
 
     def _submit_loads(self, metadata: ManthanMetadata) -> bool:
-        self.worker.path.submit_loads(metadata)
+        self.worker.submit_loads(metadata)
         return True
 
     def wait_for_layer_load(self, layer_name: str) -> None:

@@ -159,6 +159,7 @@ class Inquiries:
                 "kind": self._store.kind,
                 "up": half.telemetry.store_is_up,
                 "codec": shape.codec or config.codec.name,
+                "verdict": half.telemetry.verdict,
                 "tiers": self._tiers_in_all(usage.cold_nbytes, usage.budget_nbytes),
             },
             "pool": {

@@ -44,8 +44,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """The next blocks to leave fast tiers for the ones behind them."""
     spills: Sequence[SpillBlock] = ()
     loads: Sequence[Load] = ()
-    samples: Sequence[SpillBlock] = ()
-    """Blocks to be measured: what would codecs do to them?"""
+    tokens: int = 0
+    """Number of tokens that the model computes in this step."""
     model_rests: bool = False
     """Nothing is computed in this step."""
     step: int = 0

@@ -252,15 +252,15 @@ class SchedulerHalf:
             return None
         return KvEvents(self.manager, self.groups, kv_cache_config, self.config.cold_store.places[-1])
 
-    def _guard(self) -> "Guard[KVCacheBlock] | None":
-        """What sees to it that the codec is measured first, if that is wanted."""
+    def _guard(self) -> Guard | None:
+        """Return what chooses the codec by measurement, if that is wanted."""
         if not self.config.codec.guard:
             return None
         codec = self.config.codec
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
         shapes = with_windows(shapes, codec, self.groups, self._shards)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
-        return Guard(self.manager, self.pool, choices, self._ranks, self.telemetry)
+        return Guard(self.manager, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
@@ -430,7 +430,7 @@ class SchedulerHalf:
         self._step += 1
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
-        orders = work.drops, work.go_first, work.spills, work.loads, work.samples
+        orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
         return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, cancels=self._cancels)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
@@ -535,7 +535,7 @@ class SchedulerHalf:
         """Give back blocks of transfers that have ended since."""
         copied = set(report.copied)
         names = [*report.copied, *((s.group, s.key) for s in report.spills if (s.group, s.key) not in copied)]
-        self.driver.drain(names, any(load.is_prefetch for load in report.loads), bool(report.verdicts))
+        self.driver.drain(names, any(load.is_prefetch for load in report.loads))
 
     def shutdown(self) -> None:
         self._sweeper.stop()

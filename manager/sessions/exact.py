@@ -13,12 +13,12 @@ class ExactTokens:
     """
 
     def __init__(self, shape: MemoryShape, sink: int, window: int) -> None:
-        self._shape, self._block_tokens, self._sink = shape, shape.block_tokens, sink
+        self._shape, self._block_tokens, self._sink, self._wanted_sink = shape, shape.block_tokens, sink, sink
         self._window_blocks = -(-window // shape.block_tokens)
 
-    def keep_all(self) -> None:
-        """From now on all tokens are."""
-        self._sink = sys.maxsize
+    def keep_all(self, all_exact: bool) -> None:
+        """Keep every token exact from now on, or none but those of the sink and the window."""
+        self._sink = sys.maxsize if all_exact else self._wanted_sink
 
     @property
     def sink_blocks(self) -> int:

@@ -30,7 +30,6 @@ from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
-    Beside,
     Block,
     BlockName,
     CodeState,
@@ -163,10 +162,6 @@ class SessionMemoryManager:
         self._quality = quality
         self.mark = mark
         self.idle_after_s, self._is_shared = idle_after_s, is_shared
-        self.may_evict = True
-        """Whether sessions go cold; where not, nobody does, and nothing is encoded."""
-        self._later: dict[Session, list[Place]] = {}  # anchors to be, until they do
-        self._unheld: list[Beside] = []
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label, fast)
         self.blocks = self.table.blocks
@@ -202,7 +197,6 @@ class SessionMemoryManager:
             self._wishes,
             self._pruning,
             self.table,
-            lambda: self.may_evict,
             PATIENCE * idle_after_s,
         )
 
@@ -218,8 +212,7 @@ class SessionMemoryManager:
         all_exact: every token is kept exact.
         """
         self.table.shape, self.budget.total = shape, capacity_nbytes
-        if all_exact:
-            self._exact.keep_all()
+        self._exact.keep_all(all_exact)
 
     # -- what was there before ------------------------------------------------------------------------
 
@@ -375,12 +368,8 @@ class SessionMemoryManager:
             return
         session.prompt_depth = wanted[1].depth if wanted[1:] else 0
         self._anchors.tidy(session)
-        if self.may_evict:
-            for place in wanted:
-                self._evictions.anchor(session, *place)
-        else:
-            self._later[session] = wanted
-            self._unheld += [place.parts for place in wanted]
+        for place in wanted:
+            self._evictions.anchor(session, *place)
 
     def _tokens(self, keys: Sequence[bytes], tokens: int | None) -> int:
         return len(keys) * self.shape.block_tokens if tokens is None else tokens
@@ -469,49 +458,30 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        ahead = self._evictions.next_ahead if self.may_evict else None
+        ahead = self._evictions.next_ahead
         return earliest(idle, ahead, self.table.put_off.first, self._wishes.next_deadline)
-
-    def take_unheld(self) -> list[Beside]:
-        """What other groups need to go on from sessions that have ended since the last call, while none may go cold: to
-        be held in the pool until they may."""
-        taken, self._unheld = self._unheld, []
-        return taken
-
-    def begin_evicting(self) -> None:
-        """From now on sessions go cold; what `take_unheld` has named is ordered."""
-        self.may_evict = True
-        later, self._later = self._later, {}
-        for session, places in later.items():
-            if self.table.by_id.get(session.session_id) is session and len(session.chain) >= places[0].depth:
-                self._anchor(session, places)
 
     def sweep(self, now: float) -> None:
         """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
         self._wishes.expire(now)
         self._evictions.try_again(now)
-        while (
-            self.may_evict
-            and (first := next(iter(self.table.idle.values()), None))
-            and first.idle_since + self.idle_after_s <= now
-        ):
+        while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
             self._evictions.evict(first, now)
 
     def relieve(self, wanted: int, now: float) -> bool:
         """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any
         session was chosen."""
-        return self.may_evict and self._evictions.relieve(wanted, now)
+        return self._evictions.relieve(wanted, now)
 
     def save(self, names: Iterable[BlockName | None], walked: int, most: int) -> None:
         """Encode up to `most` of those free blocks, of which the first `walked` are looked at, that exist nowhere else.
         Their sessions stay as they are."""
-        if self.may_evict and most > 0:
+        if most > 0:
             self._evictions.save(names, walked, most, dict.fromkeys(self._running.values()))
 
     def encode_ahead(self, now: float, most: int) -> None:
         """Encode up to `most` blocks of a session whose last request ended AHEAD_AFTER_S ago; it stays idle."""
-        if self.may_evict:
-            self._evictions.encode_ahead(now, most)
+        self._evictions.encode_ahead(now, most)
 
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
@@ -541,8 +511,6 @@ class SessionMemoryManager:
             if session.session_id in self.table.by_id:  # one before may have taken it along
                 self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
-        self._later.clear()
-        self._unheld.clear()
         self._orders.releases.clear()
         self.elsewhere.reset()
 
@@ -561,8 +529,6 @@ class SessionMemoryManager:
                 self._pruning.cut(session, lost.depth, DropCause.ABANDONED)
             if session.chain and session.state is SessionState.IDLE:
                 self._evictions.evict(session, now, is_hot=False)
-        self._later.clear()
-        self._unheld.clear()
         self._orders.releases.clear()
 
     # -- what is to be done ---------------------------------------------------------------------------
@@ -590,15 +556,6 @@ class SessionMemoryManager:
     def _run(self, blocks: Sequence[Block], encodings: list[Encoding], group: int | None, tenant: str) -> SpillRun:
         tokens = self.shape.tokens_of(group)
         return SpillRun([b.key for b in blocks], [b.depth * tokens for b in blocks], encodings, group, tenant)
-
-    def samples(self, count: int) -> Iterator[tuple[Session, list[SpillOrder]]]:
-        """Of each idle session, the orders for its first blocks, `count` at most, should they be encoded now; for its
-        last ones, where the first are no longer needed."""
-        part = slice(-count, None) if self.shape.group is None else slice(count)
-        for session in self.table.idle.values():
-            blocks = session.chain[part]
-            wanted = [self._evictions.wanted(block) for block in blocks]
-            yield session, list(self._run(blocks, wanted, None, session.tenant).orders())
 
     @property
     def has_fast_tiers(self) -> bool:

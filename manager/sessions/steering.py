@@ -1,7 +1,5 @@
 """What is asked of a session beside its requests: go cold now, come back, be expected, stay, go."""
 
-from collections.abc import Callable
-
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import DropCause, Session, SessionState
@@ -12,7 +10,7 @@ from manthan.manager.sessions.wishes import Wishes
 class Steering:
     """Each method does what would be done some time, or on a client's hint, and returns in a sentence why not, if so.
 
-    may_evict: whether sessions go cold at all, yet. patience_s: how long a prefetch that finds no room is worth it.
+    patience_s: how long a prefetch that finds no room is worth it.
     """
 
     def __init__(
@@ -21,19 +19,16 @@ class Steering:
         wishes: Wishes,
         pruning: Pruning,
         table: SessionTable,
-        may_evict: Callable[[], bool],
         patience_s: float,
     ) -> None:
         self._evictions, self._wishes, self._pruning, self._table = evictions, wishes, pruning, table
-        self._may_evict, self._patience_s = may_evict, patience_s
+        self._patience_s = patience_s
 
     def evict(self, session: Session, now: float) -> str:
         """As if it were idle for long enough; what is cold, or on its way, stays so."""
         if session.state is SessionState.HOT:
             return "a request of it runs; it can go cold when that has ended"
         if session.state is SessionState.IDLE:
-            if not self._may_evict():
-                return "no session goes cold before it is known what the codec does to this model's KV"
             self._evictions.evict(session, now)
         return ""
 

@@ -41,12 +41,6 @@ def test_a_running_session_neither_goes_cold_nor_away(engine: Engine) -> None:
     assert engine.states() == {"a": "hot"}
 
 
-def test_nobody_goes_cold_before_the_codec_is_known(engine: Engine) -> None:
-    engine.manager.may_evict = False
-    assert engine.manager.steering.evict(engine.session("a"), engine.now).startswith("no session goes cold before ")
-    assert engine.states() == {"a": "idle"}
-
-
 def test_a_cold_session_is_prefetched_while_that_is_worth_it(engine: Engine) -> None:
     manager = engine.manager
     engine.evict()

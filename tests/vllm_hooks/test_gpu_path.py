@@ -115,20 +115,17 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
     return made
 
 
-@pytest.mark.parametrize("is_prepared", [True, False])
-def test_blocks_are_ordered_in_another_codec_from_the_first_on(make: Callable[..., World], is_prepared: bool) -> None:
-    """What the guard does, before there are any; a rank that has found no fault with its own shard is not prepared."""
+def test_blocks_in_several_codecs_lie_side_by_side(make: Callable[..., World]) -> None:
+    """The guard changes the codec while there are blocks: each is decoded in its own, also in one load."""
     world = make()
     layout = world.codec.layout
     finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
     world.path._make = lambda *name: {(GROUP, "k4v4c"): finer}[name]
-    if is_prepared:
-        world.path.prepare("k4v4c")
-    orders = [order(n, exact)._replace(codec="k4v4c") for n, exact in enumerate(FORMS)]
-    before = [world.as_restored(world.numbers(spill.block_id), spill, finer.format) for spill in orders]
-    results = world.spill(*orders)
-    assert {result.cause for result in results} == {None}
-    assert sorted(result.nbytes for result in results) == sorted(room(finer.form(exact).nbytes) for exact in FORMS)
+    names = ["", "k4v4c", "k4v4c", ""]
+    orders = [order(n)._replace(codec=name) for n, name in enumerate(names)]
+    forms = [finer.format if name else None for name in names]
+    before = [world.as_restored(world.numbers(n), spill, forms[n]) for n, spill in enumerate(orders)]
+    assert {result.cause for result in world.spill(*orders)} == {None}
     targets = [BLOCKS - 1 - n for n in range(len(orders))]
     assert world.load([spill.key for spill in orders], targets).failed == []
     for target, numbers in zip(targets, before, strict=True):

@@ -1,8 +1,7 @@
-"""The worker's side of the guard: blocks of the cache are measured beside the model, and there is always an answer."""
+"""The worker's side of the guard: encoded blocks are measured beside the model, for good, and nobody waits."""
 
-import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator
 
 import fake_cuda
 import logged
@@ -13,126 +12,131 @@ from fake_cuda import TOKENS
 
 from manthan.codec.block import BlockFormat
 from manthan.vllm_hooks.messages import SpillBlock, Verdict
+from manthan.vllm_hooks.worker import guard
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
-from manthan.vllm_hooks.worker.guard import Guard
-
-SAMPLES = [SpillBlock(bytes([n]) * 32, 0, n, TOKENS * n, exact=4 if n == 0 else 0) for n in range(4)]
+from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, Guard
 
 
 class World:
-    def __init__(self, codec: str = "k3v3") -> None:
+    def __init__(self, decode_s: dict[str, float] | None = None) -> None:
         self.layout = fake_cuda.paged_codec().layout
-        self.formats = [BlockFormat(name, self.layout.shape, b"f" * 16) for name in (codec, "k4v4c")]
-        self.prepared: list[str] = []
-        self.guard = Guard(
-            DeviceMemory(self.layout),
-            self.formats,
-            None,
-            torch.device("cpu"),
-            lambda form: self.prepared.append(form.codec),
-        )
+        self.blocks, self._step = len(self.layout.caches[0]), 0
+        formats = [BlockFormat(name, self.layout.shape, b"f" * 16) for name in ("k3v3", "k4v4c")]
+        self.guard = Guard(DeviceMemory(self.layout), formats, None, torch.device("cpu"), 3, decode_s)
 
-    def add(self, bias: float, of_values: bool = False) -> None:
-        """To a number of each key or value, so that they have it in common."""
+    def numbers(self, of_values: bool = False) -> Iterator[torch.Tensor]:
+        """[blocks, tokens, heads, head_dim] of each layer."""
         layout = self.layout
         for cache in layout.caches:
-            numbers = cache.view(len(cache), layout.tokens, layout.heads, 2, layout.head_dim)
-            numbers[:, :, :, int(of_values), 5] += bias
+            yield cache.view(len(cache), layout.tokens, layout.heads, 2, layout.head_dim)[:, :, :, int(of_values)]
 
-    def measure(self, samples: Sequence[SpillBlock] = SAMPLES) -> Verdict:
-        self.guard.submit(samples)
-        verdicts = self.wait()
-        self.guard.shutdown()
-        assert self.guard.take() == []
-        return verdicts[0]
+    def encode(self, blocks: int) -> None:
+        """A step in which so many are."""
+        self._step += 1
+        ids = [(n + A_STEP * self._step) % self.blocks for n in range(blocks)]
+        self.guard.submit([SpillBlock(b"", 0, block_id, TOKENS * n) for n, block_id in enumerate(ids)])
+        if self.guard._threads is not None:
+            self.guard._threads.wait()
 
-    def wait(self) -> list[Verdict]:
-        """Until something was found."""
-        until = time.monotonic() + 300
-        while not (verdicts := self.guard.take()):
-            assert time.monotonic() < until, "there is no answer"
-            time.sleep(0.001)
-        return verdicts
+    def verdicts(self, steps: int = BATCH * BATCHES // A_STEP) -> list[Verdict]:
+        for _ in range(steps):
+            self.encode(A_STEP)
+        return self.guard.take()
 
 
-def test_warming_up_keeps_nobody_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is beside the start, and beside what waits until the paged cache is not read."""
-    world, begun, end = World(), threading.Event(), threading.Event()
-
-    def compile_for_long() -> None:
-        begun.set()
-        end.wait(60)
-
-    monkeypatch.setattr(world.formats[0], "warm_up", compile_for_long)
-    world.guard.warm_up()
-    assert begun.wait(60)
-    world.guard.wait()
-    assert world.measure().codec == "k3v3"
-    end.set()
+@pytest.fixture
+def world() -> Iterator[World]:
+    made = World()
+    yield made
+    made.guard.shutdown()
 
 
-def test_a_faithful_codec_needs_no_other() -> None:
-    world = World()
-    found = world.measure()
-    assert [each.codec for each in found.measured] == ["k3v3"]
-    assert found.measured[0].tokens == 4 * TOKENS - 4
-    assert (found.place, found.codec, world.prepared) == (0, "k3v3", [])
+def test_64_blocks_of_several_steps_make_the_first_verdict(world: World) -> None:
+    world.encode(1000)
+    assert len(world.guard._samples) == A_STEP
+    world.guard.reset()
+    assert world.verdicts(BATCH * BATCHES // A_STEP - 1) == []
+    [found] = world.verdicts(1)
+    assert found.rank == 3
+    assert [(each.codec, each.is_faithful) for each in found.measured] == [("k3v3", True), ("k4v4c", True)]
+    assert found.measured[0].decode_s > 0
 
 
-def test_what_takes_its_place_is_measured_and_prepared() -> None:
-    world = World()
-    world.add(30.0)
-    found = world.measure()
-    assert [each.is_faithful for each in found.measured] == [False, True]
-    assert (found.place, found.codec, world.prepared) == (1, "k4v4c", ["k4v4c"])
+def test_after_that_one_block_in_a_thousand_is_measured(world: World) -> None:
+    assert len(world.verdicts()) == 1
+    for numbers in world.numbers():
+        numbers[..., 5] += 30
+    found = []
+    for _ in range(BATCH * (BATCHES + 1)):
+        world.encode(EVERY)
+        found += world.guard.take()
+    assert len(found) == BATCHES + 1
+    assert found[0].measured[0].is_faithful  # the median is of what was before
+    assert [each.is_faithful for each in found[-1].measured] == [False, True]
 
 
-def test_where_none_is_faithful_nothing_is_prepared() -> None:
-    """Means are taken off keys alone."""
-    world = World()
-    world.add(300.0, of_values=True)
-    found = world.measure()
-    assert [each.is_faithful for each in found.measured] == [False, False]
-    assert (found.place, found.codec, world.prepared) == (2, "exact", [])
+def test_tokens_that_repeat_each_other_say_nothing(world: World) -> None:
+    """As those of "word word word ...": their values do not differ, and noise would be divided by nothing."""
+    before = [numbers.clone() for numbers in world.numbers(of_values=True)]
+    for numbers in world.numbers(of_values=True):
+        numbers[:] = numbers[0, 0].clone()
+    assert world.verdicts() == []
+    for numbers, was in zip(world.numbers(of_values=True), before, strict=True):
+        numbers[:] = was
+    [found] = world.verdicts()
+    assert found.measured[0].is_faithful
 
 
-def test_kv_that_cannot_be_encoded_is_answered_for() -> None:
-    world = World()
-    world.layout.caches[1][2, 0] = float("nan")
-    with logged.warnings() as said:
-        found = world.measure()
-    assert (list(found.measured), found.place, found.codec) == ([], 0, "")
-    assert said[0].startswith("Manthan: what the codec does to this model's KV cannot be measured: vector")
+def test_a_head_in_which_tokens_do_not_differ_is_left_out(world: World) -> None:
+    for of_values in (False, True):
+        for numbers in world.numbers(of_values):
+            numbers[:, :, 0] = numbers[0, 0, 0].clone()
+    [found] = world.verdicts()
+    assert found.measured[0].is_faithful
 
 
-def test_whatever_fails_is_answered_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    monkeypatch.setattr(DeviceMemory, "gather", lambda *_: 1 / 0)
-    with logged.warnings() as said:
-        assert list(world.measure().measured) == []
-    assert said == ["Manthan: what the codec does to this model's KV cannot be measured"]
+def test_a_measurement_that_fails_is_told_of_and_others_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    with logged.warnings() as said, monkeypatch.context() as patch:
+        patch.setattr(guard, "measure", lambda *_: 1 / 0)
+        [found] = world.verdicts(BATCH // A_STEP)
+    assert list(found.measured) == []
+    assert said == ["Manthan: what codecs do to this model's KV cannot be measured: division by zero"]
+    assert len(world.verdicts()) == 1
 
 
-def test_the_models_thread_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World()
-    release = []
-    gather = DeviceMemory.gather
-
-    def slow(memory: DeviceMemory, block_id: int) -> tuple[np.ndarray, np.ndarray]:
-        while not release:
-            time.sleep(0.001)
-        return gather(memory, block_id)
-
-    monkeypatch.setattr(DeviceMemory, "gather", slow)
-    world.guard.submit(SAMPLES)
-    assert world.guard.take() == []
-    release.append(True)
-    assert len(world.wait()) == 1
+def test_a_gpus_kernels_decode_as_fast_as_was_timed() -> None:
+    world = World({"k3v3": 1e-9})
+    [found] = world.verdicts()
     world.guard.shutdown()
+    assert [each.decode_s for each in found.measured] == [1e-9, 0.0]
 
 
-def test_nothing_is_asked_and_nothing_begun() -> None:
-    world = World()
-    world.guard.submit([])
-    world.guard.shutdown()
-    assert world.guard.take() == []
+def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> None:
+    for tokens in (1, 1000, 10):
+        world.guard.begin(tokens)
+        time.sleep(0.01)
+        world.guard.submit([])
+    [found] = world.verdicts()
+    assert 1e-5 <= found.compute_s < 1e-2
+
+
+def test_a_reset_forgets_what_was_measured(world: World) -> None:
+    steps = BATCH * BATCHES // A_STEP
+    world.verdicts(steps - 1)
+    world.guard.reset()
+    assert world.verdicts(steps - 1) == []
+    assert len(world.verdicts(1)) == 1
+
+
+def test_blocks_are_copied_before_anybody_overwrites_them(world: World) -> None:
+    caches = [cache.clone() for cache in world.layout.caches]
+    for _ in range(BATCH * BATCHES // A_STEP):
+        world.guard.submit([SpillBlock(b"", 0, n, TOKENS * n) for n in range(A_STEP)])
+        for cache in world.layout.caches:
+            cache.fill_(float("nan"))
+        if world.guard._threads is not None:
+            world.guard._threads.wait()
+        for cache, was in zip(world.layout.caches, caches, strict=True):
+            cache.copy_(was)
+    [found] = world.guard.take()
+    assert np.isfinite(found.measured[0].logit_noise).all()

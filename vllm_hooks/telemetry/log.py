@@ -27,9 +27,8 @@ if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
     from manthan.codec.fidelity import Fidelity
-    from manthan.manager.observer import Restored
+    from manthan.manager.observer import Judgement, Restored
     from manthan.manager.sessions.session import Eviction, MemoryShape
-    from manthan.manager.work import Verdict
 
 logger = init_logger("vllm.manthan")
 
@@ -164,22 +163,21 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     )
 
 
-def tell_verdict(verdict: "Verdict") -> None:
-    """What the codec does to this model's KV, and what is used instead if that is too much."""
-    if not verdict.measured:
-        return
-    said = ", then ".join(map(_fidelity, verdict.measured))
-    if verdict.place == 0:
-        told = fields(CODEC_MEASURED, codec=verdict.codec, is_faithful=True)
-        logger.info("Manthan: codec %s is faithful on this model: %s", verdict.codec, said, extra=told)
+def tell_verdict(found: "Judgement") -> None:
+    """Log what the configured codec does to this model's KV, and which codec is used."""
+    verdict = found.verdict
+    said = ", then ".join(map(_fidelity, verdict.measured[: found.place + 1]))
+    if found.place == 0:
+        told = fields(CODEC_MEASURED, codec=found.codec, is_faithful=True)
+        logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said, extra=told)
         return
     logger.warning(
         "Manthan: codec %s is not faithful on this model, and %s; choose another with `codec: {name: ...}`, or have it "
         "nevertheless with `guard: false` there. Measured: %s",
         verdict.measured[0].codec,
-        "all tokens are kept exact" if verdict.codec == EXACT else f"{verdict.codec} is used instead",
+        "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
         said,
-        extra=fields(CODEC_MEASURED, codec=verdict.codec, is_faithful=False),
+        extra=fields(CODEC_MEASURED, codec=found.codec, is_faithful=False),
     )
 
 

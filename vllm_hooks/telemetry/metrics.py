@@ -10,10 +10,10 @@ from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorStats,
 )
 
+from manthan.manager.observer import Judgement
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import DropCause
-from manthan.manager.work import Verdict
 
 _SECONDS = (
     0.0001,
@@ -181,8 +181,8 @@ class StatsRecorder:
         self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
-        self.verdict = Verdict(())
-        """What was measured of codecs."""
+        self.judgement: Judgement | None = None
+        """What the guard has decided last."""
         self._sent_gauges: dict[str, dict[str, float]] = {}
 
     def count(self, name: str, by: int = 1, label: str = "") -> None:
@@ -223,16 +223,16 @@ class StatsRecorder:
             "cold_budget_bytes": {"": usage.budget_nbytes},
             "cold_store_up": {"": float(self.store_is_up)},
             "compression_ratio": {"": round(ratio, 4)},
-            "codec_noise": _noise(self.verdict),
-            "codec_fallback": {"": float(self.verdict.place > 0)},
+            "codec_noise": _noise(self.judgement),
+            "codec_fallback": {"": float(self.judgement is not None and self.judgement.place > 0)},
         }
 
 
-def _noise(verdict: Verdict) -> dict[str, float]:
+def _noise(judgement: Judgement | None) -> dict[str, float]:
     """Of the configured codec; none before anything was measured."""
-    if not verdict.measured:
+    if judgement is None:
         return {}
-    of = verdict.measured[0]
+    of = judgement.verdict.measured[0]
     noise = {
         "logits": of.logit_noise.mean(),
         "worst_layer": of.logit_noise.max(),

@@ -4,12 +4,12 @@ from collections.abc import Collection, Sequence
 from typing import TYPE_CHECKING
 
 from manthan.manager.lives import Lives
-from manthan.manager.observer import Observer, Restored
+from manthan.manager.observer import Judgement, Observer, Restored
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
-from manthan.manager.work import SpillResult, Verdict
+from manthan.manager.work import SpillResult
 from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
 from manthan.vllm_hooks.telemetry.traces import Traces
@@ -63,9 +63,16 @@ class Telemetry(Observer):
     def store_is_up(self) -> bool:
         return self._stats.store_is_up
 
-    def judged(self, verdict: Verdict) -> None:
-        self._stats.verdict = verdict
-        tell_verdict(verdict)
+    def judged(self, judgement: Judgement | None) -> None:
+        self._stats.judgement = judgement
+        if judgement is not None and judgement.is_new:
+            tell_verdict(judgement)
+
+    @property
+    def verdict(self) -> str:
+        """What the guard has found of the configured codec: none (yet), faithful or unfaithful."""
+        found = self._stats.judgement
+        return "none" if found is None else "unfaithful" if found.place else "faithful"
 
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         self._stats.count("encoded_blocks")

@@ -120,7 +120,16 @@ class LatentMemory(PagedMemory):
         self._layers, self._shape = list(layers), shape
 
     def gather(self, block_id: int) -> tuple[Numbers, Numbers]:
-        rows = _as_numpy(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
+        return self._parts(torch.stack([layer.rows[block_id] for layer in self._layers]).cpu())
+
+    def gather_soon(self, block_id: int) -> Callable[[], tuple[Numbers, Numbers]]:
+        there = torch.stack([layer.rows[block_id] for layer in self._layers])
+        here = torch.empty(there.shape, dtype=there.dtype, pin_memory=there.device.type == "cuda")
+        here.copy_(there, non_blocking=True)
+        return lambda: self._parts(here)
+
+    def _parts(self, copied: torch.Tensor) -> tuple[Numbers, Numbers]:
+        rows = _as_numpy(copied)
         keys = np.stack([row[layer.keys] for row, layer in zip(rows, self._layers, strict=True)])
         latents = np.stack([row[layer.values] for row, layer in zip(rows, self._layers, strict=True)])
         return keys.reshape(self._shape.numbers), latents.reshape(self._shape.value_numbers)

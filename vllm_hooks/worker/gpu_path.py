@@ -114,7 +114,8 @@ class GpuPath(WorkerPath):
 
     codecs: by KV cache group, that of the chains' blocks first; all on one device. forms: how many first tokens of a
     block may have to be kept exact; it can do others, but has not prepared for them. make: a group's codec by its name,
-    should blocks be ordered in another one. calibration: what is made of the chains' blocks besides.
+    should blocks be ordered in another one, and names: those that may be. calibration: what is made of the chains'
+    blocks besides.
     """
 
     def __init__(
@@ -125,6 +126,7 @@ class GpuPath(WorkerPath):
         forms: Sequence[int] = (0,),
         make: Callable[[int, str], PagedCodec] | None = None,
         calibration: Calibration | None = None,
+        names: Sequence[str] = (),
     ) -> None:
         super().__init__(fails_whole)
         self.codecs, self.tiers, self._make, self._calibration = dict(codecs), tiers, make, calibration
@@ -141,14 +143,14 @@ class GpuPath(WorkerPath):
         self._prefetches: deque[Restore] = deque()
         self._demoted: torch.cuda.Event | None = None
         self._may_pause = False
-        self._prepared: dict[tuple[int, str], PagedCodec] = {}
+        self._others: dict[tuple[int, str], PagedCodec] = {}
+        self._names: list[str] = []
+        self.decode_s = {}
         self._warm_up(forms)
-
-    def prepare(self, name: str) -> None:
-        """Blocks may soon be ordered in this codec instead. For any thread."""
-        for group in list(self.codecs):
-            if self._is_other(group, name):
-                self._prepare(group, name)
+        for name in names:
+            for group in self.codecs:
+                self._codec(group, name)
+            self.decode_s[name] = self._decode_time(self._codec(self._chain, name))
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self.tiers.start()
@@ -170,7 +172,8 @@ class GpuPath(WorkerPath):
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Find room for blocks, and encode those that got some."""
         try:
-            self._use({(spill.group, spill.codec) for spill in metadata.spills})
+            for group, name in {(spill.group, spill.codec) for spill in metadata.spills}:
+                self._codec(group, name)
         except Exception as error:
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             self._copied(metadata.spills)
@@ -178,8 +181,8 @@ class GpuPath(WorkerPath):
             return
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
-        for (group, exact), spills in _by_form(metadata.spills).items():
-            codec = self.codecs[group]
+        for (group, name, exact), spills in _by_form(metadata.spills).items():
+            codec = self._codec(group, name)
             taken, moved = self.tiers.take(codec.form(exact).nbytes, len(spills))
             encodings += self._encodings(codec, exact, spills, taken)
             demotions += moved
@@ -229,23 +232,22 @@ class GpuPath(WorkerPath):
 
     # -- evict ----------------------------------------------------------------------------------------
 
-    def _use(self, names: set[tuple[int, str]]) -> None:
-        """Encode a group's blocks in this codec from now on, before there is any block in the tiers: the guard has
-        chosen it."""
-        for group, name in names:
-            if self._is_other(group, name):
-                if (group, name) not in self._prepared:  # another rank has asked for it
-                    self._prepare(group, name)
-                self.codecs[group] = self._prepared.pop((group, name))
+    def _codec(self, group: int, name: str) -> PagedCodec:
+        """A group's codec of this name, or the configured one; bytes as they are have no other."""
+        codec = self.codecs[group]
+        if name in ("", codec.format.codec) or codec.format.shape.is_raw:
+            return codec
+        if (group, name) not in self._others:
+            assert self._make is not None
+            self._others[group, name] = self._make(group, name)
+        return self._others[group, name]
 
-    def _is_other(self, group: int, name: str) -> bool:
-        """Whether the group's blocks would be encoded otherwise in this codec; bytes as they are never are."""
-        found = self.codecs[group].format
-        return name not in ("", found.codec) and not found.shape.is_raw
-
-    def _prepare(self, group: int, name: str) -> None:
-        assert self._make is not None
-        self._prepared[group, name] = self._make(group, name)
+    def _number(self, codec: PagedCodec) -> int:
+        """The number by which a tier knows a codec."""
+        name = codec.format.codec
+        if name not in self._names:
+            self._names.append(name)
+        return self._names.index(name)
 
     def _make_room(self, demotions: Sequence[Demotion]) -> None:
         """Behind what the model and the other lanes were given: a block that was dropped or demoted may still be
@@ -324,9 +326,10 @@ class GpuPath(WorkerPath):
 
     def _put(self, encoding: Encoding, statuses: Sequence[int], sizes: Sequence[int], seconds: float) -> None:
         """What was encoded is in its tier now."""
+        number = self._number(encoding.codec)
         tier, blocks = encoding.tier, list(zip(encoding.spills, encoding.places, statuses, sizes, strict=True))
         stored = {
-            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token, spill.mark)
+            (spill.group, spill.key): Stored(place, nbytes, spill.exact, spill.first_token, spill.mark, number)
             for spill, place, status, nbytes in blocks
             if status == GOOD
         }
@@ -366,9 +369,9 @@ class GpuPath(WorkerPath):
     def _begin_part(self, restore: Restore, part: GroupBlocks, model: torch.cuda.Event, later: list[Decoding]) -> bool:
         """The same of a group's blocks; whether all of them are there. later: gets what is not to be decoded yet."""
         lanes = [self._prefetch_lane] if restore.load.is_prefetch else self._load_lanes
-        codec, done = self.codecs[part.group], 0
+        done = 0
         block_ids = np.asarray(part.block_ids, np.int64)
-        for run in self._runs(codec, part, lanes[0]):
+        for codec, run in self._runs(part, lanes[0]):
             lane, exact, sizes = lanes[len(restore.chunks) % len(lanes)], run.exact, run.nbytes
             some = slice(done, done := done + len(sizes))
             codes = run.tier.codes if run.in_place else lane.staging.codes
@@ -391,15 +394,15 @@ class GpuPath(WorkerPath):
                 self._decode(decoding, model)
         return done == len(part.keys)
 
-    def _runs(self, codec: PagedCodec, part: GroupBlocks, lane: Lane) -> Iterator[Run]:
+    def _runs(self, part: GroupBlocks, lane: Lane) -> Iterator[tuple[PagedCodec, Run]]:
         """A group's blocks of a load up to the first that is in no tier, in runs that can be worked on together."""
         group, keys, _ = part
         done = 0
         while done < len(keys) and (run := self.tiers.find(group, keys[done : done + LOAD_CHUNK])):
-            count = len(run.starts)
+            codec, count = self._codec(group, self._names[run.codec]), len(run.starts)
             step = count if run.in_place else len(_places(codec, lane, run.exact))
             for start in range(0, count, step):
-                yield run.part(start, start + step)
+                yield codec, run.part(start, start + step)
             done += count
 
     def _decode(self, decoding: Decoding, model: torch.cuda.Event) -> None:
@@ -515,17 +518,36 @@ class GpuPath(WorkerPath):
                         codec.encode(batch, lane.staging.codes)
                         self._chunk(codec, batch, lane.stream).done.synchronize()
 
+    def _decode_time(self, codec: PagedCodec) -> float:
+        """Seconds to decode a token, by the second of two tries into block 0, which the pool does not use."""
+        lane, took = self._prefetch_lane, 0.0
+        with torch.cuda.stream(lane.stream):
+            places = _places(codec, lane, 0)[:64]
+            none, offsets = [0] * len(places), [place[0].start for place in places]
+            made = codec.batch(0, [b""] * len(none), none, none, offsets)
+            codec.encode(made, lane.staging.codes)
+            sizes = made.nbytes.cpu().numpy()
+            for _ in range(2):
+                batch = codec.batch(0, [b""] * len(none), none, none, offsets, sizes)
+                codec.verify(batch, lane.staging.codes)
+                lane.stream.synchronize()
+                began = time.perf_counter()
+                codec.decode(batch, lane.staging.codes)
+                lane.stream.synchronize()
+                took = time.perf_counter() - began
+        return took / (len(none) * codec.layout.tokens)
+
 
 def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:
     """For as many blocks with so many exact tokens as fit into the staging buffer."""
     return lane.staging.places(codec.form(exact).nbytes)
 
 
-def _by_form(spills: Sequence[SpillBlock]) -> dict[tuple[int, int], list[SpillBlock]]:
-    """By KV cache group, and how many first tokens are kept exact."""
-    found: dict[tuple[int, int], list[SpillBlock]] = {}
+def _by_form(spills: Sequence[SpillBlock]) -> dict[tuple[int, str, int], list[SpillBlock]]:
+    """By KV cache group, codec, and how many first tokens are kept exact."""
+    found: dict[tuple[int, str, int], list[SpillBlock]] = {}
     for spill in spills:
-        found.setdefault((spill.group, spill.exact), []).append(spill)
+        found.setdefault((spill.group, spill.codec, spill.exact), []).append(spill)
     return found
 
 

@@ -1,28 +1,42 @@
-"""What codecs do to KV of the model that is being served: measured once, on a thread beside the model's."""
+"""Measure what codecs do to KV of the model that is being served, on a thread beside the model's, for good."""
 
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from vllm.logger import init_logger
 
+from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
-from manthan.codec.errors import CodecError
-from manthan.codec.fidelity import Sample, measure
+from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
 from manthan.vllm_hooks.messages import SpillBlock, Verdict
 from manthan.vllm_hooks.worker.blocks import PagedMemory
-from manthan.vllm_hooks.worker.streams import behind, model_event
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
 
+BATCH = 16
+"""Blocks that are measured together."""
+BATCHES = 4
+"""Measurements that make the first verdict, of 64 blocks; later ones are made of up to twice as many."""
+A_STEP = 4
+"""Blocks of a step that are measured before the first verdict, at most, so that it is made of several sessions."""
+EVERY = 1000
+"""Of so many encoded blocks one is measured after the first verdict."""
+LEAST_PROMPT = 128
+"""Tokens of a step whose time tells how fast the model computes prompts."""
+TIMED_STEPS = 32
+
 
 class Guard:
-    """Answers the scheduler half, whatever happens: until it has, nobody is evicted.
-
-    formats: the configured one first, then those that may take its place, finer ones last. rope: how the model turns
-    keys, if that is known. prepare: called with the format that is to take its place, before the answer.
+    """Args:
+    formats: the configured one first, then those that may take its place, finer ones last.
+    rope: how the model turns keys; None if that is not known.
+    rank: this rank's number.
+    decode_s: seconds for a token by codec, of the GPU's kernels; None where the CPU decodes.
     """
 
     def __init__(
@@ -31,58 +45,147 @@ class Guard:
         formats: Sequence[BlockFormat],
         rope: Rope | None,
         device: torch.device,
-        prepare: Callable[[BlockFormat], None],
+        rank: int = 0,
+        decode_s: Mapping[str, float] | None = None,
     ) -> None:
-        self._memory, self._formats, self._rope, self._device, self._prepare = memory, formats, rope, device, prepare
+        self._memory, self._formats, self._rope, self._device = memory, formats, rope, device
+        self._rank, self._decode_s = rank, decode_s
         self._lock = threading.Lock()
         self._verdicts: list[Verdict] = []
+        self._found: deque[list[Fidelity]] = deque(maxlen=2 * BATCHES)
+        self._samples: list[tuple[Callable[[], tuple[Numbers, Numbers]], SpillBlock]] = []
+        self._seen = self._age = 0
+        self._is_busy = self._was_judged = False
         self._threads: Threads | None = None
+        self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Compile on a thread, while the server starts, what the first measurement would otherwise wait for: measuring
-        is the CPU's codecs' wherever blocks are encoded."""
-        threading.Thread(target=self._formats[0].warm_up, name="manthan-warm-up", daemon=True).start()
+        """Compile on a thread what the first measurement would otherwise wait for."""
+        threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True).start()
 
-    def submit(self, samples: Sequence[SpillBlock]) -> None:
-        """Measure these blocks, once what the model computes in this step was begun."""
-        if not samples:
+    def _compile(self) -> None:
+        for format in self._formats:
+            format.warm_up()
+
+    def begin(self, tokens: int) -> None:
+        """The model is about to compute so many tokens."""
+        self._prompts.begin(tokens)
+
+    def submit(self, spills: Sequence[SpillBlock]) -> None:
+        """Copy some of these blocks, behind what the model's stream was given, and measure them when there are enough.
+
+        Because the copy is on the model's stream, nothing that is computed later can overwrite a block before.
+        """
+        self._prompts.end()
+        group = self._formats[0].group
+        ours = [spill for spill in spills if spill.group == group]
+        start, self._seen = self._seen, self._seen + len(ours)
+        if self._is_busy:
             return
-        if self._threads is None:
-            self._threads = Threads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
-        self._threads.submit(self._measure, samples, model_event(self._device))
+        if self._was_judged:
+            chosen = [spill for at, spill in enumerate(ours, start) if at % EVERY == 0]
+        else:
+            chosen = ours[:: -(-len(ours) // A_STEP)] if ours else []
+        for spill in chosen[: BATCH - len(self._samples)]:
+            self._samples.append((self._memory.gather_soon(spill.block_id), spill))
+        if len(self._samples) == BATCH:
+            samples, self._samples, self._is_busy = self._samples, [], True
+            if self._threads is None:
+                self._threads = Threads(1, "manthan-guard", allowed_cpus() if self._device.type == "cpu" else ())
+            copied = None if self._device.type == "cpu" else torch.cuda.current_stream(self._device).record_event()
+            self._threads.submit(self._measure, samples, copied, self._age)
 
     def take(self) -> list[Verdict]:
-        """What was found since the last call."""
+        """Return what was found since the last call."""
         with self._lock:
             taken, self._verdicts = self._verdicts, []
             return taken
 
-    def wait(self) -> None:
-        """Until nothing reads the paged cache."""
-        if self._threads is not None:
-            self._threads.wait()
+    def reset(self) -> None:
+        """Forget what was measured: other weights compute from now on."""
+        with self._lock:
+            self._age += 1
+            self._found.clear()
+            self._verdicts, self._samples, self._was_judged = [], [], False
 
     def shutdown(self) -> None:
         """Wait for what is under way."""
         if self._threads is not None:
             self._threads.shutdown()
 
-    def _measure(self, samples: Sequence[SpillBlock], model: torch.cuda.Event | None) -> None:
-        measured = []
+    def _measure(
+        self,
+        samples: Sequence[tuple[Callable[[], tuple[Numbers, Numbers]], SpillBlock]],
+        copied: torch.cuda.Event | None,
+        age: int,
+    ) -> None:
+        tokens = self._formats[0].shape.tokens
+        found: list[Fidelity] | None = None
         try:
-            with behind(model, self._device):
-                blocks = [Sample(*self._memory.gather(s.block_id), s.first_token, s.exact) for s in samples]
-            for format in self._formats:
-                measured.append(measure(format, blocks, self._rope))
-                if measured[-1].is_faithful:
-                    break
-            if measured[-1].is_faithful and len(measured) > 1:
-                self._prepare(format)
-        except CodecError as error:
-            logger.warning("Manthan: what the codec does to this model's KV cannot be measured: %s", error)
-            measured = []
-        except Exception:  # evictions wait for an answer
-            logger.exception("Manthan: what the codec does to this model's KV cannot be measured")
-            measured = []
+            if copied is not None:
+                copied.synchronize()
+            blocks = [Sample(*numbers(), s.first_token, s.exact if s.exact < tokens else 0) for numbers, s in samples]
+            found = [measure(format, blocks, self._rope) for format in self._formats]
+        except NothingToMeasureError:
+            self._is_busy = False
+            return
+        except Exception as error:  # a codec's or ours: the finest codec is used meanwhile
+            logger.warning("Manthan: what codecs do to this model's KV cannot be measured: %s", error)
         with self._lock:
-            self._verdicts.append(Verdict(measured))
+            self._is_busy = False
+            if age != self._age:
+                return
+            if found is None:
+                self._found.clear()
+                self._was_judged = False
+                self._verdicts.append(Verdict(self._rank))
+                return
+            self._found.append(found)
+            if len(self._found) >= BATCHES:
+                self._was_judged = True
+                middle = [self._timed(Fidelity.median(of_codec)) for of_codec in zip(*self._found, strict=True)]
+                self._verdicts.append(Verdict(self._rank, middle, self._prompts.seconds))
+
+    def _timed(self, found: Fidelity) -> Fidelity:
+        if self._decode_s is None:
+            return found
+        return found.timed(self._decode_s.get(found.codec, 0.0))
+
+
+class Prompts:
+    """Time that the model takes to compute a token of a prompt, from the first real ones: of the fastest step."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._is_cpu = device.type == "cpu"
+        self._left, self._tokens, self._began = TIMED_STEPS, 0, 0.0
+        self._start: torch.cuda.Event | None = None
+        self._pairs: list[tuple[int, torch.cuda.Event, torch.cuda.Event]] = []
+        self.seconds = 0.0
+        """For a token; 0 until it is known."""
+
+    def begin(self, tokens: int) -> None:
+        self._tokens = tokens if self._left and tokens >= LEAST_PROMPT else 0
+        if not self._tokens:
+            return
+        self._began = time.perf_counter()
+        if not self._is_cpu:
+            self._start = torch.cuda.Event(enable_timing=True)
+            self._start.record()
+
+    def end(self) -> None:
+        if self._tokens:
+            self._left -= 1
+            if self._start is None:
+                self._took(time.perf_counter() - self._began, self._tokens)
+            else:
+                end = torch.cuda.Event(enable_timing=True)
+                end.record()
+                self._pairs.append((self._tokens, self._start, end))
+            self._tokens = 0
+        while self._pairs and self._pairs[0][2].query():
+            tokens, start, end = self._pairs.pop(0)
+            self._took(start.elapsed_time(end) / 1e3, tokens)
+
+    def _took(self, seconds: float, tokens: int) -> None:
+        each = seconds / tokens
+        self.seconds = min(self.seconds, each) if self.seconds else each

@@ -115,11 +115,19 @@ class WorkerHalf:
         self.path: WorkerPath = Resting()
         self._guard: Guard | None = None
 
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
+        """Begin what a step asks for before the model computes."""
+        self.path.submit_loads(metadata)
+        if self._guard is not None:
+            if metadata.place is not None:
+                self._guard.reset()
+            self._guard.begin(metadata.tokens)
+
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Begin what comes after what the model computes in this step."""
         self.path.submit_spills(metadata)
         if self._guard is not None:
-            self._guard.submit(metadata.samples)
+            self._guard.submit(metadata.spills)
 
     def fail_loads(self, loads: Iterable[Load]) -> None:
         """Answer loads that were not begun, so that vLLM computes what they were to bring."""
@@ -142,8 +150,6 @@ class WorkerHalf:
     def wait(self) -> None:
         """Until nothing that was begun reads or writes the paged cache, whose memory may go then."""
         self.path.wait()
-        if self._guard is not None:
-            self._guard.wait()
 
     def shutdown(self) -> None:
         if self._guard is not None:
@@ -230,16 +236,11 @@ class WorkerHalf:
             raise ConfigError(str(error)) from None
 
     def _make_guard(self, chain: GroupCache, rope: Rope | None) -> Guard:
-        device, path = chain.layers[0].rows.device, self.path
-        if device.type == "cpu":
-            return Guard(chain.memory, chain.forms, rope, device, BlockFormat.warm_up)
-        from manthan.vllm_hooks.worker.gpu_path import GpuPath
-
-        def prepare(form: BlockFormat) -> None:
-            if isinstance(path, GpuPath):
-                path.prepare(form.codec)
-
-        guard = Guard(chain.memory, chain.forms, rope, device, prepare)
+        device, rank = chain.layers[0].rows.device, self._vllm_config.parallel_config.rank
+        decode_s = self.path.decode_s
+        if decode_s is None and codec_backend(self._config.backend, device) == "cuda":
+            decode_s = {}  # the store takes longer than the kernels
+        guard = Guard(chain.memory, chain.forms, rope, device, rank, decode_s)
         guard.warm_up()
         return guard
 
@@ -386,4 +387,5 @@ def _gpu_path(
         [form] = [form for form in groups[index].forms if form.codec == name]
         return paged_codec(layouts[index], form)
 
-    return GpuPath(codecs, Tiers(on_device, on_host), fails_whole, chain.exacts, make, calibration)
+    names = [form.codec for form in chain.forms]
+    return GpuPath(codecs, Tiers(on_device, on_host), fails_whole, chain.exacts, make, calibration, names)

@@ -3,7 +3,7 @@
 import sys
 import threading
 from abc import ABC, abstractmethod
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from manthan.vllm_hooks.messages import (
     FailedBlock,
@@ -34,6 +34,8 @@ class WorkerPath(ABC):
 
     def __init__(self, fails_whole: bool = False) -> None:
         self.fails_whole = fails_whole
+        self.decode_s: Mapping[str, float] | None = None
+        """Seconds to decode a token by codec, on a GPU; None where the CPU decodes."""
         self._lock = threading.Condition()
         self._awaited = 0
         """Loads that threads work on and requests wait for."""

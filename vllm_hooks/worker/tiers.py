@@ -17,9 +17,9 @@ from manthan.vllm_hooks.worker.pinned import PinnedRam
 Name = tuple[int, bytes]
 """KV cache group and block key."""
 Numbers = npt.NDArray[np.int64]
-START, NBYTES, EXACT, FIRST_TOKEN, MARK, PIECES, GROUP = range(7)
+START, NBYTES, EXACT, FIRST_TOKEN, MARK, CODEC, PIECES, GROUP = range(8)
 """Rows of a tier's table: as in `Stored`; in how many extents a block lies; its group, -1 in columns of no block."""
-FIELDS = 7
+FIELDS = 8
 LEAST_ROW = 16
 """Blocks in a row that are worth looking for at once."""
 
@@ -28,7 +28,7 @@ class Stored(NamedTuple):
     """An encoded block in a tier.
 
     extents: where it is; in several only where no hole was large enough. exact, first_token, mark: as in the order to
-    spill it; its header is checked against them.
+    spill it; its header is checked against them. codec: number of its codec, as who encodes counts them.
     """
 
     extents: tuple[Extent, ...]
@@ -36,6 +36,7 @@ class Stored(NamedTuple):
     exact: int
     first_token: int
     mark: int = 0
+    codec: int = 0
 
 
 class Run(NamedTuple):
@@ -54,13 +55,14 @@ class Run(NamedTuple):
     first_tokens: Numbers
     marks: Numbers
     pieces: Mapping[int, tuple[Extent, ...]]
+    codec: int = 0
 
     def part(self, start: int, end: int) -> "Run":
         """The blocks from one place to another."""
         some = slice(start, end)
         pieces = {at - start: extents for at, extents in self.pieces.items() if start <= at < end}
         arrays = self.starts[some], self.nbytes[some], self.first_tokens[some], self.marks[some]
-        return Run(self.tier, self.in_place, self.exact, *arrays, pieces)
+        return Run(self.tier, self.in_place, self.exact, *arrays, pieces, self.codec)
 
     @property
     def extents(self) -> list[tuple[Extent, ...]]:
@@ -129,15 +131,15 @@ class Tier:
         """All that there are, the one that was not used for longest first."""
         rows = self._table[:, list(self._columns.values())].T.tolist()
         known = zip(self._columns.items(), rows, strict=True)
-        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : MARK + 1]) for (name, at), row in known}
+        return {name: Stored(self._extents(at, *row[:2]), *row[NBYTES : CODEC + 1]) for (name, at), row in known}
 
     def stored(self, name: Name) -> Stored | None:
         """What is known of a block."""
         column = self._columns.get(name)
         if column is None:
             return None
-        start, nbytes, exact, first_token, mark, *_ = self._table[:, column].tolist()
-        return Stored(self._extents(column, start, nbytes), nbytes, exact, first_token, mark)
+        start, nbytes, *told = self._table[: CODEC + 1, column].tolist()
+        return Stored(self._extents(column, start, nbytes), nbytes, *told)
 
     def put(self, blocks: Mapping[Name, Stored]) -> None:
         """Blocks that are not here yet are in the extents that were allocated for them.
@@ -145,26 +147,27 @@ class Tier:
         What was allocated beyond a block's bytes is free again.
         """
         columns, rows = self._take_columns(len(blocks)), []
-        for column, (name, (extents, nbytes, exact, first_token, mark)) in zip(columns, blocks.items(), strict=True):
+        for column, (name, (extents, nbytes, *told)) in zip(columns, blocks.items(), strict=True):
             taken = extents[0][1] if len(extents) == 1 else sum(size for _, size in extents)
             if taken - nbytes >= GRANULE:
                 extents = self.arena.shrink(extents, nbytes)
             if len(extents) > 1:
                 self._pieces[column] = extents
-            rows.append((extents[0][0] if extents else 0, nbytes, exact, first_token, mark, len(extents), name[0]))
+            rows.append((extents[0][0] if extents else 0, nbytes, *told, len(extents), name[0]))
             self._columns[name] = column
         if rows:
             self._table[:, columns] = np.array(rows, np.int64).T
             self._write_keys(columns, [key for _, key in blocks])
 
     def run(self, group: int, keys: Sequence[bytes], in_place: bool) -> Run | None:
-        """The first of these blocks, and those behind it that can be worked on together with it: with as many exact
-        tokens and, where they are to be read in place, in one extent as well or not. None if the first is not here."""
+        """The first of these blocks, and those behind it that can be worked on together with it: in its codec, with as
+        many exact tokens and, where they are to be read in place, in one extent as well or not. None if the first is
+        not here."""
         there = self._find(group, keys)
         if not len(there):
             return None
         found = self._table[:, there]
-        same = found[EXACT] == found[EXACT, 0]
+        same = (found[EXACT] == found[EXACT, 0]) & (found[CODEC] == found[CODEC, 0])
         if in_place:
             same &= (found[PIECES] == 1) == (found[PIECES, 0] == 1)
         count = len(same) if same.all() else int(same.argmin())
@@ -172,7 +175,7 @@ class Tier:
         several = (found[PIECES] > 1).nonzero()[0].tolist() if self._pieces else ()
         pieces = {at: self._pieces[int(there[at])] for at in several}
         arrays = found[START], found[NBYTES], found[FIRST_TOKEN], found[MARK]
-        return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces)
+        return Run(self, in_place and not pieces, int(found[EXACT, 0]), *arrays, pieces, int(found[CODEC, 0]))
 
     def used(self, group: int, keys: Iterable[bytes]) -> None:
         """These blocks, which are here, are used now."""
