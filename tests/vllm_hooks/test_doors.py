@@ -1,4 +1,4 @@
-"""Who gets in on real servers, with and without an API key: raw requests whose bodies are never sent, and session ids."""
+"""Who gets into real servers, with an API key and without: requests whose bodies are never sent, and session ids."""
 
 import json
 import socket
