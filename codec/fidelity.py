@@ -184,8 +184,7 @@ def _distinct(values: Floats) -> NDArray[np.bool_]:
     lengths = np.square(rows).sum(axis=1)
     apart = lengths[:, None] + lengths - 2 * rows @ rows.T
     alike = apart <= 2 * LEAST_SHARE * np.maximum(lengths[:, None], lengths)
-    found: NDArray[np.bool_] = ~np.tril(alike, -1).any(axis=1)
-    return found
+    return np.asarray(~np.tril(alike, -1).any(axis=1), np.bool_)
 
 
 def _differ(centred: Floats, whole: Floats) -> NDArray[np.bool_]:
