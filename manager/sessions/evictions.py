@@ -54,6 +54,7 @@ class Evictions:
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
         self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
         self._stale: set[Block] = set()  # being encoded since before a reset
+        self._ahead = ""  # id of the session of which blocks were encoded ahead last
         self._heads = SharedHeads(table, budget, pruning, self.wanted)
 
     def anchor(self, session: Session, depth: int, parts: Beside) -> None:
@@ -217,6 +218,7 @@ class Evictions:
                 del self._table.fresh[session.session_id]
             if needed and fits:
                 self._orders.encode_all(needed[:most], wanted[:most], session.tenant)
+                self._ahead = session.session_id
                 return
 
     def save(self, names: Iterable[BlockName | None], walked: int, most: int, running: Iterable[Session]) -> None:
@@ -315,6 +317,8 @@ class Evictions:
         """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
         if (block := self._spilling(key, group)) is None:
             return
+        if not block.waiters:
+            self._table.fresh.pop(self._ahead, None)  # the pool overwrites it: it is not tried again and again
         if block.old is not None and block not in self._stale:
             self._keep_old(block, now)
             return

@@ -458,7 +458,7 @@ class SessionMemoryManager:
         """When the session that is idle for longest is due, or something else is; None if nothing is."""
         first = next(iter(self.table.idle.values()), None)
         idle = None if first is None else first.idle_since + self.idle_after_s
-        ahead = self._evictions.next_ahead
+        ahead = None if self.on_their_way else self._evictions.next_ahead
         return earliest(idle, ahead, self.table.put_off.first, self._wishes.next_deadline)
 
     def sweep(self, now: float) -> None:
