@@ -80,7 +80,7 @@ class Fidelity:
         return self.excess <= 1
 
     def timed(self, decode_s: float) -> "Fidelity":
-        """The same measurement of a codec that decodes elsewhere."""
+        """Return this measurement with another decoding time, of who decodes elsewhere."""
         return replace(self, decode_s=decode_s)
 
     @classmethod

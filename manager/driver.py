@@ -607,7 +607,7 @@ class Driver(Generic[B]):
 
     @property
     def holds_blocks(self) -> bool:
-        """Whether any answer is outstanding of those who encode or prefetch."""
+        """True while an encoding or a prefetch has not been answered."""
         return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy
 
     @property

@@ -105,13 +105,13 @@ class Pruning:
         Sessions that are being evicted look for themselves when they are done.
         """
         lost = [block for block in blocks if block.code is _NONE and block.users]
-        gone = next((block for block in lost if not block.hot), None)
-        if gone is not None:
-            self._end_before(gone, SessionState.COLD)
         decoded = next((block for block in lost if block.hot and self.mark(block) is Mark.DECODED), None)
         if decoded is not None:
             self._end_before(decoded, SessionState.IDLE)
             self._orders.releases.append(decoded.key)
+        gone = next((block for block in lost if not block.hot), None)  # the idle ones may have been the last
+        if gone is not None:
+            self._end_before(gone, SessionState.COLD)
 
     def _end_before(self, block: Block, state: SessionState) -> None:
         for session in self._table.holders(block):

@@ -3,7 +3,7 @@
 Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
 """
 
-from typing import Annotated, Any, Self
+from typing import Annotated, Any, Literal, Self
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
@@ -89,11 +89,12 @@ class Tier(BaseModel):
 
 
 class Store(BaseModel):
-    """up: whether it answers. codec: that new codes are made in."""
+    """up: whether it answers. codec: that new codes are made in. verdict: of the guard on the configured codec."""
 
     kind: str
     up: bool
     codec: str
+    verdict: Literal["none", "faithful", "unfaithful"]
     tiers: list[Tier]
 
 

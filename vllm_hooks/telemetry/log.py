@@ -164,9 +164,11 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
 
 
 def tell_verdict(found: "Judgement") -> None:
-    """Log what the configured codec does to this model's KV, and which codec is used."""
+    """Log what the configured codec does to this model's KV, which codec is used, and all that was measured for it."""
     verdict = found.verdict
     said = ", then ".join(map(_fidelity, verdict.measured[: found.place + 1]))
+    if verdict.compute_s:
+        said += f"; the model computes one in {verdict.compute_s * 1e6:.3g} us"
     if found.place == 0:
         told = fields(CODEC_MEASURED, codec=found.codec, is_faithful=True)
         logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said, extra=told)
@@ -187,7 +189,8 @@ def _fidelity(found: "Fidelity") -> str:
         f"{found.logit_noise.max():.2g} in layer {found.worst_layer} ({WORST_LOGIT_NOISE:g}), "
         f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); least cosine of a layer's keys "
         f"{found.key_cosine.min():.4f}, values {found.value_cosine.min():.4f}; {found.mean_share.max():.0%} of the "
-        f"keys' energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens"
+        f"keys' energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens, "
+        f"{found.decode_s * 1e6:.3g} us to decode one"
     )
 
 

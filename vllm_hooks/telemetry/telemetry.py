@@ -70,7 +70,7 @@ class Telemetry(Observer):
 
     @property
     def verdict(self) -> str:
-        """What the guard has found of the configured codec: none (yet), faithful or unfaithful."""
+        """Verdict of the guard on the configured codec: none (yet), faithful or unfaithful."""
         found = self._stats.judgement
         return "none" if found is None else "unfaithful" if found.place else "faithful"
 
