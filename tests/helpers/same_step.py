@@ -116,7 +116,7 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    codec = {"name": "k3v3", "sink_tokens": 0}  # blocks that are encoded again are as they were
+    codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}  # blocks that are encoded again are as they were
     engine = SteppedEngine(
         131, job["vllm"], codec=codec, min_tokens=64, idle_after_s=3600, cold_store={"max_bytes": "64MiB"}
     )

@@ -17,7 +17,7 @@ SINK, WINDOW = 4, 2
 """In tokens, and in blocks."""
 CODEC = "k4v2"
 """Of fixed rate: what a block takes is known."""
-EXACT = {"name": CODEC, "sink_tokens": SINK, "window_tokens": 40}
+EXACT = {"name": CODEC, "sink_tokens": SINK, "window_tokens": 40, "guard": False}
 FORM = BlockFormat(CODEC, BlockShape(4, 2, BLOCK, 128), bytes(16))
 SMALL = 100 * room(FORM.max_nbytes(0))
 """Bytes for not quite four sessions."""

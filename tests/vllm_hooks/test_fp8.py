@@ -192,7 +192,7 @@ def run(vllm: dict[str, Any], codec: dict[str, Any]) -> dict[str, Any]:
     manthan = {
         "min_tokens": 64,
         "idle_after_s": 3600,
-        "codec": {"sink_tokens": 4} | codec,
+        "codec": {"sink_tokens": 4, "guard": False} | codec,
         "cold_store": {"max_bytes": "64MiB"},
     }
     job = {"what": ["grow", "codecs"], "blocks": 131, "manthan": manthan, "vllm": vllm}

@@ -221,7 +221,7 @@ def run(what: list[str], codec: dict[str, Any], cache: Path, **more: Any) -> dic
     manthan = {
         "min_tokens": 64,
         "idle_after_s": 3600,
-        "codec": {"sink_tokens": 4} | codec,
+        "codec": {"sink_tokens": 4, "guard": False} | codec,
         "cold_store": {"max_bytes": "64MiB"},
     }
     job = {"what": what, "blocks": 131, "manthan": manthan} | more

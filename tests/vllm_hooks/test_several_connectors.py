@@ -131,7 +131,8 @@ def test_llm_takes_both_too() -> None:
 
 
 def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:
-    answer = {"manthan": {"session_id": "A", "pinned": True, "refused": None}, "do_remote_prefill": True}
+    said = {"session_id": "A", "pinned": True, "refused": None, "lossy_tokens": 0}
+    answer = {"manthan": said, "do_remote_prefill": True}
     assert checked_params(answer, "") == answer
 
     class Request:

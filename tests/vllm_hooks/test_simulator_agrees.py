@@ -32,7 +32,7 @@ def real(policy: str, count: int) -> dict[str, Any]:
         "policy": policy,
         "min_tokens": 64,
         "idle_after_s": 1e6,
-        "codec": {"name": "k3v3", "sink_tokens": 0},  # blocks that all take as much
+        "codec": {"name": "k3v3", "sink_tokens": 0, "guard": False},  # blocks that all take as much
         "cold_store": {"max_bytes": COLD * CODE_NBYTES},
     }
     job = {"blocks": POOL + 1, "requests": count, "seed": 7, "manthan": manthan}

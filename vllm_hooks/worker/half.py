@@ -262,7 +262,8 @@ class WorkerHalf:
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
             calibration = self._calibration(chain, None, group)
-            return _gpu_path(groups, tier_bytes, self._fails_whole, calibration)
+            finer = finer_codecs(self._config.codec.name) if self._config.codec.guard else []
+            return _gpu_path(groups, tier_bytes, self._fails_whole, calibration, finer)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -370,9 +371,13 @@ def _intakes(blocks: Sequence[PagedBlocks], device: torch.device) -> tuple[Intak
 
 
 def _gpu_path(
-    groups: Mapping[int, GroupCache], tier_bytes: TierBytes, fails_whole: bool, calibration: Calibration | None
+    groups: Mapping[int, GroupCache],
+    tier_bytes: TierBytes,
+    fails_whole: bool,
+    calibration: Calibration | None,
+    finer: Sequence[str],
 ) -> WorkerPath:
-    """groups: that of the chains first."""
+    """groups: that of the chains first. finer: codecs that the guard may choose instead."""
     from manthan.vllm_hooks.worker.gpu_path import GpuPath
     from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
@@ -387,5 +392,5 @@ def _gpu_path(
         [form] = [form for form in groups[index].forms if form.codec == name]
         return paged_codec(layouts[index], form)
 
-    names = [form.codec for form in chain.forms]
-    return GpuPath(codecs, Tiers(on_device, on_host), fails_whole, chain.exacts, make, calibration, names)
+    tiers = Tiers(on_device, on_host)
+    return GpuPath(codecs, tiers, fails_whole, chain.exacts, make, calibration, [chain.forms[0].codec, *finer])
