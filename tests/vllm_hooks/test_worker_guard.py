@@ -1,6 +1,7 @@
 """The worker's side of the guard: encoded blocks are measured beside the model, for good, and nobody waits."""
 
 import time
+import types
 from collections.abc import Iterator
 
 import fake_cuda
@@ -11,7 +12,8 @@ import torch
 from fake_cuda import TOKENS
 
 from manthan.codec.block import BlockFormat
-from manthan.vllm_hooks.messages import SpillBlock, Verdict
+from manthan.vllm_hooks.connector import ManthanConnector
+from manthan.vllm_hooks.messages import ManthanMetadata, SpillBlock, Verdict
 from manthan.vllm_hooks.worker import guard
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, Guard
@@ -118,6 +120,15 @@ def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> Non
         world.guard.submit([])
     [found] = world.verdicts()
     assert 1e-5 <= found.compute_s < 1e-2
+
+
+def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
+    """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
+    connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
+    connector.worker = types.SimpleNamespace(begin_step=steps.append)
+    metadata = ManthanMetadata(tokens=7)
+    connector.bind_connector_metadata(metadata)
+    assert steps == [metadata]
 
 
 def test_a_reset_forgets_what_was_measured(world: World) -> None:
