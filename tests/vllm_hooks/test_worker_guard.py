@@ -89,6 +89,14 @@ def test_tokens_that_repeat_each_other_say_nothing(world: World) -> None:
     assert found.measured[0].is_faithful
 
 
+def test_of_tokens_that_repeat_each_other_one_is_measured(world: World) -> None:
+    for numbers in world.numbers(of_values=True):
+        numbers[:, TOKENS // 2 :] = numbers[0, 0].clone()
+    [found] = world.verdicts()
+    distinct = BATCHES * (BATCH * (TOKENS // 2) + 1) - 1  # block 0 begins with the token that is repeated
+    assert found.measured[0].tokens == distinct
+
+
 def test_a_head_in_which_tokens_do_not_differ_is_left_out(world: World) -> None:
     for of_values in (False, True):
         for numbers in world.numbers(of_values):
