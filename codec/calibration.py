@@ -20,7 +20,6 @@ from manthan.codec.cpu.numbers import as_floats
 from manthan.codec.cpu.rans import ESCAPE, LARGEST, streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo, rank_heads
-from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import costs, family
 
 HELD_BACK = 5
@@ -39,11 +38,6 @@ EVEN_OF_KEYS = 0.3
 """The same of keys, where they stand for queries."""
 SHARES = (1.0, 2.0)
 """Steps of keys and of values without a metric, relative to the deviation of their layer's components."""
-ROUNDING = 2.0**-18.5
-"""Mean square of what rounding to bf16 adds, of a number's square."""
-COARSER = 6
-"""A step is at least this multiple of what rounding to bf16 adds to any component: else numbers that were decoded are
-encoded to other whole numbers each time, and bits are spent on noise."""
 HALVINGS = 7
 """Of the interval in which a step is looked for."""
 FEW = 8
@@ -84,14 +78,6 @@ class _Moments:
         if self.held_tokens > SAMPLE:
             thinner = np.concatenate(self.held)[::2]
             self.held, self.held_tokens, self.every = [thinner], len(thinner), 2 * self.every
-
-    def rounding(self, at: slice, rope: Rope | None, head_dim: int) -> Doubles:
-        """Mean squares of what rounding to bf16 adds to each number, at most: keys are rounded behind RoPE."""
-        squares: Doubles = ROUNDING * np.diag(self.products)[at].reshape(-1, head_dim) / self.tokens
-        if self.asked and rope is not None:
-            first, second = rope.pairs
-            squares[first] = squares[second] = squares[first] + squares[second]
-        return squares.ravel()
 
     @property
     def mean(self) -> Doubles:
@@ -156,16 +142,15 @@ class ProfileBuilder:
 
     def finish(self, *, ranks: int = 1, presets: Mapping[str, float] = PRESETS) -> Profile:
         """presets: names, and how many times smaller than bf16 each is to be. ProfileError: too few tokens."""
-        info = self._info
-        size = info.heads * info.head_dim
+        size = self._info.heads * self._info.head_dim
         if self.tokens < size:
             raise ProfileError(f"{self.tokens} tokens do not calibrate {size} numbers: at least as many tokens do.")
         made, sizes = [], dict.fromkeys(presets, 0.0)
         for rank in range(ranks):
-            heads = rank_heads(info.heads, rank, ranks)
-            at = slice(heads.start * info.head_dim, heads.stop * info.head_dim)
+            heads = rank_heads(self._info.heads, rank, ranks)
+            at = slice(heads.start * self._info.head_dim, heads.stop * self._info.head_dim)
             sources = [
-                _Source(_basis(moments, at), moments, at, share, moments.rounding(at, info.rope, info.head_dim))
+                _Source(_basis(moments, at), moments, at, share)
                 for layer in self._layers
                 for moments, share in zip(layer, SHARES, strict=True)
             ]
@@ -174,25 +159,20 @@ class ProfileBuilder:
             bases = [source.basis for source in sources]
             made.append([LayerProfile(*pair) for pair in zip(bases[::2], bases[1::2], strict=True)])
         ratios = {preset: 16 / bits for preset, bits in sizes.items()}
-        return Profile.of(replace(info, tokens=self.tokens, ratios=ratios), family(), made)
+        return Profile.of(replace(self._info, tokens=self.tokens, ratios=ratios), family(), made)
 
 
 class _Source:
-    """A basis with the components of tokens that were held back. step: in proportion to the others'. least: that it
-    may be. front: bits of a token that a row takes beside its words."""
+    """A basis with the components of tokens that were held back. step: in proportion to the others'. front: bits of a
+    token that a row takes beside its words."""
 
-    def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float, rounding: Doubles) -> None:
+    def __init__(self, basis: Basis, moments: _Moments, at: slice, share: float) -> None:
         self.basis = basis
         held: Floats = np.concatenate(moments.held)[:, at]
         self.y = ((held - basis.mean) @ basis.forward).astype(np.float32)
         self.front = 8 * (2 + 4 * streams_of(BLOCK * self.y.shape[1])) / BLOCK
         deviation, weight = float(np.sqrt(np.square(self.y).mean())), moments.weight(at)
         self.step = (share * deviation if weight is None else weight and weight**-0.5) or 1.0
-        self.least = COARSER * float(np.sqrt((rounding @ np.square(basis.forward, dtype=np.float64)).max()))
-
-    def at(self, factor: float) -> float:
-        """Step at a factor of all steps."""
-        return float(np.float32(max(factor * self.step, self.least)))
 
     def coded(self, step: float, every: int = 1) -> tuple[float, npt.NDArray[np.uint8]]:
         """Bits a token, and the cheapest tables, of each so-manieth token."""
@@ -221,13 +201,12 @@ def _basis(moments: _Moments, at: slice) -> Basis:
     return Basis(moments.mean[at].astype(np.float32), scale.astype(np.float32), transform)
 
 
-def _smallest(bits: Callable[[float], float], wanted: float, start: float, times: float, least: float) -> float:
-    """The smallest factor that takes no more bits than are wanted; looked for in strides of so many times, and not
-    below `least`."""
+def _smallest(bits: Callable[[float], float], wanted: float, start: float, times: float) -> float:
+    """The smallest factor that takes no more bits than are wanted; looked for in strides of so many times."""
     low = high = start
     while bits(high) > wanted:
         low, high = high, times * high
-    while low > least and bits(low) <= wanted:
+    while low > 0 and bits(low) <= wanted:
         low, high = low / times, low
     for _ in range(HALVINGS):
         middle = (low * high) ** 0.5
@@ -236,23 +215,22 @@ def _smallest(bits: Callable[[float], float], wanted: float, start: float, times
 
 
 def _set_steps(sources: Sequence[_Source], preset: str, ratio: float) -> float:
-    """Give each basis its step and tables, all steps in proportion but for those at their least; bits a number."""
+    """Give each basis its step and tables, all steps in proportion; bits a number."""
     numbers = sum(source.y.shape[1] for source in sources)
     wanted = 16 / (ratio * MARGIN)
 
     def bits(factor: float, every: int = 1) -> float:
-        coded = sum(source.coded(source.at(factor), every)[0] + source.front for source in sources)
+        coded = sum(source.coded(factor * source.step, every)[0] + source.front for source in sources)
         return float((coded + 8 * HEADER / BLOCK) / numbers)
 
     def some(factor: float) -> float:
         return bits(factor, FEW)
 
-    least = min(source.least / source.step for source in sources)
-    high = _smallest(some, wanted, 0.5, 2, least)
+    high = _smallest(some, wanted, 0.5, 2)
     hidden = bits(high) - some(high)  # tables fit a few tokens better than they fit all
-    high = _smallest(some, wanted - hidden, high, 1.05, least)
+    high = _smallest(some, wanted - hidden, high, 1.05)
     for source in sources:
-        step = source.at(high)
+        step = float(np.float32(high * source.step))
         steps, tables = source.basis.steps | {preset: step}, source.basis.tables | {preset: source.coded(step)[1]}
         source.basis = replace(source.basis, steps=steps, tables=tables)
     return bits(high)

@@ -43,16 +43,13 @@ class Rope:
         cos, sin = self.tables(positions)
         return self._turned(x, cos / np.float32(self.scale), -sin / np.float32(self.scale))
 
-    @property
-    def pairs(self) -> tuple[Any, Any]:
-        """Indices of the pairs' first numbers and of their second ones, in [..., head_dim]."""
-        n = len(self.frequencies)
-        if self.interleaved:
-            return np.s_[..., 0 : 2 * n : 2], np.s_[..., 1 : 2 * n : 2]
-        return np.s_[..., :n], np.s_[..., n : 2 * n]
-
     def _turned(self, x: Floats, cos: Floats, sin: Floats) -> Floats:
-        turned, (first, second) = x.copy(), self.pairs
+        turned, n = x.copy(), len(self.frequencies)
+        first, second = (
+            (np.s_[..., 0 : 2 * n : 2], np.s_[..., 1 : 2 * n : 2])
+            if self.interleaved
+            else (np.s_[..., :n], np.s_[..., n : 2 * n])
+        )
         turned[first] = x[first] * cos - x[second] * sin
         turned[second] = x[second] * cos + x[first] * sin
         return turned
