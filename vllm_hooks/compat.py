@@ -616,8 +616,8 @@ class Lookups(Protocol):
     def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
 
-    def lossy_owner(self, request: Any) -> tuple[bool, Owner | None]:
-        """True if what the request computes is behind decoded blocks; and the owner of that."""
+    def computed(self, request: Any, block_ids: Sequence[int]) -> None:
+        """vLLM is about to enter these blocks of the request, loaded or computed, into its prefix cache."""
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
@@ -635,7 +635,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         if lookup is not None and not hasattr(lookup, "manthan"):
             setattr(KVCacheManager, name, _asking(lookup))
 
-    get_cached, cache_full = pool.get_cached_block, pool.cache_full_blocks
+    get_cached, cache_full, cache_partial = pool.get_cached_block, pool.cache_full_blocks, pool.cache_partial_block
     own.manthan_asks = False
 
     @functools.wraps(get_cached)
@@ -661,23 +661,44 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        new = blocks[num_cached_blocks:num_full_blocks]
-        is_lossy, owner = lookups.lossy_owner(request)
-        if is_lossy:
-            marks.set((b.block_id for b in new if not b.is_null and not marks[b.block_id]), Mark.DERIVED, owner)
-        elif marks and new:  # an exact copy takes the hash from lossy ones
+        if marks:
+            new = blocks[num_cached_blocks:num_full_blocks]
+            lookups.computed(request, [block.block_id for block in new if not block.is_null])
             hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
-            lossy = set()
-            for at, block in enumerate(new):
-                if block.is_null or marks[block.block_id] or (block_mask is not None and not block_mask[at]):
-                    continue
-                name = make_block_hash_with_group_id(hashes[num_cached_blocks + at], kv_cache_group_id)
-                lossy |= {copy.block_id for copy in _copies(pool, name) if marks[copy.block_id]}
-            if lossy:
-                pool.evict_blocks(lossy)
+            entered = [
+                (hashes[num_cached_blocks + at], block)
+                for at, block in enumerate(new)
+                if not block.is_null and (block_mask is None or block_mask[at])
+            ]
+            take_hashes(entered, kv_cache_group_id)
         cache_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
 
+    @functools.wraps(cache_partial)
+    def cache_partial_marked(
+        request: Any,
+        block: "KVCacheBlock",
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> Any:
+        if marks and not block.is_null:
+            lookups.computed(request, [block.block_id])
+            take_hashes([(pool._get_partial_block_hash(request, num_tokens), block)], kv_cache_group_id)
+        return cache_partial(request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes)
+
+    def take_hashes(entered: "Iterable[tuple[BlockHash, KVCacheBlock]]", group: int) -> None:
+        """Evict lossy blocks whose hashes exact blocks are about to have."""
+        lossy = set()
+        for block_hash, block in entered:
+            if not marks[block.block_id]:
+                copies = _copies(pool, make_block_hash_with_group_id(block_hash, group))
+                lossy |= {copy.block_id for copy in copies if marks[copy.block_id]}
+        if lossy:
+            pool.evict_blocks(lossy)
+
     own.get_cached_block, own.cache_full_blocks = get_served, cache_marked
+    own.cache_partial_block = cache_partial_marked
 
 
 def _asking(lookup: Callable[..., Any]) -> Callable[..., Any]:

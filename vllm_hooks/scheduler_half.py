@@ -233,8 +233,8 @@ class SchedulerHalf:
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         self.driver.hits(request.request_id, block_ids)
 
-    def lossy_owner(self, request: "Request") -> tuple[bool, Owner | None]:
-        return self.driver.is_lossy(request.request_id), self.manager.owner(request.request_id)
+    def computed(self, request: "Request", block_ids: Sequence[int]) -> None:
+        self.driver.computed(request.request_id, block_ids)
 
     def _in_flight(self) -> int:
         """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
