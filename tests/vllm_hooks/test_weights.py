@@ -15,7 +15,14 @@ from vllm_engine import BLOCK, GPU_BYTES, MODEL, fork_engines
 
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.inquiries import METHOD
-from manthan.vllm_hooks.worker.weights import Loaded, loaded_digest, loaded_of, watch_model
+from manthan.vllm_hooks.worker.weights import (
+    PIECE_BYTES,
+    Loaded,
+    loaded_digest,
+    loaded_of,
+    tensor_digest,
+    watch_model,
+)
 
 
 def tensors(path: Path) -> dict[str, tuple[int, int]]:
@@ -173,6 +180,17 @@ def test_the_digest_is_of_names_shapes_dtypes_and_all_bytes_in_any_order() -> No
     last[-1] = torch.nextafter(last[-1], torch.tensor(0.0))
     others = [{"a": last, "b": b}, {"a": a.view(2, 3), "b": b}, {"a": a, "b": b.view(torch.float16)}, {"a": b, "b": a}]
     assert len({right, *map(digest_of, others)}) == 5
+
+
+def test_each_piece_of_a_large_tensor_counts() -> None:
+    numbers = torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8)
+    digests = {tensor_digest(numbers)}
+    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, len(numbers) - 1):
+        numbers[at] = 1
+        digests.add(tensor_digest(numbers))
+        numbers[at] = 0
+    assert len(digests) == 5
+    assert tensor_digest(numbers) in digests
 
 
 def test_where_a_loader_bypasses_the_model_its_tensors_count() -> None:
