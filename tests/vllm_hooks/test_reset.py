@@ -136,7 +136,7 @@ def flipped(worker: Any, name: str) -> None:
 
 def test_each_tensor_in_memory_counts(loop: Loop) -> None:
     names = loop.on_worker(seen)
-    assert len(names) > 10
+    assert len(names) == 10  # the others are packed
     for name in names:
         asked = loop.ask_new()
         loop.on_worker(flipped, name)
@@ -159,7 +159,7 @@ class Unseen:
 
 
 def take_updates(worker: Any) -> None:
-    worker.weight_transfer_engine = Unseen()
+    worker.worker.weight_transfer_engine = Unseen()
 
 
 def reload(loop: Loop) -> None:

@@ -43,7 +43,8 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redis", **options: Any) -> Any:
     """vLLM's configuration, as far as it can be had without an engine."""
-    manthan = kv_transfer_config(cold_store=kind, redis={"url": redis_server.url, "timeout_s": 0.5})
+    redis = {"url": redis_server.url, "timeout_s": 0.5}
+    manthan = kv_transfer_config(cold_store=kind, redis=redis, disk={"path": "codes"})
     options = {"max_model_len": 1024} | options
     return EngineArgs(str(model), kv_transfer_config=manthan, **options).create_engine_config()
 
@@ -69,7 +70,7 @@ def test_hashes_that_collide_are_refused_where_tenants_are_kept_apart() -> None:
     assert hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID")).startswith("quotas.isolate is")
     assert not hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID", isolate=False))
     assert not hash_refusal(ColdStoreConfig(), "sha256", QuotasConfig(header="X-Tenant-ID"))
-    transfer = kv_transfer_config(quotas={"tenants": {"alice": {"share": 0.5}}})
+    transfer = kv_transfer_config(quotas={"tenants": {"alice": 0.5}})
     with pytest.raises(
         ConfigError, match=r"^Manthan cannot be used here: quotas.isolate is true, but .*: use sha256.$"
     ):
