@@ -616,8 +616,12 @@ class Lookups(Protocol):
     def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
 
-    def lossy_owner(self, request: Any) -> tuple[bool, Owner | None]:
-        """True if what the request computes is behind decoded blocks; and the owner of that."""
+    def lossy_owner(self, request: Any) -> tuple[bool, Owner | None] | None:
+        """True if what the request computes is behind decoded blocks; and the owner of that. None if unknown."""
+
+
+class Boundary(Halting, Lookups, Protocol):
+    """What stands between vLLM and the scheduler half: nothing that is asked of it raises."""
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
@@ -662,7 +666,8 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         block_mask: list[bool] | None = None,
     ) -> None:
         new = blocks[num_cached_blocks:num_full_blocks]
-        is_lossy, owner = lookups.lossy_owner(request)
+        told = lookups.lossy_owner(request)
+        is_lossy, owner = told or (any(marks[block.block_id] for block in blocks[:num_cached_blocks]), None)
         if is_lossy:
             marks.set((b.block_id for b in new if not b.is_null and not marks[b.block_id]), Mark.DERIVED, owner)
         elif marks and new:  # an exact copy takes the hash from lossy ones

@@ -27,6 +27,7 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
+    Boundary,
     Resets,
     VllmPool,
     ask_workers,
@@ -105,10 +106,15 @@ def _weights(config: ManthanConfig) -> str:
 
 
 class SchedulerHalf:
-    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
+    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        self._vllm_config = vllm_config
+    boundary: asks this one on behalf of vLLM's lookups and resets, and raises nothing; None for this one itself.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: Boundary | None = None
+    ) -> None:
+        self._vllm_config, self._boundary = vllm_config, boundary or self
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
@@ -182,7 +188,7 @@ class SchedulerHalf:
         self._is_near = config.cold_store.places[0] == "device"
         if vllm_config.speculative_config is None:
             press_on(self._goes_on)
-        self._resets = Resets(self, weights_state)
+        self._resets = Resets(self._boundary, weights_state)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
         self._weights: list[object] | None = None
@@ -218,7 +224,7 @@ class SchedulerHalf:
             in_flight=self._in_flight(),
             weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
-        watch_lookups(pool, self.pool.marks, self)
+        watch_lookups(pool, self.pool.marks, self._boundary)
         self._weights = self._resets.weights()
         self._sweeper.start()
         if self._directory is not None:
