@@ -245,7 +245,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         metadata = self._metadata
         self.worker.fail_loads(metadata.failed)
         if self._try(self._submit_loads, metadata, otherwise=False) is False:
-            self.worker.fail_loads(metadata.loads)
+            begun = set(map(id, self.worker.path.begun))
+            self.worker.fail_loads([load for load in metadata.loads if id(load) not in begun])
 
     def _submit_loads(self, metadata: ManthanMetadata) -> bool:
         self.worker.submit_loads(metadata)
@@ -265,7 +266,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """
         metadata = self._metadata
         if self._try(self._submit_spills, metadata, otherwise=False) is False:
-            self.worker.fail_spills(metadata.spills)
+            begun = set(map(id, self.worker.path.begun))
+            self.worker.fail_spills([spill for spill in metadata.spills if id(spill) not in begun])
 
     def _submit_spills(self, metadata: ManthanMetadata) -> bool:
         self.worker.submit_spills(metadata)

@@ -25,6 +25,8 @@ WORKER = (
 )
 OTHERS = ("loaded_into",)
 """Of the scheduler half, which goes on after an exception in them."""
+STATES = ("new", "load", "store", "load, after", "store, after")
+"""Of the request that meets the exception: after, if the call has done all that it does by then."""
 HELD = np.fromfile(f"{MODEL}/held_tokens.u16", np.uint16).tolist()
 ONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
@@ -109,8 +111,8 @@ def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, stat
     if state == "new":
         engine.empty()
     engine.errors()
-    raised = disturb(target, name, after=state == "load, after")
-    if state == "store":
+    raised = disturb(target, name, after=state.endswith("after"))
+    if state.startswith("store"):
         time.sleep(0.06)
         engine.ask([9] * 20)
     said, cached = engine.ask(prompt)
@@ -138,7 +140,7 @@ def main() -> None:
     calls = [*((True, name) for name in WORKER), *((False, name) for name in (*OTHERS, *SCHEDULER))]
     for n, (on_worker, name) in enumerate(calls):
         prompt = HELD[n * 800 : n * 800 + 500]
-        for state in ("new", "load", "load, after", "store"):
+        for state in STATES if not name.startswith("take_") or not on_worker else STATES[:3]:
             report[f"{name} {state}"] = try_case(engine, prompt, on_worker, name, state)
             if engine.connector._is_broken:
                 engine.close()
