@@ -93,7 +93,8 @@ class Hints(BaseModel):
     tool: ToolName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),
-        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters",
+        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
+        "characters",
     )
     tenant: Annotated[str, AfterValidator(_printable)] = Field(
         default="",
