@@ -66,7 +66,7 @@ class HostPath(WorkerPath):
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
         self._unread: dict[int, Sequence[SpillBlock]] = {}
-        """Batches of blocks to be encoded of which none is read yet, by their number."""
+        """Batches that wait for a thread that encodes, and are read by it: a GPU's. A CPU's are copied at once."""
         self._numbers = itertools.count()
         self._encode_threads = encode_threads
         self._copiers = Threads(1, "manthan-copy", cpus)
@@ -111,9 +111,7 @@ class HostPath(WorkerPath):
             batch = min(blocks.batch, max(1, len(spills) // self._encode_threads))
             for start in range(0, len(spills), batch):
                 some = spills[start : start + batch]
-                number = next(self._numbers)
-                self._put_off(number, some)
-                self._copiers.submit(self._copy, number, some, blocks, self.store, model, self._cancelled)
+                self._copiers.submit(self._copy, some, blocks, self.store, model, self._cancelled)
                 self.begun += some
 
     def wait(self) -> None:
@@ -129,9 +127,12 @@ class HostPath(WorkerPath):
 
     # -- evict ----------------------------------------------------------------------------------------
 
-    def _put_off(self, number: int, spills: Sequence[SpillBlock]) -> None:
+    def _put_off(self, spills: Sequence[SpillBlock]) -> int:
+        """Number a batch that is read when a thread that encodes has time."""
         with self._lock:
+            number = next(self._numbers)
             self._unread[number] = spills
+        return number
 
     def _may_read(self, number: int) -> bool:
         """True if the blocks of a batch are still to be read, which begins now."""
@@ -148,7 +149,6 @@ class HostPath(WorkerPath):
 
     def _copy(
         self,
-        number: int,
         spills: Sequence[SpillBlock],
         blocks: Blocks,
         store: ColdStore,
@@ -157,8 +157,6 @@ class HostPath(WorkerPath):
     ) -> None:
         """Copy blocks of one group, so that nobody has to leave them alone while they are encoded, unless that takes no
         longer."""
-        if not self._may_read(number):
-            return
         if cancelled.is_set():
             self._copied(spills)
             self._spilled([SpillResult(spill.key, spill.group, RESET, 0.0) for spill in spills])
@@ -173,10 +171,11 @@ class HostPath(WorkerPath):
             self._copied(spills)
             self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in spills])
             return
+        number = -1
         if copies is not None:
             self._copied(spills)
         else:
-            self._put_off(number, spills)
+            number = self._put_off(spills)
         self._encoders.submit(self._spill, number, spills, copies, blocks, store, model, cancelled)
 
     def _see(self, spills: Sequence[SpillBlock]) -> None:
