@@ -11,6 +11,7 @@ import numpy as np
 from vllm import LLM, SamplingParams
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 from vllm_engine import MODEL
 
 from manthan.vllm_hooks import kv_transfer_config
@@ -76,6 +77,8 @@ class Engine:
     def close(self) -> None:
         self.llm.llm_engine.engine_core.shutdown()
         cleanup_dist_env_and_memory()
+        # vLLM's CPU build can do this once in a process.
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 
     def errors(self) -> int:
         """How many exceptions were counted since the last call."""

@@ -21,7 +21,7 @@ def is_damage(error: OSError) -> bool:
 
 def set_aside(path: Path, why: object) -> bool:
     """Rename a damaged file or folder to `.bad`, over what was set aside before. False if that is not possible."""
-    bad = path.with_name(f"{path.name}.bad")
+    bad, why = path.with_name(f"{path.name}.bad"), " ".join(str(why).split())  # one line
     try:
         if bad.is_dir() and not bad.is_symlink():
             shutil.rmtree(bad)

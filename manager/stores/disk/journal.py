@@ -42,6 +42,8 @@ ABOUT = ("journal",)
 """What sealed rows are about, besides what they are called."""
 PARTS = ("facts", "chain", "notes")
 """Of a row, each sealed by itself."""
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
 _COUNTS = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 _BLOCK = struct.Struct("<HHIIB")
@@ -114,11 +116,11 @@ class Journal:
             make_folder(self.path.parent)
             try:
                 return _opened_whole(self.path)
-            except (sqlite3.Error, OSError) as error:
+            except FAULTS as error:
                 if not (_is_damage(error) and _set_aside(self.path, error)):
                     raise
                 return _opened_whole(self.path)
-        except (sqlite3.Error, OSError) as error:
+        except FAULTS as error:
             logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", self.path, error)
             return _opened_whole(None)
 
@@ -142,7 +144,7 @@ class Journal:
         """Rows up to the first that SQLite cannot find."""
         try:
             yield from self._db.execute("SELECT id, facts, chain, notes FROM sessions")
-        except sqlite3.Error as error:
+        except FAULTS as error:
             logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
@@ -188,7 +190,7 @@ class Journal:
             try:
                 self._write(news.values(), is_cleared)
                 self._rest_s = 0.0
-            except sqlite3.Error as error:  # a full disk, most likely; the sessions live on in this process
+            except FAULTS as error:  # a full disk, most likely; the sessions live on in this process
                 if not self._rest_s:
                     logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
                 self._rest_s = REST_S
@@ -251,8 +253,7 @@ class Journal:
 
 
 def _opened_whole(path: Path | None) -> sqlite3.Connection:
-    """The database, for its owner only, with its table; in memory where there is no path. Raises OSError, and
-    sqlite3.Error."""
+    """The database, for its owner only, with its table; in memory where there is no path. Raises FAULTS."""
     if path is not None:  # SQLite's other files get the same mode
         os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
     db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
