@@ -45,7 +45,7 @@ BLOCK = 32
 ANSWER = {"temperature": 0, "ignore_eos": True}
 TOGETHER = 64
 """Requests that the router passes on to a server at a time."""
-TIMEOUT_S = 60.0
+TIMEOUT_S = 120.0
 """Time for an answer after that."""
 AGAIN_S, POLL_S = 5.0, 0.2
 KEPT_ERRORS = 20

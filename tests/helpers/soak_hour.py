@@ -45,7 +45,6 @@ from soak_report import failed, quantiles, show
 from manthan.benchmarks.arms import leave_on_signals, make_console, new_report, read_report, write_report
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.progress import Bar
-from manthan.benchmarks.settle import until_settled
 
 NAME = "soak_hour"
 ROUND_MINUTES = 10.0
@@ -56,6 +55,8 @@ FELT_S = 30.0
 USED_AGAIN_S = 180.0
 USED_BLOCKS, USED_TOKENS = 20, 64
 """Blocks encoded, and tokens read from a tier behind RAM, since a fault is over: then the store is in use again."""
+QUIET_S = 120.0
+BUSY = ("num_requests_running", "num_requests_waiting", "sessions{hot}", "sessions{evicting}")
 READ_FROM = tuple(f"prompt_tokens_cached_by_source_total{{{source}}}" for source in ("disk", "external_unspecified"))
 
 
@@ -64,6 +65,11 @@ def is_used_again(before: Told, now: Told) -> bool:
     put = now.get("encoded_blocks_total", 0) - before.get("encoded_blocks_total", 0)
     read = sum(now.get(name, 0) - before.get(name, 0) for name in READ_FROM)
     return put >= USED_BLOCKS and read >= USED_TOKENS and now.get("cold_store_up") == 1
+
+
+def is_quiet(now: Told) -> bool:
+    """True if nothing runs. A session for which the shared store has no room stays idle."""
+    return not any(now.get(name, 0) for name in BUSY)
 
 
 def failures(before: Sequence[Told], now: Sequence[Told]) -> dict[str, int]:
@@ -205,7 +211,7 @@ def soak(
     bar.begin("all becomes quiet")
     are_left = []
     for server in servers:
-        until_settled(server.server, all_cold=True)
+        wait_for([server], lambda told: is_quiet(told[0]), QUIET_S)
         are_left.append(left(server.server))
     for server in (*servers, plain):
         server.end(kill=False)

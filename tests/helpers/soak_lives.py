@@ -285,12 +285,13 @@ def told(server: VllmServer) -> Told:
 
 
 def left(server: VllmServer) -> dict[str, float]:
-    """Return what is still held now that all is quiet: share of the pool in use, sessions that are not cold, bytes."""
-    samples, metrics = server.samples(), server.metrics()
-    warm = (value for name, has, value in samples if name == "vllm:manthan_sessions" and has["state"] != "cold")
+    """Return what is still held now that all is quiet: share of the pool in use, sessions by state, bytes."""
+    now, metrics = told(server), server.metrics()
     return {
         "pool_in_use": metrics["vllm:kv_cache_usage_perc"],
-        "sessions_not_cold": sum(warm),
+        "sessions_hot": now.get("sessions{hot}", 0.0) + now.get("sessions{evicting}", 0.0),
+        "sessions_idle": now.get("sessions{idle}", 0.0),
+        "sessions_cold": now.get("sessions{cold}", 0.0),
         "cold_bytes": metrics.get("vllm:manthan_cold_bytes", 0.0),
         "cold_budget_bytes": metrics.get("vllm:manthan_cold_budget_bytes", 0.0),
     }

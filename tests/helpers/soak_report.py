@@ -84,7 +84,7 @@ def failed(report: Report) -> list[str]:
     for number, is_left in enumerate(report["left"]):
         is_kept = {
             f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
-            f"{is_left['sessions_not_cold']:.0f} sessions are not cold": is_left["sessions_not_cold"],
+            f"{is_left['sessions_hot']:.0f} sessions are hot": is_left["sessions_hot"],
             "the cold store is over its budget": is_left["cold_bytes"] > is_left["cold_budget_bytes"],
         }
         sentences += [f"server {number}: {sentence}" for sentence, is_so in is_kept.items() if is_so]
@@ -235,7 +235,8 @@ def summary(report: Report) -> list[str]:
     for number, is_left in enumerate(report["left"]):
         lines.append(
             f"Server {number} when all is quiet: {is_left['pool_in_use']:.1%} of the pool in use, "
-            f"{is_left['sessions_not_cold']:.0f} sessions not cold; compressed blocks "
+            f"sessions: {is_left['sessions_cold']:.0f} cold, {is_left['sessions_idle']:.0f} idle, "
+            f"{is_left['sessions_hot']:.0f} hot; compressed blocks "
             f"{is_left['cold_bytes'] / MIB:.1f} of {is_left['cold_budget_bytes'] / MIB:.1f} MiB"
         )
     return lines
