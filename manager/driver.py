@@ -25,6 +25,7 @@ from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
+    NEEDED,
     RESET,
     STORE_DOWN,
     GroupBlocks,
@@ -70,6 +71,8 @@ class Work:
     loads: Sequence[Load]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
+    revokes: bool = False
+    """True if blocks of earlier `runs` that nobody reads yet are to be given back."""
 
     @property
     def spills(self) -> list[SpillBlock]:
@@ -298,6 +301,7 @@ class Driver(Generic[B]):
             self._directory.tell(drops, now)  # before room is asked for, which it may make
         if self._journal is not None:
             self._journal.tell(now)
+        revokes = self._holding > 0 and self._is_short
         self._hold(now)
         self.hear(now)
         if not self.rests:
@@ -308,6 +312,7 @@ class Driver(Generic[B]):
             runs=self._granted,
             loads=self._loads,
             lost=self._lost,
+            revokes=revokes,
         )
         self._granted, self._loads, self._lost = [], [], 0
         self.tell_news()
@@ -331,6 +336,11 @@ class Driver(Generic[B]):
             group = self._main_group if run.group is None else run.group
             self._asked.update(((group, key), run.only(at)) for at, key in enumerate(run.keys))
             self._directory.reserve(run.orders())
+
+    @property
+    def _is_short(self) -> bool:
+        """True if fewer blocks are free than a running request may take, or the first that waits needs."""
+        return len(self._pool) < max(self._taken, self.prefetcher.first_waiting)
 
     @property
     def _room(self) -> int:
@@ -511,7 +521,8 @@ class Driver(Generic[B]):
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         self._let_go(name)
-        self._observer.not_spilled(causes)
+        if causes != {NEEDED}:
+            self._observer.not_spilled(causes - {NEEDED})
         self.manager.spill_failed(name[1], now, self._group_of(name), STORE_FULL in causes)
 
     def _refuse_granted(self, now: float) -> None:

@@ -682,13 +682,13 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
 
 def _asking(lookup: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lookup)
-    def for_asker(self: Any, request: Any) -> Any:
+    def for_asker(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         lookups: Lookups | None = getattr(self.block_pool, "manthan_lookups", None)
         if lookups is None:
-            return lookup(self, request)
+            return lookup(self, request, *args, **kwargs)
         before, self.block_pool.manthan_asks = self.block_pool.manthan_asks, lookups.asker(request)
         try:
-            found = lookup(self, request)
+            found = lookup(self, request, *args, **kwargs)
         finally:
             self.block_pool.manthan_asks = before
         lookups.found(request, found[0].get_block_ids())

@@ -12,6 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.directory_link import DirectoryLink
@@ -54,7 +55,7 @@ from manthan.vllm_hooks.support import (
     groups_of,
     latent_of,
 )
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
@@ -260,6 +261,7 @@ class SchedulerHalf:
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
         shapes = with_windows(shapes, codec, self.groups, self._shards)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
         return Guard(self.manager, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
@@ -431,7 +433,8 @@ class SchedulerHalf:
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
-        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, cancels=self._cancels)
+        ends = {"cancels": self._cancels, "revokes": work.revokes}
+        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, **ends)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
