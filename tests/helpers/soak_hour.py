@@ -42,7 +42,7 @@ from soak_lives import (
 )
 from soak_report import failed, quantiles, show
 
-from manthan.benchmarks.arms import leave_on_signals, make_console, new_report, read_report, write_report
+from manthan.benchmarks.arms import leave_on_signals, make_console, new_report, read_report, tell_codec, write_report
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.progress import Bar
 
@@ -270,6 +270,7 @@ def main(
     path = write_report(new_report(NAME, context.params, [], {}, {}) | {"store_bytes": nbytes} | found, out)
     console.print(f"  {path}", soft_wrap=True)
     report = read_report(path, NAME)
+    tell_codec(out / "server-0-1.log", console)
     show(report, path.with_suffix(".png"), console)
     raise typer.Exit(1 if failed(report) else 0)
 
