@@ -351,6 +351,8 @@ class Traffic:
             self._note(f"{self.phase}: {error!r}")
 
     async def _is_over_within(self, seconds: float) -> bool:
+        if self._over.is_set():  # wait_for does not look if no time is left
+            return True
         try:
             await asyncio.wait_for(self._over.wait(), max(0.0, seconds))
         except TimeoutError:

@@ -263,7 +263,10 @@ def test_who_asks_for_exact_kv_gets_none_that_is_lossy() -> None:
     assert "lossy tokens for who asked for exact ones" in traffic.errors[0]
 
 
-def test_what_comes_back_from_before_a_reset_of_all_is_wrong() -> None:
+def test_what_comes_back_from_before_a_reset_of_all_is_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    for pause in ("THINK_S", "FAR_S"):
+        monkeypatch.setattr(f"soak_chats.{pause}", (0.4, 0.6))
+
     async def handler(request: web.Request) -> web.Response:
         body = await request.json()
         usage = {"prompt_tokens": 900, "completion_tokens": 4, "prompt_tokens_details": {"cached_tokens": 600}}
@@ -275,7 +278,7 @@ def test_what_comes_back_from_before_a_reset_of_all_is_wrong() -> None:
     async def reset(traffic: Traffic, url: str) -> None:
         await a_moment(traffic, url)
         await traffic.was_reset(0)
-        await asyncio.sleep(3)
+        await asyncio.sleep(1)
 
     traffic = played(handler, reset)
     assert counted(traffic)["stale"] > 0
