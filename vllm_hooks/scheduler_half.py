@@ -164,7 +164,7 @@ class SchedulerHalf:
             quality=config.codec.quality,
         )
         has_api = config.api.enabled
-        lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
+        lives = Lives(self.manager.table, self._block_size, time.time) if has_api else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places), lives)
         if has_api:
             offer(METHOD, Inquiries(self).reply)
