@@ -12,7 +12,7 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from manthan.benchmarks.endpoint import Endpoint, Reply
-from manthan.benchmarks.redis_store import DIGITS, ENTRIES, Table
+from manthan.benchmarks.tables import DIGITS, ENTRIES, Table
 
 LEGS = 4
 CHATS = 4

@@ -18,7 +18,6 @@ from rich.console import Console
 from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, read_report, write_report
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.progress import Bar
-from manthan.benchmarks.redis_store import MODEL
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import CHAT_TEMPLATE, VllmServer
 from manthan.benchmarks.settle import until_settled
@@ -37,6 +36,7 @@ from manthan.benchmarks.soak_requests import (
     Outcome,
     Sender,
 )
+from manthan.benchmarks.tables import MODEL
 
 POOL_TOKENS = 5120
 COLD_TOKENS = 16384

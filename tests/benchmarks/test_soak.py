@@ -11,11 +11,11 @@ import pytest
 from bench_command import is_png, refusal, report, run
 
 from manthan.benchmarks.endpoint import ServerError
-from manthan.benchmarks.redis_store import MODEL
 from manthan.benchmarks.soak_memory import MemorySampler, Sample, group_rss, slope
 from manthan.benchmarks.soak_report import failed, total
 from manthan.benchmarks.soak_requests import CHATS, LEAVE_AFTER, LEGS, MIX, Kind, Outcome, Sender
 from manthan.benchmarks.soak_run import Tally
+from manthan.benchmarks.tables import MODEL
 
 
 @pytest.fixture(scope="module")
