@@ -204,7 +204,7 @@ class Setting:
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
         profile = {"profile": self.profile} if needs_profile(name) else {}
-        return {"codec": {"name": name, "calibrate": False, "guard": False, **profile}}
+        return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
         """Manthan's options for the store of an arm that has room for so many bytes of a cache."""

@@ -164,7 +164,7 @@ class Lives:
         store = {"kind": "tiered", "tiers": ["host", "disk"], "host_bytes": RAM_S * come, "max_bytes": DISK_S * come}
         path = self._run / "soak.yaml"
         disk = {"path": str(self._disk.folder)} | DISK_SETTINGS
-        codec = {"name": self._codec, "calibrate": False}
+        codec = {"name": self._codec}
         path.write_text(yaml.safe_dump(MANTHAN | {"cold_store": store, "disk": disk, "codec": codec}))
         return path
 

@@ -6,11 +6,9 @@ from pathlib import Path
 import profiles
 import pytest
 from logged import warnings
-from typer.testing import CliRunner
 
 from manthan.codec.profile import PRESETS, Profile
 from manthan.manager.calibration.places import profile_path
-from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import check_profile, choose_codec
 from manthan.manager.config.registered import check_registered
@@ -111,30 +109,6 @@ def test_names_are_registered() -> None:
     resolved = resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}, flags=flags)
     assert (resolved.config.codec.name, resolved.config.codec.profile) == ("klt-8x", "p.safetensors")
     assert resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}).config.codec.profile == "other"
-    assert resolve_config(env={"MANTHAN_CODEC__CALIBRATE": "false"}).config.codec.calibrate is False
-
-
-def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    (model / "config.json").write_text(str(shape | {"hidden_size": 128}).replace("'", '"'))
-    config = tmp_path / "x.yaml"
-    config.write_text("codec: klt-8x")
-    missing = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model)])
-    assert missing.exit_code == 1
-    assert missing.output.count("\n") == 1
-    assert f"codec klt-8x needs a profile of {model}" in missing.output
-    saved(profile_path(str(model)))
-    said = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
-    assert said.exit_code == 0, said.output
-    rows = dict(line.strip().split("  ", 1) for line in said.output.split("\n\n")[1].splitlines()[1:])
-    assert rows["profile"].strip() == str(profile_path(str(model)))
-    assert rows["… of"].strip() == "821 tokens, metric none"
-    assert 8 < float(rows["ratio"].strip().rstrip("x")) < 9.7  # made for blocks of 16 tokens, these are of 64
-    config.write_text("codec: k4v2c")
-    plain = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
-    assert "profile  " not in plain.output.split("\n\n")[1]
 
 
 def test_cut_for_ranks() -> None:
