@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.calibrate import calibrate
-from manthan.manager.commands.codecs import codecs
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
 from manthan.manager.commands.inspect import inspect
@@ -26,7 +25,6 @@ config_app.command("check")(check)
 app.add_typer(keys_app, name="keys")
 app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
-app.command("codecs")(codecs)
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
 app.command("workload")(workload)

@@ -78,7 +78,6 @@ def test_nothing_else_is_there(bare: Bare) -> None:
     [
         (["version"], version("manthan-kv")),
         (["policies"], "s3fifo"),
-        (["codecs"], "k3v3"),
         (["config", "check", "default.yaml"], "cold_store.max_bytes"),
         (["workload", "--help"], "--seed"),
         (["inspect", "--help"], "--session"),

@@ -195,7 +195,7 @@ def main(
     rounds: Annotated[int, typer.Option(min=0, help="Of all faults; 0: one in 7.5 minutes.")] = 0,
     kills: Annotated[int, typer.Option(min=0, help="Of the server, with SIGKILL.")] = 2,
     seed: Annotated[int, typer.Option(help="Of sessions and faults.")] = 0,
-    codec: Annotated[str, typer.Option(help="One of `manthan codecs`.")] = "wht-5x",
+    codec: Annotated[str, typer.Option(help="Of docs/codec.md.")] = "wht-5x",
     warm_up: Annotated[float, typer.Option(min=0, help="Seconds of each life until memory counts.")] = 120,
     most_growth: Annotated[float, typer.Option(help="MiB an hour, of a life of 15 minutes or more.")] = 64,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs, and the disk.")] = Path("build", "soak"),
