@@ -15,7 +15,6 @@ from manthan.manager.commands.keys import app as keys_app
 from manthan.manager.commands.others import Commands
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.commands.simulate import simulate
-from manthan.manager.simulator.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Session memory manager for vLLM.")
@@ -27,7 +26,6 @@ app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
-app.command("workload")(workload)
 
 
 @app.command("version")

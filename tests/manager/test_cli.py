@@ -82,7 +82,7 @@ def test_config_check_knows_the_names(
     ("words", "offered"),
     [
         (["simulate", "x.jsonl", "--policy", "lr"], ["lru"]),
-        (["simulate", "x.jsonl", "--policy", "fifo,l"], ["fifo,lfu", "fifo,lru"]),
+        (["simulate", "x.jsonl", "--policy", "returns,l"], ["returns,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
         (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),

@@ -102,7 +102,9 @@ def test_a_redis_that_is_good(server: RedisServer) -> None:
 
 
 def test_a_user_without_rights(server: RedisServer) -> None:
-    server.client.execute_command("ACL", "SETUSER", "reader", "on", "nopass", "+info", "+client|setinfo", "~manthan:*")
+    server.client.execute_command(
+        "ACL", "SETUSER", "reader", "on", "nopass", "+info", "+client|setname", "+select", "~manthan:*"
+    )
     [found] = check_redis(in_redis(server, redis__username="reader"))
     server.client.execute_command("ACL", "DELUSER", "reader")
     assert found.mark is Mark.WRONG
