@@ -5,8 +5,8 @@ that the client leaves. Between the four legs of a round nobody asks, so that al
 return in each. The pool holds a few sessions and the cold store less than a round makes, so that blocks are dropped as
 well. At the end nothing may be left: no block in use, no session but cold ones, no more bytes than the budget.
 
-    manthan bench soak [--minutes 30] [--out FOLDER]
-    manthan bench soak --plot-only FOLDER/soak.json
+    python benchmarks/soak.py [--minutes 30] [--out FOLDER]
+    python benchmarks/soak.py --plot-only FOLDER/soak.json
 
 Exit status 1 if a request failed, an answer was wrong or something was left. See docs/capacity.md.
 """
@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Annotated
 
 import typer
+
+import manthan.benchmarks
 
 
 def soak(
@@ -34,6 +36,7 @@ def soak(
     plot_only: Annotated[Path | None, typer.Option(help="Show and plot this JSON of an earlier run again.")] = None,
 ) -> None:
     """Rounds of mixed requests: errors, wrong answers, leaks, memory."""
+    manthan.benchmarks.__path__.append(str(Path(__file__).parent))  # the soak's other parts are not in the wheel
     from manthan.benchmarks.soak_run import SoakOptions, run
 
     options = SoakOptions(

@@ -21,6 +21,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any
 
+import repo_benchmarks  # noqa: F401 it makes them importable
 import typer
 from rich.console import Console
 from soak_chats import CALM, RESTART, Counts, Traffic
