@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.calibration.places import profile_path
@@ -25,10 +25,6 @@ class ChosenCodec:
     name: str
     path: Path | None = None
     profile: Profile | None = None
-
-    def facts(self, rank: int, ranks: int) -> ModelFacts:
-        """As far as the profile tells them."""
-        return NO_FACTS if self.profile is None else facts_of(self.profile, rank, ranks)
 
 
 def choose_codec(config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False) -> ChosenCodec:
