@@ -15,7 +15,15 @@ import typer
 import yaml
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, read_report, write_report
+from manthan.benchmarks.arms import (
+    leave_on_signals,
+    machine,
+    make_console,
+    new_report,
+    read_report,
+    tell_codec,
+    write_report,
+)
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.served import Served
@@ -163,6 +171,7 @@ def run(options: SoakOptions, plot_only: Path | None, arguments: dict[str, Any])
     report = new_report("soak", arguments, [], {}, {}) | {"model": served.name} | found
     path = write_report(report, options.out)
     console.print(f"  {path}", soft_wrap=True)
+    tell_codec(options.out / "soak.log", console)
     show(report, path.with_suffix(".png"), console)
     raise typer.Exit(1 if failed(report) else 0)
 

@@ -183,6 +183,11 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         addresses stay, and wake up with other memory behind them: there is nothing to restore."""
         self.worker.wait()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._try(self.worker.begin_step, self._metadata, otherwise=None)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._metadata
         self.worker.fail_loads(metadata.failed)

@@ -54,6 +54,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """Loads that were promised to vLLM and will not be: requests wait for an answer."""
     cancels: bool = False
     """True if orders that have not begun are to be answered as failed, since the prefix cache is reset."""
+    revokes: bool = False
+    """True if earlier orders whose blocks are not read yet are to be given up, since requests need the blocks."""
 
 
 @dataclass

@@ -7,6 +7,7 @@ from itertools import takewhile
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.blocks import ELSEWHERE
 from manthan.manager.sessions.chains import common_prefix
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.session import (
     Block,
@@ -75,6 +76,7 @@ class Elsewhere:
         """Another engine had it stored."""
         if block is not None and block.code is CodeState.NONE and block.users:
             self._blocks.store(block, Encoding.of(nbytes), ELSEWHERE)
+            block.mark = Mark.DERIVED  # nothing tells what it was
             self._blocks.mark_moved(block, self._table.fronts.all_moved)
             self.nbytes = max(0, self.nbytes - nbytes)
 

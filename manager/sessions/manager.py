@@ -352,7 +352,7 @@ class SessionMemoryManager:
     def stored_mark(self, key: bytes, group: int | None = None) -> Mark:
         """Mark of a resident block after its compressed block is loaded into it."""
         block = self.blocks.get(key, group)
-        if block is None or block.encoding.exact < self.shape.tokens_of(group):
+        if block is None or not self.shape.is_exact(group, block.encoding):
             return Mark.DECODED
         return block.mark
 
@@ -486,6 +486,13 @@ class SessionMemoryManager:
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         self._evictions.spilled((key,), (nbytes,), now, group)
+
+    def stored_elsewhere(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
+        """Another engine has stored this block first. Nothing tells its codec or mark, so that it counts as lossy."""
+        block = self.blocks.get(key, group)
+        if block is not None and block.code is CodeState.SPILLING:
+            block.mark, block.encoding = Mark.DERIVED, Encoding.of(block.encoding.nbytes, 0, block.encoding.codec)
+        self.spilled(key, nbytes, now, group)
 
     def all_spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
         """The same of several of one group, in this order."""

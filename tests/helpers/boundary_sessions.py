@@ -22,7 +22,7 @@ SCHEDULER = (
     "take_events",
     "loaded",
 )
-WORKER = ("submit_loads", "submit_spills", "take_finished_loads", "take_failed_blocks", "take_report")
+WORKER = ("begin_step", "submit_loads", "submit_spills", "take_finished_loads", "take_failed_blocks", "take_report")
 HELD = np.fromfile(f"{MODEL}/held_tokens.u16", np.uint16).tolist()
 ONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 

@@ -1,5 +1,6 @@
 """The codec that a configuration means, and profiles that are missing, damaged or of something else."""
 
+import os
 from pathlib import Path
 
 import profiles
@@ -19,6 +20,9 @@ MODEL = "someone/made-up"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path(MODEL).mkdir(parents=True)
+    (Path(MODEL) / "model.safetensors").write_bytes(b"weights")
     return tmp_path / "cache"
 
 
@@ -63,6 +67,25 @@ def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert chosen.name == "klt-6x"
     assert chosen.profile is not None
+
+
+def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of() -> None:
+    weights = Path(MODEL) / "model.safetensors"
+    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "klt-6x"
+    weights.write_bytes(b"Weights")
+    os.utime(weights, (1, 1))
+    chosen = choose_codec(CodecConfig(name="auto"), MODEL)
+    assert (chosen.name, chosen.wanted) == ("wht-5x", profile_path(MODEL))
+    weights.unlink()  # they are somewhere else, where nobody looks at them
+    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "wht-5x"
+    with pytest.raises(ConfigError, match=r"^codec klt-6x needs a profile of someone/made-up"):
+        choose_codec(CodecConfig(name="klt-6x"), MODEL)
+
+
+def test_revisions_of_a_model_have_profiles_of_their_own() -> None:
+    assert profile_path("some/where", revision="a") != profile_path("some/where", revision="b")
 
 
 def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named() -> None:

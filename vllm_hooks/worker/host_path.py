@@ -1,5 +1,6 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
-from manthan.manager.work import RESET
+from manthan.manager.work import NEEDED, RESET
 from manthan.vllm_hooks.messages import (
     FailedBlock,
     GroupBlocks,
@@ -60,6 +61,9 @@ class HostPath(WorkerPath):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
+        self._unread: dict[int, Sequence[SpillBlock]] = {}
+        """Batches of blocks to be encoded of which none is read yet, by their number."""
+        self._numbers = itertools.count()
         self._encode_threads = encode_threads
         self._copiers = Threads(1, "manthan-copy", cpus)
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -71,6 +75,8 @@ class HostPath(WorkerPath):
         if metadata.cancels:
             self._cancelled.set()
             self._cancelled = threading.Event()
+        if metadata.revokes:
+            self._give_up()
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
@@ -98,7 +104,9 @@ class HostPath(WorkerPath):
             batch = min(blocks.batch, max(1, len(spills) // self._encode_threads))
             for start in range(0, len(spills), batch):
                 some = spills[start : start + batch]
-                self._copiers.submit(self._copy, some, blocks, self.store, model, self._cancelled)
+                number = next(self._numbers)
+                self._put_off(number, some)
+                self._copiers.submit(self._copy, number, some, blocks, self.store, model, self._cancelled)
 
     def wait(self) -> None:
         for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
@@ -111,8 +119,26 @@ class HostPath(WorkerPath):
 
     # -- evict ----------------------------------------------------------------------------------------
 
+    def _put_off(self, number: int, spills: Sequence[SpillBlock]) -> None:
+        with self._lock:
+            self._unread[number] = spills
+
+    def _may_read(self, number: int) -> bool:
+        """True if the blocks of a batch are still to be read, which begins now."""
+        with self._lock:
+            return self._unread.pop(number, None) is not None
+
+    def _give_up(self) -> None:
+        """Answer all blocks that are not read yet: requests need them, and nobody knows how long a store takes."""
+        with self._lock:
+            unread, self._unread = self._unread, {}
+        for spills in unread.values():
+            self._copied(spills)
+            self._spilled([SpillResult(spill.key, spill.group, NEEDED, 0.0) for spill in spills])
+
     def _copy(
         self,
+        number: int,
         spills: Sequence[SpillBlock],
         blocks: Blocks,
         store: ColdStore,
@@ -121,6 +147,8 @@ class HostPath(WorkerPath):
     ) -> None:
         """Copy blocks of one group, so that nobody has to leave them alone while they are encoded, unless that takes no
         longer."""
+        if not self._may_read(number):
+            return
         if cancelled.is_set():
             self._copied(spills)
             self._spilled([SpillResult(spill.key, spill.group, RESET, 0.0) for spill in spills])
@@ -135,7 +163,9 @@ class HostPath(WorkerPath):
             return
         if copies is not None:
             self._copied(spills)
-        self._encoders.submit(self._spill, spills, copies, blocks, store, model, cancelled)
+        else:
+            self._put_off(number, spills)
+        self._encoders.submit(self._spill, number, spills, copies, blocks, store, model, cancelled)
 
     def _encode(
         self, spills: Sequence[SpillBlock], copies: Copies | None, blocks: Blocks, model: torch.cuda.Event | None
@@ -150,6 +180,7 @@ class HostPath(WorkerPath):
 
     def _spill(
         self,
+        number: int,
         spills: Sequence[SpillBlock],
         copies: Copies | None,
         blocks: Blocks,
@@ -158,6 +189,8 @@ class HostPath(WorkerPath):
         cancelled: threading.Event,
     ) -> None:
         """Encode blocks of one group, then store them together."""
+        if copies is None and not self._may_read(number):
+            return
         if cancelled.is_set():
             if copies is None:
                 self._copied(spills)
