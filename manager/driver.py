@@ -626,7 +626,11 @@ class Driver(Generic[B]):
     @property
     def holds_blocks(self) -> bool:
         """True while an encoding or a prefetch has not been answered."""
-        return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy
+        return self.holds_any() or self.manager.blocks.spilling > 0
+
+    def holds_any(self) -> bool:
+        """True while blocks of the pool are referenced."""
+        return self._holding > 0 or self.prefetcher.is_busy
 
     @property
     def frees_soon(self) -> bool:

@@ -668,8 +668,15 @@ class Lookups(Protocol):
     def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
 
-    def computed(self, request: Any, block_ids: Sequence[int]) -> None:
-        """vLLM is about to enter these blocks of the request, loaded or computed, into its prefix cache."""
+    def computed(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """vLLM is about to enter these blocks of the request, loaded or computed, into its prefix cache.
+
+        Returns: False if they could not be marked.
+        """
+
+
+class Boundary(Halting, Lookups, Protocol):
+    """What stands between vLLM and the scheduler half: nothing that is asked of it raises."""
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
@@ -715,7 +722,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
     ) -> None:
         if marks:
             new = blocks[num_cached_blocks:num_full_blocks]
-            lookups.computed(request, [block.block_id for block in new if not block.is_null])
+            settle(request, new, any(marks[block.block_id] for block in blocks[:num_full_blocks]))
             hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
             entered = [
                 (hashes[num_cached_blocks + at], block)
@@ -735,9 +742,15 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         replace_existing_hashes: bool = False,
     ) -> Any:
         if marks and not block.is_null:
-            lookups.computed(request, [block.block_id])
+            settle(request, [block], True)
             take_hashes([(pool._get_partial_block_hash(request, num_tokens), block)], kv_cache_group_id)
         return cache_partial(request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes)
+
+    def settle(request: Any, new: "Sequence[KVCacheBlock]", may_be_lossy: bool) -> None:
+        """Have blocks marked. may_be_lossy: they are taken for derived if that fails."""
+        block_ids = [block.block_id for block in new if not block.is_null]
+        if not lookups.computed(request, block_ids) and may_be_lossy:
+            marks.set((block_id for block_id in block_ids if not marks[block_id]), Mark.DERIVED, None)
 
     def take_hashes(entered: "Iterable[tuple[BlockHash, KVCacheBlock]]", group: int) -> None:
         """Evict lossy blocks whose hashes exact blocks are about to have."""

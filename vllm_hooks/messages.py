@@ -67,6 +67,8 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     verdicts: list[Verdict] = field(default_factory=list)
     copied: list[Name] = field(default_factory=list)
     """Blocks that are to be encoded and need not stay in the pool any more; each once, before its answer."""
+    errors: list[str] = field(default_factory=list)
+    """Calls of the worker half that raised."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)
@@ -75,4 +77,5 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
             self.loads + other.loads,
             self.verdicts + other.verdicts,
             self.copied + other.copied,
+            self.errors + other.errors,
         )

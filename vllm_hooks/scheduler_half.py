@@ -28,6 +28,7 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
+    Boundary,
     Resets,
     VllmPool,
     ask_workers,
@@ -106,10 +107,15 @@ def _weights(config: ManthanConfig) -> str:
 
 
 class SchedulerHalf:
-    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
+    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        self._vllm_config = vllm_config
+    boundary: asks this one on behalf of vLLM's lookups and resets, and raises nothing; None for this one itself.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: Boundary | None = None
+    ) -> None:
+        self._vllm_config, self._boundary = vllm_config, boundary or self
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
@@ -183,7 +189,7 @@ class SchedulerHalf:
         self._is_near = config.cold_store.places[0] == "device"
         if vllm_config.speculative_config is None:
             press_on(self._goes_on)
-        self._resets = Resets(self)
+        self._resets = Resets(self._boundary)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
         self._weights: list[tuple[int, str]] | None = None
@@ -221,7 +227,7 @@ class SchedulerHalf:
             in_flight=self._in_flight(),
             weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
         )
-        watch_lookups(pool, self.pool.marks, self)
+        watch_lookups(pool, self.pool.marks, self._boundary)
         self._weights = self._resets.ask(weights_state)
         self._sweeper.start()
         if self._directory is not None:
@@ -235,8 +241,9 @@ class SchedulerHalf:
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         self.driver.hits(request.request_id, block_ids)
 
-    def computed(self, request: "Request", block_ids: Sequence[int]) -> None:
+    def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
         self.driver.computed(request.request_id, block_ids)
+        return True
 
     def _in_flight(self) -> int:
         """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
@@ -436,8 +443,8 @@ class SchedulerHalf:
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
-        ends = {"cancels": self._cancels, "revokes": work.revokes}
-        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, **ends)
+        rests = not scheduled_tokens
+        return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""

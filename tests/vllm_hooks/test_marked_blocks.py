@@ -41,11 +41,12 @@ class Asked:
         self.marks.set(self.blocks.block_ids(self.decoded), Mark.DECODED, ALICE)
         self.enter(self.decoded)
 
-    def computed(self, request: Request, block_ids: Sequence[int]) -> None:
+    def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
         """A request behind decoded blocks computes what has no mark."""
         if self.lossy_for is not None:
             new = [block_id for block_id in block_ids if not self.marks[block_id]]
             self.marks.set(new, Mark.DERIVED, self.lossy_for)
+        return True
 
     def asker(self, request: Any) -> Owner | None: ...
 

@@ -72,6 +72,7 @@ class HostPath(WorkerPath):
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
+        self.begun = []
         if metadata.cancels:
             self._cancelled.set()
             self._cancelled = threading.Event()
@@ -85,12 +86,13 @@ class HostPath(WorkerPath):
             self.store.go_first(group, keys, tier)
         self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
-        with self._lock:
-            self._awaited += sum(not load.is_prefetch for load in metadata.loads)
         for load in metadata.loads:
+            with self._lock:
+                self._awaited += not load.is_prefetch
             threads = self._prefetchers if load.is_prefetch else self._loaders
             intake = self._intakes[load.is_prefetch] if self._intakes else None
             threads.submit(self._load, load, self.store, model, intake, self._cancelled)
+            self.begun.append(load)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
@@ -98,6 +100,7 @@ class HostPath(WorkerPath):
             others = [spill for spill in metadata.spills if not self._is_mine(spill.key)]
             self._copied(others)
             self._spilled([SpillResult(spill.key, spill.group, None, 0.0) for spill in others])
+            self.begun += others
         model = model_event(self._device) if mine else None
         for group, blocks in self.blocks.items():
             spills = [spill for spill in mine if spill.group == group]
@@ -107,6 +110,7 @@ class HostPath(WorkerPath):
                 number = next(self._numbers)
                 self._put_off(number, some)
                 self._copiers.submit(self._copy, number, some, blocks, self.store, model, self._cancelled)
+                self.begun += some
 
     def wait(self) -> None:
         for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
