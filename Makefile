@@ -1,6 +1,6 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
 # make test-all  the same with all tests                        make setup  the virtual environment only
-# make lint      ruff and mypy only                             make docs   what is generated in docs/ and deploy/
+# make lint      ruff and mypy only                             make docs   what is generated in docs/
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
 SHELL := /usr/bin/env bash
 VENV := .venv
@@ -44,7 +44,7 @@ MINUTES := 60
 soak: $(VENV)/.installed
 	$(BIN)/python tests/helpers/soak_hour.py --minutes $(MINUTES) $(SOAK)
 
-# configuration.md, metrics.md, the Grafana board and the alert rules, from the code and configs/default.yaml.
+# configuration.md and metrics.md, from the code and configs/default.yaml.
 docs: $(VENV)/.installed
 	$(BIN)/python docs/generate.py
 

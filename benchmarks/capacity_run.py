@@ -28,9 +28,8 @@ from manthan.benchmarks.capacity_arms import (
 )
 from manthan.benchmarks.capacity_report import merged, show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
-from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.local_redis import redis_at, remove
 from manthan.benchmarks.progress import Bar
-from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
 from manthan.benchmarks.server import codec_used

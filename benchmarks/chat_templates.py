@@ -17,7 +17,7 @@ from rich.table import Table
 
 from manthan.manager.commands.console import make_console
 from manthan.manager.doctor.template import Message, common
-from manthan.vllm_hooks.doctor.tokenizer import LocalRenderer
+from manthan.vllm_hooks.doctor.command import LocalRenderer
 
 BETWEEN_MINUTES = 7
 """How long a user thinks."""

@@ -3,22 +3,22 @@
 import typer
 
 from manthan.benchmarks.capacity import capacity
-from manthan.benchmarks.concurrency import concurrency
+from manthan.benchmarks.codec import main as codec
 from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
-from manthan.benchmarks.scale import scale
+from manthan.benchmarks.restore import main as restore
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Measure a vLLM server: sessions kept, users at a time, what they wait, many sessions, long runs.",
+    help="Measure a vLLM server: what users wait, returns, sessions kept, and the codec.",
 )
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
 
-bench.command("capacity")(capacity)
-bench.command("concurrency")(concurrency)
 bench.command("load")(load)
-bench.command("scale")(scale)
+bench.command("restore")(restore)
+bench.command("codec")(codec)
+bench.command("capacity")(capacity)
 
 
 @evaluate.callback()

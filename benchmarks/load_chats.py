@@ -15,8 +15,8 @@ from typing import NamedTuple, Protocol
 import typer
 
 from manthan.benchmarks.engines import random_tokens
-from manthan.benchmarks.redis_store import DIGITS, Table
 from manthan.benchmarks.served import Served
+from manthan.benchmarks.tables import DIGITS, Table
 from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
 
 FIXED, EXPONENTIAL = "fixed", "exponential"

@@ -31,9 +31,8 @@ from manthan.benchmarks.load_chats import Chat, Made, Replay, made_up, replayed,
 from manthan.benchmarks.load_report import merged, show
 from manthan.benchmarks.load_talk import Talk, Talker
 from manthan.benchmarks.load_waits import explain, read_log
-from manthan.benchmarks.local_redis import redis_at
+from manthan.benchmarks.local_redis import redis_at, remove
 from manthan.benchmarks.progress import Bar
-from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.restore import made_up as made_up_model
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served

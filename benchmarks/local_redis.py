@@ -43,6 +43,14 @@ def redis_at(url: str, flag: str = "--redis-url") -> Iterator[str]:
         holder.close()
 
 
+def remove(url: str, prefix: str) -> None:
+    """Delete all keys that begin with `prefix`."""
+    client = connect(RedisConfig(url=url))
+    for name in client.scan_iter(f"{prefix}*", count=1000):
+        client.unlink(name)
+    client.close()
+
+
 def _check(url: str, flag: str) -> None:
     try:
         config = RedisConfig(url=url)

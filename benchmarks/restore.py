@@ -3,9 +3,8 @@
 Return latency: time to the first token of a session that comes back, from vLLM's prefix cache (hot), recomputed, from
 vLLM's own CPU offload, and from Manthan's stores; those in Redis and on disk only if they are named. Arm disk has the
 page cache forget the store's files before each return, disk-cached leaves it as it is, and host-disk has all of them in
-RAM too. After each return of arm redis, redis-py reads as many bytes by itself. Capacity: how many sessions survive in
-the same number of bytes. Every arm is an engine of its own; where each token came from is checked, and a return that
-was not answered from where its arm says is an error.
+RAM too. Capacity: how many sessions survive in the same number of bytes. Every arm is an engine of its own; where each
+token came from is checked, and a return that was not answered from where its arm says is an error.
 
     python benchmarks/restore.py [--out FOLDER] [--only latency|capacity] [--arms host,device,redis,disk]
         [--codecs wht-5x,klt-8x] [--profile FILE] [--shape gemma3-12b] [--layers 24]
@@ -16,7 +15,7 @@ import json
 import math
 import os
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass
 from enum import StrEnum
@@ -26,15 +25,12 @@ from typing import Annotated, Any
 import typer
 
 from manthan.benchmarks.arms import OUT, Arm, leave_on_signals, make_console, new_report, run_arms, write_report
-from manthan.benchmarks.disk_store import forget
 from manthan.benchmarks.engines import Answer, Engine, EngineOptions, Report, WrongPathError, random_tokens, serve
 from manthan.benchmarks.local_redis import redis_at
-from manthan.benchmarks.redis_speed import SameBytes
 from manthan.benchmarks.restore_report import CAPACITY, DISK, LATENCY, NAMED, OURS, REDIS, show
 from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
 from manthan.manager.commands.completion import complete_codecs
-from manthan.manager.config.model import RedisConfig
 
 SESSIONS = 3
 """Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
@@ -81,17 +77,15 @@ async def measure_latency(
     vocabulary: int,
     seed: int,
     forgotten: str = "",
-    redis: Mapping[str, str] | None = None,
 ) -> dict[str, Any]:
-    """forgotten: a folder whose files the page cache has to forget before each return. redis: where the codes are, if
-    redis-py is to read as many bytes after each return.
+    """forgotten: a folder whose files the page cache has to forget before each return.
 
     One return that is not counted, then `returns` that are; in Manthan's arms each is asked again at once."""
     sessions = [random_tokens(seed, index, tokens, vocabulary) for index in range(SESSIONS)]
     if arm == "hot":
         return {"returns": await _ask_again(engine, report, sessions, returns)}
     ours, block_size = arm in (*OURS, *NAMED), engine.options.block_size
-    cold, again, alone = [], [], []
+    cold, again = [], []
     for index, session in enumerate(sessions):
         report.step(f"first turn of session {index + 1} of {SESSIONS}")
         await engine.ask(session, f"s{index}")
@@ -109,11 +103,16 @@ async def measure_latency(
             again.append(await engine.ask(sessions[index], f"s{index}"))
             check(again[-1], block_size, cached=True, external=False, what=f"return {number}, asked again at once")
             await engine.until_cold(SESSIONS)
-        if redis is not None:
-            same = SameBytes(RedisConfig(**redis), (tokens - 1) // block_size)
-            alone.append({"ttft_s": same.read_s(), "cached_tokens": cold[-1].cached_tokens})
-    found = {"returns": list(map(asdict, cold))} | ({"hot": list(map(asdict, again))} if ours else {})
-    return found | ({"alone": alone} if alone else {})
+    return {"returns": list(map(asdict, cold))} | ({"hot": list(map(asdict, again))} if ours else {})
+
+
+def forget(folder: Path) -> None:
+    """Have the page cache drop these files, which are synced."""
+    for path in folder.rglob("*"):
+        if path.is_file():
+            fd = os.open(path, os.O_RDONLY)
+            os.posix_fadvise(fd, 0, 0, os.POSIX_FADV_DONTNEED)
+            os.close(fd)
 
 
 async def _ask_again(
@@ -205,7 +204,7 @@ class Setting:
         if not name:
             return {} if self.weights else {"codec": {"guard": False}}
         profile = {"profile": self.profile} if needs_profile(name) else {}
-        return {"codec": {"name": name, "calibrate": False, "guard": False, **profile}}
+        return {"codec": {"name": name, "guard": False, **profile}}
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
         """Manthan's options for the store of an arm that has room for so many bytes of a cache."""
@@ -243,8 +242,6 @@ def latency_arm(name: str, setting: Setting, codec: str = "") -> Arm:
     }
     if name == "disk":
         parameters["forgotten"] = setting.disk_folder
-    if name == "redis":
-        parameters["redis"] = more["manthan"]["redis"]
     engine = setting.engine(setting.tokens, POOL_SESSIONS, **more)
     return Arm(f"latency {label}", "latency", engine, parameters, setting.env)
 

@@ -19,8 +19,6 @@ DISK = ("disk", "disk-cached", "host-disk")
 NAMED = (*REDIS, *DISK)
 """Arms that are run only when they are named: they need a redis-server, or write to a disk."""
 CAPACITY = ("vllm-offload", "host", "plain", "device")
-ALONE = "redis-py alone"
-"""The same bytes, read by redis-py and not used."""
 RATIOS = (
     ("host", "vllm-offload"),
     ("device", "hot"),
@@ -67,7 +65,7 @@ def latency_rows(report: dict[str, Any]) -> list[Row]:
     named = [name.removeprefix("latency ") for name in report["arms"] if name.startswith("latency ")]
     for name in sorted(named, key=_place):
         found = report["arms"][f"latency {name}"]
-        for key, label in (("returns", name), ("hot", f"{name}, hot"), ("alone", f"{name}, {ALONE}")):
+        for key, label in (("returns", name), ("hot", f"{name}, hot")):
             if counted := found.get(key, [])[1:]:
                 times = [answer["ttft_s"] * 1e3 for answer in counted]
                 rows.append(Row(label, times, min(answer["cached_tokens"] for answer in counted)))
@@ -81,10 +79,8 @@ def _place(name: str) -> int:
 
 def latency_ratios(rows: Sequence[Row]) -> dict[str, float]:
     """Those of RATIOS that were measured, each with every codec."""
-    alone = {row.name.split(",")[0]: row.median for row in rows if row.name.endswith(ALONE)}
     median = {row.name: row.median for row in rows if "," not in row.name}
-    beside = {f"{name} / {ALONE}": median[name] / alone[name] for name in alone}
-    return beside | {
+    return {
         f"{a} / {b}": median[a] / median[b]
         for first, second in RATIOS
         for a in median

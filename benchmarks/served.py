@@ -8,8 +8,8 @@ from typing import Self
 import typer
 
 from manthan.benchmarks.engines import random_tokens
-from manthan.benchmarks.redis_store import DIGITS, MODEL, Table
 from manthan.benchmarks.shapes import Shape, write_model
+from manthan.benchmarks.tables import DIGITS, MODEL, Table
 
 CPU_BLOCK_TOKENS, GPU_BLOCK_TOKENS = 32, 16
 SAFE_VOCABULARY = 1000

@@ -8,7 +8,6 @@ from rich.table import Table
 from rich.text import Text
 
 from manthan.manager.commands.calibrate import calibrate
-from manthan.manager.commands.codecs import codecs
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
 from manthan.manager.commands.inspect import inspect
@@ -16,7 +15,6 @@ from manthan.manager.commands.keys import app as keys_app
 from manthan.manager.commands.others import Commands
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.commands.simulate import simulate
-from manthan.manager.simulator.workload import workload
 from manthan.policies import BadPolicyError, get_policy, policy_names
 
 app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Session memory manager for vLLM.")
@@ -26,10 +24,8 @@ config_app.command("check")(check)
 app.add_typer(keys_app, name="keys")
 app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
-app.command("codecs")(codecs)
 app.command("inspect")(inspect)
 app.command("simulate")(simulate)
-app.command("workload")(workload)
 
 
 @app.command("version")

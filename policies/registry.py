@@ -4,19 +4,11 @@ import difflib
 import inspect
 from importlib.metadata import EntryPoint, entry_points
 
-from manthan.policies.arc import ARC
 from manthan.policies.base import EvictionPolicy, PolicyOptions
-from manthan.policies.fifo import FIFO
-from manthan.policies.gdsf import GDSF
-from manthan.policies.lfu import LFU
 from manthan.policies.lru import LRU
 from manthan.policies.mixture import Mixture
-from manthan.policies.s3fifo import S3FIFO
-from manthan.policies.ttl import TTL
 
-BUILTIN: dict[str, type[EvictionPolicy]] = {
-    policy.name: policy for policy in (LRU, FIFO, LFU, TTL, ARC, S3FIFO, GDSF, Mixture)
-}
+BUILTIN: dict[str, type[EvictionPolicy]] = {policy.name: policy for policy in (LRU, Mixture)}
 ENTRY_POINT_GROUP = "manthan.policies"
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import examples
 import pytest
+import repo_benchmarks  # noqa: F401 it makes them importable
 from warm_server import warm_server
 
 from manthan.benchmarks.server import VllmServer

@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 from documents import REPO
-from example_package import EXAMPLES, MANTHAN, install, path_with, run
+from example_package import EXAMPLES, install, path_with, run
 
 from manthan.benchmarks.server import VllmServer
 
@@ -48,13 +48,6 @@ def test_the_document_shows_it() -> None:
     assert module == (EXAMPLE / "manthan_codec_int8.py").read_text(encoding="utf-8")
     (entry_point,) = re.findall(r"^```toml\n(.*?)^```", TEXT, re.MULTILINE | re.DOTALL)
     assert entry_point in (EXAMPLE / "pyproject.toml").read_text(encoding="utf-8")
-
-
-def test_it_is_listed(site: Path, tmp_path: Path) -> None:
-    done = run(site, tmp_path, MANTHAN, "codecs")
-    assert done.returncode == 0, done.stderr
-    (row,) = [line.split() for line in done.stdout.splitlines() if line.startswith(" int8")]
-    assert row[:7] == ["int8", "8", "/", "8", "130,", "130", "1.97x"]
 
 
 def test_blocks_go_there_and_back(site: Path, tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+import tomllib
 from collections.abc import Iterator
 from importlib.util import find_spec
 from pathlib import Path
@@ -18,7 +19,7 @@ MAY_IMPORT = {
     "benchmarks": {"benchmarks", "vllm_hooks", "manager", "codec", "policies"},
 }
 OURS = [*MAY_IMPORT, "tests", ".ci"]
-NOT_INSTALLED = "experiments/"
+COMMANDS = "manthan.benchmarks.cli"
 KNOW_VLLM = {"vllm_hooks", "benchmarks"}
 
 each_package = pytest.mark.parametrize("package", MAY_IMPORT)
@@ -45,15 +46,25 @@ def imported_modules(path: Path, package: str) -> Iterator[str]:
             yield from (f"{module}.{alias.name}" for alias in node.names)
 
 
-@each_package
+@pytest.mark.parametrize("package", [package for package in MAY_IMPORT if package != "benchmarks"])
 def test_every_source_file_is_installed_as_it_is(package: str) -> None:
     def contents(folder: Path) -> dict[str, str]:
         return {str(path.relative_to(folder)): path.read_text() for path in python_files(folder)}
 
-    ours = {path: text for path, text in contents(REPO / package).items() if not path.startswith(NOT_INSTALLED)}
-    assert contents(installed(package)) == ours
+    assert contents(installed(package)) == contents(REPO / package)
     assert "__init__.py" in contents(installed(package))
     assert (installed(package) / "py.typed").exists()
+
+
+def test_the_wheel_has_the_benchmarks_that_commands_run_and_no_others() -> None:
+    graph = import_graph("benchmarks", REPO / "benchmarks")
+    needed, further = set(), {COMMANDS}
+    while further:
+        needed |= further
+        further = {name for module in further for name in graph[module]} - needed
+    declared = tomllib.loads((REPO / "pyproject.toml").read_text())["tool"]["setuptools"]["py-modules"]
+    assert set(declared) == needed - {"manthan.benchmarks"}
+    assert len(declared) == len(set(declared)) > 20
 
 
 @pytest.mark.parametrize("module", ["manthan.codec", "manthan.policies", "manthan.manager", "manthan.manager.cli"])
@@ -89,12 +100,11 @@ def run_time_imports(node: ast.AST, package: str) -> Iterator[str]:
             yield from run_time_imports(child, package)
 
 
-def import_graph(package: str) -> dict[str, set[str]]:
+def import_graph(package: str, folder: Path) -> dict[str, set[str]]:
     """Each module of a package, with those of the same package that it imports.
 
     `from package.module import name` is an import of the module, and of `package.module.name` if that is one.
     """
-    folder = installed(package)
     names = {}
     for path in python_files(folder):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -124,7 +134,7 @@ def a_circle(graph: dict[str, set[str]]) -> list[str]:
 
 @each_package
 def test_no_package_has_an_import_circle(package: str) -> None:
-    graph = import_graph(package)
+    graph = import_graph(package, installed(package))
     assert len(graph) > 3
     assert not (circle := a_circle(graph)), " imports ".join(circle)
 

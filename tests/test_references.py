@@ -5,8 +5,7 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
-import yaml
-from deployment import DEPLOY, script
+from deployment import DEPLOY, alerts, script
 
 from manthan.manager.config.model import FIELDS, RedisConfig
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS, resolve_config
@@ -68,18 +67,12 @@ def test_every_option_of_every_policy_is_there() -> None:
 
 def test_queries_name_metrics_that_there_are() -> None:
     expressions = re.findall(r"^```promql\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
-    rules = [rule for group in alerts()["groups"] for rule in group["rules"]]
+    rules = alerts()
     named = set(re.findall(r"vllm:manthan_\w+", "\n".join([*expressions, *(rule["expr"] for rule in rules)])))
     assert len(expressions) > 5
     assert named
     assert named <= SERIES
     assert all(rule["annotations"]["summary"] for rule in rules)
-
-
-def alerts() -> dict[str, list[dict[str, list[dict[str, dict[str, str]]]]]]:
-    (text,) = re.findall(r"^```yaml\n(.*?)^```", METRICS_MD, re.MULTILINE | re.DOTALL)
-    found: dict[str, list[dict[str, list[dict[str, dict[str, str]]]]]] = yaml.safe_load(text)
-    return found
 
 
 def test_labels_in_queries_are_those_of_the_metrics() -> None:

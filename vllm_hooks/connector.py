@@ -18,8 +18,6 @@ from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, Mant
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats
-from manthan.vllm_hooks.telemetry.structured import use_format
-from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.half import WorkerHalf
 
 if TYPE_CHECKING:
@@ -49,7 +47,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def __init__(self, vllm_config: "VllmConfig", role: KVConnectorRole, kv_cache_config: "KVCacheConfig") -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         check_supported(vllm_config)
-        use_format(from_vllm_config(vllm_config).log.format)
         self._is_broken = False
         """True once the scheduler half has raised: it is asked nothing any more."""
         self._promised: dict[str, Load] = {}

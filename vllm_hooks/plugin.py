@@ -29,7 +29,6 @@ from manthan.vllm_hooks.http.hints import (
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
-from manthan.vllm_hooks.telemetry.structured import use_format
 from manthan.vllm_hooks.transfer_config import (
     CONNECTOR,
     CONNECTOR_MODULE,
@@ -63,7 +62,6 @@ HELP = {
     "--manthan-disk-path": ("FOLDER", "The folder of cold store disk, on a local file system; it is there already."),
     "--manthan-encryption-key-file": ("FILE", "The keys that codes on a disk and in Redis are sealed with."),
     "--manthan-api": ("on|off", "Whether the server answers below /manthan: sessions over HTTP, and a live page."),
-    "--manthan-log-format": ("FORMAT", "How Manthan's lines in the log look: text or json."),
     "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
 }
 
@@ -102,7 +100,6 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         return
     with one_sentence() if from_command_line else nullcontext():
         complete(vllm_config)
-        use_format(from_vllm_config(vllm_config).log.format)
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's

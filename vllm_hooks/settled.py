@@ -15,9 +15,9 @@ from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes, settings
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-ASKED, DIGEST, WANTS_PROFILE = "manthan_codec_asked", "manthan_profile_digest", "manthan_wants_profile"
+ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
 """Beside the configuration, in what vLLM carries to its processes."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False, "calibrate": False}
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False}
 """The codec of blocks that are kept as they are."""
 
 
@@ -31,7 +31,7 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
     if keeps_bytes(vllm_config):
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
-        extra[DIGEST], extra[WANTS_PROFILE] = "", False
+        extra[DIGEST] = ""
         return
     asked = without_profile(asked) if has_draft(vllm_config) else asked
     ranks = parallel.tensor_parallel_size
@@ -41,7 +41,6 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
-    extra[WANTS_PROFILE] = chosen.wanted is not None
 
 
 def without_profile(asked: CodecConfig) -> CodecConfig:
@@ -65,11 +64,6 @@ def is_codec_chosen(vllm_config: "VllmConfig") -> bool:
     """Whether the codec was chosen here, so that it may be another one at the next start."""
     asked = _extra(vllm_config).get(ASKED)
     return asked is not None and CodecConfig.model_validate(asked).name == AUTO
-
-
-def wants_profile(vllm_config: "VllmConfig") -> bool:
-    """Whether the engine would use a profile if the model had one."""
-    return bool(_extra(vllm_config).get(WANTS_PROFILE, False))
 
 
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:

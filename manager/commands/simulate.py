@@ -1,120 +1,177 @@
 """`manthan simulate`: what policies and capacities would find of a request trace."""
 
+import gc
+import json
+import multiprocessing
 import os
 import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
 from itertools import product
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, NamedTuple
 
+import numpy as np
 import typer
 import yaml
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.progress import track
+from rich.table import Table
 
 from manthan.manager.commands.completion import complete_policies
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
-from manthan.manager.config.resolve import ConfigError, ManthanConfig, resolve_config
+from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
-from manthan.manager.integrity import IntegrityError
-from manthan.manager.simulator.cost_model import CostModel
-from manthan.manager.simulator.engine import total_blocks
-from manthan.manager.simulator.replay import PROGRESS_EVERY, Setup
-from manthan.manager.simulator.report import check_matplotlib, results_table, save_plot, write_json
-from manthan.manager.simulator.runs import Result, Run, run_all
-from manthan.manager.simulator.traces import Trace, TraceError, read_trace
+from manthan.manager.simulator.belady import belady
+from manthan.manager.simulator.engine import replay, total_blocks
+from manthan.manager.simulator.replay import Setup
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
 from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
 
-_Path = Path | None
+
+class Run(NamedTuple):
+    """A replay that is asked for. label: the policy with its options, as it was written."""
+
+    label: str
+    setup: Setup
+
+
+@dataclass(frozen=True)
+class Result:
+    """Figures of a replay. Shares are of the asked blocks, partial ones included; times in seconds.
+
+    best_share: what Belady's optimum finds in one cache as large as pool and cold store. evictions: sessions gone cold.
+    """
+
+    policy: str
+    hot_tokens: int
+    cold_tokens: int
+    hot_share: float
+    restored_share: float
+    best_share: float
+    first_token_mean_s: float
+    first_token_p99_s: float
+    evictions: int
+    encoded_blocks: int
+    restored_blocks: int
+    dropped_blocks: int
 
 
 def simulate(
-    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's, or CSV.")],
+    trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's.")],
     policy: Annotated[
         str,
         typer.Option(
             help="Names, with options as NAME:OPTION=VALUE, separated by commas.", autocompletion=complete_policies
         ),
-    ] = "lru",
-    hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%); 0 for none.")] = "0",
-    cold: Annotated[str, typer.Option(help="The cold store: tokens that its codes stand for, or a share.")] = "10%",
+    ] = "lru,returns",
+    hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%).")] = "5%",
+    cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle_after_s.")] = None,
-    min_tokens: Annotated[int | None, typer.Option(help="As min_tokens.")] = None,
-    low_watermark: Annotated[float | None, typer.Option(help="As hot_pool.low_watermark.")] = None,
-    high_watermark: Annotated[float | None, typer.Option(help="As hot_pool.high_watermark.")] = None,
-    cost: Annotated[_Path, typer.Option(help="A YAML file with some values of the cost model.")] = None,
-    prefill_slots: Annotated[int, typer.Option(min=0, help="Prompts computed at a time; 0 for any number.")] = 0,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
-    block_tokens: Annotated[int | None, typer.Option(min=1, help="Of a block, if not 512 (JSON) or 16 (CSV).")] = None,
+    block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
     jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = os.cpu_count() or 1,
-    json_file: Annotated[_Path, typer.Option("--json", help="Write all figures into this file.")] = None,
-    plot_file: Annotated[_Path, typer.Option("--plot", help="Draw found shares into this PNG.")] = None,
-    check: Annotated[bool, typer.Option("--check", help="See now and then if the manager's books agree.")] = False,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
-    flags = {
-        "idle_after_s": idle_after,
-        "min_tokens": min_tokens,
-        "hot_pool.low_watermark": low_watermark,
-        "hot_pool.high_watermark": high_watermark,
-    }
     try:
-        if plot_file is not None:
-            check_matplotlib()
-        config = resolve_config(env={}, flags=flags).config
-        costs = CostModel.read(cost) if cost else CostModel()
+        config = resolve_config(env={}, flags={"idle_after_s": idle_after}).config
         policies = [(label, *_policy(label)) for label in policy.split(",")]
         read = read_trace(trace, block_tokens)
         pairs = list(product(_capacities("--hot", hot, read), _capacities("--cold", cold, read)))
         _check_pools(hot, [hot_blocks for hot_blocks, _ in pairs], read)
     except (ConfigError, TraceError, UnknownPolicyError, BadPolicyError) as error:
-        typer.echo(_in_options(error), err=True)
+        typer.echo(str(error).replace("argument: idle_after_s", "--idle-after"), err=True)
         raise typer.Exit(1) from None
     first = int(measure_from * len(read.requests))
-    common = _common(config, costs, prefill_slots, first, read.block_tokens)
     runs = [
-        Run(label, Setup(kind, options, hot_blocks, cold_blocks, **common))
+        Run(
+            label,
+            Setup(
+                kind,
+                hot_blocks,
+                options,
+                cold_blocks,
+                block_tokens,
+                idle_after_s=config.idle_after_s,
+                first_measured=first,
+            ),
+        )
         for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
     ]
-    try:
-        results = _run(trace, read, runs, jobs, check)
-    except IntegrityError as error:
-        typer.echo(f"--check: the books do not agree, which is a bug of Manthan: {error}", err=True)
-        raise typer.Exit(1) from None
-    make_console().print(results_table(results))
-    if check:
-        typer.echo(f"--check: the books of {len(runs)} replays agreed, each {PROGRESS_EVERY} requests and in the end.")
+    results = _run_all(read, runs, jobs)
+    make_console().print(_table(results))
     if json_file is not None:
-        write_json(json_file, read, results)
-    if plot_file is not None:
-        save_plot(plot_file, read, results)
+        about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
+        rows = [asdict(result) for result in results]
+        json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def _common(config: ManthanConfig, cost: CostModel, slots: int, first: int, block_tokens: int) -> dict[str, Any]:
-    return {
-        "block_tokens": block_tokens,
-        "cost": cost,
-        "idle_after_s": config.idle_after_s,
-        "min_tokens": config.min_tokens,
-        "low_watermark": config.hot_pool.low_watermark,
-        "high_watermark": config.hot_pool.high_watermark,
-        "prefill_slots": slots,
-        "first_measured": first,
-    }
+def _run_all(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Result]:
+    """Return the results in the order of the runs."""
+    global _trace
+    _trace = trace  # forked processes have it too
+    gc.freeze()  # a replay makes many objects that live long and are in no cycles
+    gc.set_threshold(50_000, 20, 20)
+    bar = Console(stderr=True)
+    if jobs == 1 or len(runs) == 1:
+        return list(track(map(_run, runs), "replays", len(runs), console=bar, transient=True))
+    with multiprocessing.get_context("fork").Pool(min(jobs, len(runs))) as pool:
+        return list(track(pool.imap(_run, runs), "replays", len(runs), console=bar, transient=True))
 
 
-def _run(path: Path, trace: Trace, runs: list[Run], jobs: int, check: bool) -> list[Result]:
-    total = len(runs) * len(trace.requests)
-    columns = (TextColumn("requests"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
-        task = bar.add_task("", total=total)
-        return run_all(path, trace, runs, jobs, lambda count: bar.update(task, completed=count), check)
+_trace: Trace
 
 
-# -- what was asked for -----------------------------------------------------------------------------------
+def _run(run: Run) -> Result:
+    setup, requests = run.setup, _trace.requests
+    tally = replay(requests, setup)
+    served = [one for one in tally.served[setup.first_measured :] if one is not None]
+    asked = sum(one.asked for one in served)
+    best = belady(requests, setup.block_tokens, setup.hot_blocks + setup.cold_blocks, setup.first_measured)
+    seconds = np.array([one.first_token_s for one in served])
+    return Result(
+        run.label,
+        setup.hot_blocks * setup.block_tokens,
+        setup.cold_blocks * setup.block_tokens,
+        sum(one.hot for one in served) / asked,
+        sum(one.restored for one in served) / asked,
+        best / asked,
+        float(seconds.mean()),
+        float(np.percentile(seconds, 99)),
+        tally.evictions,
+        tally.moved_out,
+        tally.moved_in,
+        tally.dropped,
+    )
+
+
+def _table(results: Sequence[Result]) -> Table:
+    """A row a replay; shares of the asked blocks, in percent."""
+    table = Table(
+        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "best possible", "first token", "p99"),
+        *("evictions", "encoded", "restored blocks", "dropped"),
+        box=None,
+    )
+    for column in table.columns[1:]:
+        column.justify = "right"
+    for row in results:
+        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share, row.best_share)
+        table.add_row(
+            row.policy,
+            *(f"{tokens:,}" for tokens in (row.hot_tokens, row.cold_tokens)),
+            *(f"{100 * share:.1f}%" for share in shares),
+            *(f"{1000 * value:,.0f} ms" for value in (row.first_token_mean_s, row.first_token_p99_s)),
+            *(f"{n:,}" for n in (row.evictions, row.encoded_blocks, row.restored_blocks, row.dropped_blocks)),
+        )
+    return table
+
+
+# -- arguments --------------------------------------------------------------------------------------------
 
 
 def _policy(label: str) -> ChosenPolicy:
@@ -132,7 +189,7 @@ def _policy(label: str) -> ChosenPolicy:
 
 
 def _capacities(option: str, text: str, trace: Trace) -> list[int]:
-    """Blocks, from a list of tokens and shares of the distinct blocks of a trace."""
+    """Return blocks, from a list of tokens and shares of the distinct blocks of a trace."""
     return [_capacity(option, one.strip(), trace) for one in text.split(",")]
 
 
@@ -142,23 +199,15 @@ def _capacity(option: str, text: str, trace: Trace) -> int:
         raise ConfigError(f"{option} must be tokens, such as 64000 or 4M, or a share, such as 5%, not {text!r}")
     number, unit = float(match[1]), match[2]
     blocks = int(number / 100 * trace.distinct_blocks if unit == "%" else number * _UNITS[unit] / trace.block_tokens)
-    if blocks == 0 and (number or option == "--cold"):
+    if blocks == 0:
         raise ConfigError(f"{option} {text} is less than a block of {trace.block_tokens} tokens: give it more")
     return blocks
 
 
 def _check_pools(text: str, hot: list[int], trace: Trace) -> None:
     largest = max(total_blocks(request, trace.block_tokens) for request in trace.requests)
-    if any(0 < blocks < largest for blocks in hot):
+    if min(hot) < largest:
         raise ConfigError(
             f"--hot {text} is too small for the largest request of {trace.name}, which takes {largest} blocks: give it "
-            f"{largest * trace.block_tokens} tokens or more, or 0 for no pool"
+            f"{largest * trace.block_tokens} tokens or more"
         )
-
-
-def _in_options(error: Exception) -> str:
-    """A sentence about the configuration's keys, in terms of the command line."""
-    options = {"idle_after_s": "--idle-after", "min_tokens": "--min-tokens"}
-    sentence = re.sub(r"\b(idle_after_s|min_tokens)\b", lambda key: options[key[1]], str(error))
-    sentence = re.sub(r"\bhot_pool\.(low|high)_watermark\b", r"--\1-watermark", sentence)
-    return sentence.removeprefix("argument: ")

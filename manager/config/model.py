@@ -135,7 +135,6 @@ class CodecConfig(_Group):
 
     name: str = Field(default="auto", description="the name of a codec, such as wht-5x")
     profile: str = Field(default="", description="the path of a model's profile; empty for the one that is found")
-    calibrate: bool = Field(default=True, description="true or false")
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
     window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
@@ -326,14 +325,6 @@ class PrefetchConfig(_Group):
     lead_s: Number = Field(default=2.0, ge=0, description="a plain number of seconds, 0 or more, such as 2")
 
 
-class LogConfig(_Group):
-    """How Manthan's lines in vLLM's log look."""
-
-    shorthand = "format"
-
-    format: Literal["text", "json"] = Field(default="text", description="text or json")
-
-
 class ApiConfig(_Group):
     """What the server answers below /manthan."""
 
@@ -362,7 +353,6 @@ class ManthanConfig(_Model):
     hot_pool: HotPoolConfig = HotPoolConfig()
     quotas: QuotasConfig = QuotasConfig()
     prefetch: PrefetchConfig = PrefetchConfig()
-    log: LogConfig = LogConfig()
     api: ApiConfig = ApiConfig()
 
     @model_validator(mode="after")

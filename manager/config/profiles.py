@@ -5,7 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.calibration.places import has_weights, profile_path
@@ -20,17 +20,11 @@ CALIBRATED, PLAIN = "klt-6x", "wht-5x"
 
 @dataclass(frozen=True)
 class ChosenCodec:
-    """name: of a codec. profile: the model's, if the codec takes one, and path where it lies. wanted: where one belongs
-    that the codec would take if it were there."""
+    """name: of a codec. profile: the model's, if the codec takes one, and path where it lies."""
 
     name: str
     path: Path | None = None
     profile: Profile | None = None
-    wanted: Path | None = None
-
-    def facts(self, rank: int, ranks: int) -> ModelFacts:
-        """As far as the profile tells them."""
-        return NO_FACTS if self.profile is None else facts_of(self.profile, rank, ranks)
 
 
 def choose_codec(
@@ -67,7 +61,7 @@ def choose_codec(
         logger.warning("Manthan: codec %s is used, for %s", PLAIN, error)
         return ChosenCodec(PLAIN)
     if config.name == AUTO:
-        return ChosenCodec(PLAIN, wanted=path)
+        return ChosenCodec(PLAIN)
     raise ConfigError(
         f"codec {name} needs a profile of {model}, and there is none at {path}: run `{_command(model, ranks)}`, or "
         "name one that you have with codec.profile"

@@ -7,7 +7,7 @@ messages. What it repeats, token by token from the first one on, is found again;
 from collections.abc import Sequence
 from typing import Any, NamedTuple, Protocol, TypeAlias
 
-from manthan.manager.doctor.finding import Finding, Mark
+from manthan.manager.doctor.checks import Finding, Mark
 
 TEMPLATE = "chat template"
 Message: TypeAlias = dict[str, Any]

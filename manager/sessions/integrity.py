@@ -3,14 +3,10 @@
 For tests, after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
 """
 
-import math
 from collections import Counter
 from collections.abc import Iterator
 
-import numpy as np
-
 from manthan.manager.integrity import IntegrityError
-from manthan.manager.sessions.columns import FREE, STATES
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
 from manthan.manager.work import Name
@@ -18,7 +14,7 @@ from manthan.manager.work import Name
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _columns, _order, _restorable):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order, _restorable):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -196,26 +192,6 @@ def _chains(manager: SessionMemoryManager) -> Findings:
                 yield tree.end(session) is node, f"{session.session_id} is said to end elsewhere than it does"
     entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
     yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
-
-
-def _columns(manager: SessionMemoryManager) -> Findings:
-    columns, sessions = manager.table.columns, manager.table.by_id
-    columns.catch_up()
-    state, used, blocks, pinned = columns.state, columns.used, columns.blocks, columns.pinned
-    rows = {session.row for session in sessions.values()}
-    yield rows == set(np.flatnonzero(state != FREE).tolist()), "rows are of others than the sessions there are"
-    yield list(columns.ids) == sorted(sessions), "ids are in order of others than the sessions there are"
-    for name, session in sessions.items():
-        row = session.row
-        kept = STATES[state[row]], used[row].item(), blocks[row].item(), bool(pinned[row])
-        found = session.state, session.last_used, len(session.chain), session.pinned
-        yield kept == found, f"{name} is listed as {kept}, and is {found}"
-        expected, tenant = columns.expected[row].item(), columns.tenant[row].item()
-        yield (
-            expected == (math.inf if session.expected is None else session.expected),
-            f"{name} is listed at {expected}",
-        )
-        yield tenant == columns.number(session.tenant), f"{name} is listed for tenant number {tenant}"
 
 
 def _order(manager: SessionMemoryManager) -> Findings:

@@ -1,20 +1,15 @@
-"""Sessions for those who look on: filtered, sorted, a page at a time. All of them are asked by columns; only those of
-the page, and a few of those that are in the pool, are looked at one by one.
-"""
+"""Sessions for those who look on: filtered, sorted, a page at a time, from a snapshot of the table."""
 
+import heapq
+import math
 from bisect import bisect_left
 from collections import Counter
 from collections.abc import Collection, Iterator, Mapping
 from enum import StrEnum, auto
 from itertools import islice
-from typing import Any, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
-import numpy as np
-from numpy.typing import NDArray
-
-from manthan.manager.sessions.columns import FREE, STATES
 from manthan.manager.sessions.session import (
-    HOT_STATES,
     Block,
     CodeState,
     Held,
@@ -25,20 +20,15 @@ from manthan.manager.sessions.session import (
 )
 from manthan.manager.sessions.table import SessionTable
 
-Rows: TypeAlias = NDArray[np.intp]
-Measures: TypeAlias = NDArray[Any]
-LAST = chr(0x10FFFF)
-"""No name has a character behind it."""
-FEW = 8
-"""A part of the sessions is put in order by itself if it is smaller than one in so many."""
 MOST = 1000
 """Sessions that are looked through for those of one tenant."""
+STATES = list(SessionState)
 _COLD = CodeState.COLD
 
 
 class Sort(StrEnum):
-    """What sessions are sorted by. Bytes are estimates: so many blocks at the usual size. What a cold session shares
-    with one in the pool does not count there."""
+    """Key of a list of sessions. Bytes are estimates: blocks at the usual size. Blocks that a cold session shares with
+    one in the pool do not count as hot."""
 
     LAST_USED = auto()
     TOKENS = auto()
@@ -50,10 +40,10 @@ class Sort(StrEnum):
 
 
 class Query(NamedTuple):
-    """Which sessions, in which order. None for all.
+    """Filter and order of a list of sessions. A filter that is None passes all.
 
-    bound: the tenant that asks: sessions of others are not there, and its own have the names that it gave them. prefix:
-    of ids. tier: its number; with codes there. limit, offset: of the page; offset counts from 0.
+    bound: tenant that asks; it sees its own sessions only, under the names that it gave them. tenant: of the sessions.
+    tier: number of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
     """
 
     states: Collection[SessionState] | None = None
@@ -69,11 +59,11 @@ class Query(NamedTuple):
 
 
 Key: TypeAlias = tuple[float | str, str]
-"""What a session is sorted by, and its id, so that pages do not overlap."""
+"""A session's value of the sort key, and its id, so that pages do not overlap."""
 
 
 class Page(NamedTuple):
-    """total: how many sessions there are in all pages. keys: what the sessions of this one are sorted by."""
+    """One page of a list. total: number of sessions on all pages. keys: sort keys of the sessions on this page."""
 
     total: int
     keys: list[Key]
@@ -81,17 +71,19 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Looks into a table of sessions, and changes nothing there."""
+    """Reads a table of sessions, and changes nothing there. A page costs O(n log page) of n sessions."""
 
     def __init__(self, table: SessionTable) -> None:
-        self._table, self._columns = table, table.columns
+        self._table = table
 
     def page(self, query: Query) -> Page:
-        """Sessions that have KV, or a request."""
-        self._columns.catch_up()
-        rows = self._rows(query)
-        best = self._best(query, rows)
-        return Page(len(rows), best, [self.info(self._table.by_id[session_id]) for _, session_id in best])
+        """Return a page of the sessions that have KV, or a request."""
+        chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
+        keys = ((self._value(query.sort, session), session.session_id) for session in chosen)
+        end = query.offset + query.limit
+        best = heapq.nlargest(end, keys) if query.descending else heapq.nsmallest(end, keys)
+        page = best[query.offset :]
+        return Page(len(chosen), page, [self.info(self._table.by_id[session_id]) for _, session_id in page])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
         """The session of that id, for a tenant one of its own by the name that it gave it; None: for who sees all."""
@@ -105,12 +97,11 @@ class Listing:
                 yield session.session_id if bound is None else session.told_id
 
     def states(self, bound: str | None) -> dict[SessionState, int]:
-        """How many sessions there are in each state."""
+        """Return the number of sessions in each state."""
         if bound is None:
             return {state: self._table.states[state] for state in SessionState}
-        self._columns.catch_up()
-        own = self._columns.state[self._columns.tenant == self._columns.number(bound)]
-        return {state: int(np.count_nonzero(own == place)) for place, state in enumerate(STATES)}
+        found = Counter(session.state for session in self._table.by_id.values() if session.tenant == bound)
+        return {state: found[state] for state in SessionState}
 
     def info(self, session: Session) -> SessionInfo:
         """Counted block by block."""
@@ -161,105 +152,44 @@ class Listing:
             sum(nbytes for moved, nbytes in sizes.items() if has(tier, moved)),
         )
 
-    # -- which ----------------------------------------------------------------------------------------
+    def _is_wanted(self, session: Session, query: Query) -> bool:
+        if query.bound is not None and session.tenant != query.bound:
+            return False
+        if query.tenant is not None and session.tenant != query.tenant:
+            return False
+        if query.states is not None and session.state not in query.states:
+            return False
+        if query.pinned is not None and session.pinned != query.pinned:
+            return False
+        name = session.session_id if query.bound is None else session.told_id
+        if not name.startswith(query.prefix):
+            return False
+        return query.tier is None or self._is_in(query.tier, session)
 
-    def _rows(self, query: Query) -> Rows:
-        columns = self._columns
-        state = columns.state
-        is_wanted = state != FREE
-        if query.states is not None:
-            is_wanted &= np.isin(state, [STATES.index(each) for each in query.states])
-        for tenant in {query.bound, query.tenant} - {None}:
-            is_wanted &= columns.tenant == columns.number(str(tenant))
-        if query.pinned is not None:
-            is_wanted &= columns.pinned == query.pinned
-        rows = self._begin_so(query.prefix, query.bound) if query.prefix else np.flatnonzero(is_wanted)
-        rows = rows[is_wanted[rows]] if query.prefix else rows
-        return rows if query.tier is None else self._with_codes_in(query.tier, rows)
-
-    def _begin_so(self, prefix: str, bound: str | None) -> Rows:
-        """Those of whose names, or of whose ids, begin so: these stand together."""
-        ids, by_id, found = self._columns.ids, self._table.by_id, []
-        for begin in {prefix} if bound is None else {qualified(prefix, bound), qualified(f"{prefix}/", bound)[:-1]}:
-            found += ids[ids.bisect_left(begin) : ids.bisect_right(begin + LAST)]
-        return np.array([by_id[name].row for name in found], np.intp)
-
-    def _with_codes_in(self, tier: int, rows: Rows) -> Rows:
-        cold, has_all = STATES.index(SessionState.COLD), self._table.fronts.has_all(tier)
-        is_there = self._columns.state[rows] == cold if has_all else np.zeros(len(rows), np.bool_)
-        for at in np.flatnonzero(~is_there):
-            is_there[at] = self._has_codes_in(self._columns.session(rows[at]), tier)
-        chosen: Rows = rows[is_there]
-        return chosen
-
-    def _has_codes_in(self, session: Session, tier: int) -> bool:
-        """Tails leave a fast tier first."""
+    def _is_in(self, tier: int, session: Session) -> bool:
+        """True if a tier has some of the session's blocks. Tails leave a fast tier first."""
         cold, fronts = _cold(session), self._table.fronts
         if fronts.has_all(tier):
             return cold > 0 or bool(session.anchors)
         return cold > 0 and fronts.has(tier, session.chain[0 if tier < len(fronts) else cold - 1].moved)
 
-    # -- in which order -------------------------------------------------------------------------------
-
-    def _best(self, query: Query, rows: Rows) -> list[Key]:
-        """What the sessions of the page are sorted by, and their ids."""
-        end = min(query.offset + query.limit, len(rows))
-        if query.offset >= end:
-            return []
-        if query.sort is Sort.ID:
-            names = self._in_order(rows, end, query.descending)
-            return [(name, name) for name in names[query.offset :]]
-        values = self._measured(query.sort, rows)
-        order = -values if query.descending else values
-        first, last = np.partition(order, [query.offset, end - 1])[[query.offset, end - 1]]
-        before = int(np.count_nonzero(order < first))
-        if first == last:
-            return self._tied(query, rows, values, order == first, end - before)[query.offset - before :]
-        head = self._tied(query, rows, values, order == first, len(rows))
-        between = (order > first) & (order < last)
-        middle = list(zip(values[between].tolist(), map(self._name, rows[between]), strict=True))
-        left = end - before - len(head) - len(middle)
-        tail = self._tied(query, rows, values, order == last, left)
-        return [*head[query.offset - before :], *sorted(middle, reverse=query.descending), *tail]
-
-    def _tied(self, query: Query, rows: Rows, values: Measures, are: NDArray[np.bool_], count: int) -> list[Key]:
-        """The first so many of those that are tied, which are in the order of their ids."""
-        value = values[are.argmax()].item()
-        return [(value, name) for name in self._in_order(rows[are], count, query.descending)]
-
-    def _name(self, row: np.intp) -> str:
-        return self._columns.session(int(row)).session_id
-
-    def _in_order(self, rows: Rows, count: int, descending: bool) -> list[str]:
-        """The first so many of these sessions' ids."""
-        if FEW * len(rows) < len(self._columns):
-            return sorted(map(self._name, rows), reverse=descending)[:count]
-        is_one = np.zeros(self._columns.rows, np.bool_)
-        is_one[rows] = True
-        ids, by_id = self._columns.ids, self._table.by_id
-        names = (name for name in (reversed(ids) if descending else ids) if is_one[by_id[name].row])
-        return list(islice(names, count))
-
-    def _measured(self, sort: Sort, rows: Rows) -> Measures:
-        """What each of these sessions is sorted by."""
-        columns, block_nbytes = self._columns, self._table.shape.cold_nbytes
-        if sort is Sort.LAST_USED:
-            return columns.used[rows]
-        if sort is Sort.EXPECTED:
-            return columns.expected[rows]
-        if sort is Sort.STATE:
-            return columns.state[rows]
-        blocks = columns.blocks[rows]
-        if sort is Sort.COLD_BYTES:
-            for at in np.flatnonzero(columns.state[rows] != STATES.index(SessionState.COLD)):
-                blocks[at] = _cold(columns.session(rows[at]))
-            return blocks * block_nbytes + columns.beside[rows]
-        if sort is Sort.HOT_BYTES:
-            state = columns.state[rows]
-            blocks *= np.isin(state, [STATES.index(each) for each in HOT_STATES])
-            for at in np.flatnonzero(state == STATES.index(SessionState.EVICTING)):
-                blocks[at] = _hot(columns.session(rows[at]))
-        return blocks
+    def _value(self, sort: Sort, session: Session) -> float | str:
+        shape = self._table.shape
+        match sort:
+            case Sort.LAST_USED:
+                return session.last_used
+            case Sort.EXPECTED:
+                return math.inf if session.expected is None else session.expected
+            case Sort.STATE:
+                return STATES.index(session.state)
+            case Sort.ID:
+                return session.session_id
+            case Sort.COLD_BYTES:
+                return _cold(session) * shape.cold_nbytes + (session.beside_nbytes if session.anchors else 0)
+            case Sort.HOT_BYTES:
+                return _hot(session)
+            case Sort.TOKENS:
+                return len(session.chain)
 
 
 def _is_cold(block: Block) -> bool:
@@ -267,7 +197,7 @@ def _is_cold(block: Block) -> bool:
 
 
 def _cold(session: Session) -> int:
-    """How many of its first blocks have codes; nearly always these are all that do."""
+    """Return the number of first blocks that are cold; nearly always no others are."""
     chain = session.chain
     if not chain or not _is_cold(chain[0]):
         return 0
@@ -275,8 +205,7 @@ def _cold(session: Session) -> int:
 
 
 def _hot(session: Session) -> int:
-    """How many blocks of a session that is being evicted are believed to be in the pool, by others that have them: one
-    that has a block there has all before it."""
-    if not session.chain or not session.chain[0].hot:
+    """Return the number of first blocks in the pool. A cold session's count as hot nowhere."""
+    if session.state is SessionState.COLD or not session.chain or not session.chain[0].hot:
         return 0
     return bisect_left(session.chain, True, key=lambda block: not block.hot)

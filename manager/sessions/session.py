@@ -270,8 +270,6 @@ class Session:
     evict_nbytes: int = 0
     evict_pressed: bool = False
     """See Eviction.is_pressed."""
-    row: int = -1
-    """In the columns by which sessions are listed."""
 
     # What policies are told; see SessionView.
     uses: int = 0

@@ -7,7 +7,6 @@ from itertools import islice
 
 from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.chains import ChainIndex
-from manthan.manager.sessions.columns import Columns
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.fast_tier import Fast, FastTiers
 from manthan.manager.sessions.place import Place
@@ -40,7 +39,6 @@ class SessionTable:
         """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
-        self.columns = Columns()
         self.states: Counter[SessionState] = Counter()
         self.idle: OrderedDict[str, Session] = OrderedDict()
         """IDLE sessions in the order in which they became so, but for those that are put off."""
@@ -83,13 +81,11 @@ class SessionTable:
 
     def _enter(self, session: Session) -> None:
         self.by_id[session.session_id] = session
-        self.columns.enter(session)
         self.states[session.state] += 1
         self._sessions_of[session.tenant] += 1
 
     def touch(self, session: Session) -> None:
         """The session, or what is stored of it, is not what it was."""
-        self.columns.touch(session)
         if self.changed is not None:
             self.changed[session.session_id] = None
 
@@ -243,7 +239,6 @@ class SessionTable:
 
     def _forget(self, session: Session) -> None:
         self.by_id.pop(session.session_id)
-        self.columns.leave(session)
         self._leave_idle(session)
         self.states[session.state] -= 1
         self.hot.forget(session.session_id)

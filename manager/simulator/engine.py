@@ -1,4 +1,9 @@
-"""A replay on a KV pool and a cold store: what vLLM and the scheduler half do, event by event."""
+"""A replay on a KV pool and a cold store: what vLLM and the scheduler half do, event by event.
+
+    tally = replay(trace.requests, Setup(get_policy("lru"), hot_blocks=4000, cold_blocks=20000))
+
+docs/simulate.md says what is taken from reality and what is simplified.
+"""
 
 import heapq
 from collections import deque
@@ -10,7 +15,7 @@ from typing import Any
 
 from manthan.manager.driver import Driver
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.simulator.replay import PROGRESS_EVERY, Counting, Replay, Served, Setup, hints_of
+from manthan.manager.simulator.replay import Counting, Served, Setup, Tally, hints_of
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.manager.work import LoadResult, SpillBlocks, StoredBlocks
 
@@ -38,7 +43,7 @@ class _Request:
     began: float = 0.0
 
 
-class EngineReplay(Replay):
+class EngineReplay:
     """Requests arrive, wait, are restored, computed and answered; between any two of these events there is a step.
 
     A request is let in when its prompt and its answer fit, and takes its blocks as they are needed. The driver is that
@@ -46,7 +51,9 @@ class EngineReplay(Replay):
     """
 
     def __init__(self, requests: Sequence[TracedRequest], setup: Setup, journal: bool) -> None:
-        super().__init__(requests, setup, journal)
+        self.requests, self.setup, self.cost = requests, setup, setup.cost
+        self.manager = setup.manager()
+        self.tally = Tally([None] * len(requests), journal=[] if journal else None)
         largest = max(map(self._size, requests), default=0)
         if largest > setup.hot_blocks:
             raise ValueError(f"hot_blocks must be {largest} or more, as the largest request, not {setup.hot_blocks}")
@@ -65,14 +72,14 @@ class EngineReplay(Replay):
         )
         self._waiting: deque[_Request] = deque()
         self._starved: list[tuple[Callable[[_Request], None], _Request]] = []
-        self._prefilling = 0
         self._promised = 0  # blocks that those let in will yet take
         self._encoded_until = 0.0
 
     def _size(self, request: TracedRequest) -> int:
         return total_blocks(request, self.setup.block_tokens)
 
-    def run(self, progress: Callable[[int], None]) -> None:
+    def run(self) -> None:
+        """Serve all requests."""
         if self.requests:
             self._at(self.requests[0].at, self._arrive, 0)
         while self._events:
@@ -82,8 +89,6 @@ class EngineReplay(Replay):
             else:
                 self.now, _, happen, what = heapq.heappop(self._events)
                 happen(what)
-                if happen == self._arrive and what % PROGRESS_EVERY == 0:
-                    progress(what)
                 if happen == self._answer and not (self._starved or self._waiting):
                     continue  # a step would find all as the last one has left it
             if self._starved:
@@ -95,12 +100,20 @@ class EngineReplay(Replay):
     def _at(self, time: float, happen: Callable[[Any], None], what: object) -> None:
         heapq.heappush(self._events, (max(time, self.now), next(self._order), happen, what))
 
+    def asked(self, request: TracedRequest) -> int:
+        """Return the blocks of a prompt, a partial one included."""
+        return -(-request.input_tokens // self.setup.block_tokens)
+
+    def usable(self, request: TracedRequest) -> int:
+        """Return the blocks that may be found: the last token of a prompt is always computed."""
+        return min(request.prompt_blocks, (request.input_tokens - 1) // self.setup.block_tokens)
+
     # -- requests -------------------------------------------------------------------------------------
 
     def _arrive(self, number: int) -> None:
         if number + 1 < len(self.requests):
             self._at(self.requests[number + 1].at, self._arrive, number + 1)
-        self.arrived(number)
+        self.tally.measuring = number >= self.setup.first_measured
         request = _Request(number, str(number), self.requests[number])
         traced = request.traced
         self._driver.started(
@@ -117,7 +130,7 @@ class EngineReplay(Replay):
     def _admit(self) -> None:
         """Let in whoever fits, in order; whose KV is just being prefetched is passed by, as in vLLM."""
         passed = []
-        while self._waiting and not 0 < self.setup.prefill_slots <= self._prefilling:
+        while self._waiting:
             request = self._waiting[0]
             keys = request.traced.keys[: self.usable(request.traced)]
             hits = self._pool.hit(keys, partial(self._driver.serves, request.name))
@@ -150,7 +163,6 @@ class EngineReplay(Replay):
         self._driver.admitted(request.name, keys, hot, self.usable(request.traced), taken=hot)
         request.blocks, request.hot, request.restored, request.keyed = hits, hot, len(cold), hot
         self._promised += self._size(request.traced) - hot
-        self._prefilling += 1
         self.tally.order.append(request.number)
         if cold:
             self._grow(request, hot + len(cold))
@@ -178,7 +190,6 @@ class EngineReplay(Replay):
 
     def _answer(self, request: _Request) -> None:
         traced, request.began = request.traced, self.now
-        self._prefilling -= 1
         self.tally.served[request.number] = Served(
             self.asked(traced), request.hot, request.restored, self.now - traced.at
         )
@@ -257,3 +268,13 @@ class EngineReplay(Replay):
         nbytes = self.manager.shape.cold_nbytes
         stored = [StoredBlocks(run.group, run.keys, [nbytes] * len(run.keys)) for run in runs]
         self._driver.answered((), (), self.now, stored=stored)
+
+
+def replay(requests: Sequence[TracedRequest], setup: Setup, journal: bool = False) -> Tally:
+    """Replay requests, which are in the order of their arrival.
+
+    journal: note every action. Raises ValueError if a request does not fit into the pool.
+    """
+    world = EngineReplay(requests, setup, journal)
+    world.run()
+    return world.tally

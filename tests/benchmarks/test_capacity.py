@@ -9,9 +9,9 @@ from bench_command import is_png, refusal, report, run
 
 from manthan.benchmarks.capacity_arms import make_arm, read_budgets, split
 from manthan.benchmarks.capacity_report import Found, found_in, gains, merged
-from manthan.benchmarks.redis_store import MODEL
 from manthan.benchmarks.served import Served, Session, make_session
 from manthan.benchmarks.server import VllmServer
+from manthan.benchmarks.tables import MODEL
 from manthan.codec import DEFAULT
 
 TOKENS = 528

@@ -1,4 +1,4 @@
-"""The Grafana board and the alert rules: as they would be generated, whole, and understood by those who read them."""
+"""The Grafana board and the alert rules: whole, and understood by those who read them."""
 
 import json
 import re
@@ -7,29 +7,21 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from deployment import DEPLOY, REPO, load, script
+from deployment import DEPLOY, alerts, load
 from prometheus_server import promtool
 
 from manthan.vllm_hooks.telemetry.metrics import METRICS
-from manthan.vllm_hooks.telemetry.queries import ALERTS, QUERIES, Alert
 
 BOARD: dict[str, Any] = json.loads((DEPLOY / "grafana" / "manthan.json").read_text(encoding="utf-8"))
-ROWS = [panel for panel in BOARD["panels"] if panel["type"] == "row"]
 PANELS = [panel for panel in BOARD["panels"] if panel["type"] != "row"]
 EXPRESSIONS = [target["expr"] for panel in PANELS for target in panel["targets"]]
 
 
-def test_what_is_generated_is_current() -> None:
-    for path, text in script(DEPLOY / "generate.py").generated().items():
-        assert path.read_text(encoding="utf-8") == text, f"{path.relative_to(REPO)} is old: run `make docs`"
-
-
-def test_every_question_and_every_metric_is_on_the_board() -> None:
-    asked = [(query.title, query.question) for row in QUERIES.values() for query in row]
-    assert [(panel["title"], panel["description"]) for panel in PANELS][: len(asked)] == asked
-    assert [row["title"] for row in ROWS] == [*QUERIES, "All else"]
-    shown = {re.sub("_(total|bucket|sum|count)$", "", name) for name in re.findall(r"vllm:\w+", " ".join(EXPRESSIONS))}
-    assert {f"vllm:manthan_{name}" for name in METRICS} <= shown
+def test_every_metric_is_on_the_board() -> None:
+    named = set(re.findall(r"vllm:manthan_\w+", " ".join(EXPRESSIONS)))
+    shown = {re.sub("_(total|bucket|sum|count)$", "", name).removeprefix("vllm:manthan_") for name in named}
+    assert shown == set(METRICS)
+    assert all(panel["title"] and panel["description"] for panel in PANELS)
 
 
 def test_panels_stand_side_by_side() -> None:
@@ -69,11 +61,11 @@ def test_alerts_fire_when_they_should() -> None:
     promtool("test", "rules", Path(__file__).with_name("alerts.yaml"))
 
 
-@pytest.mark.parametrize("alert", ALERTS, ids=lambda alert: alert.name)
-def test_it_is_tested_that_an_alert_fires_and_that_it_does_not(alert: Alert) -> None:
+@pytest.mark.parametrize("name", [alert["alert"] for alert in alerts()])
+def test_it_is_tested_that_an_alert_fires_and_that_it_does_not(name: str) -> None:
     text = Path(__file__).with_name("alerts.yaml").read_text(encoding="utf-8")
-    assert re.search(rf"alertname: {alert.name}, exp_alerts: \[\]", text)
-    assert re.search(rf"alertname: {alert.name}\n +exp_alerts:\n +- exp_labels", text)
+    assert re.search(rf"alertname: {name}, exp_alerts: \[\]", text)
+    assert re.search(rf"alertname: {name}\n +exp_alerts:\n +- exp_labels", text)
 
 
 def test_grafana_is_given_the_board_and_where_its_data_is() -> None:

@@ -17,6 +17,11 @@ def load(path: str) -> Any:
     return yaml.safe_load((DEPLOY / path).read_text(encoding="utf-8"))
 
 
+def alerts() -> list[dict[str, Any]]:
+    """The alert rules."""
+    return [rule for group in load("prometheus/alerts.yaml")["groups"] for rule in group["rules"]]
+
+
 def script(path: Path) -> ModuleType:
     """A script of the repository as a module."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -1,19 +1,12 @@
 """What the tests of `manthan doctor` look at, and what is done to it in other processes."""
 
-import ctypes
-import errno
 import os
 import subprocess
 import sys
 from pathlib import Path
 
-from redis_server import RedisServer
-
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import load_config
-
-PASSWORD = "not-for-the-log"
-REDIS_MD = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
 def config(**options: object) -> ManthanConfig:
@@ -25,16 +18,6 @@ def on_disk(path: Path, **options: object) -> ManthanConfig:
     return config(cold_store__kind="disk", disk__path=str(path), **options)
 
 
-def lock(nbytes: int) -> str:
-    """Lock so much memory for a moment, as a driver that keeps to the limit would; returns why not."""
-    memory = ctypes.create_string_buffer(nbytes)
-    libc = ctypes.CDLL(None, use_errno=True)
-    if libc.mlock(memory, ctypes.c_size_t(nbytes)):
-        return errno.errorcode[ctypes.get_errno()]
-    libc.munlock(memory, ctypes.c_size_t(nbytes))
-    return ""
-
-
 def elsewhere(code: str, *args: object) -> str:
     """What this code prints in a process that is not a child of ours."""
     path = os.pathsep.join([str(Path(__file__).parent), *sys.path])
@@ -42,19 +25,3 @@ def elsewhere(code: str, *args: object) -> str:
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout
-
-
-def engine_acl() -> list[str]:
-    """The words of the ACL for engines, as the document has it."""
-    lines = REDIS_MD.read_text(encoding="utf-8").splitlines()
-    return next(line for line in lines if line.startswith("ACL SETUSER")).split()
-
-
-def allow(server: RedisServer, without: str = "", keys: str = "~manthan:*") -> str:
-    """Make the user of that line, less one command; returns its name."""
-    words = [keys if word.startswith("~") else word.replace("PASSWORD", PASSWORD) for word in engine_acl()]
-    assert f"+{without}" in words or not without
-    with server.client as client:
-        client.execute_command("ACL", "DELUSER", words[2])
-        client.execute_command(*(word for word in words if word != f"+{without}"))
-    return words[2]

@@ -53,7 +53,8 @@ class Paragraph(NamedTuple):
 
 def documents() -> list[Path]:
     """Every document that a reader may copy a command from."""
-    return [*sorted(REPO.glob("*.md")), *sorted((REPO / "docs").rglob("*.md"))]
+    ours = (path for path in REPO.glob("*.md") if path.name != "CHANGELOG.md")  # which names what is gone
+    return [*sorted(ours), *sorted((REPO / "docs").rglob("*.md"))]
 
 
 def commands(path: Path) -> list[Command]:

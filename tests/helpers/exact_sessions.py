@@ -19,7 +19,6 @@ from vllm.distributed.kv_transfer import get_kv_transfer_group
 from manthan.codec import wire
 from manthan.manager.observer import Restored
 from manthan.manager.sessions.session import Session, SessionState
-from manthan.vllm_hooks.worker import calibration
 from manthan.vllm_hooks.worker.blocks import PackedMemory
 
 Blocks = dict[bytes, NDArray[Any]]
@@ -159,39 +158,6 @@ class ExactSessions:
         found = self.blocks.format.facts.profile
         self.report["profile"] = None if found is None else found.digest
 
-    def calibrate(self) -> None:
-        """Sessions go cold until a profile is made of them, and one after that; then all return."""
-        first, formats, calibration = self.blocks.format, self.blocks.formats, self.path._calibration
-        tables: dict[str, vllm_engine.Table] = {}
-        said: dict[str, list[int]] = {}
-        while calibration._wants_more:
-            self.cold_session(tables, said)
-            wait(calibration._blocks.empty, "blocks are not read")
-        wait(lambda: formats.current is not first, "no profile is made")
-        self.cold_session(tables, said)
-        marks = [sorted(self.marks(name)) for name in said]
-        for name, conversation in said.items():
-            self.ask(tables[name], 4, name, conversation)
-        self.report["calibrated"] = {
-            "first": first.fingerprint.hex(),
-            "later": formats.current.fingerprint.hex(),
-            "marks": marks,
-            "restored": [request["found"][1] for request in self.engine.requests[-len(said) :]],
-            "path": calibration._job.path,
-        }
-
-    def cold_session(self, tables: dict[str, vllm_engine.Table], said: dict[str, list[int]]) -> None:
-        """Another session is asked, and goes cold."""
-        name = f"user-{len(said)}"
-        tables[name] = vllm_engine.Table(len(said))
-        said[name] = self.ask(tables[name], 4, name, [])
-        self.go_cold()
-
-    def marks(self, session: str) -> set[str]:
-        """The fingerprints that its codes carry."""
-        codes = self.path.store.read(self.group, [block.key for block in self.session(session).chain])
-        return {wire.parse(buf).header.fingerprint.hex() for buf in codes if buf is not None}
-
     def crowd(self) -> None:
         """More and more sessions in a store that is too small for them."""
         tables = [vllm_engine.Table(10 + n) for n in range(8)]
@@ -205,13 +171,6 @@ class ExactSessions:
         self.report["rounds"] = rounds
         for n in range(7, 3, -1):
             self.ask(tables[n], 14, f"user-{n}", conversations[n])
-
-
-def wait(condition: Callable[[], bool], otherwise: str) -> None:
-    until = time.monotonic() + PATIENCE_S
-    while not condition():
-        assert time.monotonic() < until, otherwise
-        time.sleep(0.02)
 
 
 def same_tokens(before: Blocks, after: Blocks) -> list[int]:
@@ -228,7 +187,6 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     vllm_engine.MODEL = job.get("model", vllm_engine.MODEL)
-    calibration.TOKENS = job.get("calibration_tokens", calibration.TOKENS)
     sessions = ExactSessions(SteppedEngine(job["blocks"], job.get("vllm"), **job["manthan"]))
     for name in job["what"]:
         what: Callable[[], None] = getattr(sessions, name)

@@ -21,6 +21,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
+import repo_benchmarks  # noqa: F401 it makes them importable
 import typer
 from redis_server import RedisServer
 from rich.console import Console
@@ -252,7 +253,7 @@ def main(
     kills: Annotated[int, typer.Option(min=0, help="Of a server, with SIGKILL.")] = 2,
     store_share: Annotated[float, typer.Option(min=0.01, help="Room for so much of the open sessions.")] = 0.1,
     seed: Annotated[int, typer.Option(help="Of sessions and faults.")] = 0,
-    codec: Annotated[str, typer.Option(help="One of `manthan codecs`.")] = "wht-5x",
+    codec: Annotated[str, typer.Option(help="Of docs/codec.md.")] = "wht-5x",
     warm_up: Annotated[float, typer.Option(min=0, help="Seconds of each life until memory counts.")] = 600,
     most_rise: Annotated[float, typer.Option(help="MiB that a life's memory may rise from then on.")] = 10,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs, and the disk.")] = Path("build", "soak"),

@@ -246,7 +246,7 @@ class Server:
             "cold_store": store,
             "disk": {"path": str(folder)} | DISK_SETTINGS,
             "redis": {"url": setting.redis_url},
-            "codec": {"name": setting.codec, "calibrate": False, "guard": False},
+            "codec": {"name": setting.codec, "guard": False},
         }
         path.write_text(yaml.safe_dump(MANTHAN | more))
         return path

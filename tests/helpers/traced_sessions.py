@@ -43,7 +43,7 @@ def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
     vllm = {} if job["endpoint"] is None else {"otlp_traces_endpoint": job["endpoint"]}
-    manthan = {"min_tokens": 64, "codec": {"guard": False}, "log": job["log"], **job["manthan"]}
+    manthan = {"min_tokens": 64, "codec": {"guard": False}, **job["manthan"]}
     engine = TracedEngine(72, vllm, **manthan)
     for turn in job["turns"]:
         time.sleep(turn.get("after_s", 0.0))

@@ -10,7 +10,6 @@ from manthan.manager.simulator.replay import Action
 from manthan.manager.simulator.traces import TracedRequest
 
 EXCERPT = Path(__file__).parents[1] / "data" / "mooncake_conversation_1000.jsonl"
-SYNTHETIC = EXCERPT.with_name("mooncake_synthetic_1000.jsonl")
 BLOCK = 4
 """Tokens of a block of the traces that are made here."""
 

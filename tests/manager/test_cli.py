@@ -3,19 +3,13 @@
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
 from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from manthan.codec import registry
-from manthan.codec.profile import PRESETS
-from manthan.codec.registry import CENTRED, SPECS, TILED
-from manthan.codec.wht import PRESETS as STEPPED
 from manthan.manager.cli import app
-from manthan.manager.commands.codecs import PURPOSE
 
 
 def test_version() -> None:
@@ -84,58 +78,16 @@ def test_config_check_knows_the_names(
     assert result.stderr.strip() == sentence
 
 
-def rows(*args: str) -> dict[str, list[str]]:
-    result = CliRunner().invoke(app, [*args])
-    assert (result.exit_code, result.stderr) == (0, "")
-    return {line.split()[0]: line.split() for line in result.stdout.splitlines()[1:]}
-
-
-def test_codecs_are_listed_with_their_sizes() -> None:
-    listed = rows("codecs")
-    assert set(listed) == {*SPECS, *CENTRED, *TILED, *STEPPED, *PRESETS} == set(PURPOSE)
-    assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
-    assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
-    assert listed["klt-8x"][1:7] == ["2", "on", "average", "64", "together", "8.00x"]
-    assert listed["k4v2c"][1:7] == ["4", "/", "2", "70.19,", "33.06", "4.96x"]
-    assert listed["k4v4c"][1:7] == ["4", "/", "4", "70.19,", "65.06", "3.79x"]
-    assert listed["k4v2-tiles"][1:7] == ["4", "/", "2", "70.01,", "38.01", "4.74x"]
-
-
-@pytest.fixture
-def others_codecs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """An installed distribution that registers a module that fails, and something that is no codec."""
-    info = tmp_path / "others_codecs-1.dist-info"
-    info.mkdir()
-    (tmp_path / "others_broken_codec.py").write_text("raise RuntimeError('not\\ntoday')")
-    (tmp_path / "others_codec.py").write_text("def none(head_dim, backend):\n    return 3\n")
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: others-codecs\nVersion: 1\n")
-    (info / "entry_points.txt").write_text(
-        "[manthan.codecs]\nbroken = others_broken_codec:Codec\nnone = others_codec:none\n"
-    )
-    monkeypatch.syspath_prepend(str(tmp_path))
-    registry._others.cache_clear()
-    yield
-    registry._others.cache_clear()
-
-
-@pytest.mark.usefixtures("others_codecs")
-def test_codecs_of_others_that_cannot_be_used_are_listed_too() -> None:
-    listed = rows("codecs")
-    assert "cannot be used: RuntimeError: not today" in " ".join(listed["broken"])
-    assert "it must give a manthan.codec.Codec, not 3" in " ".join(listed["none"])
-    assert "lloyd3" in listed
-
-
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
         (["simulate", "x.jsonl", "--policy", "lr"], ["lru"]),
-        (["simulate", "x.jsonl", "--policy", "fifo,l"], ["fifo,lfu", "fifo,lru"]),
+        (["simulate", "x.jsonl", "--policy", "returns,l"], ["returns,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
         (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),
         (["eval", "quality", "MODEL", "--codec", "k3v3,lloyd4"], ["k3v3,lloyd4"]),
-        (["cod"], ["codecs"]),
+        (["ins"], ["inspect"]),
         (["config", "ch"], ["check"]),
     ],
 )

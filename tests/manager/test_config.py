@@ -10,6 +10,7 @@ from logged import warnings
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS
+from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.resolve import (
     FLAG_KEYS,
     ConfigError,
@@ -56,7 +57,6 @@ def test_defaults_are_the_documented_ones() -> None:
         "codec": {
             "name": "auto",
             "profile": "",
-            "calibrate": True,
             "sink_tokens": 4,
             "window_tokens": 0,
             "state": "exact",
@@ -98,7 +98,6 @@ def test_defaults_are_the_documented_ones() -> None:
             "shared_heads_share": 0.25,
         },
         "prefetch": {"enabled": True, "lead_s": 2},
-        "log": {"format": "text"},
         "api": {"enabled": True, "page": True, "hosts": []},
     }
 
@@ -148,7 +147,7 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
     assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
-    others = {"--manthan-redis-url": "redis://there", "--manthan-log-format": "json", "--manthan-api": "off"}
+    others = {"--manthan-redis-url": "redis://there", "--manthan-api": "off"}
     value = others.get(flag, "77")
     assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
 
@@ -310,6 +309,21 @@ def test_of_unknown_variables_there_is_one_warning_each() -> None:
         "Manthan: the environment variable MANTHAN_COLD_STORE_MAX_BYTES is unknown and ignored (did you mean "
         "'MANTHAN_COLD_STORE__MAX_BYTES'?)",
     ]
+
+
+def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplog: pytest.LogCaptureFixture) -> None:
+    path = write("{codec: {calibrate: true, sink_tokens: 8}, log: json}")
+    for _ in range(2):
+        assert load(path, {"MANTHAN_CODEC__CALIBRATE": "false"}).codec.sink_tokens == 8
+    said = [
+        f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}"
+        for source, key in (
+            (str(path), "codec.calibrate"),
+            (str(path), "log"),
+            ("MANTHAN_CODEC__CALIBRATE", "codec.calibrate"),
+        )
+    ]
+    assert sorted(caplog.messages) == sorted(said)
 
 
 def test_the_variable_of_the_password_is_known_whatever_it_is_called() -> None:

@@ -1,19 +1,16 @@
 """The codec that a configuration means, and profiles that are missing, damaged or of something else."""
 
 import os
-from dataclasses import replace
 from pathlib import Path
 
 import profiles
 import pytest
 from logged import warnings
-from typer.testing import CliRunner
 
 from manthan.codec.profile import PRESETS, Profile
 from manthan.manager.calibration.places import profile_path
-from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import check_profile, choose_codec
+from manthan.manager.config.profiles import check_profile, choose_codec, facts_of
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 
@@ -65,10 +62,10 @@ def test_without_a_profile_the_start_ends_with_a_sentence_that_says_what_to_do()
 
 def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert (chosen.name, chosen.profile, chosen.wanted) == ("wht-5x", None, profile_path(MODEL))
+    assert (chosen.name, chosen.profile) == ("wht-5x", None)
     saved(profile_path(MODEL), presets={"klt-6x": 6.0})
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert (chosen.name, chosen.wanted) == ("klt-6x", None)
+    assert chosen.name == "klt-6x"
     assert chosen.profile is not None
 
 
@@ -97,7 +94,7 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
     path.write_bytes(b"nothing of the kind")
     with warnings() as said:
         chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert (chosen.name, chosen.profile, chosen.wanted) == ("wht-5x", None, None)  # the file is not overwritten either
+    assert (chosen.name, chosen.profile) == ("wht-5x", None)
     assert len(said) == 1
     assert f"codec wht-5x is used, for {path} is no profile, or a damaged one" in said[0]
     with pytest.raises(ConfigError, match="is no profile, or a damaged one"):
@@ -134,40 +131,14 @@ def test_names_are_registered() -> None:
     resolved = resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}, flags=flags)
     assert (resolved.config.codec.name, resolved.config.codec.profile) == ("klt-8x", "p.safetensors")
     assert resolve_config(env={"MANTHAN_CODEC__PROFILE": "other"}).config.codec.profile == "other"
-    assert resolve_config(env={"MANTHAN_CODEC__CALIBRATE": "false"}).config.codec.calibrate is False
-
-
-def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> None:
-    model = tmp_path / "model"
-    model.mkdir()
-    shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
-    (model / "model.safetensors").write_bytes(b"weights")
-    (model / "config.json").write_text(str(shape | {"hidden_size": 128}).replace("'", '"'))
-    config = tmp_path / "x.yaml"
-    config.write_text("codec: klt-8x")
-    missing = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model)])
-    assert missing.exit_code == 1
-    assert missing.output.count("\n") == 1
-    assert f"codec klt-8x needs a profile of {model}" in missing.output
-    saved(profile_path(str(model)))
-    said = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
-    assert said.exit_code == 0, said.output
-    rows = dict(line.strip().split("  ", 1) for line in said.output.split("\n\n")[1].splitlines()[1:])
-    assert rows["profile"].strip() == str(profile_path(str(model)))
-    assert rows["… of"].strip() == "821 tokens, metric none"
-    assert 8 < float(rows["ratio"].strip().rstrip("x")) < 9.7  # made for blocks of 16 tokens, these are of 64
-    config.write_text("codec: k4v2c")
-    plain = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
-    assert "profile  " not in plain.output.split("\n\n")[1]
 
 
 def test_cut_for_ranks() -> None:
     saved(profile_path(MODEL, 2), ranks=2)
     chosen = choose_codec(CodecConfig(name="klt-5x"), MODEL, 2)
     assert chosen.profile is not None
-    facts = chosen.facts(1, 2)
+    facts = facts_of(chosen.profile, 1, 2)
     assert facts.rope == profiles.ROPE
     assert facts.profile is not None
     assert len(facts.profile.ranks) == 1
     assert facts.profile.digest == chosen.profile.digest
-    assert replace(chosen, profile=None).facts(0, 1).profile is None

@@ -12,7 +12,8 @@ from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import check_registered, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.policies import PolicyOptions, policy_names
-from manthan.policies.lfu import LFU, LFUOptions
+from manthan.policies.mixture import Mixture
+from manthan.policies.returns import ReturnsOptions
 
 __all__ = ["another_package"]
 
@@ -28,32 +29,31 @@ def refusal(text: str, folder: Path, env: dict[str, str] | None = None, **flags:
 
 
 def test_a_policy_is_chosen_with_its_options() -> None:
-    chosen = choose_policy(PolicyConfig.model_validate({"name": "lfu", "half_life_s": "60"}))
-    assert chosen.policy is LFU
-    assert chosen.options == LFUOptions(half_life_s=60)
-    assert choose_policy(PolicyConfig(name="lfu")).options == LFUOptions()
+    chosen = choose_policy(PolicyConfig.model_validate({"name": "returns", "prior": "60"}))
+    assert chosen.policy is Mixture
+    assert chosen.options == ReturnsOptions(prior=60)
+    assert choose_policy(PolicyConfig(name="returns")).options == ReturnsOptions()
     assert choose_policy(PolicyConfig()).options == PolicyOptions()
 
 
 def test_options_come_from_every_source(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("policy: {name: lfu, half_life_s: 60}")
-    variable = {"MANTHAN_POLICY__HALF_LIFE_S": "70"}
-    flags = {"policy": {"half_life_s": 80}}
+    path.write_text("policy: {name: returns, prior: 60}")
+    variable = {"MANTHAN_POLICY__PRIOR": "70"}
+    flags = {"policy": {"prior": 80}}
     for env, given, seconds in (({}, {}, 60), (variable, {}, 70), (variable, flags, 80)):
         resolved = resolve_config(path, env=env, flags=given)
         check_registered(resolved)
-        assert choose_policy(resolved.config.policy).options == LFUOptions(half_life_s=seconds)
+        assert choose_policy(resolved.config.policy).options == ReturnsOptions(prior=seconds)
 
 
-RIGHT = "policy.half_life_s must be a plain number of seconds, 1 or more, such as 600"
+RIGHT = "policy.prior must be a number of returns above 0"
 
 
 @pytest.mark.parametrize(
     ("value", "shown"),
     [
         ("soon", "'soon'"),
-        ("5m", "'5m' (write 300)"),
         ("0", "0"),
         ("-1", "-1"),
         ("true", "True"),
@@ -64,25 +64,25 @@ RIGHT = "policy.half_life_s must be a plain number of seconds, 1 or more, such a
     ],
 )
 def test_a_value_that_the_policy_does_not_take_is_refused(value: str, shown: str, tmp_path: Path) -> None:
-    text = f"policy: {{name: lfu, half_life_s: {value}}}"
+    text = f"policy: {{name: returns, prior: {value}}}"
     assert refusal(text, tmp_path) == f"x.yaml: {RIGHT}, not {shown}"
 
 
 def test_a_refusal_names_the_source(tmp_path: Path) -> None:
-    env = {"MANTHAN_POLICY__HALF_LIFE_S": "soon"}
-    assert refusal("policy: lfu", tmp_path, env) == f"MANTHAN_POLICY__HALF_LIFE_S: {RIGHT}, not 'soon'"
-    assert refusal("policy: lfu", tmp_path, policy={"half_life_s": 0}) == f"argument: {RIGHT}, not 0"
+    env = {"MANTHAN_POLICY__PRIOR": "soon"}
+    assert refusal("policy: returns", tmp_path, env) == f"MANTHAN_POLICY__PRIOR: {RIGHT}, not 'soon'"
+    assert refusal("policy: returns", tmp_path, policy={"prior": 0}) == f"argument: {RIGHT}, not 0"
     with pytest.raises(ConfigError) as error:
-        choose_policy(PolicyConfig.model_validate({"name": "lfu", "half_life_s": 0}))
+        choose_policy(PolicyConfig.model_validate({"name": "returns", "prior": 0}))
     assert str(error.value) == f"{RIGHT}, not 0"
 
 
 @pytest.mark.parametrize(
     ("policy", "expected"),
     [
-        ("lru, half_life_s: 60", "unknown lru option 'half_life_s' (there are none)"),
-        ("lfu, half_life: 60", "unknown lfu option 'half_life' (did you mean 'half_life_s'?)"),
-        ("lfv, half_life_s: 60", "unknown policy 'lfv' (did you mean 'lfu'?)"),
+        ("lru, prior: 60", "unknown lru option 'prior' (there are none)"),
+        ("returns, prio: 60", "unknown returns option 'prio' (did you mean 'prior'?)"),
+        ("return, prior: 60", "unknown policy 'return' (did you mean 'returns'?)"),
         ("picky, round: 1", "unknown picky option 'round' (did you mean 'rounds'?)"),
         ("picky", "policy picky needs policy.rounds: a whole number of rounds, 1 or more"),
         ("picky, rounds: 1.5", "policy.rounds must be a whole number of rounds, 1 or more, not 1.5"),
@@ -115,7 +115,7 @@ def test_another_package_that_is_broken_is_no_concern_of_those_who_do_not_use_it
 
 def test_options_are_frozen() -> None:
     with pytest.raises(ValidationError):
-        LFUOptions().half_life_s = 1.0
+        ReturnsOptions().prior = 1.0
 
 
 # -- the command ----------------------------------------------------------------------------------------
@@ -132,7 +132,7 @@ def test_policies_are_listed_with_their_options() -> None:
     listed = rows("policies")
     assert [row.split()[0] for row in listed[1:]] == policy_names()
     assert "lru The session unused for longest goes first. O(log n) an event." in listed
-    assert any(row.startswith("lfu ") and row.endswith(" half_life_s=600.0") for row in listed)
+    assert any(row.startswith("returns ") and row.endswith(" prior=8.0") for row in listed)
     assert "newest The session used last goes first." in listed
     assert "picky rounds=(required) least=1 most=2 is_strict=False" in listed
     assert any(row.startswith("nowhere ") and "cannot be loaded" in row for row in listed)
@@ -140,7 +140,7 @@ def test_policies_are_listed_with_their_options() -> None:
 
 def test_config_check_prints_the_policy_s_options(tmp_path: Path) -> None:
     path = tmp_path / "x.yaml"
-    path.write_text("policy: {name: lfu, half_life_s: '60'}")
-    assert f"policy.half_life_s 60.0 {path}" in rows("config", "check", str(path))
-    path.write_text("policy: lfu")
-    assert "policy.half_life_s 600.0 default" in rows("config", "check", str(path))
+    path.write_text("policy: {name: returns, prior: '60'}")
+    assert f"policy.prior 60.0 {path}" in rows("config", "check", str(path))
+    path.write_text("policy: returns")
+    assert "policy.prior 8.0 default" in rows("config", "check", str(path))

@@ -1,20 +1,20 @@
-"""Replays: what is found was there, budgets hold, the manager under lru finds what an LRU of blocks finds."""
+"""Replays: what is found was there, budgets hold, and the same comes out twice."""
 
 from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from traces import BLOCK, EXCERPT, block_lru, check_journal, request
+from traces import BLOCK, EXCERPT, check_journal, request
 
 from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.cost_model import CostModel
+from manthan.manager.simulator.engine import replay
 from manthan.manager.simulator.replay import Setup, Tally
-from manthan.manager.simulator.run import replay
 from manthan.manager.simulator.traces import TracedRequest, read_trace
 from manthan.policies import get_policy, policy_names
 
-LRU = Setup(get_policy("lru"), block_tokens=BLOCK, min_tokens=0)
+LRU = Setup(get_policy("lru"), hot_blocks=1, block_tokens=BLOCK, min_tokens=0)
 SLOW = CostModel(first_token_s=1, prefill_s_per_token=0.1, restore_s_per_token=0.05, spill_s_per_token=0.2)
 
 
@@ -46,37 +46,6 @@ def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
     assert found(tally) <= belady(in_order, setup.block_tokens, setup.hot_blocks + setup.cold_blocks)
 
 
-# -- one cache --------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("cold_blocks", [100, 400, 1600])
-def test_one_cache_under_lru_is_an_lru_of_blocks(conversations, cold_blocks) -> None:
-    tally = replay(conversations, Setup(get_policy("lru"), cold_blocks=cold_blocks), journal=True)
-    check(conversations, tally, Setup(get_policy("lru"), cold_blocks=cold_blocks))
-    assert found(tally) == pytest.approx(block_lru(conversations, cold_blocks, 512), rel=0.02)
-    assert all(served.hot == 0 for served in tally.served if served)
-    assert tally.peak_cold == cold_blocks
-
-
-def test_one_cache_with_room_for_all_finds_all(conversations) -> None:
-    tally = replay(conversations, Setup(get_policy("lru"), cold_blocks=25000))
-    assert found(tally) == belady(conversations, 512, 25000)
-    assert tally.dropped == 0
-
-
-def test_the_tail_goes_before_the_head() -> None:
-    requests = [request(0, "abcd", session="x"), request(1, "xy", session="y"), request(2, "abcd", session="x")]
-    tally = replay(requests, replace(LRU, cold_blocks=5), journal=True)
-    assert tally.served[2] is not None
-    assert tally.served[2].restored == 3
-    assert tally.journal is not None
-    assert [(action.what, action.keys) for action in tally.journal if action.what in ("drop", "restore")] == [
-        ("drop", [b"abcd"]),
-        ("restore", [b"a", b"ab", b"abc"]),
-        ("drop", [b"xy"]),
-    ]
-
-
 # -- a pool and a cold store ------------------------------------------------------------------------------
 
 
@@ -100,14 +69,14 @@ TEXTS = st.lists(
 )
 
 
-@given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.integers(0, 2), st.sampled_from([0.0, 3.0, 1e9]))
+@given(TEXTS, st.integers(10, 20), st.integers(1, 20), st.sampled_from([0.0, 3.0, 1e9]))
 @settings(deadline=None)
-def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, slots, idle_after_s) -> None:
+def test_whatever_comes_is_served_within_the_budgets(texts, hot, cold, idle_after_s) -> None:
     requests, now = [], 0.0
     for wait, text, answer, rest in texts:
         now += wait
         requests.append(request(now, text, answer=answer, rest=rest))
-    setup = replace(LRU, hot_blocks=hot, cold_blocks=cold, cost=SLOW, prefill_slots=slots, idle_after_s=idle_after_s)
+    setup = replace(LRU, hot_blocks=hot, cold_blocks=cold, cost=SLOW, idle_after_s=idle_after_s)
     tally = replay(requests, setup, journal=True)
     check(requests, tally, setup)
     assert tally == replay(requests, setup, journal=True)
@@ -142,15 +111,14 @@ def test_sessions_are_saved_before_they_are_overwritten() -> None:
     assert tally.evictions > 0
 
 
-def test_a_request_waits_for_room_and_for_a_slot() -> None:
+def test_a_request_waits_for_room() -> None:
     both = [request(0, "abcdef"), request(0, "ghijkl")]
     room, tight = replace(LRU, hot_blocks=14, cost=SLOW), replace(LRU, hot_blocks=8, cost=SLOW)
     alone = replay(both[:1], room).served[0]
     assert alone is not None
     assert [served.first_token_s for served in replay(both, room).served if served] == [alone.first_token_s] * 2
-    for setup in (tight, replace(room, prefill_slots=1)):
-        served = replay(both, setup).served
-        assert [one.first_token_s for one in served if one] == [alone.first_token_s, 2 * alone.first_token_s]
+    served = replay(both, tight).served
+    assert [one.first_token_s for one in served if one] == [alone.first_token_s, 2 * alone.first_token_s]
 
 
 def test_a_request_that_waits_is_let_in_when_what_it_waits_for_is_gone() -> None:
@@ -169,9 +137,8 @@ def test_a_request_larger_than_the_pool_is_refused() -> None:
 # -- what is counted --------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("hot", [0, 600])
-def test_the_first_part_may_only_fill_the_caches(conversations, hot) -> None:
-    setup = Setup(get_policy("lru"), hot_blocks=hot, cold_blocks=1000)
+def test_the_first_part_may_only_fill_the_caches(conversations) -> None:
+    setup = Setup(get_policy("lru"), hot_blocks=600, cold_blocks=1000)
     whole, second = replay(conversations, setup), replay(conversations, replace(setup, first_measured=500))
     assert second.served == whole.served
     assert 0 < second.moved_out < whole.moved_out
@@ -180,9 +147,8 @@ def test_the_first_part_may_only_fill_the_caches(conversations, hot) -> None:
 
 
 @pytest.mark.parametrize("policy", policy_names())
-@pytest.mark.parametrize("hot", [0, 600])
-def test_the_same_comes_out_twice_for_every_policy(conversations, policy, hot) -> None:
-    setup = Setup(get_policy(policy), hot_blocks=hot, cold_blocks=800)
+def test_the_same_comes_out_twice_for_every_policy(conversations, policy) -> None:
+    setup = Setup(get_policy(policy), hot_blocks=600, cold_blocks=800)
     tally = replay(conversations, setup, journal=True)
     check(conversations, tally, setup)
     assert tally == replay(conversations, setup, journal=True)

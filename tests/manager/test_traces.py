@@ -1,4 +1,4 @@
-"""Reading traces: both formats, and one sentence for every mistake."""
+"""Reading traces, and one sentence for every mistake."""
 
 import json
 from pathlib import Path
@@ -8,22 +8,17 @@ from traces import EXCERPT
 
 from manthan.manager.simulator.traces import Trace, TracedRequest, TraceError, read_trace
 
-HEAD = "time_s,session_id,input_tokens,output_tokens"
 LINE = {"timestamp": 0, "input_length": 1100, "output_length": 5, "hash_ids": [1, 2, 3]}
 
 
 @pytest.fixture
 def read(tmp_path: Path):
-    def write_and_read(text: str, block_tokens: int | None = None) -> Trace:
+    def write_and_read(text: str) -> Trace:
         path = tmp_path / "trace"
         path.write_text(text)
-        return read_trace(path, block_tokens)
+        return read_trace(path)
 
     return write_and_read
-
-
-def keys_of(trace: Trace) -> list[list[bytes]]:
-    return [request.keys for request in trace.requests]
 
 
 def test_mooncake(read) -> None:
@@ -43,12 +38,8 @@ def test_mooncake(read) -> None:
 def test_what_the_client_says_of_its_return(read) -> None:
     said = read(json.dumps(LINE | {"expect_return_s": 8}))
     assert [request.expect_return_s for request in said.requests] == [8.0]
-    said = read(f"{HEAD},expect_return_s\n0,a,100,5,2.5\n9,a,120,5,\n")
-    assert [request.expect_return_s for request in said.requests] == [2.5, None]
     said = read(json.dumps(LINE | {"tool": "search"}))
     assert [request.tool for request in said.requests] == ["search"]
-    said = read(f"{HEAD},tool\n0,a,100,5,search\n9,a,120,5,\n")
-    assert [request.tool for request in said.requests] == ["search", ""]
     with pytest.raises(TraceError, match=r"line 1: tool must be a tool's name, of at most 256 "):
         read(json.dumps(LINE | {"tool": 5}))
     with pytest.raises(
@@ -102,24 +93,7 @@ def test_a_field_is_missing(read) -> None:
             f"{json.dumps(LINE)}\n[]",
             "trace, line 2: must be an object with timestamp, input_length, output_length, hash_ids",
         ),
-        (f"{HEAD}\n", "trace: there are no requests in it"),
-        ("", "trace, line 1: there is no column time_s: time_s, session_id, input_tokens, output_tokens are needed"),
-        (f"{HEAD},prefix\n", "trace, line 1: unknown column 'prefix' (did you mean 'prefix_id'?)"),
-        (f"{HEAD}\n1,a,5,5\n1,a,5\n", "trace, line 3: must have 4 values, one a column"),
-        (f"{HEAD}\n1,a,5,5\n,a,5,5\n", "trace, line 3: time_s must be a number of seconds, 0 or more, not missing"),
-        (f"{HEAD}\n1,a,no,5\n", "trace, line 2: input_tokens must be a whole number of tokens, 1 or more, not 'no'"),
-        (
-            f"{HEAD},prefix_id\n1,a,5,5,p\n",
-            "trace, line 2: prefix_id and prefix_tokens must be given together",
-        ),
-        (
-            f"{HEAD},prefix_id,prefix_tokens\n1,a,5,5,p,6\n",
-            "trace, line 2: prefix_tokens must be at most input_tokens, which is 5, not 6",
-        ),
-        (
-            f"{HEAD},prefix_id,prefix_tokens\n1,a,5,5,p,4\n2,a,9,5,q,4\n",
-            "trace, line 3: prefix_id and prefix_tokens must be ('p', 4) as before in the session 'a', not ('q', 4)",
-        ),
+        ("", "trace: there are no requests in it"),
     ],
 )
 def test_a_mistake(read, text, sentence) -> None:
@@ -132,44 +106,5 @@ def test_no_file_and_no_text(tmp_path: Path) -> None:
     with pytest.raises(TraceError, match=r"cannot be read: No such file or directory$"):
         read_trace(tmp_path / "none")
     (tmp_path / "noise").write_bytes(b"\xff\xfe\xfd")
-    with pytest.raises(TraceError, match=r"is no text: a trace is JSON lines or CSV in UTF-8$"):
+    with pytest.raises(TraceError, match=r"is no text: a trace is JSON lines in UTF-8$"):
         read_trace(tmp_path / "noise")
-
-
-# -- what a CSV says about who shares what ----------------------------------------------------------------
-
-
-def test_a_session_goes_on_from_what_it_said(read) -> None:
-    trace = read(f"{HEAD}\n5,a,20,9\n1,a,10,6\n2,b,10,6\n", block_tokens=4)
-    first, other, second = keys_of(trace)
-    assert [request.session for request in trace.requests] == ["a", "b", "a"]
-    assert [request.prompt_blocks for request in trace.requests] == [2, 2, 5]
-    assert len(first) == 3  # 15 tokens are computed: the last one of the answer is not
-    assert len(second) == 7
-    assert second[:3] == first
-    assert not set(other) & set(second)
-    assert trace.distinct_blocks == 10
-
-
-def test_a_shorter_prompt_takes_back_what_followed(read) -> None:
-    first, second, third = keys_of(read(f"{HEAD}\n1,a,12,5\n2,a,9,8\n3,a,16,1\n", block_tokens=4))
-    assert second[:2] == first[:2]
-    assert not set(second[2:]) & set(first)
-    assert third == second
-
-
-def test_a_prefix_is_shared_as_far_as_whole_blocks_go(read) -> None:
-    text = f"{HEAD},prefix_id,prefix_tokens\n1,a,14,1,p,10\n2,b,14,1,p,10\n3,c,14,1,q,10\n4,d,14,1,,\n5,e,14,1,p,5\n"
-    a, b, c, d, e = keys_of(read(text, block_tokens=4))
-    assert a[:2] == b[:2]
-    assert a[2] != b[2]
-    assert not set(a) & (set(c) | set(d))
-    assert e[0] == a[0]
-    assert e[1] != a[1]
-
-
-def test_requests_without_a_session_are_on_their_own(read) -> None:
-    trace = read(f"{HEAD}\n1,,8,1\n2,,8,1\n", block_tokens=4)
-    one, other = keys_of(trace)
-    assert not set(one) & set(other)
-    assert trace.requests[0].session is None

@@ -175,11 +175,10 @@ def test_who_only_looks_changes_nothing_and_the_same_events_give_the_same_order(
     assert list(looking.policy.victims()) == list(other.policy.victims())
 
 
-@pytest.mark.parametrize("name", ["lru", "fifo", "lfu", "ttl", "arc", "s3fifo", "gdsf"])
 @settings(deadline=None)
 @given(events=EVENTS)
-def test_one_look_gives_the_order_in_which_they_would_go_one_by_one(name: str, events: list[object]) -> None:
-    manager = Manager(a_policy(name))
+def test_one_look_gives_the_order_in_which_they_would_go_one_by_one(events: list[object]) -> None:
+    manager = Manager(a_policy("lru"))
     for event in events:
         manager.apply(event)
     order = list(manager.policy.victims())

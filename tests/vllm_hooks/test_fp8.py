@@ -158,7 +158,7 @@ def test_a_packed_cache_settles_for_exact_and_says_its_own_size() -> None:
             kv_transfer_config=kv_transfer_config(codec="k3v3"),
         )
         codec = from_vllm_config(args.create_engine_config()).codec
-        assert (codec.name, codec.sink_tokens, codec.guard, codec.calibrate) == ("exact", 0, False, False)
+        assert (codec.name, codec.sink_tokens, codec.guard) == ("exact", 0, False)
     group = groups_of(*mixed(cache_dtype="turboquant_3bit_nc")).chain
     shape = memory_shape(codec, group, Shards(2))
     assert shape.hot_nbytes == 2 * group.page_nbytes

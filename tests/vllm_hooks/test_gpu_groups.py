@@ -3,7 +3,6 @@ one allocation."""
 
 import random
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import fake_cuda
 import numpy as np
@@ -179,24 +178,3 @@ def test_the_guard_s_codec_is_each_group_s_own_and_states_stay_as_they_are(make:
     assert world.load(*(part([spill], [40 + n]) for n, spill in enumerate(spills))).failed == []
     assert all(torch.equal(world.memory[:, 40 + n], numbers) for n, numbers in enumerate(right))
     assert sorted(world.made) == [(WINDOW, "k3v3"), (CHAIN, "k3v3")]
-
-
-def test_only_chains_are_calibrated(make: Callable[..., World]) -> None:
-    """Block ids of other groups say nothing of where the chains' numbers are."""
-
-    class Seen:
-        def __init__(self) -> None:
-            self.spills: list[SpillBlock] = []
-
-        def begin(self, spills: Sequence[SpillBlock]) -> list[Any]:
-            self.spills += spills
-            return []
-
-        def take(self, samples: Sequence[Any]) -> None:
-            assert not samples
-
-    world = make()
-    seen = world.path._calibration = Seen()  # type: ignore[assignment]
-    spills = [order(group, 1, 1 + group) for group in (CHAIN, WINDOW, STATE)]
-    world.spill(*spills)
-    assert seen.spills == spills[:1]

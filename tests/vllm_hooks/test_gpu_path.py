@@ -2,7 +2,6 @@
 
 import random
 from collections.abc import Callable
-from queue import Queue
 from typing import Any
 
 import fake_cuda
@@ -28,7 +27,6 @@ from manthan.vllm_hooks.messages import (
 )
 from manthan.vllm_hooks.worker import gpu_path
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
-from manthan.vllm_hooks.worker.calibration import WAITING, Calibration
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
 from manthan.vllm_hooks.worker.tiers import FIRST_TOKEN, Tier, Tiers
 
@@ -376,28 +374,3 @@ def test_codes_that_could_not_be_moved_down_are_not_there(monkeypatch: pytest.Mo
     assert world.load([key(0)], [40]).failed == [(GROUP, key(0), "missing")]
     assert world.load([key(1)], [40]).failed == []
     assert world.tiers.used == (fit - 1) * room(world.nbytes(0))
-
-
-def test_some_blocks_go_to_the_calibration_as_they_were(make: Callable[..., World]) -> None:
-    """Copied behind the encoding, on its stream, and taken when that is done."""
-
-    class Seen(Calibration):
-        def __init__(self, memory: DeviceMemory) -> None:
-            self._memory, self._wants_more, self._blocks = memory, True, Queue(WAITING)
-            self.stopped = False
-
-        def stop(self) -> None:
-            self.stopped = True
-
-    world = make()
-    seen = world.path._calibration = Seen(world.memory)
-    spills = [order(n, FORMS[n % 2]) for n in range(4)]
-    before = {spill.first_token: world.numbers(spill.block_id) for spill in spills}
-    world.path.submit_spills(ManthanMetadata(spills=spills))
-    assert seen._blocks.empty()
-    world.path.take_finished_loads()
-    taken = [seen._blocks.get_nowait() for _ in range(seen._blocks.qsize())]
-    assert taken
-    assert all(np.array_equal(np.stack(numbers), before[first_token]) for first_token, *numbers in taken)
-    world.path.shutdown()
-    assert seen.stopped

@@ -328,30 +328,3 @@ def test_blocks_that_nobody_reads_yet_are_given_up_when_requests_need_them(
     assert {spill.cause for spill in left.spills} == {None}
     assert left.copied == [], "each is named once"
     assert worker.load(KEYS[:2]).failed == []
-
-
-class Seen:
-    """In a calibration's place, which would start a process: the blocks that it is shown."""
-
-    def __init__(self) -> None:
-        self.groups: list[int] = []
-
-    def see(self, spills: list[SpillBlock]) -> None:
-        self.groups += [spill.group for spill in spills]
-
-    def stop(self) -> None:
-        """Nothing runs."""
-
-
-def test_a_profile_is_made_of_chains_only() -> None:
-    """Blocks of other groups mean something else, though they may have the same numbers."""
-    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
-    of = {group: cpu_blocks(caches, layers, spec, group=group) for group in (GROUP, 0)}
-    seen: Any = Seen()
-    worker = Worker()
-    worker.path = HostPath(of, worker.store, 1, CPU, calibration=seen)
-    spills = [SpillBlock(KEYS[0], group, 1, 0) for group in (0, GROUP)]
-    worker.path.submit_spills(ManthanMetadata(spills=spills))
-    assert all(result.cause is None for result in worker.wait(2).spills)
-    worker.path.shutdown()
-    assert seen.groups == [GROUP]

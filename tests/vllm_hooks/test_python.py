@@ -16,7 +16,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
         from vllm import LLM, SamplingParams
         from manthan.vllm_hooks import kv_transfer_config
 
-        policy = {{"name": "lfu", "half_life_s": 60}}
+        policy = {{"name": "returns", "prior": 60}}
         manthan = kv_transfer_config(policy=policy, idle_after_s=0.2, min_tokens=64)
         llm = LLM({str(MODEL)!r}, block_size=32, num_gpu_blocks_override=131, max_model_len=2048,
                   enforce_eager=True, kv_transfer_config=manthan)
@@ -51,7 +51,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     words = ("POLICY", "ANSWER", "BETWEEN", "REFUSED", "TOLD", "TENANTS", "AFTER")
     said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(words)]
-    assert said.pop(0) == ["POLICY", "('half_life_s',", "60.0)"]
+    assert said.pop(0) == ["POLICY", "('prior',", "60.0)"]
     assert [line[0] for line in said] == [*words[1:3], "ANSWER", *words[3:], "ANSWER"]
     assert said[0] == ["ANSWER", right, "0"]
     assert said[1] == ["BETWEEN", "idle"]

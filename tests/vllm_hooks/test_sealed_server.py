@@ -21,7 +21,7 @@ FLAGS = [
     *("--enforce-eager", "--enable-prompt-tokens-details"),
 ]
 YAML = """
-{{idle_after_s: 0.2, sweep_interval_s: 0.05, min_tokens: 64, codec: {{calibrate: false}},
+{{idle_after_s: 0.2, sweep_interval_s: 0.05, min_tokens: 64,
  cold_store: {{kind: {kind}, max_bytes: 64MiB, encryption: {{key_file: {keys}}}}},
  disk: {{path: {folder}}}, redis: {{url: "{url}"}}}}
 """

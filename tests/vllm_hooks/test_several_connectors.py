@@ -37,7 +37,7 @@ def entries(config: VllmConfig) -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("other", [NIXL, EXAMPLE], ids=["nixl, prefill", "example, decode"])
 def test_flags_put_manthan_behind_another_connector(other: dict[str, Any]) -> None:
-    config = served(other, "--manthan-policy", "lfu", "--manthan-idle-after", "7")
+    config = served(other, "--manthan-policy", "returns", "--manthan-idle-after", "7")
     transfer = config.kv_transfer_config
     assert (transfer.kv_connector, transfer.kv_role) == ("MultiConnector", "kv_both")
     assert transfer.kv_load_failure_policy == "recompute"
@@ -46,7 +46,7 @@ def test_flags_put_manthan_behind_another_connector(other: dict[str, Any]) -> No
     assert (theirs["kv_connector"], theirs["kv_role"]) == (other["kv_connector"], other["kv_role"])
     assert (ours["kv_connector"], ours["kv_role"]) == ("ManthanConnector", "kv_both")
     manthan = from_vllm_config(config)
-    assert (manthan.policy.name, manthan.idle_after_s, manthan.codec.name) == ("lfu", 7, "wht-5x")
+    assert (manthan.policy.name, manthan.idle_after_s, manthan.codec.name) == ("returns", 7, "wht-5x")
     [_, (connector, of_ours)] = MultiConnector._get_connector_classes_and_configs(config)
     assert connector is ManthanConnector
     assert from_vllm_config(of_ours) == manthan

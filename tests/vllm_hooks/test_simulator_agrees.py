@@ -12,8 +12,8 @@ from scripts import run_script
 from vllm_engine import BLOCK
 
 from manthan.manager.simulator.cost_model import CostModel
+from manthan.manager.simulator.engine import replay
 from manthan.manager.simulator.replay import Setup
-from manthan.manager.simulator.run import replay
 from manthan.manager.simulator.traces import TracedRequest
 from manthan.policies import get_policy
 

@@ -9,7 +9,7 @@ from conversation import told
 
 MODELS = {"tiny-gemma3": 1000, "tiny-qwen3-next": 150}
 """And how many blocks the pool has: enough until chats are cold."""
-MANTHAN = {"idle_after_s": 0.4, "min_tokens": 64, "codec": {"calibrate": False}, "cold_store": {"max_bytes": "128MiB"}}
+MANTHAN = {"idle_after_s": 0.4, "min_tokens": 64, "cold_store": {"max_bytes": "128MiB"}}
 CHATS = 8
 
 

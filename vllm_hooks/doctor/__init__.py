@@ -1,1 +1,1 @@
-"""`manthan doctor`: the command, and what it looks at that has to do with vLLM. It also runs where that is missing."""
+"""`manthan doctor`: the command."""

@@ -10,16 +10,6 @@ from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.sparing import Sparing
-from manthan.vllm_hooks.settled import wants_profile
-from manthan.vllm_hooks.telemetry.structured import (
-    CODEC_MEASURED,
-    EVICTED,
-    NOT_STORED,
-    PREFETCHED,
-    RESTORED,
-    STARTED,
-    fields,
-)
 
 if TYPE_CHECKING:
     from collections.abc import Iterable
@@ -78,18 +68,8 @@ def announce(
         f" at {config.redis.url if store.is_shared else config.disk.path} as {place}" if place else "",
         capacity // shape.coded_nbytes * shape.block_tokens,
         config.idle_after_s,
-        extra=fields(
-            STARTED,
-            policy=config.policy.name,
-            codec=codec.name,
-            ratio=round(shape.ratio, 2),
-            cold_store=store.kind,
-            budget_bytes=int(store.max_bytes),
-            budget_tokens=capacity // shape.coded_nbytes * shape.block_tokens,
-            idle_after_seconds=config.idle_after_s,
-        ),
     )
-    if (needs_profile(codec.name) or wants_profile(vllm_config)) and not codec.sink_tokens:
+    if needs_profile(codec.name) and not codec.sink_tokens:
         logger.warning("Manthan: a session's first tokens are far from any profile: set codec.sink_tokens to 4")
 
 
@@ -118,20 +98,6 @@ def tell_eviction(eviction: "Eviction") -> None:
         eviction.encoded,
         eviction.took_s * 1e3,
         f", {eviction.exact} with tokens kept exact" if eviction.exact else "",
-        extra=fields(
-            EVICTED,
-            session_id=eviction.session_id,
-            blocks=eviction.blocks,
-            blocks_beside=eviction.beside,
-            blocks_encoded=eviction.encoded,
-            blocks_exact=eviction.exact,
-            tokens=eviction.tokens,
-            hot_bytes=eviction.hot_nbytes,
-            cold_bytes=eviction.cold_nbytes,
-            idle_seconds=round(eviction.idle_s, 3),
-            seconds=round(eviction.took_s, 6),
-            reason="pressure" if eviction.is_pressed else "idle",
-        ),
     )
 
 
@@ -148,18 +114,6 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
         _beside(restored.beside),
         seconds * 1e3,
         f"; the rest could not be read ({causes}) and is recomputed" if causes else "",
-        extra=fields(
-            PREFETCHED if restored.is_prefetch else RESTORED,
-            session_id=restored.session_id,
-            request_id=restored.request_id,
-            blocks=restored.blocks,
-            blocks_restored=restored.good,
-            blocks_beside=restored.beside,
-            tokens=restored.good * shape.block_tokens,
-            cold_bytes=sum(answer.nbytes for answer in restored.answers),
-            seconds=round(seconds, 6),
-            causes=sorted(set(restored.causes)),
-        ),
     )
 
 
@@ -175,8 +129,7 @@ def tell_verdict(found: "Judgement") -> None:
     if verdict.compute_s:
         said += f"; the model computes one in {verdict.compute_s * 1e6:.3g} us"
     if found.place == 0:
-        told = fields(CODEC_MEASURED, codec=found.codec, is_faithful=True)
-        logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said, extra=told)
+        logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said)
         return
     logger.warning(
         "Manthan: codec %s %s, and %s; choose another with `codec: {name: ...}`, or have it "
@@ -185,7 +138,6 @@ def tell_verdict(found: "Judgement") -> None:
         "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model",
         "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
         said,
-        extra=fields(CODEC_MEASURED, codec=found.codec, is_faithful=found.is_slow),
     )
 
 
@@ -209,5 +161,4 @@ class Complaints:
     def not_stored(self, causes: "Iterable[str]") -> None:
         for cause in causes:
             if count := self._sparing.due(cause):
-                told = fields(NOT_STORED, cause=cause, blocks=count)
-                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count, extra=told)
+                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count)

@@ -216,16 +216,8 @@ class CpuBlocks(Blocks):
 
     def __init__(self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat) -> None:
         """others: that can be read as well, and written where an order names their codec."""
-        self.formats, self._memory, self._first = Formats(format, *others), memory, format
+        self.formats, self._memory = Formats(format, *others), memory
         format.warm_up()
-
-    def change_to(self, format: BlockFormat) -> None:
-        """Encode in this format from now on, and go on to decode what was encoded in the first.
-
-        What is reserved for a block stays the first one's bound: a block that would take more is encoded in that.
-        """
-        format.warm_up()
-        self.formats.use(format)
 
     def copy(self, spills: Sequence[SpillBlock]) -> Copies:
         return [self._memory.gather(spill.block_id) for spill in spills]
@@ -245,10 +237,7 @@ class CpuBlocks(Blocks):
     def _encode(self, spill: SpillBlock, keys: Numbers, values: Numbers) -> Buffer | str:
         try:
             format = self.formats.named("" if self.formats.shape.is_raw else spill.codec)
-            made = _encoded(format, keys, values, spill)
-            if format is self.formats.current and made.nbytes > self._first.max_nbytes(spill.exact):
-                return _encoded(self._first, keys, values, spill)
-            return made
+            return _encoded(format, keys, values, spill)
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"

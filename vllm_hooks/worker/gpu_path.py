@@ -31,7 +31,6 @@ from manthan.vllm_hooks.messages import (
     SpillBlock,
     SpillResult,
 )
-from manthan.vllm_hooks.worker.calibration import Calibration, Sample
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces
@@ -87,13 +86,11 @@ class Decoding(NamedTuple):
 
 
 class Spill(NamedTuple):
-    """samples: for the calibration; they have come when the chunk is done. copied: when the pool's blocks are not read
-    any more."""
+    """copied: when the pool's blocks are not read any more."""
 
     encoding: Encoding
     chunk: Chunk
     began: float
-    samples: Sequence[Sample]
     copied: torch.cuda.Event
 
 
@@ -114,8 +111,7 @@ class GpuPath(WorkerPath):
 
     codecs: by KV cache group, that of the chains' blocks first; all on one device. forms: how many first tokens of a
     block may have to be kept exact; it can do others, but has not prepared for them. make: a group's codec by its name,
-    should blocks be ordered in another one, and names: those that may be. calibration: what is made of the chains'
-    blocks besides.
+    should blocks be ordered in another one, and names: those that may be.
     """
 
     def __init__(
@@ -125,11 +121,10 @@ class GpuPath(WorkerPath):
         fails_whole: bool = False,
         forms: Sequence[int] = (0,),
         make: Callable[[int, str], PagedCodec] | None = None,
-        calibration: Calibration | None = None,
         names: Sequence[str] = (),
     ) -> None:
         super().__init__(fails_whole)
-        self.codecs, self.tiers, self._make, self._calibration = dict(codecs), tiers, make, calibration
+        self.codecs, self.tiers, self._make = dict(codecs), tiers, make
         self._chain = next(iter(self.codecs))
         self._device = self.codecs[self._chain].device
         least = max(codec.form(codec.layout.tokens).nbytes for codec in self.codecs.values())
@@ -230,8 +225,6 @@ class GpuPath(WorkerPath):
 
     def shutdown(self) -> None:
         self.wait()
-        if self._calibration is not None:
-            self._calibration.stop()
         self.tiers.release()
 
     # -- evict ----------------------------------------------------------------------------------------
@@ -287,18 +280,16 @@ class GpuPath(WorkerPath):
         codes, ours = (
             (tier.codes, places) if in_place else (lane.staging.codes, lane.staging.places(nbytes)[: len(places)])
         )
-        group, exact = spills[0].group, spills[0].exact
+        exact = spills[0].exact
         keys, block_ids, first_tokens = zip(*((s.key, s.block_id, s.first_token) for s in spills), strict=True)
         with torch.cuda.stream(lane.stream):
             offsets, marks = [place[0].start for place in ours], [spill.mark for spill in spills]
             batch = codec.batch(exact, keys, block_ids, first_tokens, offsets, marks=marks)
             codec.encode(batch, codes)
-            calibration = self._calibration if group == self._chain else None
-            samples = calibration.begin(spills) if calibration is not None else ()
             copied = lane.stream.record_event()
             if not in_place:  # how much of its room a block takes is not known yet
                 _copy(codes, ours, tier.codes, places, [nbytes] * len(places))
-            spill = Spill(encoding, self._chunk(codec, batch, lane.stream), began, samples, copied)
+            spill = Spill(encoding, self._chunk(codec, batch, lane.stream), began, copied)
             self._spills.append(spill)
             self._uncopied.append(spill)
 
@@ -308,7 +299,7 @@ class GpuPath(WorkerPath):
             while self._uncopied and self._uncopied[0].copied.query():
                 self._copied(self._uncopied.popleft().encoding.spills)
         while self._spills:
-            encoding, chunk, began, samples, _ = self._spills[0]
+            encoding, chunk, began, _ = self._spills[0]
             try:
                 if not chunk.done.query():
                     return
@@ -318,8 +309,6 @@ class GpuPath(WorkerPath):
                 self._fail(encoding, error)
                 continue
             self._leave()
-            if self._calibration is not None:
-                self._calibration.take(samples)
             self._put(encoding, statuses, sizes, (time.monotonic() - began) / len(statuses))
 
     def _leave(self) -> None:

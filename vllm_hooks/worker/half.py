@@ -11,7 +11,7 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import PRESETS, Profile
+from manthan.codec.profile import PRESETS
 from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS as STEPPED
@@ -36,7 +36,6 @@ from manthan.vllm_hooks.worker.blocks import (
     PackedMemory,
     PagedMemory,
 )
-from manthan.vllm_hooks.worker.calibration import Calibration, calibration_job
 from manthan.vllm_hooks.worker.capacity import (
     ENCODE_THREADS,
     RESTORE_STAGING_BYTES,
@@ -264,9 +263,8 @@ class WorkerHalf:
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
-            calibration = self._calibration(chain, None, group)
             finer = finer_codecs(self._config.codec.name) if self._config.codec.guard else []
-            return _gpu_path(groups, tier_bytes, self._fails_whole, calibration, finer)
+            return _gpu_path(groups, tier_bytes, self._fails_whole, finer)
         if tier_bytes.device:
             raise UnsupportedError(
                 f"cold_store.kind is device, but the codec runs on the CPU here (backend {self._config.backend}): use "
@@ -279,26 +277,10 @@ class WorkerHalf:
             threads, intakes = min(threads, ENCODE_THREADS), _intakes(list(paged.values()), device)
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
-        calibration = self._calibration(chain, blocks[chain.forms[0].group], group)
         if store is None:
             store = one_for_all(lambda: HostStore(tier_bytes.host), self._vllm_config, self._copies)
         is_mine = storing(self._vllm_config.parallel_config, self._copies)
-        return HostPath(blocks, store, threads, device, self._fails_whole, calibration, is_mine, intakes)
-
-    def _calibration(self, chain: GroupCache, blocks: Blocks | None, group: Group) -> Calibration | None:
-        """Where the codec wants a profile that there is not yet. blocks: that may take it up at once."""
-        job = calibration_job(self._vllm_config, chain.forms[0])
-        if job is None:
-            return None
-
-        def made(profile: Profile) -> str:
-            if job.ranks > 1 or self._config.cold_store.is_lasting or not isinstance(blocks, CpuBlocks):
-                return "it is used from the next start on"
-            facts = ModelFacts(job.info.rope, profile)
-            blocks.change_to(self._format(job.preset, group, facts, ""))
-            return "blocks are encoded with it from now on"
-
-        return Calibration(chain.memory, job, made)
+        return HostPath(blocks, store, threads, device, self._fails_whole, is_mine, intakes)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -377,7 +359,6 @@ def _gpu_path(
     groups: Mapping[int, GroupCache],
     tier_bytes: TierBytes,
     fails_whole: bool,
-    calibration: Calibration | None,
     finer: Sequence[str],
 ) -> WorkerPath:
     """groups: that of the chains first. finer: codecs that the guard may choose instead."""
@@ -396,4 +377,4 @@ def _gpu_path(
         return paged_codec(layouts[index], form)
 
     tiers = Tiers(on_device, on_host)
-    return GpuPath(codecs, tiers, fails_whole, chain.exacts, make, calibration, [chain.forms[0].codec, *finer])
+    return GpuPath(codecs, tiers, fails_whole, chain.exacts, make, [chain.forms[0].codec, *finer])

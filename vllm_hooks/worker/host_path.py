@@ -23,7 +23,6 @@ from manthan.vllm_hooks.messages import (
     SpillResult,
 )
 from manthan.vllm_hooks.worker.blocks import MISSING, Blocks, Copies
-from manthan.vllm_hooks.worker.calibration import Calibration
 from manthan.vllm_hooks.worker.intake import Intake, batches
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.streams import behind, model_event
@@ -39,9 +38,9 @@ class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
-    stream of its own, behind what the model's stream was given before. calibration: what is made of the chains' blocks
-    besides. is_mine: whether this rank stores the block of a key; of another, which has the same, it is said to be
-    stored in no bytes. intakes: of the threads that restore and that prefetch, where a GPU decodes.
+    stream of its own, behind what the model's stream was given before. is_mine: whether this rank stores the block of a
+    key; of another, which has the same, it is said to be stored in no bytes. intakes: of the threads that restore and
+    that prefetch, where a GPU decodes.
     """
 
     def __init__(
@@ -51,7 +50,6 @@ class HostPath(WorkerPath):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
-        calibration: Calibration | None = None,
         is_mine: Callable[[bytes], bool] = lambda key: True,
         intakes: tuple[Intake, Intake] | None = None,
     ) -> None:
@@ -59,8 +57,6 @@ class HostPath(WorkerPath):
         self._intakes = intakes
         self._is_mine = is_mine
         self.blocks, self.store = blocks, store
-        self._chain = next(iter(blocks))
-        self._calibration = calibration
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
@@ -121,8 +117,6 @@ class HostPath(WorkerPath):
     def shutdown(self) -> None:
         for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
             threads.shutdown()
-        if self._calibration is not None:
-            self._calibration.stop()
         self.store.close()
 
     # -- evict ----------------------------------------------------------------------------------------
@@ -164,8 +158,6 @@ class HostPath(WorkerPath):
         try:
             with behind(model, self._device):
                 copies = blocks.copy(spills)
-                if copies is not None:
-                    self._see(spills)
         except Exception as error:
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             self._copied(spills)
@@ -178,10 +170,6 @@ class HostPath(WorkerPath):
             number = self._put_off(spills)
         self._encoders.submit(self._spill, number, spills, copies, blocks, store, model, cancelled)
 
-    def _see(self, spills: Sequence[SpillBlock]) -> None:
-        if self._calibration is not None and spills[0].group == self._chain:
-            self._calibration.see(spills)
-
     def _encode(
         self, spills: Sequence[SpillBlock], copies: Copies | None, blocks: Blocks, model: torch.cuda.Event | None
     ) -> Sequence[Buffer | str]:
@@ -189,7 +177,6 @@ class HostPath(WorkerPath):
             return blocks.encode_all(spills, copies)
         try:
             with behind(model, self._device):
-                self._see(spills)
                 return blocks.encode_all(spills)
         finally:
             self._copied(spills)

@@ -1,4 +1,7 @@
-"""`manthan workload`: made-up requests of chats, agents and single questions, as a trace that `simulate` reads."""
+"""Made-up requests of chats, agents and single questions, as a trace that `manthan simulate` reads.
+
+python benchmarks/workload.py --sessions 3000 --seed 1 --hours 2 > workload.jsonl
+"""
 
 import json
 import math
@@ -296,3 +299,7 @@ def workload(
         if line.expect_return_s is not None:
             said["expect_return_s"] = round(line.expect_return_s, 3)
         typer.echo(json.dumps({name: getattr(line, name) for name in MOONCAKE} | said))
+
+
+if __name__ == "__main__":
+    typer.run(workload)

@@ -1,11 +1,14 @@
 """The made-up workload is what its parameters say."""
 
+import subprocess
+import sys
 from itertools import pairwise
+from pathlib import Path
 from statistics import mean, median
 
 import pytest
 
-from manthan.manager.simulator.workload import (
+from manthan.benchmarks.workload import (
     AGENT,
     CHAT,
     CONTEXT_TOKENS,
@@ -16,7 +19,9 @@ from manthan.manager.simulator.workload import (
     Kind,
     make_workload,
 )
+from manthan.manager.simulator.traces import read_trace
 
+REPO = Path(__file__).parents[2]
 ONLY = {"chat": 0.0, "agent": 0.0, "single": 0.0}
 
 
@@ -99,3 +104,11 @@ def test_agents_that_name_their_tools_pause_for_these() -> None:
             pauses[before.tool].append(pause)
     for name, (_, spread) in TOOLS.items():
         assert median(pauses[name]) == pytest.approx(spread.median, rel=0.5)
+
+
+def test_it_reads_back(tmp_path: Path) -> None:
+    path = tmp_path / "workload.jsonl"
+    made = subprocess.run([sys.executable, "benchmarks/workload.py", "--sessions", "20"], cwd=REPO, capture_output=True)
+    assert made.returncode == 0, made.stderr
+    path.write_bytes(made.stdout)
+    assert len(read_trace(path).requests) > 20

@@ -1,0 +1,59 @@
+"""Prompts with answers that can be checked: tables of names and numbers, and a question for one of them."""
+
+import itertools
+import random
+from pathlib import Path
+
+MODEL = Path("tests", "data", "tiny-llama")
+"""Of this repository: scripts are run from its root."""
+ENTRIES = 16
+DIGITS = 4
+QUESTION_TOKENS = 16
+
+
+class Table:
+    """Lines `name = 4821`, over and over until there are about so many tokens, and questions for one of them.
+
+    All questions have the same full blocks before them.
+    """
+
+    def __init__(self, model: str, tokens: int, seed: str) -> None:
+        from tokenizers import Tokenizer
+
+        rng = random.Random(seed)
+        self._tokenizer = Tokenizer.from_file(str(Path(model, "tokenizer.json")))
+        names = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
+        self._values = {name: str(rng.randrange(1000, 10000)) for name in rng.sample(names, ENTRIES)}
+        self.lines = self._entries(tokens - len(self._ids("")))
+
+    def question(self, number: int) -> tuple[list[int], str]:
+        """A prompt, and the right answer to it."""
+        line, right = self.lookup(number)
+        return self._ids(self.lines + line), right
+
+    def later(self, number: int, tokens: int) -> tuple[list[int], str]:
+        """What a later turn adds to a conversation, about so many tokens: lines again and a question; the answer."""
+        line, right = self.lookup(number)
+        return self._ids("\n" + self._entries(tokens) + line)[len(self._ids("")) :], right
+
+    def _entries(self, tokens: int) -> str:
+        """Lines, from the first on and over again, that leave room for a question."""
+        lines, count, begin = "", 0, len(self._ids(""))
+        for name, value in itertools.cycle(self._values.items()):  # a line is as many tokens alone as among others
+            if count >= tokens - QUESTION_TOKENS:
+                break
+            line = f"{name} = {value}\n"
+            lines += line
+            count += len(self._ids(line)) - begin
+        return lines
+
+    def lookup(self, number: int) -> tuple[str, str]:
+        """What comes after the lines of the table, and what it is to be answered with."""
+        name = list(self._values)[number % ENTRIES]
+        return f"assert {name} == ", self._values[name]
+
+    def text(self, tokens: list[int]) -> str:
+        return str(self._tokenizer.decode(tokens))
+
+    def _ids(self, text: str) -> list[int]:
+        return list(self._tokenizer.encode(text).ids)

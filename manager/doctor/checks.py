@@ -1,0 +1,142 @@
+"""Checks of the machine and of Redis, for `manthan doctor`. Each returns findings of one sentence."""
+
+import os
+import resource
+import shutil
+from collections.abc import Iterator
+from contextlib import closing
+from enum import StrEnum, auto
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import ByteSize
+
+from manthan.manager.config.model import ColdStoreConfig, ConfigError, ManthanConfig
+from manthan.manager.stores.disk.root import FolderBusyError, check_folder
+from manthan.manager.stores.redis.client import check, connect, in_a_sentence
+
+IN_RAM = ("tmpfs", "ramfs", "devtmpfs")
+REMOTE = ("nfs", "cifs", "smb", "9p", "ceph", "glusterfs", "lustre", "beegfs", "gpfs", "afs", "fuse.")
+"""Prefixes of the names of file systems whose files may be on other machines."""
+
+
+class Mark(StrEnum):
+    """Outcome of a check. SKIPPED: nothing to check. WARNING: it works, but not well. WRONG: it does not work."""
+
+    OK = auto()
+    SKIPPED = auto()
+    WARNING = auto()
+    WRONG = auto()
+
+
+class Finding(NamedTuple):
+    """Result of a check. said: one sentence; where something is wrong, it says what would be right."""
+
+    check: str
+    mark: Mark
+    said: str
+
+
+def check_memlock(store: ColdStoreConfig, has_gpu: bool, limit: int | None = None) -> Finding:
+    """Compare the RAM that is pinned for a GPU with the memlock limit.
+
+    Args:
+        limit: bytes that a process may lock, -1 for any number; None for this process's RLIMIT_MEMLOCK.
+    """
+    name = "memlock"
+    wanted = store.max_bytes if store.kind == "host" else store.front_bytes or store.host_bytes
+    if not has_gpu or not wanted:
+        why = "no compressed blocks are kept in RAM" if has_gpu else "there is no GPU"
+        return Finding(name, Mark.SKIPPED, f"{why}, so that no RAM is pinned.")
+    limit = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] if limit is None else limit
+    if limit == resource.RLIM_INFINITY or limit >= wanted:
+        return Finding(name, Mark.OK, f"the limit allows the {_size(wanted)} that are pinned for the GPU.")
+    return Finding(
+        name,
+        Mark.WARNING,
+        f"the limit is {_size(limit)}, but {_size(wanted)} of RAM are pinned for the GPU, and some drivers keep to the "
+        "limit: raise it (ulimit -l unlimited, LimitMEMLOCK=infinity, --ulimit memlock=-1).",
+    )
+
+
+def check_disk(config: ManthanConfig, mounts: Path = Path("/proc/self/mounts")) -> Finding:
+    """Check the folder of a cold store on disk: there, writable, local, and large enough."""
+    name, store, path = "disk", config.cold_store, config.disk.path
+    if not store.is_on_disk:
+        return Finding(name, Mark.SKIPPED, f"cold_store.kind is {store.kind}, which keeps nothing on a disk.")
+    busy = ""
+    try:
+        check_folder(path)
+    except FolderBusyError:
+        busy = "; a server uses it now"
+    except ConfigError as error:
+        return Finding(name, Mark.WRONG, str(error))
+    kind = file_system(Path(path), mounts)
+    budget = store.front_disk_bytes or store.max_bytes
+    free, taken = shutil.disk_usage(path).free, _taken(Path(path))
+    if kind in IN_RAM:
+        why = f"on {kind}, which is RAM and empty after a restart: name a folder on a disk"
+    elif kind.startswith(REMOTE):
+        why = f"on {kind}, which is not of this machine: name a folder on a local file system"
+    elif taken + free < budget:
+        why = f"too small: {_size(taken + free)} for {_size(budget)} of compressed blocks; lower that, or make room"
+    else:
+        said = f"{path} is a folder on {kind} with {_size(free)} free, for {_size(budget)} of compressed blocks{busy}."
+        return Finding(name, Mark.OK, said)
+    return Finding(name, Mark.WRONG, f"disk.path is {path!r}, which is {why}.")
+
+
+def file_system(path: Path, mounts: Path) -> str:
+    """Return the name of the folder's file system, such as ext4; empty if the kernel does not tell."""
+    real, best, kind = path.resolve(), -1, ""
+    for line in mounts.read_text(errors="replace").splitlines():
+        _, at, name, *_ = line.split(" ")
+        mount = Path(at.encode().decode("unicode_escape"))  # a space in a name is \040
+        if real.is_relative_to(mount) and len(mount.parts) >= best:  # a later mount hides an earlier one
+            best, kind = len(mount.parts), name
+    return kind
+
+
+def check_redis(config: ManthanConfig) -> Iterator[Finding]:
+    """Check that Redis answers, takes a key of ours, and has room for the budget."""
+    name, store = "Redis", config.cold_store
+    if "redis" not in store.places:
+        yield Finding(name, Mark.SKIPPED, f"cold_store.kind is {store.kind}, which does not use Redis.")
+        return
+    key = f"{config.redis.prefix}doctor"
+    try:
+        with closing(connect(config.redis)) as client, in_a_sentence(config.redis):
+            check(client, config.redis)
+            client.set(key, b"1", ex=60)
+            client.get(key)
+            client.unlink(key)
+            yield Finding(name, Mark.OK, f"{config.redis.url} answers, and takes keys below {config.redis.prefix}.")
+            yield _memory(client.info("memory"), store.max_bytes)
+    except ConfigError as error:
+        yield Finding(name, Mark.WRONG, str(error))
+
+
+def _memory(told: dict[str, Any], budget: int) -> Finding:
+    """Compare the budget with maxmemory, of all nodes of a cluster together."""
+    name = "Redis memory"
+    nodes = [node for node in told.values() if isinstance(node, dict)] or [told]
+    limits = [int(node["maxmemory"]) for node in nodes]
+    if not all(limits):
+        return Finding(name, Mark.WARNING, "maxmemory is not set, so that Redis may take all RAM: set it.")
+    if sum(limits) < budget:
+        said = (
+            f"maxmemory is {_size(sum(limits))}, but cold_store.max_bytes is {_size(budget)}: raise it, or lower that."
+        )
+        return Finding(name, Mark.WRONG, said)
+    policies = ", ".join(sorted({str(node["maxmemory_policy"]) for node in nodes}))
+    return Finding(name, Mark.OK, f"maxmemory is {_size(sum(limits))} with {policies}, for {_size(budget)} of blocks.")
+
+
+def _taken(path: Path) -> int:
+    """Return the bytes that the folder's files take on the disk."""
+    files = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return sum(file.lstat().st_blocks * 512 for file in files if file.exists())
+
+
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable()
