@@ -44,7 +44,6 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
 from manthan.vllm_hooks.support import (
@@ -117,7 +116,7 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
-        self._shards = Shards(self._ranks, copies_of(vllm_config, self.groups), room_in(config.cold_store))
+        self._shards = Shards(self._ranks, room_in(config.cold_store))
         self._shape = memory_shape(config.codec, group, self._shards, self._profile)
         [self._shape] = with_windows([self._shape], config.codec, self.groups, self._shards)
         capacity = self._capacity(self._shape)
@@ -143,7 +142,7 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tiers(config.cold_store, self._shards.stored),
+            fast=fast_tiers(config.cold_store, self._ranks),
             shares=Shares(
                 config.quotas.pinned_share,
                 config.quotas.default_share,
@@ -165,9 +164,9 @@ class SchedulerHalf:
         self._directory: DirectoryLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
-            self._books = DiskBooks(vllm_config, config, namespace.name, self._shards.stored)
+            self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
-            made = vllm_config, config, namespace, self._shape, capacity, owner, self._shards.stored
+            made = vllm_config, config, namespace, self._shape, capacity, owner, self._ranks
             directory = make_directory(*made, self._ring)
             beside = self._places if self.groups.windows else None
             self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
@@ -216,7 +215,7 @@ class SchedulerHalf:
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
             in_flight=self._in_flight(),
-            weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
+            weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self)
         self._weights = self._resets.weights()
@@ -265,9 +264,9 @@ class SchedulerHalf:
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self.config.cold_store
-        sizes = {nbytes // self._shards.stored for nbytes in shape.sizes}
+        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._shards.stored, sizes, in_arenas)
+        return usable_nbytes(store, self._ranks, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 

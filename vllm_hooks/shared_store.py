@@ -19,7 +19,6 @@ from manthan.manager.stores.redis.schema import FORMAT, Namespace
 from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
 from manthan.manager.stores.sealed import Sealer
 from manthan.vllm_hooks.fingerprint import model_identity
-from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
@@ -56,7 +55,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "dtype": group.dtype_name,
             "block_tokens": group.spec.block_size,
             "shape": group.shape,
-            "tensor_parallel": parallel.tensor_parallel_size // copies_of(vllm_config, groups),
+            "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
             **({"names": ring.names.mark} if ring is not None else {}),
             **({"group": group.index, "beside": beside} if beside else {}),
@@ -122,6 +121,6 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 
 def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
-    """One rank's blocks, or those of all ranks that have the same."""
+    """One rank's blocks."""
     client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
     return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)

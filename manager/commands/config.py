@@ -86,8 +86,8 @@ def _model_table(
     codec = config.codec
     chosen = choose_codec(codec, model, ranks, has_latents=bool(shape.latent))
     check_profile(chosen, model, shape.layers, shape.heads, shape.head_dim)
-    cold = ColdSession(shape, codec, chosen, block_tokens, ranks, shape.shards(config, ranks))
-    usable = cold_nbytes(config, max((*cold.chain.values(), *cold.window.values())), cold.shards)
+    cold = ColdSession(shape, codec, chosen, block_tokens, ranks)
+    usable = cold_nbytes(config, max((*cold.chain.values(), *cold.window.values())), cold.ranks)
     table = Table("for the model", model, box=None)
     _add_layers(table, shape)
     table.add_row("blocks of", f"{block_tokens} tokens, {'one rank' if ranks == 1 else f'{ranks} ranks'}")
@@ -95,7 +95,7 @@ def _model_table(
         table.add_row("profile", str(chosen.path))
         table.add_row("… of", f"{chosen.profile.info.tokens} tokens, metric {chosen.profile.info.metric}")
     if shape.layers:
-        copies, coded = shape.copies(ranks), cold.chain[0] * cold.shards / block_tokens
+        copies, coded = shape.copies(ranks), cold.chain[0] * cold.ranks / block_tokens
         each = "" if copies == 1 else f", {shape.token_nbytes} on each rank"
         table.add_row(f"KV of a token in {NAMES[shape.dtype]}", f"{copies * shape.token_nbytes} bytes{each}")
         table.add_row(f"the same as codes of {chosen.name}", f"{coded:.0f} bytes, headers included")
@@ -122,14 +122,14 @@ def _add_layers(table: Table, shape: ModelShape) -> None:
 
 
 class ColdSession:
-    """About what a session takes as codes on one rank, of which `shards` store them. chain, window: a block's bytes in
+    """About what a session takes as codes on one rank. chain, window: a block's bytes in
     the layers with full attention, and in those with windows, by how many of its first tokens are exact; of nothing 0.
     """
 
     def __init__(
-        self, shape: ModelShape, codec: CodecConfig, chosen: ChosenCodec, block_tokens: int, ranks: int, shards: int
+        self, shape: ModelShape, codec: CodecConfig, chosen: ChosenCodec, block_tokens: int, ranks: int
     ) -> None:
-        self._shape, self._codec, self.block_tokens, self.ranks, self.shards = shape, codec, block_tokens, ranks, shards
+        self._shape, self._codec, self.block_tokens, self.ranks = shape, codec, block_tokens, ranks
         exacts = (0, codec.sink_tokens % block_tokens, block_tokens)
         facts, name = chosen.facts(0, ranks), chosen.name
         self.chain, self.window = dict.fromkeys(exacts, 0), dict.fromkeys(exacts, 0)
@@ -157,7 +157,7 @@ def _each(shape: ModelShape, tokens: int, cold: ColdSession) -> str:
     hot = shape.session_nbytes(tokens) + (shape.copies(ranks) - 1) * shape.token_nbytes * tokens
     beside = shape.session_nbytes(tokens) - shape.token_nbytes * tokens if shape.layers else 0
     kept = f", {ByteSize(beside).human_readable()} of them beside" if beside else ""
-    coded = cold.nbytes(tokens) * cold.shards
+    coded = cold.nbytes(tokens) * cold.ranks
     return (
         f"{ByteSize(hot).human_readable()} in the cache{kept}; {ByteSize(coded).human_readable()} as codes, "
         f"{hot / coded:.2f}x"

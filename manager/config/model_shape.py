@@ -88,12 +88,6 @@ class ModelShape:
         """How often vLLM has a token's KV on so many ranks; heads that are repeated are not counted."""
         return ranks if self.latent else 1
 
-    def shards(self, config: ManthanConfig, ranks: int) -> int:
-        """How many of so many ranks store codes of a block: one where all have the same and can read what it stored,
-        which RAM and GPU memory that a GPU's codes are in are not made for."""
-        is_same = self.latent and self.states is None and self.windows is None
-        return 1 if is_same and (config.cold_store.is_lasting or config.backend == "numpy") else ranks
-
     def block_nbytes(
         self, codec: str, block_tokens: int, ranks: int, exact: int = 0, facts: ModelFacts = NO_FACTS
     ) -> int:

@@ -39,8 +39,7 @@ class HostPath(WorkerPath):
 
     blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
     stream of its own, behind what the model's stream was given before. calibration: what is made of the chains' blocks
-    besides. is_mine: whether this rank stores the block of a key; of another, which has the same, it is said to be
-    stored in no bytes. intakes: of the threads that restore and that prefetch, where a GPU decodes.
+    besides. intakes: of the threads that restore and that prefetch, where a GPU decodes.
     """
 
     def __init__(
@@ -51,12 +50,10 @@ class HostPath(WorkerPath):
         device: torch.device,
         fails_whole: bool = False,
         calibration: Calibration | None = None,
-        is_mine: Callable[[bytes], bool] = lambda key: True,
         intakes: tuple[Intake, Intake] | None = None,
     ) -> None:
         super().__init__(fails_whole)
         self._intakes = intakes
-        self._is_mine = is_mine
         self.blocks, self.store = blocks, store
         self._chain = next(iter(blocks))
         self._calibration = calibration
@@ -91,14 +88,9 @@ class HostPath(WorkerPath):
             threads.submit(self._load, load, self.store, model, intake, self._cancelled)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
-        mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
-        if len(mine) < len(metadata.spills):
-            others = [spill for spill in metadata.spills if not self._is_mine(spill.key)]
-            self._copied(others)
-            self._spilled([SpillResult(spill.key, spill.group, None, 0.0) for spill in others])
-        model = model_event(self._device) if mine else None
+        model = model_event(self._device) if metadata.spills else None
         for group, blocks in self.blocks.items():
-            spills = [spill for spill in mine if spill.group == group]
+            spills = [spill for spill in metadata.spills if spill.group == group]
             batch = min(blocks.batch, max(1, len(spills) // self._encode_threads))
             for start in range(0, len(spills), batch):
                 some = spills[start : start + batch]
