@@ -19,7 +19,6 @@ from manthan.benchmarks.redis_report import OURS, RAW
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.cold_store import Buffer
 from manthan.manager.stores.redis.client import Circuit, Client, check, connect
-from manthan.manager.stores.redis.index import batches
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import BATCH_BYTES, RedisStore
 
@@ -55,14 +54,16 @@ class Raw:
     batch: int
 
     def put(self, values: dict[str, bytes]) -> None:
-        for some in batches(list(values.items()), self.batch):
+        for some in (
+            list(values.items())[at : at + self.batch] for at in range(0, len(list(values.items())), self.batch)
+        ):
             pipeline = self.client.pipeline(transaction=False)
             for name, value in some:
                 pipeline.set(name, value, px=round(1000 * TTL_S))
             pipeline.execute()
 
     def get(self, names: list[str]) -> Iterator[bytes | None]:
-        for some in batches(names, self.batch):
+        for some in (names[at : at + self.batch] for at in range(0, len(names), self.batch)):
             pipeline = self.client.pipeline(transaction=False)
             for name in some:
                 pipeline.get(name)
@@ -93,7 +94,7 @@ def measure_speed(config: RedisConfig, sizes: Sizes, step: Callable[[str], None]
     client = connect(config)
     raw = Raw(client, max(1, BATCH_BYTES // sizes.block_bytes))
     blocks = dict(_blocks(sizes))
-    values = {raw_names.block((0, key), 0): buf.tobytes() for key, buf in blocks.items()}
+    values = {raw_names.block(0, key, 0): buf.tobytes() for key, buf in blocks.items()}
     arms: dict[str, list[tuple[str, Callable[[], object]]]] = {
         "put": [(OURS, lambda: _expect(not store.put_all(0, blocks))), (RAW, lambda: raw.put(values))],
         "get": [(OURS, lambda: _use(store.read(0, list(blocks)))), (RAW, lambda: _use(raw.get(list(values))))],

@@ -81,7 +81,6 @@ def test_nothing_else_is_there(bare: Bare) -> None:
         (["codecs"], "k3v3"),
         (["config", "check", "default.yaml"], "cold_store.max_bytes"),
         (["workload", "--help"], "--seed"),
-        (["inspect", "--help"], "--session"),
         (["simulate", "--help"], "--policy"),
         (["--help"], "bench"),
     ],

@@ -14,15 +14,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
+from manthan.manager.redis_link import RedisLink
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
+from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
@@ -45,7 +46,7 @@ from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
-from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
+from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import (
     Part,
     UnsupportedError,
@@ -147,12 +148,12 @@ class SchedulerHalf:
                 config.quotas.pinned_share,
                 config.quotas.default_share,
                 config.quotas.tenants,
-                config.quotas.shared_heads_share,
+                0.0 if shared else config.quotas.shared_heads_share,
             ),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
-            is_shared=shared,
+            shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )
         has_api = config.api.enabled
@@ -161,15 +162,14 @@ class SchedulerHalf:
         if has_api:
             offer(METHOD, Inquiries(self).reply)
         self._events = self._kv_events(kv_cache_config)
-        self._directory: DirectoryLink | None = None
+        self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
             self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
-            made = vllm_config, config, namespace, self._shape, capacity, owner, self._ranks
-            directory = make_directory(*made, self._ring)
+            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -209,7 +209,7 @@ class SchedulerHalf:
             high=marks.high_watermark,
             ranks=self._ranks,
             observer=self.telemetry,
-            directory=self._directory,
+            redis=self._redis,
             journal=self._journal,
             guard=self._guard(),
             again=self.groups.again,
@@ -220,8 +220,8 @@ class SchedulerHalf:
         watch_lookups(pool, self.pool.marks, self)
         self._weights = self._resets.weights()
         self._sweeper.start()
-        if self._directory is not None:
-            self._directory.start()
+        if self._redis is not None:
+            self._redis.start()
 
     # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
 
@@ -321,7 +321,7 @@ class SchedulerHalf:
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
         keys = self._keys(request)
-        if self._events is not None and self._directory is not None:  # others may have stored what it asks for
+        if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
         if tokens:
@@ -538,8 +538,8 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._sweeper.stop()
-        if self._directory is not None:
-            self._directory.close()
+        if self._redis is not None:
+            self._redis.close()
         if self._journal is not None:
             self._journal.close()
         if self._books is not None:

@@ -24,6 +24,7 @@ from manthan.manager.config.model import (
     ManthanConfig,
     check_names,
 )
+from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
 __all__ = [
@@ -99,8 +100,7 @@ def resolve_config(
     except ValidationError as error:
         raise ConfigError(_sentence(error, given)) from None
     for variable in filter(_is_unknown, env):
-        if variable != config.redis.password_env:
-            _warn_once(variable)
+        _warn_once(variable)
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
 
@@ -175,6 +175,9 @@ def _from_flags(flags: Mapping[str, object]) -> dict[str, _Given]:
 
 def _leaves(key: str, value: object, source: str) -> dict[str, _Given]:
     """What `key: value` says about the keys in FIELDS: groups are opened, shorthands spelled out."""
+    if key in REMOVED:
+        _say_removed(key, source)
+        return {}
     if not _is_known(key):
         raise ConfigError(f"{source}: unknown key '{key}'{nearest(key, (*FIELDS, *GROUPS))}")
     group = GROUPS.get(key)
@@ -193,8 +196,13 @@ def _leaves(key: str, value: object, source: str) -> dict[str, _Given]:
     return {f"{key}.{group.shorthand}": _Given(value, source)}
 
 
+@cache
+def _say_removed(key: str, source: str) -> None:
+    logger.warning("Manthan: %s: %s has no effect any more: %s", source, key, REMOVED[key])
+
+
 def _is_known(key: str) -> bool:
-    return key in FIELDS or key in GROUPS or (key.startswith("policy.") and key != "policy.")
+    return key in REMOVED or key in FIELDS or key in GROUPS or (key.startswith("policy.") and key != "policy.")
 
 
 def _override(given: dict[str, _Given], layer: dict[str, _Given]) -> None:

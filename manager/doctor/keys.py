@@ -2,7 +2,7 @@
 
 from manthan.manager.config.model import ColdStoreConfig, ConfigError
 from manthan.manager.doctor.finding import Finding, Mark
-from manthan.manager.stores.keyring import ring_of
+from manthan.manager.stores.sealed import keys_of
 
 KEYS = "encryption"
 
@@ -14,8 +14,7 @@ def check_keys(store: ColdStoreConfig) -> Finding:
         where = "are stored as they are: no key file is configured" if store.is_lasting else "do not outlive the server"
         return Finding(KEYS, Mark.SKIPPED, f"codes {where}.")
     try:
-        ring = ring_of(store.encryption)
+        keys = keys_of(store.encryption)
     except ConfigError as error:
         return Finding(KEYS, Mark.WRONG, str(error))
-    assert ring is not None
-    return Finding(KEYS, Mark.OK, f"{path} is for its owner alone, and has {len(ring.keys.reading)} keys.")
+    return Finding(KEYS, Mark.OK, f"{path} is for its owner alone, and has {len(keys)} keys.")

@@ -1,14 +1,12 @@
 """`manthan doctor` on set-ups that are broken, one way each, and on one that is not."""
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import yaml
 from key_files import write_keys
-from redis_server import RedisServer, running
 from typer.testing import CliRunner
 from vllm_engine import MODEL
 
@@ -79,33 +77,20 @@ def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
 
 
 def test_keys_that_everybody_may_read(tmp_path: Path) -> None:
-    keys = write_keys(tmp_path / "keys.yaml", "k1")
+    keys = write_keys(tmp_path / "keys", "k1")
     keys.chmod(0o644)
     store = {"kind": "disk", "max_bytes": "1MiB", "encryption": {"key_file": str(keys)}}
     said = wrong(tmp_path, cold_store=store, disk={"path": str(tmp_path)})
     assert said == {
-        "encryption": f"cold_store.encryption.key_file: {keys} has mode 0644, with which others than its owner may "
-        "read or change it: chmod 600 it."
-    }
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running(tmp_path_factory.mktemp("redis"), "--maxmemory", "8mb")
-
-
-def test_redis_without_room(server: RedisServer, tmp_path: Path) -> None:
-    said = wrong(tmp_path, cold_store={"kind": "redis", "max_bytes": "8MiB"}, redis={"url": server.url})
-    assert said == {
-        "Redis memory": "maxmemory is 8.0MiB, but 10.0MiB are needed, a quarter more than cold_store.max_bytes, "
-        "8.0MiB: raise it, or lower max_bytes."
+        "encryption": f"cold_store.encryption.key_file: {keys} has mode 0644, which lets others read or "
+        "change it: chmod 600 it."
     }
 
 
 def test_redis_without_a_server(tmp_path: Path) -> None:
     said = wrong(tmp_path, cold_store={"kind": "redis"}, redis={"url": "redis://127.0.0.1:1/0"})
     assert set(said) == {"Redis"}
-    assert "correct redis.url, start the server" in said["Redis"]
+    assert "does not answer" in said["Redis"]
 
 
 def test_hashes_that_collide(tmp_path: Path) -> None:

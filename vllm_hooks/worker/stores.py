@@ -6,9 +6,8 @@ import torch
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.stores.cold_store import ColdStore, HostStore
-from manthan.manager.stores.keyring import ring_of
 from manthan.manager.stores.redis.schema import Namespace
-from manthan.manager.stores.sealed import SealedStore, Sealer
+from manthan.manager.stores.sealed import SealedStore, Sealer, keys_of
 from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.shared_store import make_redis
@@ -40,5 +39,5 @@ def make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.devic
 
 def _sealed(store: ColdStore, config: ManthanConfig, namespace: Namespace, rank: int) -> ColdStore:
     """The same, where codes are to be sealed at rest."""
-    ring = ring_of(config.cold_store.encryption)
-    return store if ring is None else SealedStore(store, Sealer(ring, namespace.name), rank)
+    keys = keys_of(config.cold_store.encryption)
+    return SealedStore(store, Sealer(keys, namespace.name), rank) if keys else store
