@@ -12,7 +12,7 @@ from pydantic import ValidationError
 
 from manthan.benchmarks.ports import hold_port, port_of
 from manthan.manager.config.model import FIELDS, ConfigError, RedisConfig
-from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
+from manthan.manager.stores.redis.client import check, connect
 
 START_S = 20.0
 
@@ -58,8 +58,6 @@ def _check(url: str, flag: str) -> None:
         check(client, config)
     except ValidationError:
         raise typer.BadParameter(f"{flag} must be {FIELDS['redis.url'].description}") from None
-    except RedisUnreachableError as error:
-        raise typer.BadParameter(f"{flag}: {error.what}") from None
     except ConfigError as error:
         raise typer.BadParameter(f"{flag}: {error}") from None
     client.close()

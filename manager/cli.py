@@ -10,8 +10,6 @@ from rich.text import Text
 from manthan.manager.commands.calibrate import calibrate
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
-from manthan.manager.commands.inspect import inspect
-from manthan.manager.commands.keys import app as keys_app
 from manthan.manager.commands.others import Commands
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.commands.simulate import simulate
@@ -21,10 +19,8 @@ app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Sess
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")
 app.add_typer(config_app, name="config")
 config_app.command("check")(check)
-app.add_typer(keys_app, name="keys")
 app.add_typer(sessions_app, name="sessions")
 app.command("calibrate")(calibrate)
-app.command("inspect")(inspect)
 app.command("simulate")(simulate)
 
 

@@ -43,8 +43,8 @@ from manthan.manager.work import (
 )
 
 if TYPE_CHECKING:
-    from manthan.manager.directory_link import DirectoryLink
     from manthan.manager.journal_link import JournalLink
+    from manthan.manager.redis_link import RedisLink
 
 
 A_STEP = 512
@@ -84,8 +84,8 @@ class Driver(Generic[B]):
     """One engine's loop.
 
     ranks: how many answer each spill and each load. low, high: watermarks of the pool, as shares of its `blocks`.
-    directory: keeps the books of a cold store that others use as well; None for one of this engine alone. journal: of
-    such a one, if it outlives the engine, writes down what the next engine is to know.
+    redis: finds what other engines have stored, and tells them; None without Redis. journal: of a cold store that
+    outlives the engine, writes down what the next engine is to know.
     guard: chooses the codec by what ranks measure; None to use the configured one.
     again: how many blocks at the end of those that are found, hot and cold together, the engine computes nevertheless;
     an anchor behind them is what it needs to go on before them. last_tokens: how many of a prompt's tokens it computes
@@ -103,7 +103,7 @@ class Driver(Generic[B]):
         high: float,
         ranks: int = 1,
         observer: Observer | None = None,
-        directory: "DirectoryLink | None" = None,
+        redis: "RedisLink | None" = None,
         journal: "JournalLink | None" = None,
         guard: Guard | None = None,
         again: int = 0,
@@ -113,7 +113,7 @@ class Driver(Generic[B]):
     ) -> None:
         self._in_flight = in_flight
         self._again, self._last_tokens, self._journal, self._weigh = again, last_tokens, journal, weigh
-        self.manager, self._pool, self._ranks, self._directory = manager, pool, ranks, directory
+        self.manager, self._pool, self._ranks, self._redis = manager, pool, ranks, redis
         self._guard = guard
         manager.mark = pool.mark
         self._lossy: dict[str, int] = {}
@@ -130,7 +130,6 @@ class Driver(Generic[B]):
         self._found: dict[str, int] = {}  # by request id, blocks of its prompt that were hot or restored
         self._held = defaultdict[int, dict[bytes, B]](dict)  # by group and key, referenced until they are copied
         self._copies: dict[Name, int] = {}  # by how many ranks, of those that some have copied
-        self._asked: dict[Name, SpillRun] = {}  # blocks that wait for room, and are not referenced
         self._taken = self._lost = 0  # blocks that the last step's requests took at most; blocks that were gone
         self._granted: list[SpillBlocks] = []
         self._done: list[B] = []  # to be given back, all at once
@@ -165,8 +164,8 @@ class Driver(Generic[B]):
             request_id, keys, asked_id, now, tokens=tokens, hints=hints, tenant=tenant, tail=tail
         )
         self.prefetcher.waits(request_id, blocks)
-        if self._directory is not None:
-            self._directory.look_up(request_id, keys[: self.usable(tokens)], now)
+        if self._redis is not None:
+            self._redis.look_up(request_id, keys[: self.usable(tokens)], now)
 
     def usable(self, tokens: int) -> int:
         """How many blocks of a prompt may be found, here or elsewhere."""
@@ -178,11 +177,11 @@ class Driver(Generic[B]):
         keys: of those that may come from elsewhere. hot: how many the engine takes from the pool. blocks: what the
         request needs in all.
         """
-        self.hear(now)
+        self.hear()
         self.prefetcher.waits(request_id, blocks)
         if request_id in self._restores:  # an earlier load for it, before it was preempted, is not settled
             return None
-        if self._directory is not None and self._directory.awaits(request_id, now):
+        if self._redis is not None and self._redis.awaits(request_id, now):
             return None
         if request_id in self._unserved:
             return 0
@@ -275,8 +274,8 @@ class Driver(Generic[B]):
         self._session_of.pop(request_id, None)
         self._unserved.discard(request_id)
         self.prefetcher.forget(request_id)
-        if self._directory is not None:
-            self._directory.forget(request_id)
+        if self._redis is not None:
+            self._redis.forget(request_id)
         found, lossy = self.found(request_id), self._lossy.pop(request_id, 0)
         self._exact.pop(request_id, None)
         self._found.pop(request_id, None)
@@ -304,13 +303,13 @@ class Driver(Generic[B]):
             self._observer.dropped(drop)
             self.pressure.runway.dropped(drop)
         self._release()
-        if self._directory is not None:
-            self._directory.tell(drops, now)  # before room is asked for, which it may make
+        if self._redis is not None:
+            self._redis.tell(drops, now)
         if self._journal is not None:
             self._journal.tell(now)
         revokes = self._holding > 0 and self._is_short
         self._hold(now)
-        self.hear(now)
+        self.hear()
         if not self.rests:
             self._loads += self.prefetcher.step(now)
         work = Work(
@@ -331,18 +330,12 @@ class Driver(Generic[B]):
                 yield Moves(tier, self._group, keys)
 
     def _hold(self, now: float) -> None:
-        """Order blocks to be encoded, no more than can be begun now; where others share the store, ask it for room
-        first."""
+        """Order blocks to be encoded, no more than can be begun now."""
         if self.rests or not self.manager.has_spills:
             return
         for run in self.manager.take_spill_runs(self._room):
-            if self._directory is None:
-                for key in self._begin(run):
-                    self.manager.lost(key, now, run.group)
-                continue
-            group = self._main_group if run.group is None else run.group
-            self._asked.update(((group, key), run.only(at)) for at, key in enumerate(run.keys))
-            self._directory.reserve(run.orders())
+            for key in self._begin(run):
+                self.manager.lost(key, now, run.group)
 
     @property
     def _is_short(self) -> bool:
@@ -356,7 +349,7 @@ class Driver(Generic[B]):
         free, first = len(self._pool) - 2 * self._taken, self.prefetcher.first_waiting
         if first <= free:
             free -= first  # where the first in line does not fit anyhow, it waits for others' blocks
-        window = self.pressure.window - self._holding - len(self._asked)
+        window = self.pressure.window - self._holding
         return max(0, min(window, free, A_STEP, self._in_flight - self.manager.blocks.spilling))
 
     def _begin(self, run: SpillRun) -> list[bytes]:
@@ -396,24 +389,11 @@ class Driver(Generic[B]):
         """As the manager calls it."""
         return None if name[0] == self._group else name[0]
 
-    def hear(self, now: float) -> None:
-        """What the store's directory says of blocks that wait for room, and of all else."""
-        if self._directory is None:
-            return
-        answers = self._directory.hear(now)
-        self._observer.store_answers(self._directory.is_up)
-        for name in answers.granted:
-            if gone := self._begin(self._asked.pop(name)):
-                for key in gone:  # the room is given back with the codes that there are not
-                    self.manager.spill_failed(key, now, self._group_of(name))
-        for name, nbytes in answers.stored:
-            self._let_go(name)
-            self.manager.stored_elsewhere(name[1], nbytes, now, self._group_of(name))
-        for name, cause in answers.refused:
-            self._refuse(name, {cause}, now)
-        if self.rests:
-            self._refuse_granted(now)
-        self._give_back()
+    def hear(self) -> None:
+        """Take what was found in Redis."""
+        if self._redis is not None:
+            self._redis.hear()
+            self._observer.store_answers(self._redis.is_up)
 
     # -- answers --------------------------------------------------------------------------------------
 
@@ -539,7 +519,6 @@ class Driver(Generic[B]):
                 self._refuse((run.group, key), {RESET}, now)
 
     def _let_go(self, name: Name) -> None:
-        self._asked.pop(name, None)
         self._copies.pop(name, None)
         group, key = name
         if (block := self._held[group].pop(key, None)) is not None:
@@ -573,7 +552,7 @@ class Driver(Generic[B]):
             self._guard.reset()
         if self._journal is not None:
             self._journal.reset()
-        place = "" if self._directory is None else self._directory.reset()
+        place = "" if self._redis is None else self._redis.reset()
         self._refuse_granted(now)
         self._give_back()
         return place
@@ -614,7 +593,7 @@ class Driver(Generic[B]):
     @property
     def has_work(self) -> bool:
         """Whether a step is of use although no request asks for one."""
-        told = self._directory is not None and self._directory.has_answers
+        told = self._redis is not None and self._redis.has_answers
         asks = bool(self._granted) or self._was_answered
         return self.manager.has_work or asks or self.prefetcher.has_work or told
 

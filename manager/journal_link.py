@@ -67,13 +67,13 @@ class JournalLink:
         """By cold session, the first block of its chain without codes. Another session has it hot, and whoever encodes
         it then knows nothing of this one."""
         self._is_void = False
-        manager.elsewhere.listen()
+        manager.table.changed = {}
 
     # -- what the next engine is to know --------------------------------------------------------------
 
     def tell(self, now: float) -> None:
         """Write down what has changed since the last call."""
-        changes = dict(self._manager.elsewhere.take_changes())
+        changes = dict(self._manager.table.take_changes())
         if not self._is_void:
             closed = [session_id for session_id, block in self._gaps.items() if _has_codes(block)]
             changes |= {session_id: self._manager.table.by_id.get(session_id) for session_id in closed}
@@ -151,7 +151,7 @@ class JournalLink:
         written = list(self._journal.sessions())
         lengths = manager.adopt([left for each in written if (left := self._left(each, sizes, offset))], now)
         self._take_notes(written)
-        changes = dict(manager.elsewhere.take_changes())
+        changes = dict(manager.table.take_changes())
         for each in written:
             is_whole = each.chain is not None and lengths.get(each.session_id) == len(each.chain.blocks)
             self._told[each.session_id] = self._stored(changes[each.session_id]).mark if is_whole else None

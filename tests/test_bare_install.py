@@ -79,7 +79,6 @@ def test_nothing_else_is_there(bare: Bare) -> None:
         (["version"], version("manthan-kv")),
         (["policies"], "returns"),
         (["config", "check", "default.yaml"], "cold_store.max_bytes"),
-        (["inspect", "--help"], "--session"),
         (["simulate", "--help"], "--policy"),
         (["--help"], "bench"),
     ],

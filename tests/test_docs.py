@@ -82,7 +82,7 @@ def test_metrics_are_those_of_the_code(text: str) -> None:
 def test_causes_and_outcomes_are_those_of_the_code() -> None:
     known = set(strings())
     causes = {cause for row in rows("cause") for cause in re.findall(r"`(\w+)`", row[0])}
-    assert {"store_down", "store_oom", "store_full", "missing", "checksum"} <= causes
+    assert {"store_down", "store_full", "missing", "checksum"} <= causes
     outcomes = set(re.findall(r'outcome="(\w+)"', REDIS)) | {"found", "nothing", "unanswered"}
     assert causes | outcomes <= known
 

@@ -1,7 +1,7 @@
 """A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
 
 import time
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import MutableMapping
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -13,9 +13,8 @@ from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.stores.cold_store import FrontStore
 from manthan.manager.stores.disk.journal import Journal
 from manthan.manager.stores.disk.root import check_folder, open_rank, open_root, remove_others
-from manthan.manager.stores.disk.segment import Record, newest
-from manthan.manager.stores.keyring import PLAIN_NAMES, ring_of
-from manthan.manager.stores.sealed import Sealer
+from manthan.manager.stores.disk.segment import newest
+from manthan.manager.stores.sealed import Sealer, keys_of
 from manthan.manager.work import Name
 from manthan.vllm_hooks.orphans import end_with_parent
 from manthan.vllm_hooks.telemetry.log import human_bytes
@@ -59,7 +58,7 @@ class DiskBooks:
         self._parallel, self._shards = vllm_config.parallel_config, shards
         root = _root(config, self._parallel)
         self._folder, self._lock = root / name, open_root(root)
-        self._ring = ring_of(config.cold_store.encryption)
+        self._keys = keys_of(config.cold_store.encryption)
         end_with_parent()
         for other, nbytes in remove_others(root, name).items():
             logger.warning(
@@ -72,11 +71,11 @@ class DiskBooks:
     def link(self, manager: SessionMemoryManager, notes: MutableMapping[Name, bytes] | None) -> JournalLink:
         """Sessions that an earlier server left are the manager's, and what becomes of its own is written down; notes:
         with what else is known of blocks."""
-        sealer = Sealer(self._ring, self._folder.name) if self._ring is not None else None
+        sealer = Sealer(self._keys, self._folder.name) if self._keys else None
         link = JournalLink(Journal(self._folder, sealer), manager, notes)
         began = time.monotonic()
         ranks = [newest(self._folder / f"rank-{rank}") for rank in range(self._shards)]
-        sizes = [dict(self._sizes(found)) for found in ranks]
+        sizes = [{name: record.room for name, record in found.items()} for found in ranks]
         found = link.adopt(sizes, time.monotonic())
         if found.written or found.dropped:
             logger.info(
@@ -91,13 +90,6 @@ class DiskBooks:
                 found.dropped,
             )
         return link
-
-    def _sizes(self, found: Mapping[Name, Record]) -> Iterator[tuple[Name, int]]:
-        """What blocks take, by group and key."""
-        names = self._ring.names if self._ring is not None else PLAIN_NAMES
-        for (group, called), record in found.items():
-            if (key := names.key(called)) is not None:
-                yield (group, key), record.room
 
     def close(self) -> None:
         if self._lock is not None:

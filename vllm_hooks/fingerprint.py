@@ -21,13 +21,12 @@ def fingerprint(
     codec: str,
     namespace: str = "",
     facts: ModelFacts = NO_FACTS,
-    copies: int = 1,
 ) -> bytes:
     """16 bytes over everything that decides what a block of this rank means.
 
     namespace: of a store that outlives the engine; its name covers the model. Without one, `ModelConfig.compute_hash`
     does: name, revision, quantization, dtype and rotary settings, and much that does not matter. facts: what the codec
-    knows of the model. copies: see `manthan.vllm_hooks.replicas`; what one of these ranks has stored all may read.
+    knows of the model.
     """
     model, parallel = vllm_config.model_config, vllm_config.parallel_config
     parts: dict[str, object] = {
@@ -38,7 +37,7 @@ def fingerprint(
         "group": group.index,
         "block_size": group.spec.block_size,
         **({"layers": group.shape} if group.is_packed else {"kv_heads": group.shape[1], "head_size": group.shape[2]}),
-        "tensor_parallel": [parallel.rank // copies, parallel.tensor_parallel_size // copies],
+        "tensor_parallel": [parallel.rank, parallel.tensor_parallel_size],
     }
     if group.latent:
         parts["latent"] = group.latent

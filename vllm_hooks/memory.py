@@ -26,16 +26,11 @@ if TYPE_CHECKING:
 
 
 class Shards(NamedTuple):
-    """Of a block: on so many ranks, of which `copies` have the same one, which is stored once. room: what an encoded
-    one of so many bytes takes in the cold store, that of RAM and GPU memory unless it is said."""
+    """Of a block: on so many ranks. room: what an encoded one of so many bytes takes in the cold store, that of RAM and
+    GPU memory unless it is said."""
 
     ranks: int
-    copies: int = 1
     room: Callable[[int], int] = room
-
-    @property
-    def stored(self) -> int:
-        return self.ranks // self.copies
 
 
 def block_shape(group: "Group") -> BlockShape:
@@ -67,7 +62,7 @@ def block_format(
 
 def memory_shape(codec: CodecConfig, group: "Group", shards: Shards, profile: Profile | None = None) -> MemoryShape:
     """A block's worth, all ranks together. profile: that of the codec, if it takes one. Raises ConfigError."""
-    tokens, count, room = group.spec.block_size, shards.stored, shards.room
+    tokens, count, room = group.spec.block_size, shards.ranks, shards.room
     facts = [with_states(codec.name, group, rank_facts(profile, group, rank, count)) for rank in range(count)]
     made = [block_format(codec.name, group, facts=of_rank) for of_rank in facts]
     bounds = {
@@ -89,9 +84,9 @@ def with_windows(
     lossless = frozenset(
         window.group.index for window in groups.windows if codec_beside(codec.name, window.group, codec.state) == EXACT
     )
-    each, made = shards._replace(copies=1), []
+    made = []
     for at, shape in enumerate(shapes):
-        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, each) for w in groups.others}
+        beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, shards) for w in groups.others}
         if not groups.is_whole:
             beside[groups.chain.index] = shape.bounds
             shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
@@ -155,7 +150,7 @@ def fallback_shapes(
         for name in finer_codecs(codec.name)
     ]
     tokens = group.spec.block_size
-    whole = shards.stored * shards.room(block_format(EXACT, group).max_nbytes(tokens))
+    whole = shards.ranks * shards.room(block_format(EXACT, group).max_nbytes(tokens))
     exact = memory_shape(codec, group, shards, profile)
     return [*finer, replace(exact, typical=0, bounds=dict.fromkeys({*exact.bounds, tokens}, whole))]
 

@@ -9,7 +9,7 @@ from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
-from manthan.manager.stores.keyring import ring_of
+from manthan.manager.stores.sealed import keys_of
 from manthan.vllm_hooks.compat import (
     add_routes,
     extend_engine_args,
@@ -103,7 +103,7 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_supported(vllm_config)
         settle_codec(vllm_config)
         vllm_config.cache_config.prefix_cache_retention_interval = None  # windows at the answer's end, not the prompt's
-        ring_of(from_vllm_config(vllm_config).cold_store.encryption)
+        keys_of(from_vllm_config(vllm_config).cold_store.encryption)
         check_disk(vllm_config)
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)

@@ -15,15 +15,16 @@ from vllm.v1.metrics.cache_hit_source import CacheHitSource
 from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.directory_link import DirectoryLink
 from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.guard import Choice, Guard
 from manthan.manager.lives import Lives
+from manthan.manager.redis_link import RedisLink
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
+from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
@@ -46,9 +47,8 @@ from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
-from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.settled import settled_profile
-from manthan.vllm_hooks.shared_store import engine_name, make_directory, namespace_of
+from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import (
     Part,
     UnsupportedError,
@@ -124,7 +124,7 @@ class SchedulerHalf:
         self._kv_group, self._group, self._block_size = group, group.index, group.spec.block_size
         self._hashes_a_block = self._block_size // self.groups.hash_tokens
         self._profile = settled_profile(vllm_config)
-        self._shards = Shards(self._ranks, copies_of(vllm_config, self.groups), room_in(config.cold_store))
+        self._shards = Shards(self._ranks, room_in(config.cold_store))
         self._shape = memory_shape(config.codec, group, self._shards, self._profile)
         [self._shape] = with_windows([self._shape], config.codec, self.groups, self._shards)
         capacity = self._capacity(self._shape)
@@ -150,17 +150,17 @@ class SchedulerHalf:
             min_tokens=config.min_tokens,
             label=owner if shared else "",
             options=chosen.options,
-            fast=fast_tiers(config.cold_store, self._shards.stored),
+            fast=fast_tiers(config.cold_store, self._ranks),
             shares=Shares(
                 config.quotas.pinned_share,
                 config.quotas.default_share,
                 config.quotas.tenants,
-                config.quotas.shared_heads_share,
+                0.0 if shared else config.quotas.shared_heads_share,
             ),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
             window_tokens=config.codec.window_tokens,
-            is_shared=shared,
+            shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )
         has_api = config.api.enabled
@@ -169,15 +169,14 @@ class SchedulerHalf:
         if has_api:
             offer(METHOD, Inquiries(self).reply)
         self._events = self._kv_events(kv_cache_config)
-        self._directory: DirectoryLink | None = None
+        self._redis: RedisLink | None = None
         self._books: DiskBooks | None = None
         if namespace is not None and config.cold_store.is_on_disk:
-            self._books = DiskBooks(vllm_config, config, namespace.name, self._shards.stored)
+            self._books = DiskBooks(vllm_config, config, namespace.name, self._ranks)
         if namespace is not None and shared:
-            made = vllm_config, config, namespace, self._shape, capacity, owner, self._shards.stored
-            directory = make_directory(*made, self._ring)
+            sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._directory = DirectoryLink(directory, self.manager, self.telemetry, config.redis.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, config.redis.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -219,19 +218,19 @@ class SchedulerHalf:
             high=marks.high_watermark,
             ranks=self._ranks,
             observer=self.telemetry,
-            directory=self._directory,
+            redis=self._redis,
             journal=self._journal,
             guard=self._guard(),
             again=self.groups.again,
             last_tokens=self.groups.last_tokens,
             in_flight=self._in_flight(),
-            weigh=sum if self.config.cold_store.is_shared else on_each(self._shards.stored),
+            weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self._boundary)
         self._weights = self._resets.ask(weights_state)
         self._sweeper.start()
-        if self._directory is not None:
-            self._directory.start()
+        if self._redis is not None:
+            self._redis.start()
 
     # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
 
@@ -276,9 +275,9 @@ class SchedulerHalf:
     def _capacity(self, shape: MemoryShape) -> int:
         """How many bytes of such blocks the cold store holds, on all ranks together."""
         store = self.config.cold_store
-        sizes = {nbytes // self._shards.stored for nbytes in shape.sizes}
+        sizes = {nbytes // self._ranks for nbytes in shape.sizes}
         in_arenas = is_on_gpu(self._vllm_config) and not store.is_lasting
-        return usable_nbytes(store, self._shards.stored, sizes, in_arenas)
+        return usable_nbytes(store, self._ranks, sizes, in_arenas)
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -333,7 +332,7 @@ class SchedulerHalf:
         hot = self._hot.pop(request.request_id, 0)
         usable = self.driver.usable(request.num_tokens)
         keys = self._keys(request)
-        if self._events is not None and self._directory is not None:  # others may have stored what it asks for
+        if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
         if tokens:
@@ -568,8 +567,8 @@ class SchedulerHalf:
 
     def shutdown(self) -> None:
         self._sweeper.stop()
-        if self._directory is not None:
-            self._directory.close()
+        if self._redis is not None:
+            self._redis.close()
         if self._journal is not None:
             self._journal.close()
         if self._books is not None:

@@ -1,4 +1,4 @@
-"""A cold store in Redis as this engine uses it: its namespace, its books, and each rank's blocks."""
+"""Redis as this engine uses it: its namespace, its sessions, and each rank's blocks."""
 
 import os
 import secrets
@@ -10,22 +10,17 @@ from vllm.logger import init_logger
 
 from manthan.codec import wire
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.manager.stores.directory import Directory
-from manthan.manager.stores.keyring import PLAIN_NAMES, ring_of
 from manthan.manager.stores.redis.client import Circuit, RedisUnreachableError, check, connect
-from manthan.manager.stores.redis.directory import RedisDirectory
-from manthan.manager.stores.redis.index import RedisIndex
-from manthan.manager.stores.redis.schema import FORMAT, Namespace
+from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.redis.sessions import RedisSessions
 from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
-from manthan.manager.stores.sealed import Sealer
+from manthan.manager.stores.sealed import Sealer, derived, keys_of
 from manthan.vllm_hooks.fingerprint import model_identity
-from manthan.vllm_hooks.replicas import copies_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
 
-    from manthan.manager.sessions.session import MemoryShape
     from manthan.vllm_hooks.support import Group, Groups
 
 logger = init_logger("vllm.manthan")
@@ -46,7 +41,7 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
     if groups.again and beside:
         beside.append(groups.again)  # anchors are at other places of chains
     parallel, cache = vllm_config.parallel_config, vllm_config.cache_config
-    ring = ring_of(config.cold_store.encryption)
+    keys = keys_of(config.cold_store.encryption)
     return Namespace.of(
         config.redis.prefix,
         vllm_config.model_config.model,
@@ -56,9 +51,9 @@ def namespace_of(vllm_config: "VllmConfig", config: ManthanConfig, groups: "Grou
             "dtype": group.dtype_name,
             "block_tokens": group.spec.block_size,
             "shape": group.shape,
-            "tensor_parallel": parallel.tensor_parallel_size // copies_of(vllm_config, groups),
+            "tensor_parallel": parallel.tensor_parallel_size,
             "block_hash": [cache.prefix_caching_hash_algo, os.environ.get("PYTHONHASHSEED", "")],
-            **({"names": ring.names.mark} if ring is not None else {}),
+            **({"sealed": derived(keys[-1], "mark of a key", nbytes=8).hex()} if keys else {}),
             **({"group": group.index, "beside": beside} if beside else {}),
         },
     )
@@ -74,54 +69,42 @@ def engine_name() -> str:
     return f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(2)}"
 
 
-def make_directory(
-    vllm_config: "VllmConfig",
-    config: ManthanConfig,
-    namespace: Namespace,
-    shape: "MemoryShape",
-    capacity: int,
-    owner: str,
-    shards: int,
-    ring: Callable[[], None],
-) -> Directory:
-    """The books of a cold store that engines share. capacity: its budget in bytes. shards: of a block."""
-    model = vllm_config.model_config
-    facts = {
-        "model": model.model,
-        "revision": model.revision or "",
-        "dtype": str(model.dtype).removeprefix("torch."),
-        "codec": config.codec.name,
-        "block_tokens": shape.block_tokens,
-        "ranks": shards,
-        "budget_bytes": int(config.cold_store.max_bytes),
-        "ttl_s": f"{config.redis.ttl_s:g}",
-        "format": FORMAT,
-    }
-    circuit = Circuit(ring)
-    client, keys = connect(config.redis), ring_of(config.cold_store.encryption)
-    sealer = Sealer(keys, namespace.name) if keys is not None else None
-    names = sealer.names if sealer is not None else PLAIN_NAMES
-
-    def make_index(of: Namespace) -> RedisIndex:
-        return RedisIndex(client, circuit, of, owner, shards, capacity, config.redis.ttl_s, names=names)
-
-    return RedisDirectory(make_index, namespace, circuit, facts, ring, sealer=sealer)
+def make_sessions(
+    vllm_config: "VllmConfig", config: ManthanConfig, namespace: Namespace, owner: str, ring: Callable[[], None]
+) -> RedisSessions:
+    """Return what looks blocks up and tells sessions. ring: called on its thread when there is an answer."""
+    facts = {"model": vllm_config.model_config.model, "codec": config.codec.name, "engine": owner}
+    keys = keys_of(config.cold_store.encryption)
+    return RedisSessions(
+        connect(config.redis),
+        Circuit(ring),
+        namespace,
+        vllm_config.parallel_config.world_size,
+        config.redis.ttl_s,
+        facts,
+        ring,
+        Sealer(keys, namespace.name) if keys else None,
+    )
 
 
 def check_redis(vllm_config: "VllmConfig") -> None:
-    """Raise ConfigError for a server that cannot be used; with redis.required false only if it says so itself."""
+    """Log in a sentence if the server does not answer, or would refuse writes when it is full.
+
+    Raises:
+        ConfigError: The server refuses us, or is too old.
+    """
     config = from_vllm_config(vllm_config)
     if not config.cold_store.is_shared:
         return
     try:
-        check(connect(config.redis), config.redis)
+        said = check(connect(config.redis), config.redis)
     except RedisUnreachableError as error:
-        if config.redis.required:
-            raise
-        logger.warning("Manthan: %s Sessions are not kept cold until it answers.", error)
+        said = str(error)
+    if said:
+        logger.warning("Manthan: %s", said)
 
 
 def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
-    """One rank's blocks, or those of all ranks that have the same."""
+    """Return one rank's blocks."""
     client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
     return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)

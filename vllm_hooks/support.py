@@ -211,13 +211,11 @@ class Window(NamedTuple):
 class Groups(NamedTuple):
     """chain: the one whose blocks make up chains, with full attention. windows: the others. Where no layer has full
     attention, chains are of the blocks of a window's group, which is among windows as well. again: how many blocks at
-    the end of those of a chain that are found are computed nevertheless; see `blocks_computed_again`. replicas: how
-    many tensor-parallel ranks, one behind the other, have the same KV in all of them."""
+    the end of those of a chain that are found are computed nevertheless; see `blocks_computed_again`."""
 
     chain: Group
     windows: Sequence[Window] = ()
     again: int = 0
-    replicas: int = 1
 
     @property
     def is_whole(self) -> bool:
@@ -365,7 +363,7 @@ def groups_of(
             "supported, of layers of one shape, a draft's too, or of latents (MLA) without padding or quantization, "
             "and sliding windows and states beside it; or one group of sliding windows."
         )
-    made = Groups(chains[0], windows, replicas=getattr(kv_cache_config, "kv_tp_replicas", 1))
+    made = Groups(chains[0], windows)
     unit = getattr(cache, "prefix_match_unit", None)
     if unit not in (None, made.hash_tokens):
         raise UnsupportedError(

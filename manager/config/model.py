@@ -30,25 +30,17 @@ Number = Annotated[float, BeforeValidator(_no_bool), Field(allow_inf_nan=False)]
 AnyBytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(ge=0)]
 Bytes = Annotated[ByteSize, BeforeValidator(_no_bool), Field(gt=0)]
 
-REDIS_SCHEMES = (
-    "redis",
-    "rediss",
-    "unix",
-    "redis+sentinel",
-    "rediss+sentinel",
-    "redis+cluster",
-    "rediss+cluster",
-)
+REDIS_SCHEMES = ("redis", "rediss", "unix")
 
 
 def _redis_url(url: str) -> str:
-    """What can be told without a connection; a user, a password or options have keys of their own."""
+    """Refuse what can be told without a connection, and a password, which would be seen in logs."""
     try:
         parts = urlsplit(url)
-        if parts.scheme not in REDIS_SCHEMES or "@" in parts.netloc or parts.query or parts.fragment:
+        is_whole = bool(parts.path if parts.scheme == "unix" else parts.hostname)
+        if parts.scheme not in REDIS_SCHEMES or parts.password or "password=" in parts.query or not is_whole:
             raise ValueError
-        if not (parts.path if parts.scheme == "unix" else parts.netloc):
-            raise ValueError
+        parts.port  # noqa: B018 which may be no number
     except ValueError:
         raise ValueError("not such a URL") from None
     return url
@@ -95,7 +87,7 @@ HeaderName = Annotated[str, AfterValidator(_no_secret), Field(pattern=r"^[A-Za-z
 
 _SECONDS = "a plain number of seconds above 0, such as {}"
 REDIS_PASSWORD = "MANTHAN_REDIS_PASSWORD"
-"""The environment variable that holds the Redis password, unless redis.password_env names another."""
+"""The environment variable that holds the Redis password."""
 _SHARE = "a share of the KV pool between 0 and 1"
 _COLD_SHARE = "a share of the cold store between 0 and 1"
 
@@ -278,20 +270,9 @@ class RedisConfig(_Group):
 
     url: RedisUrl = Field(
         default="redis://127.0.0.1:6379/0",
-        description="redis://HOST:PORT/DB, rediss:// for TLS, unix:///PATH, redis+sentinel://HOST:PORT,…/SERVICE/DB or "
-        "redis+cluster://HOST:PORT,… without a user, a password or options (for them, see redis.username, "
-        "redis.password_file and redis.password_env)",
+        description="redis://USER@HOST:PORT/DB, rediss:// for TLS or unix://USER@/PATH, with redis-py's options behind "
+        f"a '?' and without a password (set {REDIS_PASSWORD} for it)",
     )
-    username: str = Field(default="", description="the name of a Redis user; empty for the default one")
-    password_file: str = Field(default="", description="the path of a file that holds the password; empty for none")
-    password_env: str = Field(
-        default=REDIS_PASSWORD,
-        pattern=r"^[A-Za-z_][A-Za-z0-9_]*$",
-        description="the name of an environment variable that holds the password",
-    )
-    tls_ca_file: str = Field(default="", description="the path of the CA's certificate; empty for the system's")
-    tls_cert_file: str = Field(default="", description="the path of a client certificate; empty for none")
-    tls_key_file: str = Field(default="", description="the path of the client certificate's key; empty for none")
     prefix: str = Field(
         default="manthan:",
         pattern=r"^[A-Za-z0-9_.:/-]{1,64}$",
@@ -299,8 +280,6 @@ class RedisConfig(_Group):
     )
     ttl_s: Number = Field(default=86400.0, ge=1, description="a plain number of seconds, 1 or more, such as 86400")
     timeout_s: Number = Field(default=2.0, gt=0, le=60, description=_SECONDS.format(2) + ", and 60 at most")
-    connections: Count = Field(default=4, ge=2, description="a whole number of connections, 2 or more")
-    required: bool = Field(default=True, description="true or false")
 
 
 class QuotasConfig(_Group):

@@ -99,8 +99,7 @@ def resolve_config(
     except ValidationError as error:
         raise ConfigError(_sentence(error, given)) from None
     for variable in filter(_is_unknown, env):
-        if variable != config.redis.password_env:
-            _warn_once(variable)
+        _warn_once(variable)
     keys = [*FIELDS, *(f"policy.{option}" for option in config.policy.options)]
     return Resolved(config, {key: given[key].source if key in given else DEFAULT for key in keys})
 

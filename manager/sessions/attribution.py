@@ -13,13 +13,11 @@ def attribute(
     asked_id: str | None,
     tenant: str,
     now: float,
-    is_shared: bool = False,
 ) -> Session:
     """The tenant's session that these prompt keys extend, one remembered whose KV is gone, one whose last answer comes
     back changed, or a new one.
 
     A new one that goes on from the middle of another has that one's history: somebody changed an earlier message.
-    is_shared: whether other engines may go on from an old answer, which is another session's then.
     """
     found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
@@ -30,7 +28,7 @@ def attribute(
         return remembered
     if found is not None:
         return found
-    if not is_shared and (continued := _with_changed_answer(table, keys, asked_id, tenant)) is not None:
+    if (continued := _with_changed_answer(table, keys, asked_id, tenant)) is not None:
         return continued
     session = table.create(asked_id, tenant, now)
     _inherit(table, session, keys)
@@ -43,14 +41,14 @@ def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenan
     return None if found is None or _is_common_start(table, found, keys, asked_id) else found
 
 
-def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int, is_shared: bool = False) -> int:
+def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int) -> int:
     """How many blocks of its chain a session keeps whose is a request with these keys, of a prompt of so many tokens:
     all, or as many as both begin with where its last answer came back changed. Then the prompt is longer than the last
     one, and not so long as that with its answer."""
     length = common_prefix(session.chain, keys)
     if length < min(len(session.chain), len(keys)):
         return length
-    is_next = asked_id is not None and 0 < session.prompt_tokens < tokens and not (is_shared or session.requests)
+    is_next = asked_id is not None and 0 < session.prompt_tokens < tokens and not session.requests
     return length if is_next else len(session.chain)
 
 

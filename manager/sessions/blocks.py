@@ -11,8 +11,8 @@ from manthan.manager.sessions.session import NO_CODES, Block, BlockName, CodeSta
 _NONE, _QUEUED, _SPILLING, _COLD = CodeState
 # Python 3.11 looks up a member of an enum in a tenth of a microsecond, as long as the rest of a block's bookkeeping.
 
-ELSEWHERE = "\0"
-"""Whose codes are that another engine has stored: they count towards no share, and no tenant can be called so."""
+NOBODY = "\0"
+"""Tenant of blocks that another engine has stored. They count towards no share, and no tenant can be called so."""
 
 
 class BlockTable:

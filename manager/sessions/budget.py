@@ -4,8 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from itertools import accumulate
 from typing import NamedTuple
 
-from manthan.manager.sessions.blocks import ELSEWHERE
-from manthan.manager.sessions.elsewhere import Elsewhere
+from manthan.manager.sessions.blocks import NOBODY
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.place import Place
 from manthan.manager.sessions.pruning import Pruning
@@ -29,13 +28,13 @@ class Shares(NamedTuple):
 
     def of_tenant(self, tenant: str) -> float:
         """The share of one tenant; who is nobody's tenant has no quota of its own."""
-        return self.tenants.get(tenant, 1.0 if tenant in ("", ELSEWHERE) else self.tenant)
+        return self.tenants.get(tenant, 1.0 if tenant in ("", NOBODY) else self.tenant)
 
 
 class ColdBudget:
     """Keeps the cold store within its bytes, which are hard: a block is ordered to be encoded only while it fits.
 
-    nbytes: of all engines together, where engines share the store; `elsewhere` is what others have of it.
+    Redis evicts by itself: the budget is then of what this engine keeps account of.
     """
 
     def __init__(
@@ -43,19 +42,13 @@ class ColdBudget:
         table: SessionTable,
         pruning: Pruning,
         exact: ExactTokens,
-        elsewhere: Elsewhere,
         make_policy: Callable[[], EvictionPolicy],
         nbytes: int,
         shares: Shares,
     ) -> None:
         self._table, self._blocks, self._pruning = table, table.blocks, pruning
-        self._exact, self._elsewhere, self._make_policy = exact, elsewhere, make_policy
-        self.total, self.shares = nbytes, shares
-
-    @property
-    def nbytes(self) -> int:
-        """What this engine may have in the cold store."""
-        return max(0, self.total - self._elsewhere.nbytes)
+        self._exact, self._make_policy = exact, make_policy
+        self.nbytes, self.shares = nbytes, shares
 
     @property
     def free(self) -> int:
@@ -96,8 +89,6 @@ class ColdBudget:
         if short() <= 0:
             return
         for victim in self._table.cold_victims(tenant):
-            if tenant is None:
-                self._elsewhere.make_room(victim.last_used, short)
             if victim is session or short() <= 0:
                 break
             self._drop_tail(victim, short())

@@ -34,10 +34,7 @@ DOUBLINGS = 5
 
 
 class Evictions:
-    """idle_after_s: how long pressure leaves a session alone whose eviction failed.
-
-    may_replace: whether codes in the store can be replaced by others of the same block.
-    """
+    """idle_after_s: how long pressure leaves a session alone whose eviction failed."""
 
     def __init__(
         self,
@@ -48,11 +45,10 @@ class Evictions:
         exact: ExactTokens,
         anchors: Anchors,
         idle_after_s: float,
-        may_replace: bool,
     ) -> None:
         self._anchors = anchors
         self._table, self._blocks, self._orders, self._pruning = table, table.blocks, orders, pruning
-        self._budget, self._exact, self._idle_after_s, self._may_replace = budget, exact, idle_after_s, may_replace
+        self._budget, self._exact, self._idle_after_s = budget, exact, idle_after_s
         self._stale: set[Block] = set()  # being encoded since before a reset
         self._ahead = ""  # id of the session of which blocks were encoded ahead last
         self._heads = SharedHeads(table, budget, pruning, self.wanted)
@@ -97,7 +93,7 @@ class Evictions:
             self._pruning.cut(session, needed[fits].depth, DropCause.BUDGET)  # and on to an anchor
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
-        if self._may_replace and is_hot:
+        if is_hot:
             self._replace(session)
             for block, encoding in self._heads.replacements(session):
                 self._orders.encode(block, encoding, block.tenant)

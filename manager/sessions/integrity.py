@@ -28,11 +28,11 @@ def _budget(manager: SessionMemoryManager) -> Findings:
     yield blocks.reserved <= max(budget.nbytes, 0), f"{blocks.reserved} bytes are reserved of {budget.nbytes}"
     for tenant, nbytes in blocks.reserved_of.items():
         share = budget.shares.of_tenant(tenant)
-        within = share >= 1 or nbytes <= share * budget.total  # not of `nbytes`, of which others take some later
-        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.total}"
+        within = share >= 1 or nbytes <= share * budget.nbytes
+        yield within, f"tenant {tenant!r} has reserved {nbytes} bytes, of {share:g} of {budget.nbytes}"
     pinned, share = manager._pruning.pinned, budget.shares.pinned
-    within = pinned.total <= share * budget.total
-    yield within, f"pinned sessions take {pinned.nbytes}, of {share:g} of {budget.total}"
+    within = pinned.total <= share * budget.nbytes
+    yield within, f"pinned sessions take {pinned.nbytes}, of {share:g} of {budget.nbytes}"
     sessions = manager.table.by_id
     named = {name for name, session in sessions.items() if session.pinned}
     yield set(pinned.nbytes) == named, f"pinned are {named}, and {set(pinned.nbytes)} are counted"

@@ -17,7 +17,6 @@ from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
 from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.deadlines import earliest
-from manthan.manager.sessions.elsewhere import Elsewhere
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.fast_tier import Fast
@@ -26,6 +25,7 @@ from manthan.manager.sessions.listing import Listing
 from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
+from manthan.manager.sessions.remote import RemoteBlocks
 from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
@@ -93,11 +93,6 @@ class SpillRun(NamedTuple):
         keys, first_tokens = [self.keys[at] for at in keep], [self.first_tokens[at] for at in keep]
         return SpillRun(keys, first_tokens, [self.encodings[at] for at in keep], self.group, self.tenant)
 
-    def only(self, at: int) -> "SpillRun":
-        """The block at this place."""
-        keys, first_tokens, encodings, group, tenant = self
-        return SpillRun([keys[at]], [first_tokens[at]], [encodings[at]], group, tenant)
-
     def orders(self) -> Iterator[SpillOrder]:
         """One by one."""
         columns = zip(self.keys, self.first_tokens, self.encodings, strict=True)
@@ -135,7 +130,7 @@ class SessionMemoryManager:
     fast: the tiers in front of the last one, the fastest first.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
     sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
-    is_shared: whether other engines use the cold store as well; then `elsewhere` takes in what its directory says.
+    shared_ttl_s: seconds that blocks live in a store which engines share; None for one of this engine's own.
     quality: of requests that do not say it.
     mark: returns the mark of the block that the pool has under a name; None if it has none. A driver sets it.
     """
@@ -154,14 +149,14 @@ class SessionMemoryManager:
         prefetch_lead_s: float | None = None,
         sink_tokens: int = 0,
         window_tokens: int = 0,
-        is_shared: bool = False,
+        shared_ttl_s: float | None = None,
         quality: Quality = "any",
         mark: Callable[[BlockName], Mark | None] = lambda name: Mark.EXACT,
     ) -> None:
         make_policy = policy.family(options)
         self._quality = quality
         self.mark = mark
-        self.idle_after_s, self._is_shared = idle_after_s, is_shared
+        self.idle_after_s, self._is_shared = idle_after_s, shared_ttl_s is not None
         self.min_blocks = max(1, -(-min_tokens // shape.block_tokens))
         self.table = SessionTable(make_policy, shape, label, fast)
         self.blocks = self.table.blocks
@@ -171,11 +166,11 @@ class SessionMemoryManager:
         self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
         self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
         self._pruning = Pruning(self.table, self._orders, exact, self._anchors, lambda name: self.mark(name))
-        self.elsewhere = Elsewhere(self.table, self._pruning, self._anchors, self._running)
-        if is_shared:
-            self.elsewhere.listen()
+        self.remote = RemoteBlocks(self.table, self._anchors, self._running)
+        if self._is_shared:
+            self.table.changed = {}
         self._restores = Restores(self.table, self._pruning, self._anchors, self._running)
-        self.budget = ColdBudget(self.table, self._pruning, exact, self.elsewhere, make_policy, capacity_nbytes, shares)
+        self.budget = ColdBudget(self.table, self._pruning, exact, make_policy, capacity_nbytes, shares)
         self._evictions = Evictions(
             self.table,
             self._orders,
@@ -184,10 +179,16 @@ class SessionMemoryManager:
             exact,
             self._anchors,
             idle_after_s,
-            may_replace=not is_shared,
         )
         self._wishes = Wishes(
-            self.table, self._pruning, self.budget, self._restores, self._anchors, self._orders, prefetch_lead_s
+            self.table,
+            self._pruning,
+            self.budget,
+            self._restores,
+            self._anchors,
+            self._orders,
+            prefetch_lead_s,
+            shared_ttl_s,
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
         self.restorable = Restorable(self.table, self._anchors)
@@ -211,7 +212,7 @@ class SessionMemoryManager:
 
         all_exact: every token is kept exact.
         """
-        self.table.shape, self.budget.total = shape, capacity_nbytes
+        self.table.shape, self.budget.nbytes = shape, capacity_nbytes
         self._exact.keep_all(all_exact)
 
     # -- what was there before ------------------------------------------------------------------------
@@ -248,9 +249,9 @@ class SessionMemoryManager:
         """
         known = self.blocks.known(keys) * self.shape.block_tokens
         self.budget.enter_tenant(tenant)
-        session = attribute(self.table, keys, asked_id, tenant, now, self._is_shared)
+        session = attribute(self.table, keys, asked_id, tenant, now)
         prompt = self._tokens(keys, tokens)
-        length = kept(session, keys, asked_id, prompt, self._is_shared)
+        length = kept(session, keys, asked_id, prompt)
         if left := (len(session.chain) - length) * self.shape.block_tokens:
             session.left_tokens = left
         self._begin_use(session, request_id, now, prompt, known)
@@ -350,9 +351,12 @@ class SessionMemoryManager:
         return None if session is None else session.owner
 
     def stored_mark(self, key: bytes, group: int | None = None) -> Mark:
-        """Mark of a resident block after its compressed block is loaded into it."""
+        """Mark of a resident block after its compressed block is loaded into it.
+
+        Another engine may have replaced a block that is shared by one of another codec.
+        """
         block = self.blocks.get(key, group)
-        if block is None or not self.shape.is_exact(group, block.encoding):
+        if self._is_shared or block is None or not self.shape.is_exact(group, block.encoding):
             return Mark.DECODED
         return block.mark
 
@@ -519,7 +523,8 @@ class SessionMemoryManager:
                 self._pruning.cut(session, 0, DropCause.RESET)
         self._evictions.reset()  # what is left is being encoded
         self._orders.releases.clear()
-        self.elsewhere.reset()
+        if self.table.changed is not None:
+            self.table.changed = {}
 
     def forget_hot(self, now: float) -> None:
         """Nothing is hot any more, and what is cold is as good as ever: sessions keep the head of their chain that has
@@ -599,7 +604,7 @@ class SessionMemoryManager:
     @property
     def has_work(self) -> bool:
         """Whether something is to be taken, or told, or an answer to a taken spill is outstanding."""
-        return bool(self._orders) or bool(self.elsewhere)
+        return bool(self._orders or self.table.changed)
 
     # -- what others may look at ----------------------------------------------------------------------
 

@@ -470,16 +470,3 @@ class FoundAnchor(NamedTuple):
     depth: int
     parts: Sequence[tuple[int, bytes, int]]
     sizes: Sequence[int]
-
-
-class Stranger(NamedTuple):
-    """A session of another engine in a store that engines share.
-
-    expires: when, on the store's clock, as of the last look. nbytes: what it would free, at most.
-    last_used: seconds on the manager's clock.
-    """
-
-    session_id: str
-    expires: float
-    nbytes: int
-    last_used: float

@@ -89,6 +89,11 @@ class SessionTable:
         if self.changed is not None:
             self.changed[session.session_id] = None
 
+    def take_changes(self) -> list[tuple[str, Session | None]]:
+        """Return the sessions that have changed since the last call, by id; None for one that is gone."""
+        taken, self.changed = self.changed or {}, {}
+        return [(session_id, self.by_id.get(session_id)) for session_id in taken]
+
     def set_state(self, session: Session, state: SessionState, now: float) -> None:
         """Move a session to another state: its blocks' counts, the idle order and the places follow."""
         self.touch(session)

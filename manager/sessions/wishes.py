@@ -34,7 +34,8 @@ class Awaited(NamedTuple):
 class Wishes:
     """Obeys hints, or refuses to.
 
-    prefetch_lead_s: an expected session is restored so many seconds before; None for never.
+    prefetch_lead_s: an expected session is restored so many seconds before; None for never. ttl_s: seconds after its
+    last use that a session is forgotten of which no hint says it; None for never.
     """
 
     def __init__(
@@ -46,10 +47,11 @@ class Wishes:
         anchors: Anchors,
         orders: Orders,
         prefetch_lead_s: float | None,
+        ttl_s: float | None = None,
     ) -> None:
         self._table, self._pruning, self._budget, self._restores = table, pruning, budget, restores
         self._anchors, self._orders, self._lead_s = anchors, orders, prefetch_lead_s
-        self._ttls = Deadlines()
+        self._ttl_s, self._ttls = ttl_s, Deadlines()
         self._expected = Deadlines()
         self._pins = Deadlines()
         self._to_prefetch: OrderedDict[str, Awaited] = OrderedDict()  # by session id
@@ -80,8 +82,8 @@ class Wishes:
             session.priority = hints.priority
         if hints.tool or hints.expect_return_s is not None:
             self.await_return(session, hints.expect_return_s, hints.tool, now)
-        if session.ttl_s is not None:
-            self._ttls.set(session.session_id, now + session.ttl_s)
+        if (ttl_s := session.ttl_s or self._ttl_s) is not None:
+            self._ttls.set(session.session_id, now + ttl_s)
         return refused
 
     def await_return(self, session: Session, seconds: float | None, tool: str, since: float) -> None:

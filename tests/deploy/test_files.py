@@ -59,7 +59,7 @@ def test_redis_has_room_for_the_budget() -> None:
     command = COMPOSE["services"]["redis"]["command"]
     settings = dict(zip(command[1::2], command[2::2], strict=True))
     [budget] = [flag.split("=")[1] for flag in served_with()["compose"] if "cold-bytes" in flag]
-    assert settings["--maxmemory-policy"] == "noeviction"
+    assert settings["--maxmemory-policy"] == "volatile-ttl"
     assert int(settings["--maxmemory"].removesuffix("gb")) == 1.25 * int(budget.removesuffix("GiB"))
 
 

@@ -5,8 +5,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+from redis_server import RedisServer
+
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.resolve import load_config
+
+PASSWORD = "not-for-the-log"
+REDIS_MD = Path(__file__).parents[2] / "docs" / "redis.md"
 
 
 def config(**options: object) -> ManthanConfig:
@@ -25,3 +30,19 @@ def elsewhere(code: str, *args: object) -> str:
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     assert not done.stderr, done.stderr
     return done.stdout
+
+
+def engine_acl() -> list[str]:
+    """The words of the ACL for engines, as the document has it."""
+    lines = REDIS_MD.read_text(encoding="utf-8").splitlines()
+    return next(line for line in lines if line.startswith("ACL SETUSER")).split()
+
+
+def allow(server: RedisServer, without: str = "", keys: str = "~manthan:*") -> str:
+    """Make the user of that line, less one command; returns its name."""
+    words = [keys if word.startswith("~") else word.replace("PASSWORD", PASSWORD) for word in engine_acl()]
+    assert f"+{without}" in words or not without
+    with server.client as client:
+        client.execute_command("ACL", "DELUSER", words[2])
+        client.execute_command(*(word for word in words if word != f"+{without}"))
+    return words[2]

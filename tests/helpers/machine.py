@@ -45,14 +45,13 @@ class Sessions(RuleBasedStateMachine):
     ranks = 1
     policy = "lru"
     exact = False
-    shared = False
     cold_blocks = COLD_BLOCKS
     beside: ClassVar[Mapping[int, int]] = {}
 
     def __init__(self) -> None:
         super().__init__()
         size = self.ranks, POOL_BLOCKS, self.cold_blocks
-        self.world = World(*size, self.policy, 3, self.exact, self.shared, self.beside)
+        self.world = World(*size, self.policy, 3, self.exact, self.beside)
         self.manager = self.world.manager
         self.manager.restorable.listen()
         self.told: set[Name] = set()
@@ -254,7 +253,7 @@ class Sessions(RuleBasedStateMachine):
             sink = min(max(SINK_TOKENS - 16 * block.depth, 0), 16)
             assert kept in ((0, sink, 16) if self.exact else (0, 16))
             has_sink = block.group is None or len(BESIDE_BOUNDS[block.group]) > 1
-            assert kept >= sink or not (self.exact and block.reserves and has_sink) or self.shared
+            assert kept >= sink or not (self.exact and block.reserves and has_sink)
 
     @invariant()
     def nothing_beside_is_without_an_anchor(self) -> None:
@@ -275,8 +274,6 @@ class Sessions(RuleBasedStateMachine):
             self.step(0, 99)
             self.answer_all_spills()
         self.step(0, 99)
-        self.manager.elsewhere.take_changes()
-        self.manager.elsewhere.take_departed()
         assert not self.manager.has_work
         assert {s.state for s in self.manager.table.by_id.values()} <= {SessionState.COLD}
         assert all(block.code is CodeState.COLD and block.users for block in self.manager.blocks)

@@ -175,7 +175,6 @@ class World:
         policy: str = "lru",
         fast_blocks: int = 0,
         exact: bool = False,
-        shared: bool = False,
         beside: Mapping[int, int] | None = None,
     ) -> None:
         """beside: of each group beside the chains', how many of the last blocks are needed; see BESIDE."""
@@ -198,7 +197,6 @@ class World:
             prefetch_lead_s=None if self.beside else 1.0,
             sink_tokens=SINK_TOKENS if exact else 0,
             window_tokens=WINDOW_TOKENS if exact else 0,
-            is_shared=shared,
             mark=self.mark,
         )
         self.weigh = on_each(ranks)

@@ -5,7 +5,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
-from doctor import config, elsewhere, on_disk
+from doctor import PASSWORD, allow, config, elsewhere, on_disk
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
@@ -78,7 +78,7 @@ print(check_disk(on_disk(sys.argv[1], cold_store__max_bytes="1MiB")).said)
 def test_what_cannot_be_used_and_what_is_in_use(tmp_path: Path) -> None:
     assert "there is no such folder" in check_disk(on_disk(tmp_path / "x")).said
     with open_root(tmp_path):
-        assert elsewhere(LOOKING, tmp_path).endswith("blocks; a server uses it now.\n")
+        assert elsewhere(LOOKING, tmp_path).endswith("1.0MiB; a server uses it now.\n")
 
 
 # -- Redis ------------------------------------------------------------------------------------------------
@@ -89,44 +89,40 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
     yield from running(tmp_path_factory.mktemp("doctor"), "--maxmemory", "100mb")
 
 
-def in_redis(server: RedisServer, **options: object) -> ManthanConfig:
-    return config(cold_store__kind="redis", redis__url=server.url, **{"cold_store__max_bytes": "64MiB", **options})
+def in_redis(url: str) -> ManthanConfig:
+    return config(cold_store__kind="redis", redis__url=url, **{"cold_store__max_bytes": "64MiB"})
 
 
 def test_a_redis_that_is_good(server: RedisServer) -> None:
-    assert [(one.check, one.mark) for one in check_redis(in_redis(server))] == [
+    server.client.config_set("maxmemory-policy", "volatile-ttl")
+    assert [(one.check, one.mark) for one in check_redis(in_redis(server.url))] == [
         ("Redis", Mark.OK),
         ("Redis memory", Mark.OK),
     ]
     assert server.client.dbsize() == 0
 
 
-def test_a_user_without_rights(server: RedisServer) -> None:
-    server.client.execute_command(
-        "ACL", "SETUSER", "reader", "on", "nopass", "+info", "+client|setname", "+select", "~manthan:*"
-    )
-    [found] = check_redis(in_redis(server, redis__username="reader"))
-    server.client.execute_command("ACL", "DELUSER", "reader")
+def test_a_redis_that_evicts_nothing(server: RedisServer) -> None:
+    server.client.config_set("maxmemory-policy", "noeviction")
+    [found] = [one for one in check_redis(in_redis(server.url)) if one.mark is Mark.WARNING]
+    assert "has maxmemory-policy noeviction, so that it refuses writes when it is full" in found.said
+
+
+def test_a_user_without_rights(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_REDIS_PASSWORD", PASSWORD)
+    allow(server, without="unlink")
+    [found] = check_redis(in_redis(server.url.replace("//", "//manthan@")))
     assert found.mark is Mark.WRONG
-    assert server.url in found.said
+    assert "refuses a command that engines send" in found.said
+    assert "'unlink' command" in found.said
+    allow(server)
+    assert next(iter(check_redis(in_redis(server.url.replace("//", "//manthan@"))))).mark is Mark.OK
 
 
-def test_too_little_memory(server: RedisServer) -> None:
-    [found] = [one for one in check_redis(in_redis(server, cold_store__max_bytes="1GiB")) if one.mark is Mark.WRONG]
-    assert found.said == "maxmemory is 100.0MiB, but cold_store.max_bytes is 1.0GiB: raise it, or lower that."
-
-
-def test_memory_without_bounds(server: RedisServer) -> None:
-    server.client.config_set("maxmemory", "0")
-    [found] = [one for one in check_redis(in_redis(server)) if one.mark is Mark.WARNING]
-    server.client.config_set("maxmemory", "100mb")
-    assert "maxmemory is not set" in found.said
-
-
-def test_nobody_answers(tmp_path: Path) -> None:
-    found = list(check_redis(config(cold_store__kind="redis", redis__url="redis://127.0.0.1:1/0")))
-    assert [one.mark for one in found] == [Mark.WRONG]
-    assert "correct redis.url, start the server" in found[0].said
+def test_nobody_answers() -> None:
+    [found] = check_redis(in_redis("redis://127.0.0.1:1/0"))
+    assert found.mark is Mark.WRONG
+    assert "redis://127.0.0.1:1/0 does not answer" in found.said
 
 
 # -- templates --------------------------------------------------------------------------------------------

@@ -113,12 +113,3 @@ def test_who_shares_a_block_keeps_it_exact() -> None:
     engine.talk("a b c", "bob")
     engine.now += IDLE_AFTER_S
     assert evict(engine) == {"a": 16, "b": 16, "c": 16}  # the head that both share too
-
-
-def test_where_engines_share_a_store_nothing_is_replaced() -> None:
-    engine = Engine(window_tokens=16, is_shared=True)
-    engine.talk("a b", "alice")
-    evict(engine)
-    engine.talk("a b c", "alice")
-    assert evict(engine) == {"c": 16}
-    assert exact(engine, "alice") == [0, 16, 16]

@@ -9,7 +9,7 @@ from redis_server import RedisServer, running
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.cold_store import Buffer, Landing
 from manthan.manager.stores.redis import store as redis_store
-from manthan.manager.stores.redis.client import Circuit, connect
+from manthan.manager.stores.redis.client import Circuit, StoreDownError, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
 
@@ -51,7 +51,7 @@ def test_blocks_of_any_size_come_back(store: RedisStore, server: RedisServer) ->
     keys = [*reversed(blocks), b"missing", *blocks]
     assert same(store.read(0, keys), blocks, keys)
     assert store.absent(0, keys) == [b"missing"]
-    assert all(server.client.strlen(HERE.block((0, key), 1)) == buf.nbytes for key, buf in blocks.items())
+    assert all(server.client.strlen(HERE.block(0, key, 1)) == buf.nbytes for key, buf in blocks.items())
     assert store.room(1001) == 1001
     assert list(store.read(0, [])) == []
 
@@ -93,6 +93,25 @@ def test_groups_and_ranks_are_kept_apart(store: RedisStore) -> None:
     assert store.absent(1, list(zero)) == list(zero)
     other = RedisStore(store._client, store._circuit, HERE, 0, 1000)
     assert other.absent(0, list(zero)) == list(zero)
+
+
+def test_a_full_server_refuses_and_is_up(store: RedisStore, server: RedisServer) -> None:
+    server.client.config_set("maxmemory", 1)
+    try:
+        assert store.put_all(0, blocks_of(10, 20)) == dict.fromkeys(blocks_of(10, 20), "store_full")
+        assert store._circuit.is_up
+    finally:
+        server.client.config_set("maxmemory", 0)
+
+
+def test_a_server_that_is_gone_refuses(store: RedisStore, server: RedisServer) -> None:
+    server.kill()
+    try:
+        assert store.put_all(0, blocks_of(10)) == dict.fromkeys(blocks_of(10), "store_down")
+        with pytest.raises(StoreDownError):
+            next(store.read(0, list(blocks_of(10))))
+    finally:
+        server.start()
 
 
 def test_a_cleared_store_is_another_place(store: RedisStore) -> None:

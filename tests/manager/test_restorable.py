@@ -4,6 +4,7 @@ from world import BESIDE, IDLE_AFTER_S, World
 
 from manthan.manager.sessions.integrity import restorable
 from manthan.manager.sessions.restorable import News
+from manthan.manager.sessions.session import DropCause
 from manthan.manager.work import Name
 
 NOTHING = News([], [], [])
@@ -52,6 +53,17 @@ def test_a_chain_is_told_of_when_it_is_cold_from_its_head_on() -> None:
     assert of.manager.restorable.take().stored == names("abcd")
 
 
+def expire(of: World, session_id: str) -> None:
+    of.manager._pruning.forget_session(of.manager.table.by_id[session_id], DropCause.EXPIRED)
+
+
+def fail(of: World, key: bytes, group: int | None = None) -> None:
+    """These codes could not be read."""
+    beside = [] if group is None else [(group, key)]
+    of.manager.restore_started("somebody's", [b"a", b"ab", b"abc", b"abcd"])
+    of.manager.restore_finished("somebody's", [key] if group is None else [], beside)
+
+
 def test_what_two_sessions_share_is_told_of_once_and_until_both_are_gone() -> None:
     of = world()
     say(of, "abx")
@@ -61,10 +73,10 @@ def test_what_two_sessions_share_is_told_of_once_and_until_both_are_gone() -> No
     let_go_cold(of)
     assert of.manager.restorable.take().stored == names("aby")
     first, second = (session.session_id for session in of.manager.table.by_id.values())
-    of.manager.elsewhere.expire([first])
+    expire(of, first)
     news = of.manager.restorable.take()
     assert news.removed == news.forgotten == names("abx")
-    of.manager.elsewhere.expire([second])
+    expire(of, second)
     assert sorted(of.manager.restorable.take().removed) == names("a", "ab", "aby")
 
 
@@ -74,7 +86,7 @@ def test_codes_that_are_lost_take_those_behind_them_along() -> None:
     let_go_cold(of)
     of.manager.restorable.take()
     of.start("abcde", 5, None)  # hot: its chain stays whatever happens to codes
-    of.manager.elsewhere.not_stored([b"ab"])
+    fail(of, b"ab")
     news = of.manager.restorable.take()
     assert sorted(news.removed) == names("ab", "abc", "abcd")
     assert news.forgotten == []
@@ -90,7 +102,7 @@ def test_with_windows_and_states_a_chain_is_told_of_up_to_an_anchor_and_with_it(
     parts = [*names("abc", "abcd", group=window), *names("abcd", group=state)]
     assert {*names("a", "ab", "abc", "abcd"), *parts} <= set(told)
     assert set(told) == set(restorable(of.manager))
-    of.manager.elsewhere.not_stored([], names("abcd", group=state))
+    fail(of, b"abcd", state)
     gone = set(of.manager.restorable.take().removed)
     assert {*names("abcd"), *names("abcd", group=state)} <= gone
     assert set(told) - gone == set(restorable(of.manager)) != set()

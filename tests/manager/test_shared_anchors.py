@@ -29,7 +29,7 @@ class One:
 
     def __init__(self) -> None:
         self.manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, 10_000, 10, min_tokens=16, prefetch_lead_s=1.0, is_shared=True
+            get_policy("lru"), SHAPE, 10_000, 10, min_tokens=16, prefetch_lead_s=1.0, shared_ttl_s=1e6
         )
 
     def start(self, request: str, blocks: int, now: float, session: str | None = None, **hints: object) -> None:
@@ -70,9 +70,9 @@ def one() -> One:
 
 def test_a_chain_is_gone_on_from_where_another_engine_has_an_anchor(one: One) -> None:
     one.start("r", 8, 0, "alice")
-    one.manager.elsewhere.found("r", KEYS[:6], [100] * 6)
+    one.manager.remote.found("r", KEYS[:6], [100] * 6)
     assert one.manager.match(KEYS[:8]) == 0
-    one.manager.elsewhere.found("r", KEYS[:6], [100] * 6, anchor(5))
+    one.manager.remote.found("r", KEYS[:6], [100] * 6, anchor(5))
     check_integrity(one.manager)
     assert one.manager.match(KEYS[:8]) == 5
     assert one.manager.usage.cold_nbytes == 6 * 100 + 2 * 50 + 70
@@ -89,7 +89,7 @@ def test_a_chain_is_gone_on_from_where_another_engine_has_an_anchor(one: One) ->
 def test_a_deeper_anchor_takes_the_place_of_one_s_own(one: One) -> None:
     one.go_cold(5, 0)
     one.start("r", 10, 20, "alice")
-    one.manager.elsewhere.found("r", KEYS[:8], [100] * 3, anchor(8))
+    one.manager.remote.found("r", KEYS[:8], [100] * 3, anchor(8))
     assert one.dropped() == {(group, key) for group, key, _ in beside(5)}
     assert one.manager.match(KEYS) == 8
 
@@ -97,52 +97,20 @@ def test_a_deeper_anchor_takes_the_place_of_one_s_own(one: One) -> None:
 def test_an_anchor_that_the_session_s_chain_does_not_reach_is_none(one: One) -> None:
     one.start("r", 8, 0, "alice")
     others = [b"x" * 32, *KEYS[1:6]]
-    one.manager.elsewhere.found("r", KEYS[:6], [100] * 6)
-    one.manager.elsewhere.found("r", others, [100] * 6, FoundAnchor(1, [(STATE, others[0], 0)], [70]))
+    one.manager.remote.found("r", KEYS[:6], [100] * 6)
+    one.manager.remote.found("r", others, [100] * 6, FoundAnchor(1, [(STATE, others[0], 0)], [70]))
     assert one.manager.match(KEYS[:8]) == 0
     assert len(one.manager._anchors) == 0
-    one.manager.elsewhere.found("gone", KEYS[:6], [100] * 6, anchor(5))
+    one.manager.remote.found("gone", KEYS[:6], [100] * 6, anchor(5))
     assert len(one.manager._anchors) == 0
 
 
-@pytest.mark.parametrize("lost", [(STATE, KEYS[4]), (WINDOW, KEYS[3])])
-def test_an_anchor_that_is_not_stored_after_all(one: One, lost: tuple[int, bytes]) -> None:
-    one.go_cold(5, 0)
-    one.manager.elsewhere.not_stored([], [lost])
-    assert {(group, key) for group, key, _ in beside(5)} | {(CHAIN, key) for key in KEYS[:5]} == one.dropped()
-    assert one.state("alice") is None
-
-
-def test_a_store_that_is_empty_has_no_anchors(one: One) -> None:
-    one.go_cold(5, 0)
-    one.start("hot", 3, 20, "bob")
-    one.finish("hot", 3, 20)
-    one.manager.elsewhere.emptied()
-    one.dropped()
-    assert one.state("alice") is None
-    assert (len(one.manager._anchors), one.manager.usage.cold_nbytes) == (0, 0)
-    one.start("again", 3, 21, "bob")
-    one.finish("again", 4, 21)  # is stored again
-    assert len(one.manager._anchors) == 1
-    assert one.manager.usage.cold_nbytes == 2 * 50 + 70
-
-
-def test_an_anchor_expires_with_its_session(one: One) -> None:
-    one.go_cold(5, 0)
-    one.manager.elsewhere.expire(["alice"])
-    assert one.dropped() == {(group, key) for group, key, _ in beside(5)} | {(CHAIN, key) for key in KEYS[:5]}
-    one.start("hot", 3, 20, "bob")
-    one.finish("hot", 3, 20)
-    one.manager.elsewhere.expire(["bob"])
-    assert one.dropped() == {(group, key) for group, key, _ in beside(3)}
-
-
-def test_the_directory_hears_of_an_anchor_when_it_is_stored(one: One) -> None:
+def test_redis_hears_of_an_anchor_when_it_is_stored(one: One) -> None:
     one.start("r", 5, 0, "alice")
     one.manager.request_finished("r", KEYS[:5], 0, places=[Place(5, beside(5))])
-    one.manager.elsewhere.take_changes()
+    one.manager.table.take_changes()
     one.carry_out(0)
-    assert [name for name, _ in one.manager.elsewhere.take_changes()] == ["alice"]
+    assert [name for name, _ in one.manager.table.take_changes()] == ["alice"]
 
 
 # -- sessions that are expected -----------------------------------------------------------------------

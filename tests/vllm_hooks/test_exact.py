@@ -144,22 +144,9 @@ def test_a_store_that_is_too_small_is_never_over_its_budget(crowded: dict[str, A
     assert whole[-1] == ["user-5", "user-6", "user-7"]
 
 
-def test_in_a_store_that_engines_share_what_was_exact_stays_so(in_redis: dict[str, Any]) -> None:
-    """Another engine may rely on it: nothing there is replaced."""
-    exact = exact_of(in_redis["rounds"][0]["restored"])
-    assert in_redis["rounds"][0]["same"] == tokens_of(exact)
-    for last, now in zip(in_redis["rounds"], in_redis["rounds"][1:], strict=False):
-        old, blocks = last["restored"], now["restored"]
-        exact += exact_of(blocks)[old:]
-        assert now["exact"] == exact
-        assert changed(now) == list(range(old * BLOCK, (blocks - WINDOW) * BLOCK))
-
-
 def test_redis_holds_what_the_manager_counts(in_redis: dict[str, Any], redis_server: RedisServer) -> None:
     for now in in_redis["rounds"]:
         assert now["sizes"] == sizes_of(now["exact"])
         assert now["cold_bytes"] == sum(now["sizes"])
     redis = redis_server.client
     assert sum(redis.strlen(name) for name in redis.scan_iter("*:block:*")) == in_redis["rounds"][-1]["cold_bytes"]
-    [info] = redis.scan_iter("*:info")
-    assert int(redis.hget(info, "used_bytes")) == in_redis["rounds"][-1]["cold_bytes"]

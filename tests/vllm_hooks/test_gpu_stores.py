@@ -13,10 +13,10 @@ import torch
 from key_files import write_keys
 from store_world import GROUP, StoreWorld
 
+from manthan.manager.config.model import EncryptionConfig
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.manager.stores.disk.store import DiskError, DiskStore
-from manthan.manager.stores.keyring import KeyRing
-from manthan.manager.stores.sealed import SealedStore, Sealer
+from manthan.manager.stores.sealed import SealedStore, Sealer, keys_of
 from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.messages import GroupKeys, ManthanMetadata
@@ -49,7 +49,11 @@ def start(tmp_path: Path) -> Iterator[Start]:
         def store(device: torch.device) -> ColdStore:
             made: ColdStore = DiskStore(tmp_path / "disk", 16 * MIB)
             if "sealed" in kind:
-                made = SealedStore(made, Sealer(KeyRing(write_keys(tmp_path / "keys.yaml", "k1")), "place"), 0)
+                made = SealedStore(
+                    made,
+                    Sealer(keys_of(EncryptionConfig(key_file=str(write_keys(tmp_path / "keys", "k1")))), "place"),
+                    0,
+                )
             if "ram" not in kind:
                 return made
             ram = PinnedRam(ram_nbytes, device)

@@ -70,7 +70,7 @@ class Loader:
         intake = Intake(1 << 20, 2, 1 << 18, 4, cpu) if isinstance(blocks, PagedBlocks) else None
         self.path = HostPath({GROUP: blocks}, store, 1, cpu, intakes=intake and (intake, intake))
         self.raw = server.binary_client
-        self.names = [namespace.block((GROUP, key), 0) for key in KEYS]
+        self.names = [namespace.block(GROUP, key, 0) for key in KEYS]
         spills = [SpillBlock(key, GROUP, n, 32 * n, EXACT[n]) for n, key in enumerate(KEYS)]
         self.path.submit_spills(ManthanMetadata(spills=spills))
         assert [result.cause for result in self.wait().spills] == [None] * len(KEYS)

@@ -64,7 +64,7 @@ def salt(**store: Any) -> str | None:
 def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
     assert salt() != salt()
     assert salt(kind="disk") == salt(kind="disk") == salt(kind="redis")
-    keys, others = (str(write_keys(tmp_path / f"{name}.yaml", "k1", names=name)) for name in ("ours", "theirs"))
+    keys, others = (str(write_keys(tmp_path / f"{name}.keys", name)) for name in ("ours", "theirs"))
     sealed = salt(kind="disk", encryption=keys)
     assert sealed == salt(kind="redis", encryption=keys)
     assert sealed not in (salt(kind="disk"), salt(kind="disk", encryption=others))

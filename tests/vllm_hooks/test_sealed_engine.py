@@ -1,11 +1,11 @@
-"""Engines whose codes are sealed at rest: restarts, keys that change meanwhile, tenants that lose theirs."""
+"""Engines whose codes are sealed at rest: restarts, with keys that change meanwhile."""
 
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from key_files import manthan_keys, write_keys
+from key_files import write_keys
 from redis_server import RedisServer, running
 from vllm_engine import Engine, Table
 
@@ -20,7 +20,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @contextmanager
 def engine(kind: str, folder: Path, server: RedisServer) -> Iterator[Engine]:
     """It is killed at the end, not stopped."""
-    store = {"kind": kind, "max_bytes": "64MiB", "encryption": {"key_file": str(folder / "keys.yaml")}}
+    store = {"kind": kind, "max_bytes": "64MiB", "encryption": {"key_file": str(folder / "keys")}}
     made = Engine(
         131,
         idle_after_s=0.2,
@@ -63,22 +63,20 @@ def at_rest(kind: str, folder: Path, server: RedisServer) -> bytes:
 @pytest.mark.parametrize("kind", ["disk", pytest.param("redis", marks=pytest.mark.slow)])
 def test_sessions_return_to_who_has_the_keys(kind: str, tmp_path: Path, redis_server: RedisServer) -> None:
     redis_server.client.flushall()
-    keys = write_keys(tmp_path / "keys.yaml", "k1", tenants={"acme": ["a1"]})
+    path = tmp_path / "keys"
+    write_keys(path, "k1")
     (tmp_path / "codes").mkdir()
     with engine(kind, tmp_path, redis_server) as first:
         assert ask_all(first) == [False] * 4
         all_are_cold(first)
     kept = at_rest(kind, tmp_path, redis_server)
     assert len(kept) > 100_000
-    assert not any(word.encode() in kept for word in (*GUESTS, "acme"))
-    manthan_keys("rotate", keys)
+    assert not any(word.encode() in kept for word in GUESTS)
+    write_keys(path, "k2", "k1")
     with engine(kind, tmp_path, redis_server) as second:
         assert ask_all(second) == [True] * 4
         all_are_cold(second)
         assert second.failures() == 0
-        manthan_keys("forget", keys, "acme")
-        assert ask_all(second) == [tenant != "acme" for tenant in GUESTS.values()]
-        assert second.metric("manthan_failures_total", cause="no_key") > 0
-        manthan_keys("add", keys, "--tenant", "acme")
-        all_are_cold(second)
-        assert ask_all(second) == [True] * 4
+    write_keys(path, "k3")
+    with engine(kind, tmp_path, redis_server) as third:
+        assert ask_all(third) == [False] * 4

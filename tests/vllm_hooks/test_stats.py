@@ -8,7 +8,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram
 from manthan.codec.errors import WireError
 from manthan.manager.stores.cold_store import ColdStoreError
 from manthan.manager.stores.disk.store import DiskError
-from manthan.manager.stores.redis.client import StoreOomError
+from manthan.manager.stores.redis.client import RedisFullError
 from manthan.manager.stores.sealed import SealError
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.telemetry.metrics import FAILURE_CAUSES, ManthanPromMetrics, ManthanStats
@@ -69,5 +69,5 @@ def test_causes_of_failures_are_those_of_the_code() -> None:
         return {kind}.union(*map(all_of, kind.__subclasses__()))
 
     causes = {error.cause for error in all_of(WireError) | all_of(SealError) | all_of(ColdStoreError)}
-    assert {DiskError.cause, StoreOomError.cause} <= causes
+    assert {DiskError.cause, RedisFullError.cause} <= causes
     assert causes - {"invalid", "header", "store"} <= set(FAILURE_CAUSES)

@@ -10,7 +10,7 @@ import secrets
 from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.resolve import ManthanConfig
-from manthan.manager.stores.keyring import ring_of
+from manthan.manager.stores.sealed import derived, keys_of
 from manthan.vllm_hooks.http.hints import Asked, hints_of
 
 if TYPE_CHECKING:
@@ -44,6 +44,6 @@ class Salts:
 def salts_of(config: ManthanConfig) -> Salts:
     """Those of an engine; where codes outlive it, they are the same at its next start, and on all that share them."""
     store, isolate = config.cold_store, config.quotas.isolate
-    if (ring := ring_of(store.encryption)) is not None:
-        return Salts(ring.names.key_for(PURPOSE), isolate)
+    if keys := keys_of(store.encryption):
+        return Salts(derived(keys[-1], PURPOSE), isolate)
     return Salts(PURPOSE.encode() if store.is_lasting else secrets.token_bytes(32), isolate)

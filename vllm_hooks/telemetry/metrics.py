@@ -35,9 +35,9 @@ _SECONDS = (
 )
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
 FAILURE_CAUSES = (
-    *("store_full", "store_down", "store_oom", "disk", "encode", "decode", "missing", "reset", "internal"),
+    *("store_full", "store_down", "disk", "encode", "decode", "missing", "reset", "internal"),
     *("truncated", "trailing", "magic", "version", "old_format", "checksum", "codec", "size", "key", "fingerprint"),
-    *("seal", "no_key"),
+    "seal",
 )
 """Why blocks cannot be stored or restored."""
 

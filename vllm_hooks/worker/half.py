@@ -22,7 +22,6 @@ from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import Load, ManthanMetadata, ManthanWorkerMetadata, SpillBlock
-from manthan.vllm_hooks.replicas import copies_of, storing
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
@@ -57,7 +56,7 @@ from manthan.vllm_hooks.worker.layout import (
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
 from manthan.vllm_hooks.worker.path import Resting, WorkerPath
 from manthan.vllm_hooks.worker.rope import running_rope
-from manthan.vllm_hooks.worker.stores import make_store, one_for_all
+from manthan.vllm_hooks.worker.stores import make_store
 from manthan.vllm_hooks.worker.weights import loaded_of
 
 if TYPE_CHECKING:
@@ -107,7 +106,7 @@ class WorkerHalf:
         self._groups = groups_of(
             kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config)
         )
-        self._group, self._copies = self._groups.chain, copies_of(vllm_config, self._groups)
+        self._group = self._groups.chain
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self._groups.windows)
@@ -164,13 +163,13 @@ class WorkerHalf:
         group = self._group
         if not group.is_packed:
             group = replace(group, layers=len(layers))  # those that share a cache are one
-        tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size // self._copies)
+        tier_bytes = TierBytes.of_a_rank(config.cold_store, parallel.world_size)
         name, store = "", None
         if config.cold_store.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
             name, store = (
                 namespace.name,
-                make_store(self._vllm_config, namespace, self._copies, self._pinning_for(layers[0].rows.device)),
+                make_store(self._vllm_config, namespace, self._pinning_for(layers[0].rows.device)),
             )
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
@@ -232,7 +231,7 @@ class WorkerHalf:
         """namespace: see `fingerprint`. Raises ConfigError."""
         facts = with_states(codec, group, facts)
         try:
-            mark = fingerprint(self._vllm_config, group, codec, namespace, facts, self._copies)
+            mark = fingerprint(self._vllm_config, group, codec, namespace, facts)
             return block_format(codec, group, mark, facts)
         except ProfileError as error:
             raise ConfigError(str(error)) from None
@@ -278,9 +277,8 @@ class WorkerHalf:
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
         if store is None:
-            store = one_for_all(lambda: HostStore(tier_bytes.host), self._vllm_config, self._copies)
-        is_mine = storing(self._vllm_config.parallel_config, self._copies)
-        return HostPath(blocks, store, threads, device, self._fails_whole, is_mine, intakes)
+            store = HostStore(tier_bytes.host)
+        return HostPath(blocks, store, threads, device, self._fails_whole, intakes)
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:

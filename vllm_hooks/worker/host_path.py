@@ -38,9 +38,8 @@ class HostPath(WorkerPath):
     """Restores have a thread of their own: they never wait behind evictions or prefetches. So have prefetches.
 
     blocks: by KV cache group, those of chains first. device: where the paged cache is. On a GPU, a job works on a
-    stream of its own, behind what the model's stream was given before. is_mine: whether this rank stores the block of a
-    key; of another, which has the same, it is said to be stored in no bytes. intakes: of the threads that restore and
-    that prefetch, where a GPU decodes.
+    stream of its own, behind what the model's stream was given before. intakes: of the threads that restore and that
+    prefetch, where a GPU decodes.
     """
 
     def __init__(
@@ -50,12 +49,10 @@ class HostPath(WorkerPath):
         encode_threads: int,
         device: torch.device,
         fails_whole: bool = False,
-        is_mine: Callable[[bytes], bool] = lambda key: True,
         intakes: tuple[Intake, Intake] | None = None,
     ) -> None:
         super().__init__(fails_whole)
         self._intakes = intakes
-        self._is_mine = is_mine
         self.blocks, self.store = blocks, store
         self._device = device
         cpus = allowed_cpus() if device.type == "cpu" else set()
@@ -95,15 +92,9 @@ class HostPath(WorkerPath):
             self.begun.append(load)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
-        mine = [spill for spill in metadata.spills if self._is_mine(spill.key)]
-        if len(mine) < len(metadata.spills):
-            others = [spill for spill in metadata.spills if not self._is_mine(spill.key)]
-            self._copied(others)
-            self._spilled([SpillResult(spill.key, spill.group, None, 0.0) for spill in others])
-            self.begun += others
-        model = model_event(self._device) if mine else None
+        model = model_event(self._device) if metadata.spills else None
         for group, blocks in self.blocks.items():
-            spills = [spill for spill in mine if spill.group == group]
+            spills = [spill for spill in metadata.spills if spill.group == group]
             batch = min(blocks.batch, max(1, len(spills) // self._encode_threads))
             for start in range(0, len(spills), batch):
                 some = spills[start : start + batch]

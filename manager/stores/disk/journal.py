@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from manthan.manager.stores.disk.files import is_damage, make_folder, set_aside
-from manthan.manager.stores.sealed import NoKeyError, Sealer, SealError
+from manthan.manager.stores.sealed import Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
 
@@ -200,21 +200,18 @@ class Journal:
                     self._take_back(news, is_cleared)
 
     def _row(self, session: JournalSession) -> "_Row":
-        """What is written of it. It is gone, too, if its tenant has lost its keys."""
+        """What is written of it."""
         sealer, chain = self._sealer, session.chain
         packed = b"" if chain is not None and not chain.blocks else chain and _pack(chain)
         notes = _pack_notes(session.notes)
         if sealer is None:
             return _Row(session.session_id, json.dumps(session.facts), packed, notes)
-        row_id, tenant = sealer.names.session(session.session_id), str(session.facts.get("tenant", ""))
+        row_id = sealer.name(session.session_id)
         facts = json.dumps({**session.facts, ID: session.session_id}).encode()
-        try:
-            sealed = [
-                part and sealer.seal(part, tenant, *ABOUT, row_id, name)
-                for part, name in zip((facts, packed, notes), PARTS, strict=True)
-            ]
-        except NoKeyError:
-            return _Row(row_id, b"", b"", b"")
+        sealed = [
+            part and sealer.seal(part, "", *ABOUT, row_id, name)
+            for part, name in zip((facts, packed, notes), PARTS, strict=True)
+        ]
         return _Row(row_id, sealed[0] or b"", sealed[1], sealed[2] or b"")
 
     def _opened(self, value: bytes | str, part: str, row_id: str) -> bytes:
@@ -223,7 +220,7 @@ class Journal:
             return value.encode() if isinstance(value, str) else value
         if isinstance(value, str):
             raise ValueError("it is not sealed.")
-        return self._sealer.open(value, None, *ABOUT, row_id, part)
+        return self._sealer.open(value, "", *ABOUT, row_id, part)
 
     def _take_back(self, news: dict[str, JournalSession], was_cleared: bool) -> None:
         """What could not be written is still to be, but for what was told since."""

@@ -1,0 +1,292 @@
+"""Sessions in Redis: which blocks are there, one hash a session, and times to live. All on a thread of its own.
+
+The engine's thread leaves questions and news here and fetches answers. News that cannot be told while Redis is down are
+told when it is back: news of a session replace what was to be told of it before.
+"""
+
+import logging
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from itertools import chain, takewhile
+from typing import Any, NamedTuple, TypeAlias
+
+from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.stores.cold_store import ColdStoreError
+from manthan.manager.stores.redis.client import BATCH, Circuit, Client, pipelined
+from manthan.manager.stores.redis.schema import Namespace, lives_s
+from manthan.manager.stores.sealed import Sealer
+
+logger = logging.getLogger("vllm.manthan.redis")
+
+Needed: TypeAlias = Callable[[int], Sequence[tuple[int, bytes]]]
+"""Blocks of other KV cache groups, by group and key, that a request needs to go on behind so many blocks."""
+CLOSE_S = 5.0
+REST_S = 0.5
+RENEW = 1 / 16
+"""A session that is used is renewed when this share of its time to live has passed."""
+
+
+class Anchored(NamedTuple):
+    """Number of the prompt's blocks behind which all other groups' blocks are stored, and the sizes of these."""
+
+    blocks: int
+    sizes: Sequence[int]
+
+
+class Found(NamedTuple):
+    """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on."""
+
+    sizes: Sequence[int] = ()
+    anchored: Anchored | None = None
+
+
+class SessionRecord(NamedTuple):
+    """A session as it is now.
+
+    fields: of its hash; None for one that is forgotten. used: Unix time of its last use. blocks: group, key and depth
+    of each stored block.
+    """
+
+    session_id: str
+    fields: Mapping[str, object] | None = None
+    used: float = 0.0
+    blocks: Sequence[tuple[int, bytes, int]] = ()
+
+
+class _Lookup(NamedTuple):
+    request_id: str
+    group: int
+    keys: Sequence[bytes]
+    needed: Needed | None
+
+
+class RedisSessions:
+    """Never makes the engine's thread wait.
+
+    Args:
+        ranks: Number of ranks that each store a part of a block.
+        facts: Fields that all hashes have. `engine` tells whose a hash is.
+        ring: Called on this thread when there is an answer to take.
+        sealer: Names sessions where blocks are sealed.
+    """
+
+    def __init__(
+        self,
+        client: Client,
+        circuit: Circuit,
+        namespace: Namespace,
+        ranks: int,
+        ttl_s: float,
+        facts: Mapping[str, object],
+        ring: Callable[[], None],
+        sealer: Sealer | None = None,
+    ) -> None:
+        self._client, self._circuit, self._ranks, self._ttl_s = client, circuit, ranks, ttl_s
+        self._base = self._namespace = namespace
+        self._facts, self._ring, self._sealer = facts, ring, sealer
+        self._wake = threading.Condition()
+        self._lookups: list[_Lookup] = []
+        self._answers: dict[str, Found] = {}
+        self._records: dict[str, SessionRecord] = {}
+        self._drops: list[Drop] = []
+        self._renewed: dict[str, tuple[int, float]] = {}  # by session, how many blocks, and when
+        self._was_up, self._closing = True, False
+        self._thread = threading.Thread(target=self._run, name="manthan-redis", daemon=True)
+
+    # -- the engine's thread --------------------------------------------------------------------------
+
+    def start(self) -> None:
+        self._thread.start()
+
+    def look_up(self, request_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None) -> bool:
+        """Ask which of these blocks are stored. Returns False if no answer will come.
+
+        Args:
+            needed: Called on another thread.
+        """
+        if not self._circuit.is_up:
+            return False
+        with self._wake:
+            self._lookups.append(_Lookup(request_id, group, tuple(keys), needed))
+            self._wake.notify()
+        return True
+
+    def tell(self, records: Iterable[SessionRecord], drops: Iterable[Drop]) -> None:
+        """Leave news: sessions that have changed, and blocks that this engine has dropped."""
+        with self._wake:
+            self._records.update((record.session_id, record) for record in records)
+            if self._circuit.is_up:  # later they may be stored again
+                self._drops += [drop for drop in drops if drop.cause in (DropCause.FAILED, DropCause.RELEASED)]
+            if self._has_news:
+                self._wake.notify()
+
+    def reset(self) -> str:
+        """Return the name of a new namespace. The KV may be of other weights from now on."""
+        with self._wake:
+            self._namespace = self._base.apart(secrets.token_hex(4))
+            self._answers |= {lookup.request_id: Found() for lookup in self._lookups}
+            self._answers = dict.fromkeys(self._answers, Found())
+            self._lookups, self._records, self._drops, self._renewed = [], {}, [], {}
+            return self._namespace.name
+
+    def take(self) -> dict[str, Found]:
+        """Return the answers since the last call, by request id."""
+        with self._wake:
+            taken, self._answers = self._answers, {}
+            return taken
+
+    @property
+    def has_answers(self) -> bool:
+        return bool(self._answers)
+
+    @property
+    def is_up(self) -> bool:
+        """True if Redis answers."""
+        return self._circuit.is_up
+
+    def close(self) -> None:
+        with self._wake:
+            self._closing = True
+            self._wake.notify()
+        if self._thread.is_alive():
+            self._thread.join(CLOSE_S)
+        if self._thread.is_alive():
+            logger.warning("Manthan: Redis does not answer; what was not told it yet is left untold.")
+
+    # -- this thread ----------------------------------------------------------------------------------
+
+    @property
+    def _has_news(self) -> bool:
+        return bool(self._records or self._drops)
+
+    def _run(self) -> None:
+        while not (self._closing and not (self._has_news and self._circuit.is_up)):
+            with self._wake:
+                self._wake.wait_for(self._is_due, None if self._circuit.is_up else max(0.01, self._circuit.wait_s))
+                lookups, self._lookups = self._lookups, []
+                namespace = self._namespace
+            for lookup in lookups:
+                found = self._look_up(namespace, lookup)
+                with self._wake:
+                    self._answers[lookup.request_id] = found if namespace is self._namespace else Found()
+            if lookups:
+                self._ring()
+            self._try(namespace)
+            self._log_state()
+
+    def _is_due(self) -> bool:
+        return bool(self._lookups or self._closing or (self._has_news and not self._circuit.wait_s))
+
+    def _look_up(self, namespace: Namespace, lookup: _Lookup) -> Found:
+        sizes: list[int] = []
+        size = 32  # a prompt that nobody knows costs one short question
+        try:
+            while len(sizes) < len(lookup.keys):
+                some = lookup.keys[len(sizes) : len(sizes) + size]
+                found = list(takewhile(bool, self._sizes(namespace, [(lookup.group, key) for key in some])))
+                sizes += found
+                if len(found) < len(some):
+                    break
+                size = min(2 * size, BATCH)
+            anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
+            return Found(sizes, anchored)
+        except ColdStoreError:
+            pass
+        except Exception:  # the request must get an answer, and this thread must live
+            logger.exception("Manthan: a lookup in Redis failed")
+        return Found()
+
+    def _anchored(self, namespace: Namespace, count: int, needed: Needed) -> Anchored | None:
+        """Deepest place, up to `count` blocks, where all that is needed is stored. It is mostly the first one."""
+        places = 1
+        while count > 0:
+            some = {at: needed(at) for at in range(count, max(0, count - places), -1)}
+            names = list(dict.fromkeys(chain.from_iterable(some.values())))
+            sizes = dict(zip(names, self._sizes(namespace, names), strict=True))
+            for at, blocks in some.items():
+                if blocks and all(sizes[block] for block in blocks):
+                    return Anchored(at, [sizes[block] for block in blocks])
+            count, places = count - places, min(4 * places, 64)
+        return None
+
+    def _sizes(self, namespace: Namespace, blocks: Sequence[tuple[int, bytes]]) -> list[int]:
+        """Bytes of each block on all ranks; 0 if a rank does not have it."""
+        ranks = range(self._ranks)
+        found = self._ask([("STRLEN", namespace.block(*block, rank)) for block in blocks for rank in ranks])
+        each = [found[at : at + self._ranks] for at in range(0, len(found), self._ranks)]
+        return [sum(sizes) if all(sizes) else 0 for sizes in each]
+
+    def _try(self, namespace: Namespace) -> None:
+        """Tell the news, or see whether Redis is back."""
+        if self._circuit.wait_s:
+            return
+        try:
+            if not (self._has_news or self._circuit.is_up):
+                self._ask([("PING",)])
+            while (record := next(iter(list(self._records.values())), None)) is not None:
+                self._save(namespace, record)
+                with self._wake:
+                    if self._records.get(record.session_id) is record:
+                        del self._records[record.session_id]
+            while self._drops:
+                self._drop(namespace, self._drops[0])
+                with self._wake:
+                    del self._drops[:1]
+        except ColdStoreError:
+            if not self._circuit.wait_s:  # it answers, but its memory is full
+                time.sleep(REST_S)
+        except Exception:
+            logger.exception("Manthan: sessions could not be told to Redis")
+            with self._wake:
+                self._records, self._drops = {}, []
+
+    def _save(self, namespace: Namespace, record: SessionRecord) -> None:
+        """Write a session's hash, and renew its blocks if there are more, or if it is time."""
+        session_id = record.session_id
+        name = namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
+        if record.fields is None:
+            self._renewed.pop(session_id, None)
+            [owner] = self._ask([("HGET", name, "engine")])
+            if owner is not None and owner.decode() == self._facts["engine"]:
+                self._ask([("DEL", name)])
+            return
+        said = {} if self._sealer is not None else {"id": session_id}
+        fields = [word for field in {**said, **record.fields, **self._facts}.items() for word in field]
+        commands: list[tuple[Any, ...]] = [
+            ("HSET", name, *map(str, fields)),
+            ("PEXPIREAT", name, round(1000 * (record.used + self._ttl_s))),
+        ]
+        count, when = self._renewed.get(session_id, (-1, 0.0))
+        if count != len(record.blocks) or record.used - when > RENEW * self._ttl_s:
+            self._renewed[session_id] = len(record.blocks), record.used
+            for group, key, depth in record.blocks:
+                until = round(1000 * (record.used + lives_s(self._ttl_s, depth)))
+                shards = (namespace.block(group, key, rank) for rank in range(self._ranks))
+                commands += [("PEXPIREAT", shard, until, "GT") for shard in shards]
+        self._ask(commands)
+
+    def _drop(self, namespace: Namespace, drop: Drop) -> None:
+        """Delete what nobody can read. Let what its client has released go before all else."""
+        shards = [namespace.block(drop.group, key, rank) for key in drop.keys for rank in range(self._ranks)]
+        if drop.cause is DropCause.FAILED:
+            self._ask([("UNLINK", shard) for shard in shards])
+        else:
+            soon = max(1, round(1000 * RENEW * self._ttl_s))
+            self._ask([("PEXPIRE", shard, soon, "LT") for shard in shards])
+
+    def _ask(self, commands: Sequence[tuple[Any, ...]]) -> list[Any]:
+        with self._circuit.guard():
+            return pipelined(self._client, commands)
+
+    def _log_state(self) -> None:
+        if self._circuit.is_up is not self._was_up:
+            self._was_up = self._circuit.is_up
+            if self._was_up:
+                logger.info("Manthan: Redis answers again.")
+            else:
+                logger.warning(
+                    "Manthan: Redis does not serve (%s). Sessions are recomputed until it does.",
+                    self._circuit.last_error,
+                )
