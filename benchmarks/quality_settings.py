@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.codec import CodecError, section_codec, section_codec_names
+from manthan.codec import CodecError, codec_names, get_codec
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
@@ -154,14 +154,14 @@ def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError."""
     names = [name.strip() for name in codecs.split(",")]
     for name in names:
-        section_codec(name, head_dim, facts)
+        get_codec(name, head_dim, facts)
     return names
 
 
 def _able(head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError if there is none."""
     names, refusal = [], None
-    for name in section_codec_names():
+    for name in codec_names():
         try:
             names += _named(name, head_dim, facts)
         except CodecError as error:

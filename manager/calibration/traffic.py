@@ -24,7 +24,7 @@ from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.errors import ProfileError
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS, Profile, ProfileInfo
-from manthan.codec.registry import section_codec
+from manthan.codec.registry import get_codec
 
 MORE, ENOUGH = b".", b"!"
 TOKENS = 8192
@@ -93,7 +93,7 @@ def gathered(job: Job, blocks: IO[bytes], answers: IO[bytes]) -> ProfileBuilder 
 def made(job: Job, builder: ProfileBuilder) -> Path | None:
     """Where the profile is now, or None while other ranks are not as far. Raises ProfileError, OSError."""
     profile = builder.finish(presets={job.preset: ALLOWANCE * PRESETS[job.preset]})
-    codec = section_codec(job.preset, job.info.head_dim, ModelFacts(job.info.rope, profile))
+    codec = get_codec(job.preset, job.info.head_dim, ModelFacts(job.info.rope, profile))
     codec.warm_up()  # what it compiles, the server finds compiled
     path = Path(job.path)
     if job.ranks > 1:

@@ -10,7 +10,7 @@ import xxhash
 from manthan.codec import errors, wire
 from manthan.codec.base import Dtype, Section, SectionKind
 
-KEYS = Section(SectionKind.KEYS, "lloyd3", 4, 28, 2, 128, first_token=4)
+KEYS = Section(SectionKind.KEYS, "k3v3", 4, 28, 2, 128, first_token=4)
 SECTIONS = (
     replace(KEYS, kind=SectionKind.BOTH, codec="exact", tokens=4, first_token=0),
     KEYS,
@@ -115,7 +115,7 @@ def test_the_format_has_not_changed():
     assert data[16:32] == bytes(range(16))
     assert data[32:64] == struct.pack("<QQHHIB7x", 128 + 64 + 48, 64, 7, 1, 32, 32)
     assert data[64:128] == b"\1" * 32 + bytes(32)
-    entry = struct.pack("<BBHHHH2xII4xQ24s8x", 1, 2, 1, 4, 2, 128, 4, 28, 33, b"lloyd3")
+    entry = struct.pack("<BBHHHH2xII4xQ24s8x", 1, 2, 1, 4, 2, 128, 4, 28, 33, b"k3v3")
     assert data[128:192] == entry
     assert data[225:] == bytes(15)
 
@@ -124,7 +124,7 @@ DATA = bytes(block())
 FORMAT_1 = resealed(
     struct.pack(
         "<4sHHQ24s16sIIIHBBQQ64s8x",
-        *(b"MNTH", 1, 160, 0, b"lloyd3", bytes(range(16)), 1, 1, 4, 32, 32, 1, 64, 64, b"\1" * 32),
+        *(b"MNTH", 1, 160, 0, b"k3v3", bytes(range(16)), 1, 1, 4, 32, 32, 1, 64, 64, b"\1" * 32),
     )
     + bytes(128),
     0,

@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 import torch
 from device_blocks import IDS, KEYS, LAYERS, TARGETS, World
+from fake_cuda import FormatCodec
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
@@ -15,7 +16,6 @@ from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import RawLayout
 from manthan.codec.gpu.raw import RawPagedCodec, seals
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
 from manthan.codec.model import ModelFacts
 
@@ -54,9 +54,9 @@ def test_latents_that_no_transform_makes_gaussian() -> None:
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-@pytest.mark.parametrize("codec", ["k4v4c", "k3v3"])
+@pytest.mark.parametrize("codec", ["wht-4x", "k3v3"])
 def test_latents_by_torch(codec: str, exact: int) -> None:
-    device_blocks.latents(TorchPagedCodec, codec, exact=exact, device=CUDA).check(RARE)
+    device_blocks.latents(FormatCodec, codec, exact=exact, device=CUDA).check(RARE)
 
 
 def test_latents_that_are_not_finite_or_damaged() -> None:
@@ -92,9 +92,9 @@ def test_fp8_in_single_vectors(kind: Dtype, head_dim: int, exact: int) -> None:
 
 @pytest.mark.parametrize("exact", [0, 4])
 @pytest.mark.parametrize("kind", FP8)
-@pytest.mark.parametrize("codec", ["k4v4c", "k3v3"])
+@pytest.mark.parametrize("codec", ["wht-4x", "k3v3"])
 def test_fp8_by_torch(codec: str, kind: Dtype, exact: int) -> None:
-    device_blocks.fp8(TorchPagedCodec, codec, kind, exact=exact, device=CUDA).check(RARE)
+    device_blocks.fp8(FormatCodec, codec, kind, exact=exact, device=CUDA).check(RARE)
 
 
 @pytest.mark.parametrize("kind", FP8)

@@ -5,10 +5,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FormatCodec
 
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, PagedLayout, status_cause
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.codec.registry import CENTRED, SPECS
 from manthan.codec.rope import Rope
@@ -78,7 +78,7 @@ class Cache:
 @pytest.fixture(params=["kernels", "torch"])
 def paged(request: pytest.FixtureRequest) -> Any:
     if request.param == "torch":
-        return TorchPagedCodec
+        return FormatCodec
     from manthan.codec.gpu.cuda_codec import CudaPagedCodec
 
     return CudaPagedCodec
@@ -127,7 +127,7 @@ def check(cache: Cache, dtype: torch.dtype) -> None:
 def test_codes_are_numpys_and_come_back_as_numpys_numbers(
     paged: Any, head_dim: int, codec: str, dtype: torch.dtype
 ) -> None:
-    if codec in CENTRED and paged is not TorchPagedCodec:
+    if codec in CENTRED and paged is not FormatCodec:
         pytest.skip("there are no kernels for it")
     check(Cache(head_dim, dtype, codec, paged), dtype)
 
@@ -136,19 +136,19 @@ def test_codes_are_numpys_and_come_back_as_numpys_numbers(
 @pytest.mark.parametrize("exact", [1, 4, 8, 15, 16])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 112, 128, 256])
 def test_so_are_those_of_blocks_with_exact_tokens(paged: Any, head_dim: int, exact: int, dtype: torch.dtype) -> None:
-    check(Cache(head_dim, dtype, "k4v3", paged, exact=exact), dtype)
+    check(Cache(head_dim, dtype, "k3v3", paged, exact=exact), dtype)
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 24, 128])
 @pytest.mark.parametrize("exact", [0, 4])
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_blocks_of_any_number_of_tokens(paged: Any, head_dim: int, tokens: int, exact: int) -> None:
-    check(Cache(head_dim, torch.bfloat16, "lloyd3", paged, tokens=tokens, exact=exact), torch.bfloat16)
+    check(Cache(head_dim, torch.bfloat16, "k3v3", paged, tokens=tokens, exact=exact), torch.bfloat16)
 
 
 @pytest.mark.parametrize("exact", [0, 3, 8, 16])
 def test_the_kernels_read_what_numpy_wrote(paged: Any, exact: int) -> None:
-    cache = Cache(128, torch.bfloat16, "k4v3", paged, exact=exact)
+    cache = Cache(128, torch.bfloat16, "k3v3", paged, exact=exact)
     for i in range(4):
         cache.block(i)[:] = torch.from_numpy(cache.by_numpy(i))
     assert cache.decode([10, 11, 12, 13]) == [None] * 4
@@ -186,7 +186,7 @@ def test_exact_tokens_may_be_anything(paged: Any, dtype: torch.dtype, exact: int
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
 def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
-    cache = Cache(128, torch.bfloat16, "lloyd3", paged, exact=exact)
+    cache = Cache(128, torch.bfloat16, "k3v3", paged, exact=exact)
     cache.encode(IDS)
     headers = cache.encoded.headers.clone()
     cache.block(0)[cache.form.nbytes - 5] ^= 1
@@ -206,7 +206,7 @@ def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
 
 @pytest.mark.parametrize("head_dim", [80, 112, 128])
 def test_extremes_are_encoded_as_numpy_does(paged: Any, head_dim: int) -> None:
-    cache = Cache(head_dim, torch.bfloat16, "lloyd3", paged)
+    cache = Cache(head_dim, torch.bfloat16, "k3v3", paged)
     block = cache.layers[0][3, :, 0, :head_dim]
     for t, factor in enumerate((0.0, 1e-39, 1e37, 1e-30, 3e38, 1e-20, 1e18)):
         block[t] *= factor
@@ -221,7 +221,7 @@ def test_extremes_are_encoded_as_numpy_does(paged: Any, head_dim: int) -> None:
 @pytest.mark.parametrize("exact", [0, 5])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
 def test_what_is_not_finite_is_reported(paged: Any, number: float, exact: int) -> None:
-    cache = Cache(128, torch.float16, "lloyd3", paged, exact=exact)
+    cache = Cache(128, torch.float16, "k3v3", paged, exact=exact)
     cache.layers[1][7, 9, 2, 128 + 3] = number
     assert cache.encode(IDS) == [None, "decode", None, None]
     coded = TOKENS - exact
@@ -231,7 +231,7 @@ def test_what_is_not_finite_is_reported(paged: Any, number: float, exact: int) -
 @pytest.mark.parametrize("exact", [0, 3])
 def test_many_blocks_at_once(paged: Any, exact: int) -> None:
     """More than fit on the GPU side by side; each has the codes that it gets alone."""
-    cache = Cache(64, torch.bfloat16, "lloyd3", paged, exact=exact)
+    cache = Cache(64, torch.bfloat16, "k3v3", paged, exact=exact)
     cache.encode(IDS)
     start, nbytes = cache.form.header.nbytes, cache.form.nbytes
     alone = cache.block(1)[start:].clone()

@@ -101,7 +101,7 @@ class Engine:
         return {
             "model": self.model,
             "dtype": "bfloat16",
-            "codec": "lloyd3",
+            "codec": "k3v3",
             "block_tokens": BLOCK_TOKENS,
             "ranks": self.ranks,
             "budget_bytes": self.budget,

@@ -68,7 +68,7 @@ def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: 
     [
         ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)"),
         ("policy: {name: lru, half_life_s: 60}", "x.yaml: unknown lru option 'half_life_s' (there are none)"),
-        ("codec: lloyd", "x.yaml: unknown codec 'lloyd' (did you mean 'lloyd4'?)"),
+        ("codec: lloyd", "x.yaml: unknown codec 'lloyd' (did you mean 'wht-4x'?)"),
         ("cold_store: tape", "x.yaml: unknown cold store 'tape' (valid: device, disk, host, redis, tiered)"),
     ],
 )
@@ -93,12 +93,12 @@ def rows(*args: str) -> dict[str, list[str]]:
 def test_codecs_are_listed_with_their_sizes() -> None:
     listed = rows("codecs")
     assert set(listed) == {*SPECS, *CENTRED, *TILED, *STEPPED, *PRESETS} == set(PURPOSE)
-    assert listed["lloyd3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
-    assert listed["k4v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
+    assert listed["k3v3"][1:7] == ["3", "/", "3", "50,", "50", "5.12x"]
+    assert listed["k3v3"][1:7] == ["4", "/", "3", "66,", "50", "4.41x"]
     assert listed["klt-8x"][1:7] == ["2", "on", "average", "64", "together", "8.00x"]
-    assert listed["k4v2c"][1:7] == ["4", "/", "2", "70.19,", "33.06", "4.96x"]
-    assert listed["k4v4c"][1:7] == ["4", "/", "4", "70.19,", "65.06", "3.79x"]
-    assert listed["k4v2-tiles"][1:7] == ["4", "/", "2", "70.01,", "38.01", "4.74x"]
+    assert listed["wht-5x"][1:7] == ["4", "/", "2", "70.19,", "33.06", "4.96x"]
+    assert listed["wht-4x"][1:7] == ["4", "/", "4", "70.19,", "65.06", "3.79x"]
+    assert listed["k3v3"][1:7] == ["4", "/", "2", "70.01,", "38.01", "4.74x"]
 
 
 @pytest.fixture
@@ -123,7 +123,7 @@ def test_codecs_of_others_that_cannot_be_used_are_listed_too() -> None:
     listed = rows("codecs")
     assert "cannot be used: RuntimeError: not today" in " ".join(listed["broken"])
     assert "it must give a manthan.codec.Codec, not 3" in " ".join(listed["none"])
-    assert "lloyd3" in listed
+    assert "k3v3" in listed
 
 
 @pytest.mark.parametrize(
@@ -133,8 +133,8 @@ def test_codecs_of_others_that_cannot_be_used_are_listed_too() -> None:
         (["simulate", "x.jsonl", "--policy", "fifo,l"], ["fifo,lfu", "fifo,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
-        (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),
-        (["eval", "quality", "MODEL", "--codec", "k3v3,lloyd4"], ["k3v3,lloyd4"]),
+        (["bench", "capacity", "--codecs", "k4"], ["k3v3", "k3v3", "wht-5x", "wht-4x", "k3v3"]),
+        (["eval", "quality", "MODEL", "--codec", "k3v3,wht-4x"], ["k3v3,wht-4x"]),
         (["cod"], ["codecs"]),
         (["config", "ch"], ["check"]),
     ],

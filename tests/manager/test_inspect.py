@@ -51,8 +51,8 @@ def test_namespaces_and_their_sessions(engine: Engine, server: RedisServer) -> N
             *("namespace", "model", "codec", "dtype", "block size", "ranks", "blocks", "bytes used", "pending"),
             *("sessions", "created"),
         ],
-        [other.name, "Qwen/Qwen3-8B", "lloyd3", "bfloat16", "16", "1", "0", "0B of 97.7KiB", "0", "0", theirs],
-        [engine.name, "org/Tiny-1B", "lloyd3", "bfloat16", "16", "2", "12", "25.9KiB of 195.3KiB", "1", "2", ours],
+        [other.name, "Qwen/Qwen3-8B", "k3v3", "bfloat16", "16", "1", "0", "0B of 97.7KiB", "0", "0", theirs],
+        [engine.name, "org/Tiny-1B", "k3v3", "bfloat16", "16", "2", "12", "25.9KiB of 195.3KiB", "1", "2", ours],
         [""],
         [f"No sessions in {other.name}"],
         [""],
@@ -61,8 +61,8 @@ def test_namespaces_and_their_sessions(engine: Engine, server: RedisServer) -> N
             *("session", "state", "tokens", "blocks", "bytes", "codec", "requests", "created", "last used"),
             *("expires in", "owner"),
         ],
-        ["alice", "cold", "80", "5", "9.8KiB", "lloyd3", "3", before, used, "1d 0h", "engine-a"],
-        ["bob", "cold", "112", "7", "13.7KiB", "lloyd3", "1", iso(NOW - 7260), iso(NOW - 7200), "1d 0h", "engine-a"],
+        ["alice", "cold", "80", "5", "9.8KiB", "k3v3", "3", before, used, "1d 0h", "engine-a"],
+        ["bob", "cold", "112", "7", "13.7KiB", "k3v3", "1", iso(NOW - 7260), iso(NOW - 7200), "1d 0h", "engine-a"],
     ]
 
 
@@ -73,7 +73,7 @@ def test_the_same_for_machines(engine: Engine, server: RedisServer) -> None:
     assert space["namespace"] == {
         "name": engine.name,
         "model": "org/Tiny-1B",
-        "codec": "lloyd3",
+        "codec": "k3v3",
         "dtype": "bfloat16",
         "block_tokens": 16,
         "ranks": 2,
@@ -92,7 +92,7 @@ def test_the_same_for_machines(engine: Engine, server: RedisServer) -> None:
         "tokens": 80,
         "blocks": 5,
         "bytes": 10_000,
-        "codec": "lloyd3",
+        "codec": "k3v3",
         "requests": 3,
         "created": iso(NOW - 120),
         "last_used": iso(NOW - 60),
@@ -133,7 +133,7 @@ def test_one_session_with_its_chain(engine: Engine, server: RedisServer) -> None
         "tokens": "96",
         "blocks": "6",
         "bytes": "11.7KiB",
-        "codec": "lloyd3",
+        "codec": "k3v3",
         "requests": "3",
         "created": iso(NOW - 120),
         "last used": iso(NOW - 60),
@@ -297,7 +297,7 @@ def test_what_goes_while_it_is_read_is_left_out(
 
 def test_a_namespace_that_says_little_of_itself(server: RedisServer) -> None:
     engine = Engine(redis_config(server.url))
-    engine.index.attach({"codec": "lloyd3"}, "incarnation")
+    engine.index.attach({"codec": "k3v3"}, "incarnation")
     engine.save("alice", keys_of("a", 2))
     [space] = parsed(server.url)["namespaces"]
     assert (space["namespace"]["model"], space["namespace"]["budget_bytes"]) == ("", 0)

@@ -62,9 +62,9 @@ def test_without_a_profile_the_start_ends_with_a_sentence_that_says_what_to_do()
 def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.profile, chosen.wanted) == ("wht-5x", None, profile_path(MODEL))
-    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert (chosen.name, chosen.wanted) == ("klt-6x", None)
+    assert (chosen.name, chosen.wanted) == ("klt-8x", None)
     assert chosen.profile is not None
 
 
@@ -84,7 +84,7 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
 @pytest.mark.parametrize(
     ("options", "ranks", "sentence"),
     [
-        ({"presets": {"klt-6x": 6.0}}, 1, "has no klt-8x: it has klt-6x; run `manthan calibrate someone/made-up`"),
+        ({"presets": {"klt-8x": 6.0}}, 1, "has no klt-8x: it has klt-8x; run `manthan calibrate someone/made-up`"),
         ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
     ],
 )
@@ -132,7 +132,7 @@ def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> N
     assert rows["profile"].strip() == str(profile_path(str(model)))
     assert rows["… of"].strip() == "821 tokens, metric none"
     assert 8 < float(rows["ratio"].strip().rstrip("x")) < 9.7  # made for blocks of 16 tokens, these are of 64
-    config.write_text("codec: k4v2c")
+    config.write_text("codec: wht-5x")
     plain = CliRunner().invoke(app, ["config", "check", str(config), "--model", str(model), "--block-size", "64"])
     assert "profile  " not in plain.output.split("\n\n")[1]
 

@@ -25,7 +25,7 @@ from manthan.manager.stores.redis.schema import (
     of_member,
 )
 
-FACTS = {"model": "tiny", "codec": "lloyd3", "block_tokens": 32}
+FACTS = {"model": "tiny", "codec": "k3v3", "block_tokens": 32}
 NAMESPACE = Namespace("manthan:", "tiny")
 RANKS, BUDGET, TTL_S = 2, 1000, 1000
 SIZES = st.integers(1, 300)

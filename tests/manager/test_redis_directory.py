@@ -20,7 +20,7 @@ from manthan.manager.stores.redis.index import RedisIndex
 from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredChain
 from manthan.manager.stores.redis.store import RedisStore
 
-FACTS = {"model": "tiny", "codec": "lloyd3", "block_tokens": 32}
+FACTS = {"model": "tiny", "codec": "k3v3", "block_tokens": 32}
 GROUP, BOUND, NBYTES = 0, 6, 4
 BUDGET = 8 * BOUND
 

@@ -16,8 +16,8 @@ from manthan.manager.stores.redis.index import Grant, RedisIndex, Reserved
 from manthan.manager.stores.redis.reader import Reader
 from manthan.manager.stores.redis.schema import BlockId, Namespace, SessionRecord, StoredBlock, StoredChain, member
 
-NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "lloyd3"})
-FACTS = {"codec": "lloyd3", "block_tokens": 32}
+NAMESPACE = Namespace.of("manthan:", "models/Tiny Llama", {"codec": "k3v3"})
+FACTS = {"codec": "k3v3", "block_tokens": 32}
 RANKS, GROUP, TTL_S = 2, 1, 1000
 BOUND, NBYTES = 200, 150
 """What is reserved for a block, and what it takes, of both ranks."""
@@ -163,7 +163,7 @@ def test_a_session_is_readable(one: RedisIndex, raw: redis.Redis) -> None:
         "tokens": "96",
         "blocks": "3",
         "bytes": "450",
-        "codec": "lloyd3",
+        "codec": "k3v3",
         "requests": "3",
         "created": "2001-09-09T01:46:40Z",
         "last_used": "2004-11-09T11:33:20Z",
@@ -396,7 +396,7 @@ def test_two_models_share_nothing() -> None:
     names = {
         Namespace.of("manthan:", "a/tiny", {"codec": codec, "weights": weights}).name
         for weights in ("one", "two")
-        for codec in ("lloyd3", "lloyd4")
+        for codec in ("k3v3", "wht-4x")
     }
     assert len(names) == 4
     assert all(name.startswith("tiny-") for name in names)

@@ -30,7 +30,7 @@ from manthan.manager.stores.sealed import SealedStore, Sealer
 
 PLACE = "tiny-0123456789ab"
 KEYS = [f"key-{number:028d}".encode() for number in range(6)]
-FACTS = {"model": "tiny", "codec": "lloyd3", "block_tokens": 32, "ranks": 1}
+FACTS = {"model": "tiny", "codec": "k3v3", "block_tokens": 32, "ranks": 1}
 
 
 @pytest.fixture

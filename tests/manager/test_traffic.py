@@ -16,7 +16,7 @@ from manthan.codec.calibration import MARGIN, ProfileBuilder
 from manthan.codec.cpu.numbers import as_numbers
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import Profile, ProfileInfo
-from manthan.codec.registry import section_codec
+from manthan.codec.registry import get_codec
 from manthan.manager.calibration.traffic import ALLOWANCE, ENOUGH, MORE, Job, gathered, made
 
 TOKENS = 16
@@ -24,7 +24,7 @@ INFO = ProfileInfo("made-up", profiles.LAYERS, profiles.HEADS, profiles.HEAD_DIM
 
 
 def job(path: Path, **changes) -> Job:
-    whole = Job(INFO, TOKENS, Dtype.BFLOAT16, "klt-6x", str(path), profiles.HEADS, tokens=600)
+    whole = Job(INFO, TOKENS, Dtype.BFLOAT16, "klt-8x", str(path), profiles.HEADS, tokens=600)
     return replace(whole, **changes)
 
 
@@ -61,7 +61,7 @@ def test_blocks_are_read_until_there_are_enough(tmp_path):
             again.add(layer, *numbers, positions)
     path = made(job(tmp_path / "p"), builder)
     assert path == tmp_path / "p"
-    assert Profile.load(path).digest == again.finish(presets={"klt-6x": 6.12}).digest
+    assert Profile.load(path).digest == again.finish(presets={"klt-8x": 6.12}).digest
 
 
 def test_an_engine_that_ends_first_leaves_nothing(tmp_path):
@@ -80,11 +80,11 @@ def test_ranks_make_one_profile_of_their_parts(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["p"]
     profile = Profile.load(tmp_path / "p")
     assert (profile.info.heads, len(profile.ranks), profile.info.text) == (2, 2, "traffic")
-    assert profile.info.ratios["klt-6x"] == pytest.approx(6 * MARGIN * ALLOWANCE, abs=0.06)
+    assert profile.info.ratios["klt-8x"] == pytest.approx(6 * MARGIN * ALLOWANCE, abs=0.06)
     for rank in range(2):
         cut = profile.for_rank(rank, 2)
-        codec = section_codec("klt-6x", profiles.HEAD_DIM, ModelFacts(profiles.ROPE, cut))
-        assert codec.name == "klt-6x"
+        codec = get_codec("klt-8x", profiles.HEAD_DIM, ModelFacts(profiles.ROPE, cut))
+        assert codec.name == "klt-8x"
         assert cut.layers[0].keys.mean.shape == (profiles.HEAD_DIM,)
     whole = profiles.built().layers[0].keys.mean
     joined = np.concatenate([profile.ranks[rank][0].keys.mean for rank in range(2)])

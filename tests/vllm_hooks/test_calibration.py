@@ -45,7 +45,7 @@ class Made:
         for block in range(6):
             write(caches, layers, block, spec, seed=block)
         info = ProfileInfo("m", LAYERS, HEADS, HEAD_DIM, None, "none")
-        self.job = Job(info, TOKENS, Dtype.BFLOAT16, "klt-6x", str(path), HEADS, tokens=1)
+        self.job = Job(info, TOKENS, Dtype.BFLOAT16, "klt-8x", str(path), HEADS, tokens=1)
         self.profiles: list[Profile] = []
         self.calibration = Calibration(self.memory, self.job, self.made)
 
@@ -143,7 +143,7 @@ def test_a_process_that_dies_is_a_warning(make: Callable[[Path], Made], tmp_path
 
 def test_blocks_go_cold_as_they_would_without_it(make: Callable[[Path], Made], tmp_path: Path) -> None:
     made = make(tmp_path / "p")
-    form = block_format("k4v2c", Group(0, made.spec, LAYERS), bytes(16), ModelFacts(None))
+    form = block_format("wht-5x", Group(0, made.spec, LAYERS), bytes(16), ModelFacts(None))
     path = HostPath(
         {0: CpuBlocks(made.memory, form)}, HostStore(1 << 20), 1, torch.device("cpu"), False, made.calibration
     )
@@ -161,7 +161,7 @@ def test_blocks_go_cold_as_they_would_without_it(make: Callable[[Path], Made], t
     [
         ({"name": "auto"}, "auto", True),
         ({"name": "auto", "calibrate": False}, "auto", False),
-        ({"name": "k4v2c"}, "auto", False),
+        ({"name": "wht-5x"}, "auto", False),
         ({"name": "auto"}, "dummy", False),
     ],
 )

@@ -74,10 +74,10 @@ class Sample(NamedTuple):
 
 
 class Calibration:
-    """memory: the paged cache. made: called with the profile, on a thread of its own; it says what becomes of it."""
+    """memory: the paged cache."""
 
-    def __init__(self, memory: PagedMemory, job: Job, made: Callable[[Profile], str]) -> None:
-        self._memory, self._job, self._made = memory, job, made
+    def __init__(self, memory: PagedMemory, job: Job) -> None:
+        self._memory, self._job = memory, job
         self._blocks: Queue[Block | None] = Queue(WAITING)
         self._wants_more, self._stopped = True, False
         self._process: subprocess.Popen[bytes] | None = None
@@ -168,11 +168,10 @@ class Calibration:
         [(preset, ratio)] = profile.info.ratios.items()
         logger.info(
             "Manthan: made a profile of %d tokens of the first cold sessions in %.0f s, with which %s is %.2f times "
-            "smaller than bf16: %s; %s",
+            "smaller than bf16: %s; it is used from the next start on",
             profile.info.tokens,
             seconds,
             preset,
             ratio,
             path,
-            self._made(profile),
         )
