@@ -66,7 +66,7 @@ from typing import Any, Self
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
 from manthan.codec.cpu.rans import Coder, Rows, streams_of
 from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
@@ -284,7 +284,9 @@ class WhtCodec(Codec):
         steps = np.repeat(_wide(rounded), section.heads)
         code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
         whole = _whole_means(code * _wide(mean_steps)[:, None], steps).astype(np.int16)
-        q = (q << doublings if doublings else q) + whole[:, :, None]
+        if doublings:
+            q <<= doublings
+        q += whole[:, :, None]
         of_tokens = np.ascontiguousarray(np.broadcast_to(steps[:, None], (parts.runs, section.tokens)))
         x = kernels.unrotated(q, of_tokens, self._rotation.weights, self._rotation.blocks)
         dtype = np.uint16 if section.dtype.numpy == np.uint16 else np.float32
@@ -301,6 +303,11 @@ class WhtCodec(Codec):
         _check_steps(scales)
         steps = np.minimum(_wide(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else _wide(scales)
         x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
+        if section.dtype is Dtype.BFLOAT16:
+            made: Numbers = np.empty(x.shape, np.uint16)
+            nowhere = NO_ROPE.tables(np.zeros(section.tokens, np.int64))
+            self._kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # in one pass
+            return made
         x += np.float32(0)  # no negative zeros
         return as_numbers(x, section.dtype)
 

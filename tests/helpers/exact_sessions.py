@@ -8,6 +8,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -161,20 +162,19 @@ class ExactSessions:
 
     def calibrate(self) -> None:
         """Sessions go cold until a profile is made of them, and one after that; then all return."""
-        first, formats, calibration = self.blocks.format, self.blocks.formats, self.path._calibration
+        first, calibration = self.blocks.format, self.path._calibration
         tables: dict[str, vllm_engine.Table] = {}
         said: dict[str, list[int]] = {}
         while calibration._wants_more:
             self.cold_session(tables, said)
             wait(calibration._blocks.empty, "blocks are not read")
-        wait(lambda: formats.current is not first, "no profile is made")
+        wait(Path(calibration._job.path).exists, "no profile is made")
         self.cold_session(tables, said)
         marks = [sorted(self.marks(name)) for name in said]
         for name, conversation in said.items():
             self.ask(tables[name], 4, name, conversation)
         self.report["calibrated"] = {
             "first": first.fingerprint.hex(),
-            "later": formats.current.fingerprint.hex(),
             "marks": marks,
             "restored": [request["found"][1] for request in self.engine.requests[-len(said) :]],
             "path": calibration._job.path,

@@ -128,7 +128,6 @@ HARM: dict[str, tuple[Callable[[Buffer], Found], str]] = {
     "a long end": (lambda buf: np.append(buf, np.zeros(16, np.uint8)), "trailing"),
     "a bit": (lambda buf: np.append(buf[:-20], buf[-20:] ^ 1), "checksum"),
     "magic": (sealed(with_byte(0, 1)), "magic"),
-    "format 1": (sealed(with_byte(4, 1)), "old_format"),
     "format 9": (sealed(with_byte(4, 9)), "version"),
     "fingerprint": (sealed(with_byte(20, 1)), "fingerprint"),
     "group": (sealed(with_byte(48, 9)), "key"),
