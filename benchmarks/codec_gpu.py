@@ -4,8 +4,8 @@ Caches of Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and of SmolLM2's, 30
 tokens, bf16. So many blocks, in random order, are encoded to as many places and decoded back. Each sample is ten
 launches between two events.
 
-Numbers fit a profile which was made up, and is the codec's where it needs one. What calibrated ones
-take depends on how many numbers are multiplied by each: heads * head_dim. `product` is that alone, by cuBLAS: 0 bytes are counted for it.
+Numbers fit a profile which was made up, and is the codec's where it needs one. What calibrated ones take depends on how
+many numbers are multiplied by each: heads * head_dim. `product` is that alone, by cuBLAS: 0 bytes are counted for it.
 """
 
 import statistics

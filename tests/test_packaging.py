@@ -18,7 +18,7 @@ MAY_IMPORT = {
     "benchmarks": {"benchmarks", "vllm_hooks", "manager", "codec", "policies"},
 }
 OURS = [*MAY_IMPORT, "tests", ".ci"]
-NOT_INSTALLED = "experiments/"
+NOT_INSTALLED = "peers/"
 KNOW_VLLM = {"vllm_hooks", "benchmarks"}
 
 each_package = pytest.mark.parametrize("package", MAY_IMPORT)

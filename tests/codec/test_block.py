@@ -6,12 +6,9 @@ import numpy as np
 import pytest
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
-from manthan.codec.base import Codec, CodecSpec, Dtype, SectionKind
+from manthan.codec.base import Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, sections
-from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.cpu.vectors import VectorSections
 from manthan.codec.errors import DtypeError, SizeError, UnknownBlockCodecError, UnknownCodecError, WireError
-from manthan.codec.registry import SPECS
 
 PRINT = bytes(range(16))
 KEY = b"k" * 32
@@ -96,19 +93,6 @@ def test_only_codes_mind_what_is_not_finite(exact, vectors):
         both[1, 1, 1, exact, 0] = 0x7F80
         with pytest.raises(NonFiniteError, match="holds a NaN or an infinity"):
             encode(form, both, exact)
-
-
-@pytest.mark.parametrize("exact", EXACTS)
-def test_plain_and_fused_write_the_same_blocks(exact, vectors, monkeypatch):
-    pytest.importorskip("numba")
-    both, made = numbers(SHAPE, vectors), []
-    for fused in (False, True):
-        codec = VectorSections(NumpyCodec(SPECS["k3v3"], 64, fused=fused))
-        form = BlockFormat("k3v3", SHAPE, PRINT)
-        monkeypatch.setitem(form._codecs, "k3v3", codec)
-        made.append(encode(form, both, exact))
-        assert np.array_equal(form.decode(made[0], key=KEY)[0], form.decode(made[-1], key=KEY)[0])
-    assert np.array_equal(*made)
 
 
 def forged(form, exact, change, sizes=None):
@@ -255,17 +239,3 @@ class Packed(Codec):
     def _encode(self, *_): ...
 
     def _decode(self, *_): ...
-
-
-def test_sections_begin_at_multiples_of_sixteen_whatever_their_size(monkeypatch, vectors):
-    shape = BlockShape(1, 1, 5, 40)
-    packed = Packed(CodecSpec("packed", 3, 2), 40)
-    form = BlockFormat("k3v3", shape, PRINT)
-    monkeypatch.setitem(form._codecs, "k3v3", VectorSections(packed))
-    both = numbers(shape, vectors)
-    buf = encode(form, both, 2)
-    found = wire.parse(buf)
-    assert [payload.size % 16 for payload in found.payloads] == [0, (6 + 45) % 16, (6 + 30) % 16]
-    keys, values = form.decode(buf, key=KEY)
-    assert (keys[:, :, 2:] == both[0].reshape(-1).view(np.uint8)[2 * 2 * 40]).all()
-    assert np.array_equal(values[:, :, :2], both[1][:, :, :2])
