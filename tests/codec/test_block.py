@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
-from manthan.codec.base import Dtype, SectionKind
+from manthan.codec.base import Codec, Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, sections
 from manthan.codec.errors import DtypeError, SizeError, UnknownBlockCodecError, UnknownCodecError, WireError
 
@@ -214,28 +214,3 @@ def test_codes_of_any_size_and_their_places(exact, monkeypatch):
     keys, values = form.decode(buf, key=KEY)
     assert np.array_equal(keys, both[0])
     assert np.array_equal(values, both[1])
-
-
-class Packed(Codec):
-    """A vector codec whose codes are not padded."""
-
-    backend = "numpy"
-
-    def encoded_nbytes(self, n, kind="key"):
-        return 2 * n + n * self.bits(kind) * self.head_dim // 8
-
-    def warm_up(self):
-        """Nothing."""
-
-    def encode(self, x, kind="key", *, out=None):
-        out[:] = np.resize(np.ascontiguousarray(x).view(np.uint8), out.shape)
-        return out
-
-    def decode(self, buf, n, kind="key", dtype=np.float32, *, out=None):
-        assert buf.size == self.encoded_nbytes(n, kind)
-        out[:] = buf[0]
-        return out
-
-    def _encode(self, *_): ...
-
-    def _decode(self, *_): ...
