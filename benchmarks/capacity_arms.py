@@ -14,7 +14,7 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from manthan.benchmarks.restore import HOT_POOL_SHARE, MANTHAN, POOL_SESSIONS, SPARE_POSITIONS
 from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
-from manthan.codec.registry import codec_names
+from manthan.codec.registry import codec_names, needs_profile
 
 PLAIN, OFFLOAD = "plain", "offload"
 OURS = ("host", "device", "redis", "tiered")
@@ -144,7 +144,7 @@ def read_kinds(text: str, on_gpu: bool) -> list[str]:
 def read_codecs(text: str) -> list[str]:
     """Codecs by name; raises BadParameter."""
     wanted = [part.strip() for part in text.split(",")]
-    refuse_unknown("--codecs", set(wanted), codec_names())
+    refuse_unknown("--codecs", set(wanted), [name for name in codec_names() if not needs_profile(name)])
     return wanted
 
 

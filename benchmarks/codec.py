@@ -1,11 +1,11 @@
-"""How fast the codec is here, in M vectors/s and GB/s of bf16: fused with numba, and in plain numpy.
+"""How fast the codec is here, in M vectors/s and GB/s of bf16.
 
-    python benchmarks/codec.py [--json FILE]
+    python benchmarks/codec.py [--codec wht-5x] [--json FILE]
     python benchmarks/codec.py --backend cuda [--json FILE]     the CUDA kernels, in G vectors/s; see codec_gpu.py
 
-bf16 in and out, rotation included, results in new memory as a caller gets them. One core: the process is
-pinned to one. All cores: as many threads. Each figure is the median of the repeats, with the slowest and the
-fastest beside.
+Whole blocks of Qwen3-8B's shape, 36 layers with 8 heads of 128, bf16 in and out, results in new memory as a caller gets
+them. One core: the process is pinned to one. All cores: a thread for each, of which each takes a block at a time. Each
+figure is the median of the repeats, with the slowest and the fastest beside.
 """
 
 import json
@@ -13,7 +13,8 @@ import os
 import platform
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,65 +25,52 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.registry import SPECS
+from manthan.benchmarks import made_up
+from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.model import ModelFacts
+
+LAYERS, HEADS, HEAD_DIM = 36, 8, 128
+BLOCKS = 8
+"""Of one measurement."""
 
 
 @dataclass(frozen=True)
 class Result:
-    """One figure. median, slowest, fastest: M vectors/s. gb_s: GB/s of bf16 at the median."""
+    """One figure. tokens: of a block. median, slowest, fastest: M vectors/s. gb_s: GB/s of bf16 at the median."""
 
     operation: str
-    implementation: str
     cores: int
-    head_dim: int
-    n: int
+    tokens: int
     median: float
     slowest: float
     fastest: float
     gb_s: float
 
 
-def rates(call: Callable[[], object], n: int, repeats: int, least_s: float = 0.02) -> list[float]:
-    """M vectors/s of each repeat; a repeat calls often enough to last least_s."""
-    call()
-    begin = time.perf_counter()
-    call()
-    calls = max(1, round(least_s / (time.perf_counter() - begin)))
-    found = []
-    for _ in range(repeats):
-        begin = time.perf_counter()
-        for _ in range(calls):
-            call()
-        found.append(calls * n / (time.perf_counter() - begin) / 1e6)
-    return found
-
-
-def measure(name: str, fused: bool, cores: int, head_dim: int, n: int, repeats: int) -> Iterator[Result]:
-    """Encode and decode n vectors of head_dim numbers."""
-    codec = NumpyCodec(SPECS[name], head_dim, fused=fused)
-    codec.threads = cores
-    noise = np.random.default_rng(0).standard_normal((n, head_dim), np.float32)
-    x = (noise.view(np.uint32) >> 16).astype(np.uint16)
-    codes = codec.encode(x)
+def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
+    """Encode and decode BLOCKS blocks of random numbers."""
+    rope = made_up.rope_of(HEAD_DIM)
+    shape = BlockShape(LAYERS, HEADS, tokens, HEAD_DIM)
+    form = BlockFormat(name, shape, bytes(16), facts=ModelFacts(rope))
+    form.warm_up()
+    noise = np.random.default_rng(0).standard_normal((2, *shape.numbers), np.float32)
+    keys, values = (noise.view(np.uint32) >> 16).astype(np.uint16)
+    block = form.encode(keys, values, key=b"k", first_token=0, exact=0)
     operations = {
-        "encode": lambda: codec.encode(x),
-        "decode": lambda: codec.decode(codes, n, dtype=np.uint16),
+        "encode": lambda _: form.encode(keys, values, key=b"k", first_token=0, exact=0),
+        "decode": lambda _: form.decode(block, key=b"k"),
     }
-    for operation, call in operations.items():
-        found = rates(call, n, repeats)
-        median = statistics.median(found)
-        yield Result(
-            operation,
-            "numba" if fused else "numpy",
-            cores,
-            head_dim,
-            n,
-            median,
-            min(found),
-            max(found),
-            median * head_dim * 2 / 1e3,
-        )
+    vectors = BLOCKS * 2 * LAYERS * HEADS * tokens
+    with ThreadPoolExecutor(cores) as pool:
+        for operation, call in operations.items():
+            found = []
+            for _ in range(repeats + 1):
+                begin = time.perf_counter()
+                list(pool.map(call, range(BLOCKS)))
+                found.append(vectors / (time.perf_counter() - begin) / 1e6)
+            del found[0]
+            median = statistics.median(found)
+            yield Result(operation, cores, tokens, median, min(found), max(found), median * HEAD_DIM * 2 / 1e3)
 
 
 def machine() -> str:
@@ -97,23 +85,13 @@ def machine() -> str:
 
 
 def table(results: list[Result], title: str) -> Table:
-    """A row for each head_dim, n, cores and operation, the implementations side by side."""
-    caption = "M vectors/s: median (slowest-fastest); GB/s of bf16"
-    made = Table(title=title, caption=caption, box=SIMPLE, padding=0)
-    for column in ("D", "n", "cores", ""):
-        made.add_column(column, justify="right")
-    implementations = sorted({r.implementation for r in results})
-    for implementation in implementations:
-        made.add_column(f"{implementation} M/s", justify="right", no_wrap=True)
-        made.add_column("GB/s", justify="right", no_wrap=True)
-    rows: dict[tuple[int, int, int, str], dict[str, Result]] = {}
+    """A row for each number of cores, block size and operation."""
+    made = Table(title=title, caption="median (slowest-fastest); GB/s of bf16", box=SIMPLE, padding=0)
+    for column in ("tokens", "cores", "", "M vectors/s", "GB/s"):
+        made.add_column(column, justify="right", no_wrap=True)
     for r in results:
-        rows.setdefault((r.head_dim, r.n, r.cores, r.operation), {})[r.implementation] = r
-    for key, found in rows.items():
-        cells = []
-        for r in (found[implementation] for implementation in implementations):
-            cells += [f"{r.median:.2f} ({r.slowest:.2f}-{r.fastest:.2f})", f"{r.gb_s:.2f}"]
-        made.add_row(*map(str, key[:2]), *map(str, key[2:]), *cells)
+        rate = f"{r.median:.2f} ({r.slowest:.2f}-{r.fastest:.2f})"
+        made.add_row(str(r.tokens), str(r.cores), r.operation, rate, f"{r.gb_s:.2f}")
     return made
 
 
@@ -147,9 +125,9 @@ def on_gpu(console: Console, codec: str, repeats: int, json_file: Path | None, o
 
 
 def main(
-    codec: Annotated[
-        str, typer.Option(help="Name of the codec; numpy: of single vectors; cuda: or several, or all.")
-    ] = "k3v3",
+    codec: Annotated[str, typer.Option(help="Name of the codec, one without a profile; cuda: or several, or all.")] = (
+        "wht-5x"
+    ),
     repeats: Annotated[int, typer.Option(help="Repeats of each measurement.")] = 9,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write the figures to this file too.")] = None,
     backend: Annotated[str, typer.Option(help="numpy or cuda.")] = "numpy",
@@ -162,21 +140,16 @@ def main(
     if backend == "cuda":
         on_gpu(console, codec, repeats, json_file, once)
         return
-    if codec not in SPECS:
-        raise typer.BadParameter(f"--codec {codec} is none of single vectors: {', '.join(SPECS)}, or --backend cuda")
     cpus = os.sched_getaffinity(0)
-    implementations = [True, False] if NumpyCodec(SPECS[codec], 128).fused else [False]
     results: list[Result] = []
     begun = machine()
     with console.status("measuring") as status:
         for cores in sorted({1, len(cpus)}):
-            # one core comes first and asks for no thread: threads inherit the affinity of who makes them
+            # one core comes first: threads inherit the affinity of who makes them
             os.sched_setaffinity(0, {min(cpus)} if cores == 1 else cpus)
-            for head_dim in (64, 128, 256):
-                for n in (2048, 65536):
-                    for fused in implementations:
-                        status.update(f"D = {head_dim}, n = {n}, {cores} cores")
-                        results += measure(codec, fused, cores, head_dim, n, repeats)
+            for tokens in (16, 128):
+                status.update(f"blocks of {tokens} tokens, {cores} cores")
+                results += measure(codec, cores, tokens, repeats)
     console.print(table(results, f"{codec} on {begun}"))
     if json_file is not None:
         json_file.write_text(json.dumps({"machine": begun, "codec": codec, "results": [asdict(r) for r in results]}))

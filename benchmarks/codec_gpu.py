@@ -1,11 +1,11 @@
 """The CUDA kernels over a paged cache, beside the GPU's own copy; what `codec.py --backend cuda` runs.
 
-A cache of Qwen3-8B's shape in pages of 16 tokens: 36 layers of 8 KV heads, bf16. So many blocks, in random order, are
-encoded to as many places and decoded back. Each sample is ten launches between two events.
+Caches of Qwen3-8B's shape, 36 layers of 8 KV heads of 128, and of SmolLM2's, 30 layers of 3 heads of 64, in pages of 16
+tokens, bf16. So many blocks, in random order, are encoded to as many places and decoded back. Each sample is ten
+launches between two events.
 
-Codecs of whole sections have numbers that fit a profile which was made up, and is theirs where they need one; SmolLM2's
-shape besides: 30 layers of 3 heads of 64. What calibrated ones take depends on how many numbers are multiplied by each:
-heads * head_dim. `product` is that alone, by cuBLAS: 0 bytes are counted for it.
+Numbers fit a profile which was made up, and is the codec's where it needs one. What calibrated ones take depends on how
+many numbers are multiplied by each: heads * head_dim. `product` is that alone, by cuBLAS: 0 bytes are counted for it.
 """
 
 import statistics
@@ -19,19 +19,17 @@ from rich.table import Table
 
 from manthan.benchmarks import made_up
 from manthan.codec.block import BlockFormat
-from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
+from manthan.codec.k3v3 import K3V3
 from manthan.codec.model import ModelFacts
-from manthan.codec.profile import PRESETS
-from manthan.codec.registry import SPECS, needs_profile
-from manthan.codec.wht import PRESETS as STEPPED
+from manthan.codec.registry import codec_names, needs_profile
 
-LAYERS, HEADS, TOKENS = 36, 8, 16
+TOKENS = 16
 SHAPES = ((36, 8, 128), (30, 3, 64))
 """Layers, heads and head sizes."""
-HEAD_DIMS = (64, 80, 96, 112, 128, 160, 192, 256)
 MI = 1 << 20
 LAUNCHES = 10
 
@@ -62,19 +60,13 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, codec: str) -> "list[Work]":
-        """Of one codec, 256 Ki to 4 Mi vectors of SHAPES; fixed rates at all head sizes."""
-        sizes = (MI // 4, MI, 4 * MI)
-        if codec in SPECS:
-            three = [cls(codec, SHAPES[0], vectors) for vectors in sizes]
-            return three + [cls(codec, (LAYERS, HEADS, dim), MI) for dim in HEAD_DIMS if dim != SHAPES[0][2]]
-        return [cls(codec, shape, vectors) for shape in SHAPES for vectors in sizes]
+        """Of one codec, 256 Ki to 4 Mi vectors of SHAPES."""
+        return [cls(codec, shape, vectors) for shape in SHAPES for vectors in (MI // 4, MI, 4 * MI)]
 
     @classmethod
     def all(cls) -> "list[Work]":
         """Of every codec with kernels, a Mi of vectors."""
-        rotated = [spec.name for spec in SPECS.values() if spec.rotated]
-        alone = [cls(codec, (LAYERS, HEADS, dim), MI) for codec in rotated for dim in HEAD_DIMS]
-        return alone + [cls(codec, shape, MI) for codec in (*STEPPED, *PRESETS) for shape in SHAPES]
+        return [cls(codec, shape, MI) for codec in codec_names() for shape in SHAPES]
 
 
 class Meter:
@@ -124,32 +116,6 @@ def copy_bandwidth(repeats: int) -> float:
 
 
 def measure(work: Work, meter: Meter) -> Iterator[GpuResult]:
-    """Each of the codec's passes over so many vectors."""
-    return _vectors(work, meter) if work.codec in SPECS else _sections(work, meter)
-
-
-def _vectors(work: Work, meter: Meter) -> Iterator[GpuResult]:
-    """Encode, decode, and the two passes over the codes for header and checksum."""
-    layers, heads, head_dim = work.shape
-    blocks = max(1, work.vectors // (2 * layers * heads * TOKENS))
-    shape = (blocks + 8, TOKENS, heads, 2 * head_dim)
-    caches = tuple(torch.randn(shape, device="cuda", dtype=torch.bfloat16) for _ in range(layers))
-    row = heads * 2 * head_dim
-    layout = PagedLayout(caches, heads, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
-    codec = CudaPagedCodec(layout, BlockFormat(work.codec, layout.shape, bytes(16)))
-    nbytes = codec.form(0).nbytes
-    codes = torch.empty(blocks * nbytes, dtype=torch.uint8, device="cuda")
-    ids, places = (torch.randperm(blocks) + 1).tolist(), (torch.randperm(blocks) * nbytes).tolist()
-    keys, first_tokens = [i.to_bytes(32, "big") for i in range(blocks)], range(0, TOKENS * blocks, TOKENS)
-    batch = codec.batch(0, keys, ids, first_tokens, places)
-    codec.encode(batch, codes)
-    n = blocks * 2 * layers * heads * TOKENS
-    both = n * 2 * head_dim + blocks * nbytes
-    for operation, moved in (("encode", both), ("decode", both), ("seal", codes.nbytes), ("verify", codes.nbytes)):
-        yield meter.result(work, operation, n, moved, lambda operation=operation: codec.launch(operation, batch, codes))
-
-
-def _sections(work: Work, meter: Meter) -> Iterator[GpuResult]:
     """Encode, verify and decode whole blocks."""
     layers, heads, head_dim = work.shape
     blocks = max(1, work.vectors // (2 * layers * heads * TOKENS))
@@ -162,7 +128,8 @@ def _sections(work: Work, meter: Meter) -> Iterator[GpuResult]:
     row = heads * 2 * head_dim
     layout = PagedLayout(caches, heads, TOKENS, head_dim, TOKENS * row, 2 * head_dim, row, key_at=0, value_at=head_dim)
     format = BlockFormat(work.codec, layout.shape, bytes(16), facts=ModelFacts(profile.info.rope, profile))
-    codec = KltPagedCodec(layout, format) if needs_profile(work.codec) else WhtPagedCodec(layout, format)
+    paged = K3v3PagedCodec if work.codec == K3V3.name else KltPagedCodec if needs_profile(work.codec) else WhtPagedCodec
+    codec = paged(layout, format)
     room = codec.form(0).nbytes
     codes = torch.empty(blocks * room, dtype=torch.uint8, device="cuda")
     ids = torch.randperm(blocks).tolist()

@@ -8,7 +8,7 @@ from typing import Any, Self
 import numpy as np
 from numpy.typing import NDArray
 
-from manthan.codec import CodecError, section_codec, section_codec_names
+from manthan.codec import CodecError, codec_names, get_codec, registry
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import Profile
 from manthan.codec.registry import needs_profile
@@ -150,18 +150,33 @@ def parse_settings(
     ]
 
 
+PEERS = ("kvarn", "turboquant")
+
+
+def _register_peers() -> None:
+    """Make the references of others codecs of this process. Raises CodecError where they are not installed."""
+    try:
+        from manthan.benchmarks.peers.kvarn import KVARN
+        from manthan.benchmarks.peers.turboquant import TURBOQUANT
+    except ImportError:
+        raise CodecError(f"{' and '.join(PEERS)} need a clone of Manthan: they are not in the wheel.") from None
+    registry.PRESETS |= {KVARN.name: KVARN, TURBOQUANT.name: TURBOQUANT}
+
+
 def _named(codecs: str, head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError."""
     names = [name.strip() for name in codecs.split(",")]
+    if not set(PEERS).isdisjoint(names):
+        _register_peers()
     for name in names:
-        section_codec(name, head_dim, facts)
+        get_codec(name, head_dim, facts)
     return names
 
 
 def _able(head_dim: int, facts: ModelFacts) -> list[str]:
     """Raises CodecError if there is none."""
     names, refusal = [], None
-    for name in section_codec_names():
+    for name in codec_names():
         try:
             names += _named(name, head_dim, facts)
         except CodecError as error:

@@ -1,6 +1,6 @@
-"""Numbers only: KV vectors to codes and back, and the encoded block that carries them."""
+"""Numbers only: KV to codes and back, and the encoded block that carries them."""
 
-from manthan.codec.base import Codec, CodecSpec, Dtype, Kind, Section, SectionCodec, SectionKind, check_head_dim
+from manthan.codec.base import Codec, Dtype, Kind, Section, SectionKind, check_head_dim
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import (
     CodecError,
@@ -10,11 +10,10 @@ from manthan.codec.errors import (
     NonFiniteError,
     ProfileError,
     ShapeError,
-    UnknownBackendError,
     UnknownCodecError,
 )
 from manthan.codec.profile import Profile
-from manthan.codec.registry import DEFAULT, codec_names, get_codec, section_codec, section_codec_names
+from manthan.codec.registry import DEFAULT, codec_names, get_codec
 
 __all__ = [
     "DEFAULT",
@@ -22,7 +21,6 @@ __all__ = [
     "BlockShape",
     "Codec",
     "CodecError",
-    "CodecSpec",
     "Dtype",
     "DtypeError",
     "HeadDimError",
@@ -32,14 +30,10 @@ __all__ = [
     "Profile",
     "ProfileError",
     "Section",
-    "SectionCodec",
     "SectionKind",
     "ShapeError",
-    "UnknownBackendError",
     "UnknownCodecError",
     "check_head_dim",
     "codec_names",
     "get_codec",
-    "section_codec",
-    "section_codec_names",
 ]

@@ -14,7 +14,7 @@ import numpy as np
 
 from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionKind, align16
 from manthan.codec.cpu.exact import EXACT
-from manthan.codec.cpu.fp8 import Fp8Sections
+from manthan.codec.cpu.fp8 import Fp8Codec
 from manthan.codec.errors import (
     CodecError,
     DtypeError,
@@ -25,7 +25,7 @@ from manthan.codec.errors import (
     UnknownBlockCodecError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.registry import needs_profile, section_codec
+from manthan.codec.registry import get_codec, needs_profile
 from manthan.codec.state import STATE_CODECS
 from manthan.codec.wire import BlockHeader, Buffer, block_nbytes, head, parse, seal
 
@@ -131,9 +131,9 @@ class BlockFormat:
         self.codec, self.shape, self.fingerprint, self.group, self.facts = codec, shape, fingerprint, group, facts
         if shape.latent and needs_profile(codec):
             raise ProfileError(f"codec {codec} is calibrated, and latents (MLA) take no profile: use wht-5x or wht-4x.")
-        self._codecs = {name: section_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
+        self._codecs = {name: get_codec(name, shape.coded_dim, facts) for name in (codec, EXACT)}
         if shape.dtype.is_fp8 and codec != EXACT:
-            self._codecs[codec] = Fp8Sections(self._codecs[codec])
+            self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
     def warm_up(self) -> None:
         """Do now what the first block would otherwise wait for."""

@@ -10,10 +10,6 @@ class UnknownCodecError(CodecError):
     """No codec has this name."""
 
 
-class UnknownBackendError(CodecError):
-    """No backend has this name, or it cannot run here."""
-
-
 class HeadDimError(CodecError):
     """head_dim is not a multiple of 8 from 32 to 512."""
 
@@ -83,12 +79,6 @@ class VersionError(WireError):
     """An encoded block of a version that this code does not read."""
 
     cause = "version"
-
-
-class OldFormatError(WireError):
-    """An encoded block as an earlier Manthan wrote it."""
-
-    cause = "old_format"
 
 
 class ChecksumError(WireError):

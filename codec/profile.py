@@ -23,7 +23,7 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import SCALE
 
 FORMAT = "manthan profile 1"
-PRESETS = {"klt-5x": 5.0, "klt-6x": 6.0, "klt-8x": 8.0, "klt-12x": 12.0}
+PRESETS = {"klt-5x": 5.0, "klt-8x": 8.0, "klt-12x": 12.0}
 """Calibrated codecs, and how many times smaller than bf16 they make what they were calibrated on, at least."""
 KINDS = ("keys", "values")
 Floats = npt.NDArray[np.float32]

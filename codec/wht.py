@@ -4,26 +4,20 @@ arithmetic that every backend reproduces bit for bit.
 The Walsh-Hadamard transform makes the numbers of any vector look Gaussian, so that nothing need be known of the model.
 An entropy coder behind a uniform quantizer is within a quarter of a bit of what is possible there (Gish and Pierce,
 "Asymptotically efficient quantizing", 1968), and a bit or so better than a quantizer of fixed rate at the same bytes.
-Keys are coded as they are before RoPE, less their block's mean. One step for all keys of a layer is best, because
-errors in logits count alike whichever key they come from. Values are averaged, and have a step each.
-
-Decoded numbers that are encoded again give the same whole numbers and the same steps, so that nothing drifts:
-
-- A mean is subtracted as a whole number of steps. Whichever mean an encoder finds, key and mean together stay multiples
-  of the same step.
-- A key step has two bits of mantissa, so that the noise that rounding adds rarely moves it: one row in thirty gets
-  another step the second time, and nearly none after that.
-- A value's stored step is that for which the whole numbers have the vector's length along the vector. For a vector that
-  is a multiple of whole numbers, this is the multiple.
+Keys are coded as they are before RoPE, less their block's mean (Hooper et al., KVQuant, 2024, quantize keys there): a
+bias of any size costs no bits. One step for all keys of a layer is best, because errors in logits count alike whichever
+key they come from. Values are averaged, and have a step each.
 
 A run is what one head of one layer has in a section: T vectors of D numbers at places p. A row is a layer's runs, of
-keys or of values. All in float32, no step fused with another; fold, hadamard and w are those of `manthan.codec.base`.
-A step below 2**-126 counts as none: its whole numbers are 0.
+keys or of values. All in float32, no step fused with another; fold is that of `manthan.codec.base`, hadamard and w are
+those of `manthan.codec.tables.rotation`. A step below 2**-126 counts as none: its whole numbers are 0.
 
-    keys:    u = x turned back, pairs as halves, as `manthan.codec.centred` has it
+    keys:    x  as `halves` puts it: first numbers of the pairs that RoPE turns, then the second ones, then the others
+             u1 = x1 * cos + x2 * sin; u2 = x2 * cos - x1 * sin; the others are x
              y = hadamard(u * w)
              a = tokens(y) * (1 / T);  tokens adds t, t + 8, t + 16 ... in order for each t < 8, and folds the eight
-             g = the step of a, bf16, and c = its whole numbers, as `manthan.codec.centred` has them;  m = c * g
+             g = max(|a|) * (1 / 15), rounded to bf16, ties to even; 0 where that is below 2**-126
+             c = a / g rounded to a whole number, ties to even, within +-15; 0 where g is 0;  m = c * g
              e = fold((y - m) * (y - m)) of each vector;  E = fold of the row's e, heads first
              s = sqrt(E * (1 / numbers of the row)) * key_step, at least the row's largest g * 2**-8, rounded to two
                  bits of mantissa, ties to even
@@ -31,85 +25,112 @@ A step below 2**-126 counts as none: its whole numbers are 0.
              q = (y - k * s) / s, rounded likewise
     values:  y = hadamard(x * w);  e = fold(y * y)
              h = sqrt(e) * (1 / sqrt(D)) * value_step;  q = y / h, rounded likewise
-             s = e / max(fold(y * q), 2**-126), rounded to bf16 and to a byte with its run's octave, as
-                 `manthan.codec.centred` has it
+             s = e / max(fold(y * q), 2**-126), rounded to bf16 and to a byte with its run's octave
 
-    x^ = hadamard(q) * w * s for values, and hadamard(q + k) * w * s for keys, which are turned; q + k within 16 bits;
-    numbers within +-bf16's largest, no negative zero; rounded to bf16, ties to even. Sums of q are whole numbers below
-    2**24, and so the same in any order.
+cos and sin come from `Rope.tables`, without the rope's factor. The whole numbers of a row, [heads, D, T], are coded by
+`manthan.codec.cpu.rans`. A run's table is that of `family()` which is as wide: with S the sum of q * q over its n
+numbers, TABLES[j] for the j with as many LIMITS l <= S / n.
 
-The whole numbers of a row, [heads, D, T], are coded by `manthan.codec.cpu.rans`. A run's table is that of `family()`
-which is as wide: with S the sum of q * q over its n numbers, TABLES[j] for the j with as many LIMITS l <= S / n.
+A section that does not fit its bound doubles its steps until it does, d times: q / 2**d rounded to a whole number, ties
+to even, is coded with TABLES[max(j - 3 * d, 0)]. Nothing else changes. d is 0 but for numbers that no transform makes
+Gaussian.
+
+    x^ = hadamard(q) * w * (2**d * s) for values, and hadamard(2**d * q + k) * w * s for keys, which are turned
+
+2**d * q and 2**d * q + k within 16 bits, 2**d * s and numbers within +-bf16's largest, no negative zero; rounded to
+bf16, ties to even. Sums of q are whole numbers below 2**24, and so the same in any order.
+
+A value's bf16 step becomes a byte: of exponent and mantissa, (bits + 4) >> 3 keeps four bits of mantissa, at most 4079;
+octave = max(of the run >> 4, 15) - 15; byte = max(that - 16 * octave, 0).
 
 Codes, little-endian; a section of keys and values has keys first in each part, and one of keys or of values only what
 is its own:
 
-    | version u8, 2 | form u8 | 2 zero bytes |
-    | keys: step of each run's mean, bf16 | planes of the means | step of each row, bf16 |
+    | version u8, 1 | d u8 | 2 zero bytes |
+    | keys: step of each run's mean, bf16 | 5 planes of the means | step of each row, bf16 |
     | values: octave and T bytes of each run |
-    | table of each run, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rows` has them |
+    | j of each run's table, u8 | zeros up to a multiple of 4 | rows as `manthan.codec.cpu.rows` has them |
 
-Form 0 is this. The most that a section takes is 4 bytes and what the codec FALLBACK takes, or 9/8 of what is expected,
-whichever is more. Where form 0 would be longer, as with numbers that no transform makes Gaussian, it is form 1: the
-codes of FALLBACK, 4 bits a number and no mean, behind the first 4 bytes. Numbers of 2**LIMIT and more are refused like
-those that are not finite: no sum overflows.
+A plane of a run is D/8 bytes; its bit i (bit i % 8 of byte i // 8) belongs to element i. The first plane is the sign, 1
+for minus; the others are the magnitude of c, highest bit first.
+
+Numbers of 2**LIMIT and more are refused like those that are not finite: no sum overflows.
 """
 
 import itertools
 from dataclasses import dataclass
-from functools import lru_cache
-from typing import Self
+from functools import cached_property, lru_cache
+from types import ModuleType
+from typing import Any, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import CodecSpec, Section, SectionKind
-from manthan.codec.tables.frequencies import DEVIATIONS, SHAPES
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section, SectionKind, check_head_dim
+from manthan.codec.cpu.numbers import LARGEST_BF16, as_floats, as_numbers
+from manthan.codec.cpu.rans import Coder, Rows, streams_of
+from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
+from manthan.codec.errors import DamagedError, NonFiniteError, SizeError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.rope import Floats, Rope
+from manthan.codec.tables.frequencies import DEVIATIONS, OCTAVE, SHAPES, UNIT, expected, family
+from manthan.codec.tables.rotation import rotation
 
-
-@dataclass(frozen=True)
-class Preset:
-    """Steps of a codec, in deviations: of all numbers of a layer's keys, and of a value vector's."""
-
-    name: str
-    key_step: np.float32
-    value_step: np.float32
-
-
-PRESETS = {
-    preset.name: preset
-    for preset in (
-        Preset("wht-5x", np.float32(0.35), np.float32(0.76)),
-        Preset("wht-4x", np.float32(0.22), np.float32(0.48)),
-    )
-}
-NAME, FINER = PRESETS
-FALLBACK = CodecSpec("k4v4", 4, 4, unbiased=True)
-MEAN_BITS = 5
+MEAN_BITS, MEAN_TOP = 5, 15
+MEAN_INVERSE = np.float32(1 / MEAN_TOP)
+STEP_END = (127 + 100 + 2) << 7
+"""bf16 bits that no step of a mean reaches."""
+SCALE_MAX, SCALE_END = 0xFEF, 0xFF0
+"""The largest finite bf16 number, with four bits of mantissa, and infinity."""
+FINITE_STEPS = 0x7F80
+"""bf16 bits of infinity: a step is below it."""
 FINEST = np.float32(2.0**-8)
 """Of the largest mean's step, that a row's step is at least."""
 MOST_STEPS = 8191
 """Of a mean."""
 ROW_STEP_END = (127 + 64) << 7
 """bf16 bits that no encoder writes, nor any above: nothing overflows before numbers are turned."""
-VERSION, CODED, CENTRED = 2, 0, 1
-SLACK = 9, 8
-"""A section may take this multiple of what is expected of it."""
-START = 4
+VERSION, START = 1, 4
 LIMIT = 40
 LIMIT_BITS = (127 + LIMIT) << 23
 """Of float32, without the sign."""
+FIRST_NORMAL = np.float32(2.0**-126)
+NO_ROPE = Rope(())
 SHAPE = SHAPES.index(2.0)
 TABLES: npt.NDArray[np.uint8] = (SHAPE * len(DEVIATIONS) + np.arange(len(DEVIATIONS))).astype(np.uint8)
 LIMITS: npt.NDArray[np.float64] = DEVIATIONS[:-1] * DEVIATIONS[1:] + 1 / 12
 """Mean squares, with what rounding adds to them, at which the next table is better."""
+Integers = npt.NDArray[np.int16]
+
+
+@dataclass(frozen=True)
+class Wht:
+    """Randomized Hadamard transform, one step for a layer's keys and one for each value, and an entropy coder.
+
+    Args:
+        name: in the configuration and in encoded blocks.
+        key_step: in deviations of all numbers of a layer's keys.
+        value_step: in deviations of a value vector's numbers.
+    """
+
+    name: str
+    key_step: float
+    value_step: float
+
+    def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "WhtCodec":
+        """Return the codec on the CPU. Raises HeadDimError."""
+        return WhtCodec(self, head_dim, facts.rope)
+
+
+PRESETS = {preset.name: preset for preset in (Wht("wht-5x", 0.35, 0.76), Wht("wht-4x", 0.22, 0.48))}
+NAME, FINER = PRESETS
 
 
 @dataclass(frozen=True)
 class Parts:
-    """Where the parts ahead of the rows are, in bytes from the codes' beginning; empty where the section has none.
+    """Places of the parts ahead of the rows, in bytes from the codes' beginning; empty where the section has none.
 
-    runs, rows: of keys or of values, of each as many.
+    runs, rows: numbers of them, of keys or of values.
     """
 
     kinds: tuple[SectionKind, ...]
@@ -144,6 +165,325 @@ class Parts:
         return -(-int(self.tables.stop) // 4) * 4
 
 
+class WhtCodec(Codec):
+    """Args:
+    preset: its steps.
+    head_dim: numbers of a vector. Raises HeadDimError.
+    rope: how the model turns its keys; with None, they are coded as they are.
+    """
+
+    varies = True
+
+    def __init__(self, preset: Wht, head_dim: int, rope: Rope | None = None) -> None:
+        check_head_dim(head_dim)
+        self.name, self.head_dim = preset.name, head_dim
+        self._steps = {
+            SectionKind.KEYS: np.float32(preset.key_step),
+            SectionKind.VALUES: np.float32(preset.value_step),
+        }
+        self._rope, self._order = rope or NO_ROPE, halves(rope, head_dim)
+        self._rotation = rotation(head_dim)
+
+    def warm_up(self) -> None:
+        """Compile the kernels, or load them from numba's cache."""
+        self._coder.warm_up()
+        self._kernels()
+
+    def max_nbytes(self, section: Section) -> int:
+        return bound(self.expected_nbytes(section))
+
+    def expected_nbytes(self, section: Section) -> int:
+        parts, numbers = Parts.of(section), section.tokens * section.heads * section.head_dim
+        bits = sum(_expected(float(self._steps[kind])) for kind in parts.kinds)
+        rows = parts.rows * len(parts.kinds)
+        return parts.end + rows * row_front(numbers) + -(-parts.rows * numbers * bits // (8 * UNIT))
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        """Raises NonFiniteError, for numbers of 2**LIMIT and more too."""
+        self._check(x, section)
+        parts, limit = Parts.of(section), self.max_nbytes(section)
+        runs = x.reshape(len(parts.kinds), parts.runs, section.tokens, section.head_dim)
+        wide = runs.astype(np.float32) if runs.dtype == np.float16 else runs
+        numbers = [
+            self._keys(each, section, positions, parts, out)
+            if kind is SectionKind.KEYS
+            else self._values(each, parts, out)
+            for kind, each in zip(parts.kinds, wide, strict=True)
+        ]
+        whole = np.concatenate(numbers)
+        chosen = table_numbers(_squares(whole), section.tokens * section.head_dim)
+        out[parts.tables] = chosen
+        out[parts.tables.stop : parts.end] = 0
+        doublings, nbytes = encode_rows(
+            self._coder, whole.ravel(), lambda doublings: _rows(chosen, section, doublings), out[parts.end : limit]
+        )
+        out[:START] = (VERSION, doublings, 0, 0)
+        return parts.end + nbytes
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        """Raises SizeError, DamagedError; NonFiniteError for a scale or a step that no encoder writes."""
+        limit, parts = self.max_nbytes(section), Parts.of(section)
+        if not parts.end <= codes.size <= limit:
+            raise SizeError(f"{codes.size} bytes are not the codes of {section}: {parts.end} to {limit} are.")
+        doublings = int(codes[1])
+        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
+            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
+        chosen = codes[parts.tables]
+        if (chosen >= len(TABLES)).any():
+            raise DamagedError("a table of frequencies has a number that no encoder writes: the codes are damaged.")
+        rows = _rows(chosen, section, doublings)
+        whole = self._coder.decode(parse(codes[parts.end :], rows), rows)
+        shape = (len(parts.kinds), parts.runs, section.head_dim, section.tokens)
+        made = [
+            self._keys_back(q, section, positions, parts, codes, doublings)
+            if kind is SectionKind.KEYS
+            else self._values_back(q, section, parts, codes, doublings)
+            for kind, q in zip(parts.kinds, whole.reshape(shape), strict=True)
+        ]
+        return np.stack(made).reshape(section.shape)
+
+    def _keys(self, x: Numbers, section: Section, positions: Positions, parts: Parts, out: Codes) -> Integers:
+        """Return the whole numbers of all runs, [runs, head_dim, tokens]; write steps and means."""
+        kernels, bf16 = self._kernels(), x.dtype == np.uint16
+        ordered = np.require(x if self._order is None else x[:, :, self._order], requirements=["C", "A"])
+        words = ordered if bf16 else ordered.view(np.uint32)
+        y, _ = self._rotated(kernels.turned_back(words, bf16, *self._rope.tables(positions)))
+        average = _over_tokens(y) * np.float32(1 / section.tokens)
+        rounded = _bf16(np.abs(average).max(axis=1) * MEAN_INVERSE)
+        mean_steps = np.where(rounded < 1 << 7, 0, rounded).astype(np.uint16)
+        code = _mean_codes(average, mean_steps)
+        out[parts.steps], out[parts.means] = mean_steps.astype("<u2").view(np.uint8), _pack(code).ravel()
+        means = code * _wide(mean_steps)[:, None]
+        total = _fold(kernels.energies(y, means).reshape(section.layers, -1))
+        numbers = section.heads * section.tokens * section.head_dim
+        least = _wide(mean_steps.reshape(section.layers, -1).max(axis=1)) * FINEST
+        deviations = np.sqrt(total * np.float32(1 / numbers))
+        row_steps = _coarse(np.maximum(deviations * self._steps[SectionKind.KEYS], least))
+        out[parts.row_steps] = row_steps.astype("<u2").view(np.uint8)
+        steps = np.repeat(_wide(row_steps), section.heads)
+        return _divided(y, steps[:, None, None], _whole_means(means, steps) * steps[:, None])
+
+    def _values(self, x: Numbers, parts: Parts, out: Codes) -> Integers:
+        y, energies = self._rotated(as_floats(x))
+        steps = np.sqrt(energies) * self._rotation.root * self._steps[SectionKind.VALUES]
+        q = _divided(y.copy(), steps[:, None, :])
+        kept = energies / np.maximum(self._kernels().products(y, q), FIRST_NORMAL)
+        out[parts.scales] = to_bytes(_bf16(kept).astype(np.uint16)).ravel()
+        return q
+
+    def _keys_back(
+        self, q: Integers, section: Section, positions: Positions, parts: Parts, codes: Codes, doublings: int
+    ) -> Numbers:
+        kernels, mean_steps = self._kernels(), codes[parts.steps].view("<u2")
+        rounded = codes[parts.row_steps].view("<u2")
+        bad = mean_steps >= STEP_END
+        if bad.any():
+            run = int(bad.argmax())
+            raise NonFiniteError(f"the mean of run {run} is not finite, or too large: the codes are damaged.", run)
+        _check_steps(rounded, ROW_STEP_END)
+        steps = np.repeat(_wide(rounded), section.heads)
+        code = _unpack(codes[parts.means].reshape(parts.runs, MEAN_BITS, -1))
+        whole = _whole_means(code * _wide(mean_steps)[:, None], steps).astype(np.int16)
+        if doublings:
+            q <<= doublings
+        q += whole[:, :, None]
+        of_tokens = np.ascontiguousarray(np.broadcast_to(steps[:, None], (parts.runs, section.tokens)))
+        x = kernels.unrotated(q, of_tokens, self._rotation.weights, self._rotation.blocks)
+        dtype = np.uint16 if section.dtype.numpy == np.uint16 else np.float32
+        made: Numbers = np.empty(x.shape, dtype)
+        words = made if dtype is np.uint16 else made.view(np.uint32)
+        kernels.turned(x, *self._rope.tables(positions), dtype is np.uint16, LARGEST_BF16, words)
+        if self._order is not None:
+            ordered, made = made, np.empty_like(made)
+            made[:, :, self._order] = ordered
+        return made if dtype == section.dtype.numpy else as_numbers(made, section.dtype)
+
+    def _values_back(self, q: Integers, section: Section, parts: Parts, codes: Codes, doublings: int) -> Numbers:
+        scales = from_bytes(codes[parts.scales].reshape(parts.runs, 1 + section.tokens))
+        _check_steps(scales)
+        steps = np.minimum(_wide(scales) * np.float32(1 << doublings), LARGEST_BF16) if doublings else _wide(scales)
+        x = self._kernels().unrotated(q, steps, self._rotation.weights, self._rotation.blocks)
+        if section.dtype is Dtype.BFLOAT16:
+            made: Numbers = np.empty(x.shape, np.uint16)
+            nowhere = NO_ROPE.tables(np.zeros(section.tokens, np.int64))
+            self._kernels().turned(x, *nowhere, True, LARGEST_BF16, made)  # in one pass
+            return made
+        x += np.float32(0)  # no negative zeros
+        return as_numbers(x, section.dtype)
+
+    def _rotated(self, x: Floats) -> tuple[Floats, Floats]:
+        """[runs, tokens, head_dim] to [runs, head_dim, tokens], and the energy of each vector, [runs, tokens]."""
+        return self._kernels().rotated(x, self._rotation.weights, self._rotation.blocks)  # type: ignore[no-any-return]
+
+    def _check(self, x: Numbers, section: Section) -> None:
+        bits: Any = x.view(np.uint16 if x.dtype.itemsize == 2 else np.uint32)
+        sign = np.iinfo(bits.dtype).max >> 1
+        limit = {np.uint16: LIMIT_BITS >> 16, np.float32: LIMIT_BITS, np.float16: 0x7C00}[x.dtype.type]
+        large = (bits & bits.dtype.type(sign)) >= limit
+        if large.any():
+            bad = int(large.reshape(-1, section.head_dim).any(1).argmax())
+            raise NonFiniteError(
+                f"vector {bad} holds a NaN, an infinity or a number of 2**{LIMIT} and more, and cannot be encoded.", bad
+            )
+
+    @cached_property
+    def _coder(self) -> Coder:
+        return Coder(family())
+
+    def _kernels(self) -> ModuleType:
+        from manthan.codec.cpu import numba_wht
+
+        return numba_wht
+
+
+def halves(rope: Rope | None, head_dim: int) -> npt.NDArray[np.int64] | None:
+    """Return which number of a vector comes where, [head_dim]; None where they stay, because pairs are halves."""
+    if rope is None or not rope.interleaved:
+        return None
+    turned = 2 * len(rope.frequencies)
+    order: npt.NDArray[np.int64] = np.concatenate(
+        [np.arange(0, turned, 2), np.arange(1, turned, 2), np.arange(turned, head_dim)]
+    )
+    return order
+
+
+def to_bytes(scales: npt.NDArray[np.uint16]) -> Codes:
+    """bf16 scales [runs, tokens], finite and not negative, as octave and bytes [runs, 1 + tokens]."""
+    short = np.minimum((scales.astype(np.int32) + 4) >> 3, SCALE_MAX)
+    octaves = np.maximum(short.max(axis=1, keepdims=True) >> 4, 15) - 15
+    codes: Codes = np.concatenate([octaves, np.maximum(short - 16 * octaves, 0)], axis=1).astype(np.uint8)
+    return codes
+
+
+def from_bytes(codes: Codes) -> npt.NDArray[np.uint16]:
+    """Undo `to_bytes`; scales that are not finite stay so."""
+    octaves, steps = codes[:, :1].astype(np.int32), codes[:, 1:].astype(np.int32)
+    return np.where(steps > 0, np.minimum(16 * octaves + steps, SCALE_END) << 3, 0).astype(np.uint16)
+
+
 def table_numbers(squares: npt.NDArray[np.int64], n: int) -> npt.NDArray[np.uint8]:
-    """The table of each run. squares: the sum of its q * q. n: how many they are."""
-    return TABLES[np.searchsorted(LIMITS * n, squares.astype(np.float64), side="right")]
+    """Return j of each run's table.
+
+    Args:
+        squares: sum of a run's q * q, [runs].
+        n: numbers of a run.
+    """
+    return np.searchsorted(LIMITS * n, squares.astype(np.float64), side="right").astype(np.uint8)
+
+
+@lru_cache
+def _expected(step: float) -> int:
+    """Bits of a number on average, in UNITs of a bit."""
+    table = table_numbers(np.array([round(1e6 / step**2)]), 10**6)
+    return int(expected(family())[TABLES[table[0]]])
+
+
+def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
+    """chosen: j of each run's table before steps are doubled."""
+    size = section.heads * section.head_dim
+    count = len(chosen) // section.heads
+    streams = streams_of(section.tokens * size)
+    narrower = np.maximum(chosen.astype(np.int64) - OCTAVE * doublings, 0)
+    return Rows(np.full(count, size, np.int64), np.repeat(TABLES[narrower], section.head_dim), section.tokens, streams)
+
+
+def _squares(numbers: Integers) -> npt.NDArray[np.int64]:
+    """Of each run."""
+    rows = numbers.reshape(len(numbers), -1).astype(np.float64)
+    made: npt.NDArray[np.int64] = np.einsum("rn,rn->r", rows, rows).astype(np.int64)  # exact: below 2**53
+    return made
+
+
+def _divided(y: Floats, steps: Floats, less: Floats | None = None) -> Integers:
+    """Return whole steps of [runs, head_dim, tokens] less `less`, [runs, head_dim]; 0 where a step is none.
+
+    Overwrites y.
+    """
+    if less is not None:
+        y -= less[:, :, None]
+    normal = steps >= FIRST_NORMAL
+    y /= np.where(normal, steps, np.float32(1))
+    np.rint(y, out=y)
+    y *= normal
+    return y.astype(np.int16)
+
+
+def _whole_means(means: Floats, steps: Floats) -> Floats:
+    """Means [runs, head_dim] in whole steps of their run."""
+    normal = (steps >= FIRST_NORMAL)[:, None]
+    with np.errstate(over="ignore"):
+        whole: Floats = np.rint(means / np.where(normal, steps[:, None], np.float32(1)))
+    np.clip(whole, -MOST_STEPS, MOST_STEPS, out=whole)
+    whole *= normal
+    return whole
+
+
+def _mean_codes(average: Floats, step: npt.NDArray[np.uint16]) -> Floats:
+    """Whole numbers, [runs, head_dim]."""
+    code: Floats = np.rint(average / np.maximum(_wide(step), FIRST_NORMAL)[:, None])
+    np.clip(code, -MEAN_TOP, MEAN_TOP, out=code)
+    code[step == 0] = 0
+    code += np.float32(0)  # no negative zeros
+    return code
+
+
+def _pack(code: Floats) -> Codes:
+    """[runs, head_dim] to planes [runs, MEAN_BITS, head_dim / 8]."""
+    whole = np.abs(code).astype(np.uint8) | ((code < 0).astype(np.uint8) << np.uint8(MEAN_BITS - 1))
+    planes = [whole & np.uint8(1 << (MEAN_BITS - 1 - p)) for p in range(MEAN_BITS)]
+    return np.packbits(np.stack(planes, axis=1), axis=2, bitorder="little")
+
+
+def _unpack(planes: Codes) -> Floats:
+    digits = np.unpackbits(planes, axis=2, bitorder="little")
+    magnitude = np.zeros(digits[:, 0].shape, np.float32)
+    for p in range(1, MEAN_BITS):
+        magnitude = magnitude * np.float32(2) + digits[:, p]
+    return np.where(digits[:, 0] > 0, -magnitude, magnitude)
+
+
+def _over_tokens(y: Floats) -> Floats:
+    """Sums of [runs, head_dim, tokens] in the order that the format prescribes."""
+    sums = np.zeros((*y.shape[:2], 8), np.float32)
+    for first in range(0, y.shape[2], 8):
+        eight = y[:, :, first : first + 8]
+        sums[:, :, : eight.shape[2]] += eight
+    for half in (4, 2, 1):
+        sums[:, :, :half] += sums[:, :, half : 2 * half]
+    return sums[:, :, 0]
+
+
+def _coarse(x: Floats) -> npt.NDArray[np.uint32]:
+    """The nearest bf16 bits with two bits of mantissa, ties to even."""
+    words = np.ascontiguousarray(x).view(np.uint32)
+    return (words + np.uint32(0xFFFFF) + ((words >> np.uint32(21)) & np.uint32(1))) >> np.uint32(21) << np.uint32(5)
+
+
+def _fold(rows: Floats) -> Floats:
+    """The sum of each row's numbers: the upper half onto the lower, until one is left. Overwrites rows."""
+    n = rows.shape[1]
+    while n > 1:
+        half = (n + 1) // 2
+        rows[:, : n - half] += rows[:, half:n]
+        n = half
+    total: Floats = rows[:, 0]
+    return total
+
+
+def _bf16(x: Floats) -> npt.NDArray[np.uint32]:
+    """The nearest bits, ties to even."""
+    words = np.ascontiguousarray(x).view(np.uint32)
+    return (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+def _wide(bf16: npt.NDArray[np.unsignedinteger]) -> Floats:
+    made: Floats = (bf16.astype(np.uint32) << np.uint32(16)).view(np.float32)
+    return made
+
+
+def _check_steps(bf16: npt.NDArray[np.unsignedinteger], end: int = FINITE_STEPS) -> None:
+    """Raise NonFiniteError for one that is not finite, or negative. end: bits that are too large."""
+    bad = bf16 >= end
+    if bad.any():
+        at = int(bad.argmax())
+        raise NonFiniteError(f"step {at} is not finite, or too large: the codes are damaged.", at)

@@ -1,4 +1,4 @@
-"""The encoded block: one KV block as cold stores keep it, and what is needed to trust it. Version 2.
+"""The encoded block: one KV block as cold stores keep it, and what is needed to trust it. Version 1.
 
     | header, 128 bytes | an entry of 64 bytes for each section | section | section | ... |
 
@@ -33,7 +33,6 @@ from manthan.codec.errors import (
     HeaderError,
     KeyMismatchError,
     MagicError,
-    OldFormatError,
     SizeError,
     TrailingBytesError,
     TruncatedError,
@@ -41,7 +40,7 @@ from manthan.codec.errors import (
 )
 
 MAGIC = b"MNTH"
-VERSION = 2
+VERSION = 1
 HEADER = struct.Struct("<4sHHQ16sQQHHIBB6x64s")
 ENTRY = struct.Struct("<BBHHHH2xII4xQ24s8x")
 CHECKSUM = slice(8, 16)
@@ -198,7 +197,7 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 def peek(data: Codes) -> Front:
     """The header of a block that is whole and of this version, uint8; whether it is as it was sealed is not asked.
 
-    Raises MagicError, OldFormatError, VersionError, TruncatedError, TrailingBytesError.
+    Raises MagicError, VersionError, TruncatedError, TrailingBytesError.
     """
     _check_version(data)
     front = Front(*HEADER.unpack_from(data.data))
@@ -258,8 +257,6 @@ def _check_version(data: Codes) -> None:
     magic, version = start[:4], int.from_bytes(start[4:], "little")
     if data.size >= len(MAGIC) and magic != MAGIC:
         raise MagicError(f"the block begins with {magic!r}, not {MAGIC!r}.")
-    if len(start) == 6 and version == 1:
-        raise OldFormatError(f"the block has format 1, which an earlier Manthan wrote: it must be {VERSION}.")
     if len(start) == 6 and version != VERSION:
         raise VersionError(f"format {version} cannot be read: it must be {VERSION}.")
     if data.size < HEADER.size:

@@ -1,5 +1,7 @@
 """The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
 
+import logging
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -10,10 +12,12 @@ from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import CodecConfig, ConfigError
 from manthan.manager.config.profiles import AUTO, PLAIN, check_profile, choose_codec
 from manthan.vllm_hooks.support import has_draft
-from manthan.vllm_hooks.transfer_config import EXTRA_KEY, keeps_bytes, settings
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, keeps_bytes, settings
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
+
+logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
 """Beside the configuration, in what vLLM carries to its processes."""
@@ -29,7 +33,11 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    if keeps_bytes(vllm_config):
+    fault = kernel_fault() if is_on_gpu(vllm_config) and extra[EXTRA_KEY]["backend"] == "auto" else None
+    if fault:
+        logger.warning("Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: %s", fault)
+        extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"backend": "numpy"}
+    if fault or keeps_bytes(vllm_config):
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": asked.model_copy(update=AS_THEY_ARE).model_dump(mode="json")}
         extra[DIGEST] = ""
         return
@@ -41,6 +49,23 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})
     extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"codec": settled.model_dump(mode="json")}
     extra[DIGEST] = "" if chosen.profile is None else chosen.profile.digest
+
+
+@cache
+def kernel_fault() -> str:
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can."""
+    from vllm.platforms import current_platform
+
+    from manthan.codec.gpu.nvrtc import CompileError, cubin
+
+    capability = current_platform.get_device_capability()
+    if capability is None or capability.major < 8:
+        return f"compute capability {capability} is below 8.0"
+    try:
+        cubin('extern "C" __global__ void nothing() {}', f"sm_{capability.major}{capability.minor}")
+    except CompileError as error:  # one that shares the CPU's memory has the codec on the CPU anyway
+        return "" if current_platform.is_integrated_gpu() else " ".join(str(error).split())
+    return ""
 
 
 def without_profile(asked: CodecConfig) -> CodecConfig:

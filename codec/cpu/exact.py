@@ -2,13 +2,13 @@
 
 import math
 
-from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec
+from manthan.codec.base import Codec, Codes, Numbers, Positions, Section
 from manthan.codec.errors import SizeError
 
 EXACT = "exact"
 
 
-class ExactSections(SectionCodec):
+class ExactCodec(Codec):
     """Any numbers will do, also those that are not finite."""
 
     name = EXACT

@@ -10,7 +10,7 @@ from functools import lru_cache
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionCodec
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
 
 Floats = npt.NDArray[np.float32]
 SIGN = 0x80
@@ -64,11 +64,11 @@ def narrowed(x: Floats, dtype: Dtype) -> Numbers:
     return made
 
 
-class Fp8Sections(SectionCodec):
+class Fp8Codec(Codec):
     """Sections of fp8 in a codec of float32: every fp8 number is one of float32, and what comes back is rounded to
     fp8. A scale that the cache's numbers have is none of its business: codes are of the numbers as they are."""
 
-    def __init__(self, codec: SectionCodec) -> None:
+    def __init__(self, codec: Codec) -> None:
         self.name, self.varies, self._codec = codec.name, codec.varies, codec
 
     def warm_up(self) -> None:

@@ -13,39 +13,34 @@ rounded to bf16. The integers are the same everywhere.
 
 Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys and values together, keys come first:
 
-    | version u8, 1 | form u8 | 2 zero bytes | words of each row | states of each row's streams, u32 | words, u16 |
+    | version u8, 1 | d u8 | 2 zero bytes | rows as `manthan.codec.cpu.rows` has them |
 
-Words of a row are u16, or u32 where a section is so large that they might not fit. Form 0 is this.
-
-The most that a section takes is known: whichever is more of form 1, and of 1.35 times the bytes that the tables let
-expect. Numbers so far from the profile's that form 0 would be longer are written in form 1: behind the first 4 bytes
-are the codes of a codec of fixed rate that needs no profile, `manthan.codec.centred`'s k4v2c, with the profile's RoPE.
-What that codec refuses is refused: keys of 2**100 and more. Which form a section has follows from its integers, and so
-is the same everywhere too.
+A section takes 1.35 times the bytes that the tables let expect, at most. Numbers that are further from the profile's
+double their steps until they fit, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same
+tables, and x^ = (2**d * q) @ (step * inverse) + mean. Numbers of more than 32,767 steps are refused like those that are
+not finite.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codes, Numbers, Positions, Section, SectionCodec, SectionKind, check_head_dim
-from manthan.codec.centred import K4V2C
-from manthan.codec.cpu.centred import CentredSections
+from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
-from manthan.codec.cpu.rows import front, parse, row_front, write
+from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
+from manthan.codec.model import NO_FACTS, ModelFacts
+from manthan.codec.profile import PRESETS as RATIOS
 from manthan.codec.profile import Basis, Profile
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import UNIT, expected
 
-VERSION, CODED, CENTRED = 1, 0, 1
-START = 4
-SLACK = 27, 20
-"""A section may take so many times what is expected of it: 1.35, as whole numbers."""
+VERSION, START = 1, 4
 FURTHEST = 32767
 
 PARTS = {
@@ -54,6 +49,28 @@ PARTS = {
     SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
 }
 Floats = npt.NDArray[np.float32]
+
+
+@dataclass(frozen=True)
+class Klt:
+    """Calibrated transform to components that do not correlate, one step for all of a layer's, and an entropy coder.
+
+    Args:
+        name: in the configuration, in profiles and in encoded blocks.
+        ratio: how many times smaller than bf16 it makes text of the kind that it was calibrated on.
+    """
+
+    name: str
+    ratio: float
+
+    def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "KltCodec":
+        """Return the codec on the CPU. Raises HeadDimError, ProfileError where a profile is missing or does not fit."""
+        if facts.profile is None:
+            raise ProfileError(f"codec {self.name} needs a profile of the model: run `manthan calibrate MODEL`.")
+        return KltCodec(self.name, head_dim, facts.profile, facts.rope)
+
+
+PRESETS = {name: Klt(name, ratio) for name, ratio in RATIOS.items()}
 
 
 class _Bases(NamedTuple):
@@ -84,34 +101,30 @@ class _Bases(NamedTuple):
             made: Floats = np.rint((x - self.mean[:, None]) @ self.forward).transpose(0, 2, 1)
         return made
 
-    def back(self, q: Integers) -> Floats:
+    def back(self, q: Floats) -> Floats:
         """[rows, C, tokens] to [rows, tokens, C]."""
-        made: Floats = q.transpose(0, 2, 1).astype(np.float32) @ self.inverse
+        made: Floats = q.transpose(0, 2, 1) @ self.inverse
         made += self.mean[:, None]
         return made
 
 
-class KltSections(SectionCodec):
+class KltCodec(Codec):
     """profile: of the section's layers and the rank's heads. rope: the model's; it must be the profile's.
 
-    Raises ProfileError for a profile that does not fit. fused: see `Coder`.
+    Raises ProfileError for a profile that does not fit.
     """
 
     varies = True
 
-    def __init__(
-        self, name: str, head_dim: int, profile: Profile, rope: Rope | None, *, fused: bool | None = None
-    ) -> None:
+    def __init__(self, name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:
         check_head_dim(head_dim)
         self.name = name
         self._profile, self._rope, self._head_dim = profile, profile.info.rope, head_dim
         _check(name, head_dim, profile, rope)
-        self._coder = Coder(profile.frequencies, fused=fused)
-        self._centred = CentredSections(K4V2C, head_dim, profile.info.rope, fused=fused)
+        self._coder = Coder(profile.frequencies)
 
     def warm_up(self) -> None:
         self._coder.warm_up()
-        self._centred.warm_up()
         _ = self._bases
 
     @cached_property
@@ -122,9 +135,7 @@ class KltSections(SectionCodec):
         return {SectionKind.KEYS: keys, SectionKind.VALUES: values}
 
     def max_nbytes(self, section: Section) -> int:
-        times, of = SLACK
-        likely = -(-self.expected_nbytes(section) * times // of)
-        return max(likely, START + self._centred.max_nbytes(section))
+        return bound(self.expected_nbytes(section))
 
     def expected_nbytes(self, section: Section) -> int:
         self._check_section(section)
@@ -144,37 +155,26 @@ class KltSections(SectionCodec):
         return found
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        limit = self.max_nbytes(section)
-        vectors = as_floats(x)
-        if not np.isfinite(vectors).all():
-            bad = int(np.argmin(np.isfinite(vectors).reshape(-1, section.head_dim).all(1)))
-            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
-        bases = self._of(section)
+        """Raises NonFiniteError, for numbers of more than FURTHEST steps too."""
+        vectors, bases = as_floats(x), self._of(section)
         numbers = self._numbers(vectors, section, positions, bases)
         rows = _rows(section, bases)
-        most = (limit - START - front(rows)) // 2
-        coded = self._coder.encode(numbers, rows, most) if numbers is not None and most > 0 else None
-        out[:START] = (VERSION, CODED if coded else CENTRED, 0, 0)
-        if coded is None:
-            end = START + self._centred.max_nbytes(section)
-            return START + self._centred.encode(x, section, positions, out[START:end])
-        return START + write(coded, rows, out[START:])
+        doublings, nbytes = encode_rows(self._coder, numbers, lambda _: rows, out[START : self.max_nbytes(section)])
+        out[:START] = (VERSION, doublings, 0, 0)
+        return START + nbytes
 
     def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
-        """Raises SizeError, DamagedError, NonFiniteError."""
+        """Raises SizeError, DamagedError."""
         limit = self.max_nbytes(section)
         if not START <= codes.size <= limit:
             raise SizeError(f"{codes.size} bytes are not the codes of {section}: {START} to {limit} are.")
-        if tuple(codes[:START]) not in ((VERSION, CODED, 0, 0), (VERSION, CENTRED, 0, 0)):
-            raise DamagedError(
-                f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 or 01010000 do."
-            )
-        if codes[1] == CENTRED:
-            return self._centred.decode(codes[START:].copy(), section, positions)
+        doublings = int(codes[1])
+        if tuple(codes[:START]) != (VERSION, doublings, 0, 0) or doublings > MOST_DOUBLINGS:
+            raise DamagedError(f"codes of {section.codec} begin with {codes[:START].tobytes().hex()}: 01000000 does.")
         bases = self._of(section)
         rows = _rows(section, bases)
         numbers = self._coder.decode(parse(codes[START:], rows), rows)
-        return as_numbers(self._vectors(numbers, section, positions, bases), section.dtype)
+        return as_numbers(self._vectors(numbers, doublings, section, positions, bases), section.dtype)
 
     def _check_section(self, section: Section) -> None:
         """Raises SizeError for one that the profile is not of."""
@@ -192,8 +192,12 @@ class KltSections(SectionCodec):
         joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
         return found[0] if len(found) == 1 else _Bases(*joined)
 
-    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | None:
-        """Of all rows; None where one cannot be written as an int16."""
+    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers:
+        """Of all rows. Raises NonFiniteError."""
+        finite = np.isfinite(x).reshape(-1, section.head_dim).all(1)
+        if not finite.all():
+            bad = int(finite.argmin())
+            raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
         parts = x.reshape(-1, *x.shape[-4:])
         if section.kind is not SectionKind.VALUES and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
@@ -201,11 +205,19 @@ class KltSections(SectionCodec):
             parts = np.concatenate([turned[None], parts[1:]])
         rows = parts.transpose(0, 1, 3, 2, 4).reshape(len(bases.mean), section.tokens, -1)
         rounded = bases.rounded(rows)
-        furthest = np.abs(rounded).max(initial=0)
-        return rounded.astype(np.int16, order="C").ravel() if furthest <= FURTHEST else None
+        near = np.abs(rounded) <= FURTHEST  # a NaN is not
+        if not near.all():
+            row, _, token = np.unravel_index(int(near.argmin()), near.shape)
+            bad = int(row) * section.heads * section.tokens + int(token)
+            raise NonFiniteError(
+                f"vector {bad} is more than {FURTHEST} steps from the profile's mean and cannot be encoded.", bad
+            )
+        return rounded.astype(np.int16, order="C").ravel()
 
-    def _vectors(self, numbers: Integers, section: Section, positions: Positions, bases: _Bases) -> Floats:
-        rows = bases.back(numbers.reshape(len(bases.mean), -1, section.tokens))
+    def _vectors(
+        self, numbers: Integers, doublings: int, section: Section, positions: Positions, bases: _Bases
+    ) -> Floats:
+        rows = bases.back(np.ldexp(numbers.astype(np.float32), doublings).reshape(len(bases.mean), -1, section.tokens))
         heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
         x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
         if section.kind is not SectionKind.VALUES and self._rope is not None:

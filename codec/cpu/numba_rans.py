@@ -1,4 +1,4 @@
-"""rANS compiled by numba: the words of `plain_rans`, number by number."""
+"""The entropy coder of `manthan.codec.cpu.rans` compiled by numba."""
 
 from typing import Any
 
@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import types
 
 from manthan.codec.cpu.jit import jit
-from manthan.codec.cpu.plain_rans import ESCAPE, LARGEST
+from manthan.codec.cpu.rans import ESCAPE, LARGEST
 
 LOWEST = np.uint32(1 << 16)
 MASK = np.uint32(0xFFF)

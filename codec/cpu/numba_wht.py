@@ -1,5 +1,9 @@
-"""The transform of `manthan.codec.wht` compiled by numba, LANES vectors at a time; the numbers are those of
-`manthan.codec.cpu.plain_wht`."""
+"""The transform of `manthan.codec.wht` compiled by numba.
+
+LANES vectors are worked on at a time, transposed into a tile [head_dim, LANES] that stays in the first-level cache, so
+that every step is a SIMD loop over lanes. Tiles are flat, because the compiler sees the constant row length then. No
+fastmath: the compiler may neither reorder nor fuse the float operations that the format prescribes.
+"""
 
 from typing import Any
 
@@ -8,9 +12,79 @@ import numpy.typing as npt
 from numba import types
 
 from manthan.codec.cpu.jit import jit
-from manthan.codec.cpu.numba_centring import TURNS, ZERO, _turn, _turn_back
-from manthan.codec.cpu.numba_kernels import LANES, Sizes, _fold, _hadamard, _round
 from manthan.codec.rope import Floats
+
+LANES = 32
+ZERO = np.float32(0)
+TURNS = types.Array(types.float32, 2, "C", readonly=True)
+Sizes = npt.NDArray[np.int64]
+
+
+@jit()
+def _hadamard(tile: Floats, blocks: Sizes) -> None:
+    start = 0
+    for size in blocks:
+        stride = 1
+        while stride < size:
+            run = stride * LANES
+            for pair in range(size // (2 * stride)):
+                o = start * LANES + 2 * pair * run
+                low, high = tile[o : o + run], tile[o + run : o + 2 * run]
+                for i in range(run):
+                    a, b = low[i], high[i]
+                    low[i] = a + b
+                    high[i] = a - b
+            stride *= 2
+        start += size
+
+
+@jit()
+def _fold(rows: Floats) -> None:
+    """Fold each run of 8 rows, then the runs; the sums are left in row 0. The other rows are overwritten."""
+    groups = len(rows) // LANES // 8
+    for g in range(groups):
+        eight = rows[g * 8 * LANES : (g + 1) * 8 * LANES]
+        for i in range(4 * LANES):
+            eight[i] += eight[4 * LANES + i]
+        for i in range(2 * LANES):
+            eight[i] += eight[2 * LANES + i]
+        for i in range(LANES):
+            rows[g * LANES + i] = eight[i] + eight[LANES + i]
+    while groups > 1:
+        half = (groups + 1) // 2
+        low, high = rows[: (groups - half) * LANES], rows[half * LANES : groups * LANES]
+        for i in range(len(low)):
+            low[i] += high[i]
+        groups = half
+
+
+@jit()
+def _round(bits: np.uint32) -> Any:
+    """The bf16 bits nearest to float32 bits, ties to even."""
+    return (bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)
+
+
+@jit()
+def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
+    """One vector."""
+    n = len(cos)
+    for i in range(n):
+        a, b, c, s = x[i], x[n + i], cos[i], sin[i]
+        out[i] = a * c - b * s
+        out[n + i] = b * c + a * s
+    for i in range(2 * n, len(x)):
+        out[i] = x[i]
+
+
+@jit()
+def _turn_back(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
+    n = len(cos)
+    for i in range(n):
+        a, b, c, s = x[i], x[n + i], cos[i], sin[i]
+        out[i] = a * c + b * s
+        out[n + i] = b * c - a * s
+    for i in range(2 * n, len(x)):
+        out[i] = x[i]
 
 
 def rotated(x: Floats, weights: Floats, blocks: Sizes) -> tuple[Floats, Floats]:

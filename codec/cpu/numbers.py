@@ -7,6 +7,7 @@ from manthan.codec.base import Dtype, Numbers
 from manthan.codec.cpu.fp8 import widened
 
 LARGEST = {Dtype.BFLOAT16: 3.3895313892515355e38, Dtype.FLOAT16: 65504.0, Dtype.FLOAT32: 3.4028234663852886e38}
+LARGEST_BF16 = np.float32(LARGEST[Dtype.BFLOAT16])
 Floats = npt.NDArray[np.float32]
 
 

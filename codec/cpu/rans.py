@@ -17,18 +17,19 @@ frequency is the symbol ESCAPE, and behind it, as a word of its own, the integer
 order in which they are decoded.
 """
 
-from functools import lru_cache
 from types import ModuleType
 from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.cpu import plain_rans
-from manthan.codec.cpu.plain_rans import ESCAPE, LARGEST, LOWEST, SCALE_BITS
 from manthan.codec.errors import DamagedError
 
+SCALE_BITS = 12
 SCALE = 1 << SCALE_BITS
+LOWEST = 1 << 16
+LARGEST = 127
+ESCAPE = 255
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
 
@@ -60,12 +61,9 @@ def streams_of(numbers: int) -> int:
 
 
 class Coder:
-    """frequencies: uint16 [tables, 256], each table's sum 4,096, that of ESCAPE at least 1 and none 4,096.
+    """frequencies: uint16 [tables, 256], each table's sum 4,096, that of ESCAPE at least 1 and none 4,096."""
 
-    fused: True for the numba kernels, False for plain numpy, None for whichever is there; the words are the same.
-    """
-
-    def __init__(self, frequencies: npt.NDArray[np.uint16], *, fused: bool | None = None) -> None:
+    def __init__(self, frequencies: npt.NDArray[np.uint16]) -> None:
         wide = frequencies.astype(np.uint32)
         before = np.cumsum(wide, axis=1, dtype=np.uint32) - wide
         self._encoding = before << np.uint32(16) | wide
@@ -73,16 +71,15 @@ class Coder:
         slots = np.arange(SCALE, dtype=np.uint32)
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
         self._decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
-        self._fused = fused
 
     def warm_up(self) -> None:
         """Compile the kernels, or load them from numba's cache."""
         self._kernels()
 
     def _kernels(self) -> ModuleType:
-        if self._fused is False:
-            return plain_rans
-        return _numba_kernels() or plain_rans
+        from manthan.codec.cpu import numba_rans
+
+        return numba_rans
 
     def encode(self, numbers: Integers, rows: Rows, most: int) -> Coded | None:
         """The rows' numbers, one row behind the other; None where they take more than `most` words."""
@@ -99,15 +96,3 @@ class Coder:
         if not whole or not self._kernels().decode(*coded, *rows, self._decoding, numbers):
             raise DamagedError("entropy-coded numbers do not end where they should: the codes are damaged.")
         return numbers
-
-
-@lru_cache
-def _numba_kernels() -> ModuleType | None:
-    try:
-        from manthan.codec.cpu import numba_rans
-    except ImportError:
-        return None
-    return numba_rans
-
-
-__all__ = ["ESCAPE", "LARGEST", "SCALE", "Coded", "Coder", "Rows", "streams_of"]

@@ -1,18 +1,52 @@
-"""Rows of entropy-coded numbers as bytes, little-endian:
+"""Rows of entropy-coded numbers as bytes, little-endian, within a bound:
 
     | words of each row | states of each row's streams, u32 | words of all rows, u16 |
 
 How many words a row has is u16, or u32 where a row is so long that it might not fit.
+
+A section that does not fit its bound doubles its steps until it does. Its whole numbers are divided by 2 to the number
+of doublings and rounded, ties to even. They end as zeros, which take less than any table lets expect.
 """
+
+from collections.abc import Callable
 
 import numpy as np
 
 from manthan.codec.base import Codes
-from manthan.codec.cpu.rans import Coded, Rows, streams_of
+from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
 from manthan.codec.errors import SizeError
 
 WORDS_A_NUMBER = 28 / 16
 """At most: 12 bits for the escape, and 16 behind it."""
+SLACK = 27, 20
+"""A section may take this multiple of what is expected of it: 1.35, as whole numbers."""
+MOST_DOUBLINGS = 16
+"""After which all 16-bit numbers are 0."""
+
+
+def bound(expected_nbytes: int) -> int:
+    """The most bytes of a section of which so many are expected."""
+    times, of = SLACK
+    return -(-expected_nbytes * times // of)
+
+
+def encode_rows(coder: Coder, numbers: Integers, rows_of: Callable[[int], Rows], out: Codes) -> tuple[int, int]:
+    """Write whole numbers into the front of `out`, with as few doublings of their steps as fit.
+
+    Args:
+        numbers: of all rows, one row behind the other.
+        rows_of: rows by the number of doublings.
+        out: as long as the rows may be.
+
+    Returns: the number of doublings, and of bytes that were written.
+    """
+    for doublings in range(MOST_DOUBLINGS + 1):
+        rows = rows_of(doublings)
+        halved = np.rint(np.ldexp(numbers.astype(np.float32), -doublings)).astype(np.int16) if doublings else numbers
+        coded = coder.encode(halved, rows, (out.size - front(rows)) // 2)
+        if coded is not None:
+            return doublings, write(coded, rows, out)
+    raise AssertionError(f"{numbers.size} zeros do not fit into {out.size} bytes")
 
 
 def row_front(numbers: int) -> int:

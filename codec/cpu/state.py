@@ -14,7 +14,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.base import Codes, Dtype, Numbers, Positions, Section, SectionCodec
+from manthan.codec.base import Codec, Codes, Dtype, Numbers, Positions, Section
 from manthan.codec.cpu.numbers import Floats, as_floats, as_numbers
 from manthan.codec.errors import NonFiniteError, ShapeError, SizeError
 from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
@@ -22,7 +22,7 @@ from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 LEVELS = 127
 
 
-class StateSections(SectionCodec):
+class StateCodec(Codec):
     """name: one of STATE_CODECS. Raises ShapeError, in each method, for sections that are not of this layout."""
 
     def __init__(self, name: str, layout: StateLayout) -> None:

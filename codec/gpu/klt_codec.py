@@ -18,10 +18,9 @@ from typing import Any, NamedTuple, Self
 import torch
 from torch import Tensor
 
-from manthan.codec.base import CodecSpec, Dtype, Kind
+from manthan.codec.base import Dtype, Kind
 from manthan.codec.block import BlockFormat
-from manthan.codec.centred import K4V2C, Places
-from manthan.codec.cpu.klt import START, VERSION
+from manthan.codec.cpu.klt import VERSION
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
@@ -38,13 +37,12 @@ ENCODING, DECODING = 3, 2
 PRODUCTS_AT_ONCE = 2**24
 """Numbers of rows that are multiplied at once: when encoding 2 bytes for each, when decoding 4."""
 WORD_NUMBERS = 2
-"""A row has room for a word for so many of its numbers: one that takes more puts its section into form 1."""
+"""A row has room for a word for so many of its numbers: one that takes more doubles its section's steps."""
 ROW_THREADS = 1024
 KINDS: tuple[Kind, ...] = ("key", "value")
 ALL = slice(None)
 SOURCES = (
     "common.cu",
-    "vector.cu",
     "exact.cu",
     "seal.cu",
     "sections.cu",
@@ -52,7 +50,6 @@ SOURCES = (
     "coder.cu",
     "rows.cu",
     "transform.cu",
-    "centred.cu",
 )
 
 
@@ -63,14 +60,13 @@ class Sections(ctypes.Structure):
         *((name, ctypes.c_uint64) for name in ("caches", "block_ids", "offsets", "codes", "headers", "status")),
         *((name, ctypes.c_uint64) for name in ("nbytes", "turns", "mean", "gain", "tables", "table_of", "vectors")),
         *((name, ctypes.c_uint64) for name in ("back", "numbers", "words", "states", "sizes", "places", "far")),
-        *((name, ctypes.c_uint64) for name in ("fronts", "forms", "starts")),
+        *((name, ctypes.c_uint64) for name in ("fronts", "doublings", "starts")),
         ("block_stride", ctypes.c_int64),
         ("at", ctypes.c_int64 * 2),
         ("head_stride", ctypes.c_int32),
         ("token_stride", ctypes.c_int32),
         *((name, ctypes.c_int64) for name in ("tables_nbytes", "pool", "head_nbytes", "start")),
         ("limits", ctypes.c_int64 * 2),
-        ("centred", ctypes.c_int64 * 2),
         ("parts", ctypes.c_int64 * 2),
         ("fronts_nbytes", ctypes.c_int64),
         *((name, ctypes.c_int32) for name in ("n", "layers", "heads", "tokens", "streams", "first_token")),
@@ -80,10 +76,9 @@ class Sections(ctypes.Structure):
     )
 
     @classmethod
-    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope, fallback: CodecSpec) -> Self:
-        """For the sections of the tokens that are not exact. caches: `addresses`. fallback: of sections in form 1."""
+    def plan(cls, layout: PagedLayout, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
+        """For the sections of the tokens that are not exact. caches: `addresses`."""
         layers, tokens, kinds = len(layout.caches), layout.tokens - exact, KINDS[: len(layout.ats)]
-        sizes = (Places.of(fallback, kind, layers * layout.heads, tokens, layout.head_dim).nbytes for kind in kinds)
         return cls(
             caches=caches.data_ptr(),
             block_stride=layout.block_stride,
@@ -93,7 +88,6 @@ class Sections(ctypes.Structure):
             head_nbytes=form.header.nbytes,
             start=form.starts[-len(kinds)],
             limits=form.sizes[-len(kinds) :],
-            centred=tuple(START + size for size in sizes),
             layers=layers,
             heads=layout.heads,
             tokens=tokens,
@@ -141,7 +135,7 @@ class Group:
         self._books = torch.empty(job.n * (2 * rows + 2), dtype=torch.int32, device=device)
         sizes, places, starts = self._books.split((job.n * rows, job.n * rows, job.n * 2))
         job.numbers, job.sizes, job.places, job.starts = (x.data_ptr() for x in (self.numbers, sizes, places, starts))
-        job.forms, job.far = (zeros.data_ptr() for zeros in self._zeros)
+        job.doublings, job.far = (zeros.data_ptr() for zeros in self._zeros)
 
     def pieces(self) -> Iterator[tuple[slice, Sections]]:
         """All rows, as many as are multiplied at once, with a job for them."""
@@ -176,7 +170,7 @@ class KltPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Sections that do not fit their profile get form 1."""
+        """A status becomes a vector's index too where its numbers are too many steps from the profile's mean."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         if plan.exact is not None:
@@ -216,9 +210,10 @@ class KltPagedCodec(PagedCodec):
             vectors = group.vectors[: part.rows].transpose(1, 2)
             torch.bmm(transforms.forward[rows].transpose(1, 2), vectors, out=group.numbers[rows])
         self._launch_rows("encode_rows", job, self._tables.encoding, self._tables.of_components[0])
+        warps = job.n * len(KINDS) * (ROW_THREADS // 32)
+        self._kernels.launch("double_steps", job, warps, threads=ROW_THREADS)
         self._launch("lay_out", job, ALONE)
         self._launch("pack", job, job.rows)
-        self._launch("encode_centred", job, job.rows * job.heads)
 
     def _decode(self, job: Sections) -> None:
         transforms, group = self._transforms, Group(job, self._components, torch.float32, self.device)
@@ -229,7 +224,6 @@ class KltPagedCodec(PagedCodec):
             numbers, out = group.numbers[rows].transpose(1, 2), group.vectors[: part.rows]
             torch.bmm(numbers, transforms.inverse[rows], out_dtype=torch.float32, out=out)
             self._launch("scatter", part, part.rows * part.heads)
-        self._launch("decode_centred", job, job.rows * job.heads)
 
     def _jobs(self, plan: Sections, batch: Batch, codes: Tensor, each: int) -> Iterator[Sections]:
         """The batch in even groups that take SCRATCH_BYTES, or of a block. each: bytes for a number."""
@@ -267,7 +261,7 @@ class KltPagedCodec(PagedCodec):
                 assert kept is not None
                 self._plans[exact] = Plan(kept, None, kept)
             else:
-                sections = Sections.plan(layout, self._addresses, form, exact, self._rope, K4V2C)
+                sections = Sections.plan(layout, self._addresses, form, exact, self._rope)
                 sections.mean, sections.pool = self._transforms.mean.data_ptr(), self._tables.pool
                 self._plans[exact] = Plan(kept, sections, Job())
         return self._plans[exact]
@@ -277,10 +271,8 @@ class KltPagedCodec(PagedCodec):
 def _module(
     head_dim: int, dtype: Dtype, device: torch.device, aligned: bool, shared: bool, pairs: int, interleaved: bool
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables fit
+    """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables fit
     into a block's shared memory. pairs, interleaved: of RoPE."""
-    macros = {"KINDS": len(KINDS), "SHARED_TABLES": shared, "MEAN_BITS": K4V2C.mean_bits, "CENTRED_MEANS": 1}
-    macros |= {"PAIRS": pairs, "INTERLEAVED": interleaved, "SECTION_VERSION": VERSION}
-    lines = [constants(K4V2C, head_dim, dtype, aligned, whole=False)]
-    lines += [f"#define {name} {int(value)}" for name, value in macros.items()]
-    return Module("\n".join([*lines, sources(SOURCES)]), device)
+    macros = {"KINDS": len(KINDS), "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
+    macros["SECTION_VERSION"] = VERSION
+    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

@@ -29,8 +29,8 @@ class Module:
     """
 
     def __init__(self, source: str, device: torch.device) -> None:
-        if nvrtc is None:
-            raise CompileError("the Python package cuda-bindings is not installed")
+        if not torch.cuda.is_available():
+            raise CompileError("there is no CUDA device")
         with torch.cuda.device(device):
             torch.cuda.current_stream().synchronize()  # makes the device's context current
             major, minor = torch.cuda.get_device_capability(device)
@@ -77,6 +77,8 @@ def cubin(source: str, architecture: str) -> bytes:
 
     Raises CompileError.
     """
+    if nvrtc is None:
+        raise CompileError("the Python package cuda-bindings is not installed")
     version = ".".join(map(str, _checked(nvrtc.nvrtcVersion())))
     options = ("--std=c++17", f"--gpu-architecture={architecture}")
     return _cache(cache_folder()).compiled((version, *options, source), lambda: _compile(source, options))

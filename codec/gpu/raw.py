@@ -1,8 +1,7 @@
 """Blocks of bytes between a paged cache and encoded blocks on a GPU: states of recurrent layers, as they are or in
 fewer bits, and caches of vLLM's own codes, which nobody looks into.
 
-The bytes are moved by torch's operations, on whatever device; on a GPU the kernels of all codecs make the checksums,
-since torch would start one operation a kibibyte. Nothing here makes the host wait for the device.
+The bytes are moved by torch's operations; kernels make the checksums. Nothing here makes the host wait for the device.
 """
 
 import math
@@ -14,30 +13,25 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.state import StateSections
+from manthan.codec.cpu.state import StateCodec
 from manthan.codec.errors import ShapeError
 from manthan.codec.gpu.cuda_codec import Job, constants, sources
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Batch, PagedCodec, RawLayout
 from manthan.codec.gpu.states import StateCoder
-from manthan.codec.gpu.torch_codec import checksums, header_status
-from manthan.codec.registry import SPECS
 from manthan.codec.state import STATE_CODECS
-from manthan.codec.wire import CHECKSUM
 
 BYTES_AT_ONCE = 2**27
 """Of encoded blocks: temporaries are about three times as large."""
 SOURCES = ("common.cu", "seal.cu")
-ANY_CODEC = SPECS["k3v3"]
-"""What `seal.cu` is compiled beside: it has to do with none."""
 
 
 class RawPagedCodec(PagedCodec):
     """`PagedCodec` for them: a block is one section, its bytes as they are, layer by layer, or what `StateCoder` makes
     of them.
 
-    All of its forms are one: no first token is more exact than others. kernels: `seals`; None for torch's own
-    operations. Raises ShapeError.
+    All of its forms are one: no first token is more exact than others. kernels: `seals` if not given. Raises
+    ShapeError, CompileError.
     """
 
     layout: RawLayout
@@ -50,10 +44,10 @@ class RawPagedCodec(PagedCodec):
             raise ShapeError(f"a block of {format.shape} has {found} bytes: the layers have {nbytes}.")
         self._nbytes, self._raw_nbytes, self._start = form.nbytes, nbytes, form.starts[0]
         state, codes_states = format.facts.state, format.codec in STATE_CODECS.values()
-        self._coder = StateCoder(StateSections(format.codec, state)) if state and codes_states else None
+        self._coder = StateCoder(StateCodec(format.codec, state)) if state and codes_states else None
         self._unit = layout.unit
         self._caches = [cache.view(self._unit) for cache in layout.caches]
-        self._kernels = kernels
+        self._kernels = kernels or seals(self.device)
         self._job = Job(nbytes=form.nbytes, head_nbytes=form.header.nbytes)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
@@ -62,18 +56,11 @@ class RawPagedCodec(PagedCodec):
         with torch.inference_mode():
             for some in self._batches(batch):
                 rows = self._unsealed(batch, some)
-                if self._kernels is None:
-                    rows[:, CHECKSUM] = checksums(rows).view(-1, 1).view(torch.uint8)
                 _units(codes).index_copy_(0, self._places(batch.offsets[some]), _units(rows.view(-1)))
         self._launch("seal", batch, codes)
 
     def verify(self, batch: Batch, codes: Tensor) -> None:
         self._launch("verify", batch, codes)
-        if self._kernels is None:
-            with torch.inference_mode():
-                for some in self._batches(batch):
-                    rows = self._rows(codes, batch.offsets[some])
-                    batch.status[some] = header_status(rows, batch.headers[some])
 
     def decode(self, batch: Batch, codes: Tensor) -> None:
         with torch.inference_mode():
@@ -128,10 +115,9 @@ class RawPagedCodec(PagedCodec):
         return (slice(first, min(first + step, n)) for first in range(0, n, step))
 
     def _launch(self, name: str, batch: Batch, codes: Tensor) -> None:
-        """A block of threads for each block, where there are kernels."""
-        if self._kernels is not None:
-            job = self._job.of(batch, codes)
-            self._kernels.launch(name, job, job.n * ALONE)
+        """A block of threads for each block."""
+        job = self._job.of(batch, codes)
+        self._kernels.launch(name, job, job.n * ALONE)
 
 
 def _units(codes: Tensor) -> Tensor:
@@ -142,4 +128,4 @@ def _units(codes: Tensor) -> Tensor:
 @lru_cache
 def seals(device: torch.device) -> Module:
     """The kernels that seal blocks and check them, whatever is in them. Raises CompileError."""
-    return Module(f"{constants(ANY_CODEC, 128, Dtype.BFLOAT16, True, True)}\n{sources(SOURCES)}", device)
+    return Module(f"{constants(128, Dtype.BFLOAT16, True)}\n{sources(SOURCES)}", device)

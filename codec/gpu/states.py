@@ -10,9 +10,8 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.numbers import LARGEST
-from manthan.codec.cpu.state import LEVELS, StateSections
+from manthan.codec.cpu.state import LEVELS, StateCodec
 from manthan.codec.gpu.paged import DTYPES, GOOD
-from manthan.codec.gpu.torch_vectors import cast
 from manthan.codec.state import StatePart
 
 BYTES_AT_ONCE = 2**26
@@ -34,10 +33,18 @@ class _Place(NamedTuple):
         return self.part.nbytes // self.part.dtype.numpy.itemsize
 
 
+def cast(x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Return finite float32 numbers within the range of `dtype` in it, rounded, ties to even."""
+    if dtype == torch.bfloat16:  # by its bits, because some devices' casts flush denormal numbers
+        bits = x.view(torch.int32)
+        return ((bits + 0x7FFF + (bits >> 16 & 1)) >> 16).to(torch.int16).view(torch.bfloat16)
+    return x.to(dtype)
+
+
 class StateCoder:
     """States of all layers of blocks, uint8 [n, layers * bytes of a layer], to codes uint8 [n, nbytes] and back."""
 
-    def __init__(self, codec: StateSections) -> None:
+    def __init__(self, codec: StateCodec) -> None:
         self._codec, self._layers, self._layer_nbytes = codec, codec.layout.layers, codec.layout.layer_nbytes
         self._places = tuple(self._placed(codec))
         self.nbytes = sum(place.nbytes for place in self._places)
@@ -116,7 +123,7 @@ class StateCoder:
         """Each part, and its bytes as a view of [n, layers, bytes of a layer]."""
         return ((place, pages[:, :, place.at : place.at + place.part.nbytes]) for place in self._places)
 
-    def _placed(self, codec: StateSections) -> Iterator[_Place]:
+    def _placed(self, codec: StateCodec) -> Iterator[_Place]:
         at = start = 0
         for part in codec.layout.parts:
             place = _Place(part, at, start, codec.coded_nbytes(part))

@@ -1,8 +1,8 @@
 """`manthan.codec.wht` by CUDA kernels: the same bytes as the CPU's, and the same numbers.
 
 What lies between two kernels is bounded by working on blocks in groups: whole numbers, and when encoding the words of
-each row, whose places in the block are known when all are coded. Sections in form 1 are made by the kernels of
-`manthan.codec.centred`, of blocks that need them, in the same stream: nothing waits for the device.
+each row, whose places in the block are known when all are coded. Sections that do not fit double their steps in the
+same stream: nothing waits for the device.
 """
 
 import ctypes
@@ -24,7 +24,6 @@ from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import family
 from manthan.codec.wht import (
-    FALLBACK,
     LIMIT_BITS,
     LIMITS,
     MEAN_BITS,
@@ -51,12 +50,10 @@ SPARE_BLOCKS = 128
 ENCODE_THREADS, DECODE_THREADS = 512, 1024
 SOURCES = (
     "common.cu",
-    "vector.cu",
     "exact.cu",
     "seal.cu",
     "sections.cu",
     "runs.cu",
-    "centred.cu",
     "octets.cu",
     "wht.cu",
     "coder.cu",
@@ -88,7 +85,7 @@ class Wht(ctypes.Structure):
     @classmethod
     def plan(cls, layout: PagedLayout, format: BlockFormat, caches: Tensor, form: Form, exact: int, rope: Rope) -> Self:
         """For the tokens that are not exact. layout: of what is coded. caches: `addresses`."""
-        made = cls(all=Sections.plan(layout, caches, form, exact, rope, FALLBACK))
+        made = cls(all=Sections.plan(layout, caches, form, exact, rope))
         all = made.all
         parts = [Parts.of(section) for section in sections(format.codec, format.shape, exact)[-len(layout.ats) :]]
         numbers = all.heads * layout.head_dim * all.tokens
@@ -118,7 +115,7 @@ class Wht(ctypes.Structure):
         job = type(self).from_buffer_copy(self)
         steps = {"block_ids": 8, "offsets": 8, "headers": self.all.head_nbytes, "status": 4, "nbytes": 8}
         steps |= {"turns": turns_nbytes, "sizes": 4 * self.all.rows, "places": 4 * self.all.rows}
-        for name, step in (steps | {"forms": 8, "starts": 8}).items():
+        for name, step in (steps | {"doublings": 8, "starts": 8}).items():
             setattr(job.all, name, getattr(self.all, name) + some.start * step)
         job.all.n = len(some)
         return job
@@ -162,8 +159,7 @@ class WhtPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs, kinds)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """Sections that are longer than their bound get form 1. Numbers of 2**LIMIT and more are as those that are not
-        finite."""
+        """Numbers of 2**LIMIT and more are as those that are not finite."""
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         for kept in plan.exact:
@@ -203,7 +199,9 @@ class WhtPagedCodec(PagedCodec):
         blocks = min(rows, threads.blocks or rows)
         self._launch("round_rows", job, blocks * threads.warps, 32 * threads.warps, threads.shared)
         self._launch_words("encode_words", job, self._tables[0], ENCODE_THREADS, shared=True)
-        for name, warps in (("lay_out", ALONE), ("pack", all.rows), ("encode_centred", all.rows * all.heads)):
+        kinds = all.rows // all.layers
+        self._kernels.launch("double_steps", job, all.n * kinds * (ENCODE_THREADS // 32), threads=ENCODE_THREADS)
+        for name, warps in (("lay_out", ALONE), ("pack", all.rows)):
             self._kernels.launch(name, all, all.n * warps)
 
     def _decode(self, job: Wht, turns_nbytes: int) -> None:
@@ -219,7 +217,6 @@ class WhtPagedCodec(PagedCodec):
             part = job.part(some, turns_nbytes)
             self._launch_words("decode_words", part, self._tables[1], DECODE_THREADS, shared=self._shared)
             self._launch("restore_rows", part, len(some) * all.rows * all.heads, 32 * threads.warps, threads.shared)
-        self._kernels.launch("decode_centred", all, all.n * all.rows * all.heads)
 
     def _scratch(self, nbytes: int) -> Tensor:
         """For this stream; who has launched what uses it may let go of it."""
@@ -294,10 +291,10 @@ def _groups(plan: Wht, n: int, each: int) -> list[range]:
 
 
 def _keep_books(all: Sections, books: Tensor) -> None:
-    """Where sizes and places of rows, and forms and starts of sections are."""
+    """Where sizes and places of rows, and doublings and starts of sections are."""
     rows = 4 * all.n * all.rows
-    sizes, places, forms, starts = books.split((rows, rows, 8 * all.n, 8 * all.n))
-    all.sizes, all.places, all.forms, all.starts = (part.data_ptr() for part in (sizes, places, forms, starts))
+    parts = books.split((rows, rows, 8 * all.n, 8 * all.n))
+    all.sizes, all.places, all.doublings, all.starts = (part.data_ptr() for part in parts)
 
 
 def _abreast(head_dim: int) -> int:
@@ -322,7 +319,7 @@ def _module(
     interleaved: bool,
     kinds: int,
 ) -> Module:
-    """The kernels for vectors of this size and dtype. aligned: as `cuda_codec.module`'s. shared: whether tables for
+    """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables for
     decoding fit into a block's shared memory. pairs, interleaved: of RoPE. kinds: 1 where there are no values."""
     macros = {
         "KINDS": kinds,
@@ -330,13 +327,11 @@ def _module(
         "PAIRS": pairs,
         "INTERLEAVED": int(interleaved),
         "MEAN_BITS": MEAN_BITS,
-        "CENTRED_MEANS": 0,
         "SECTION_VERSION": VERSION,
         "ROW_STEP_END": ROW_STEP_END,
         "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
     }
-    lines = [f"#define {name} {value}" for name, value in macros.items()]
-    return Module("\n".join([constants(FALLBACK, head_dim, dtype, aligned, False), *lines, sources(SOURCES)]), device)
+    return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)
 
 
 def _frequencies() -> tuple[Entries, Entries]:

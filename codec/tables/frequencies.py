@@ -11,7 +11,9 @@ import numpy as np
 import numpy.typing as npt
 
 SHAPES = (2.0, 1.4, 1.0, 0.7)
-DEVIATIONS = 2.0 ** (np.arange(-10, 18) / 3)
+OCTAVE = 3
+"""Tables from one deviation to twice as much."""
+DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 """In steps: 0.1 to 51."""
 SCALE = 1 << 12
 LARGEST = 127

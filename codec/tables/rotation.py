@@ -13,6 +13,10 @@ The sign of element i is the top bit of splitmix64's i-th output from SEED, set 
     z = z ^ (z >> 31)
 """
 
+import math
+from functools import lru_cache
+from typing import NamedTuple
+
 import numpy as np
 import numpy.typing as npt
 
@@ -42,6 +46,23 @@ def weights(head_dim: int) -> npt.NDArray[np.float32]:
     scale = np.concatenate([np.full(size, size**-0.5) for size in block_sizes(head_dim)])
     signs = np.array([sign(i) for i in range(head_dim)])
     return np.asarray(scale * signs, np.float32)
+
+
+class Rotation(NamedTuple):
+    """weights: [head_dim] float32. blocks: int64, sizes of the Hadamard blocks. root: 1 / sqrt(head_dim)."""
+
+    weights: npt.NDArray[np.float32]
+    blocks: npt.NDArray[np.int64]
+    root: np.float32
+
+
+@lru_cache
+def rotation(head_dim: int) -> Rotation:
+    """Return the constants of a head size. The arrays are read-only."""
+    made = Rotation(weights(head_dim), np.array(block_sizes(head_dim), np.int64), np.float32(1 / math.sqrt(head_dim)))
+    for array in made[:2]:
+        array.flags.writeable = False
+    return made
 
 
 def hadamard_(x: npt.NDArray[np.float32], scratch: npt.NDArray[np.float32], blocks: npt.NDArray[np.int64]) -> None:

@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Iterable
 
-from manthan.codec import section_codec_names
+from manthan.codec import codec_names
 from manthan.policies import policy_names
 
 
@@ -17,4 +17,4 @@ def completes(names: Callable[[], Iterable[str]]) -> Callable[[str], list[str]]:
 
 
 complete_policies = completes(policy_names)
-complete_codecs = completes(section_codec_names)
+complete_codecs = completes(codec_names)

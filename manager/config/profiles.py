@@ -15,7 +15,7 @@ logger = logging.getLogger("vllm.manthan")
 
 AUTO = "auto"
 """The name that stands for CALIBRATED where the model has a profile, and for PLAIN where it has none."""
-CALIBRATED, PLAIN = "klt-6x", "wht-5x"
+CALIBRATED, PLAIN = "klt-8x", "wht-5x"
 
 
 @dataclass(frozen=True)

@@ -5,7 +5,7 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-from manthan.codec import section_codec_names
+from manthan.codec import codec_names
 from manthan.manager.config.model import ConfigError, PolicyConfig
 from manthan.manager.config.profiles import AUTO
 from manthan.manager.config.resolve import Resolved, check_names
@@ -33,7 +33,7 @@ def check_registered(resolved: Resolved) -> None:
     check_names(
         resolved.config,
         policies=options,
-        codecs=[*section_codec_names(), AUTO],
+        codecs=[*codec_names(), AUTO],
         stores=COLD_STORES,
         sources=resolved.sources,
     )

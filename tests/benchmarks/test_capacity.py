@@ -194,7 +194,7 @@ def test_the_budget_is_split(served: Served) -> None:
 def test_every_arm_has_the_same_budget(served: Served) -> None:
     redis = {"url": "redis://there", "prefix": "bench:"}
     arms = {
-        kind: make_arm(kind, "k4v3", 64 << 20, served, 2000, redis, ["--seed", "1"])
+        kind: make_arm(kind, "k3v3", 64 << 20, served, 2000, redis, ["--seed", "1"])
         for kind in ("offload", "host", "device", "redis", "tiered")
     }
     pool = {arm.memory.pool_blocks for arm in arms.values()}
@@ -203,7 +203,7 @@ def test_every_arm_has_the_same_budget(served: Served) -> None:
         store = (arm.manthan or {}).get("cold_store", {})
         held = store.get("max_bytes", 0) + store.get("host_bytes", 0)
         assert arm.memory.pool_nbytes + (held or arm.memory.store_nbytes) == 64 << 20
-        assert arm.manthan is None or arm.manthan["codec"] == "k4v3"
+        assert arm.manthan is None or arm.manthan["codec"] == "k3v3"
         assert "--seed" in arm.flags
     size = float(arms["offload"].flags[-1])
     assert size == pytest.approx(arms["host"].memory.store_nbytes / 2**30, abs=1e-6)

@@ -260,7 +260,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         tmp_path,
         ["--seed", "1"],
     )
-    made = {kind: arms.make(kind, "klt-6x" if kind == "host" else DEFAULT) for kind in ARMS}
+    made = {kind: arms.make(kind, "klt-8x" if kind == "host" else DEFAULT) for kind in ARMS}
     for kind, one in made.items():
         store = (one.manthan or {}).get("cold_store", {})
         held = store.get("max_bytes", 0) + store.get("host_bytes", 0)

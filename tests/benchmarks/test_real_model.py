@@ -130,11 +130,11 @@ def quality(model: str, text: Path, out: Path, engine: str, *arguments: object) 
 
 @pytest.mark.slow
 def test_what_codecs_cost_the_real_model(text: Path, tmp_path: Path) -> None:
-    settings = ("--codec", "k3v3,lloyd4", "--exact", "4+0", "--chats", 2)
+    settings = ("--codec", "k3v3,wht-4x", "--exact", "4+0", "--chats", 2)
     found = quality(real_model(), text, tmp_path, "transformers", *settings, *SIZES)
     assert found["exact"]["recall"]["mean"] > 0.6
     assert found["recomputed"]["kl"]["mean"] < 0.002
-    assert found["lloyd4 4+0"]["kl"]["mean"] < 0.5 * found["k3v3 4+0"]["kl"]["mean"] < 0.05
+    assert found["wht-4x 4+0"]["kl"]["mean"] < 0.5 * found["k3v3 4+0"]["kl"]["mean"] < 0.05
     assert found["exact"]["answers"]["share"] > 0.3  # two chats
 
 
@@ -182,6 +182,6 @@ def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) ->
 def test_vllm_serves_it(folder: Any, text: Path, tmp_path: Path) -> None:
     sizes = ("--prefix", 128, "--continuation", 32, "--pieces", 1, "--tables", 0, "--needle", 0)
     chats = ("--chats", 1, "--document", 100)
-    found = quality(folder(), text, tmp_path, "vllm", "--codec", "lloyd4", "--exact", "4+0", *sizes, *chats)
+    found = quality(folder(), text, tmp_path, "vllm", "--codec", "wht-4x", "--exact", "4+0", *sizes, *chats)
     assert found["recomputed"]["kl"]["mean"] < 0.05
-    assert found["lloyd4 4+0"]["answers"]["answers"] == 1
+    assert found["wht-4x 4+0"]["answers"]["answers"] == 1

@@ -1,28 +1,9 @@
-"""Vectors of many kinds, and codecs of both implementations."""
+"""Vectors of many kinds."""
 
-import importlib.util
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-
-from manthan.codec.cpu.numpy_codec import NumpyCodec
-from manthan.codec.registry import SPECS
-
-IMPLEMENTATIONS = [
-    pytest.param(False, id="plain"),
-    pytest.param(
-        True,
-        id="fused",
-        marks=pytest.mark.skipif(not importlib.util.find_spec("numba"), reason="needs numba"),
-    ),
-]
-
-
-@pytest.fixture(params=IMPLEMENTATIONS)
-def make(request):
-    """make(name, head_dim) gives the codec, in plain numpy or fused."""
-    return lambda name, head_dim: NumpyCodec(SPECS[name], head_dim, fused=request.param)
 
 
 def to_bf16(x):

@@ -50,7 +50,7 @@ def test_every_number_is_in_one_section(exact):
 
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32])
 @pytest.mark.parametrize("exact", [0, 1, 4, 15, 16])
-@pytest.mark.parametrize("name", ["wht-5x", "k4v4c", "lloyd4", "exact"])
+@pytest.mark.parametrize("name", ["wht-5x", "k3v3", "exact"])
 def test_a_block_comes_back(name, exact, dtype, vectors):
     shape = replace(SHAPE, dtype=dtype)
     form, (turned, latents) = BlockFormat(name, shape, PRINT, group=3), numbers(vectors, shape)
@@ -75,15 +75,15 @@ def test_the_default_has_the_noise_of_four_bits_whatever_latents_have_in_common(
     for bias in (0.0, 3.0):
         both = numbers(vectors, bias=bias)
         sizes = {}
-        for name in ("wht-5x", "k4v4c", "lloyd4"):
+        for name in ("wht-5x", "wht-4x", "wht-4x"):
             form = BlockFormat(name, SHAPE, PRINT)
             buf = form.encode(*both, key=KEY, first_token=0, exact=0)
             sizes[name] = len(wire.parse(buf).payloads[1]), noise_of(both[1], form.decode(buf, key=KEY)[1])
         bits = 8 * sizes["wht-5x"][0] / both[1].size
-        assert sizes["wht-5x"][0] < sizes["k4v4c"][0]
+        assert sizes["wht-5x"][0] < sizes["wht-4x"][0]
         assert bits < 4.15
         assert sizes["wht-5x"][1] < NOISE
-        assert (sizes["lloyd4"][1] > 2 * NOISE) == (bias > 0)
+        assert (sizes["wht-4x"][1] > 2 * NOISE) == (bias > 0)
 
 
 def test_a_token_takes_what_the_command_says():
@@ -161,7 +161,7 @@ def test_calibrated_codecs_are_refused():
 
 
 def test_sections_of_latents_are_coded_as_keys_without_rope():
-    section = Section(SectionKind.LATENT, "k4v4c", 3, 16, 4, 128)
+    section = Section(SectionKind.LATENT, "wht-4x", 3, 16, 4, 128)
     assert section.vector_kinds == ("key",)
     assert section.shape == (3, 4, 16, 128)
 
@@ -179,8 +179,8 @@ def measured(codec, both, blocks=8):
 def test_a_bias_of_latents_is_what_tells_codecs_apart(vectors):
     both = numbers(vectors, bias=12.0, blocks=8)
     assert measured("wht-5x", both).is_faithful
-    assert not measured("lloyd4", both).is_faithful
-    assert measured("lloyd4", numbers(vectors, blocks=8)).is_faithful
+    assert not measured("wht-4x", both).is_faithful
+    assert measured("wht-4x", numbers(vectors, blocks=8)).is_faithful
 
 
 def test_rope_s_part_is_in_the_logits_that_are_measured(vectors):

@@ -1,9 +1,10 @@
-"""Blocks of bytes on a GPU, by torch's operations on the CPU: the same encoded blocks as numpy's, and the same bytes
+"""Blocks of bytes on a GPU, played on the CPU: the same encoded blocks as numpy's, and the same bytes
 back."""
 
 import numpy as np
 import pytest
 import torch
+from fake_cuda import raw_codec
 
 from manthan.codec import wire
 from manthan.codec.base import Dtype
@@ -25,7 +26,7 @@ def codec(sizes: tuple[int, ...], stride: int, first: int = 0, group: int = 3) -
     caches = [memory.as_strided((BLOCKS, size), (stride, 1), at) for size, at in zip(sizes, starts, strict=True)]
     run = int(np.gcd.reduce(sizes)) // TOKENS
     shape = BlockShape(1, sum(sizes) // TOKENS // run, TOKENS, run, Dtype.UINT8)
-    return RawPagedCodec(RawLayout(tuple(caches), shape), BlockFormat(EXACT, shape, b"f" * 16, group))
+    return raw_codec(RawLayout(tuple(caches), shape), BlockFormat(EXACT, shape, b"f" * 16, group))
 
 
 def numbers(of: RawPagedCodec, block_id: int) -> np.ndarray:
@@ -121,6 +122,6 @@ def test_another_block_than_was_asked_for_is_refused() -> None:
 def test_layers_of_another_size_are_refused() -> None:
     of = codec((64, 128, 64), 256)
     with pytest.raises(ShapeError, match=r"has 256 bytes: the layers have 128\."):
-        RawPagedCodec(RawLayout(of.layout.caches[1:2], of.layout.shape), of.format)
+        raw_codec(RawLayout(of.layout.caches[1:2], of.layout.shape), of.format)
     with pytest.raises(ShapeError, match="the paged cache has"):
-        RawPagedCodec(RawLayout(of.layout.caches, BlockShape(1, 1, 1, 256, Dtype.UINT8)), of.format)
+        raw_codec(RawLayout(of.layout.caches, BlockShape(1, 1, 1, 256, Dtype.UINT8)), of.format)

@@ -1,39 +1,34 @@
-"""Codecs of others, by entry point."""
+"""Presets by name, ours and those of others, and what is refused."""
 
 import subprocess
 import sys
+from dataclasses import FrozenInstanceError, dataclass, fields
 from importlib.metadata import EntryPoint
 
 import pytest
 
-from manthan.codec import CodecSpec, codec_names, get_codec, registry, section_codec
-from manthan.codec.cpu.numpy_codec import NumpyCodec
+from manthan.codec import CodecError, HeadDimError, UnknownCodecError, codec_names, get_codec, registry
+from manthan.codec.k3v3 import K3v3Codec
+from manthan.codec.wht import Wht
 
-OURS = [
-    "k3v3",
-    "k4v2",
-    "lloyd3",
-    "k4v3",
-    "lloyd4",
-    "lloyd3-unrotated",
-    "k4v2c",
-    "k4v4c",
-    "k4v2-tiles",
-    "wht-5x",
-    "wht-4x",
-]
+OURS = ["wht-5x", "wht-4x", "klt-5x", "klt-8x", "klt-12x", "k3v3"]
 
 
-def two_thirds(head_dim, backend):
-    """A codec that another package might offer."""
-    return NumpyCodec(CodecSpec("two-thirds", 3, 4), head_dim)
+@dataclass(frozen=True)
+class TwoThirds:
+    """A preset that another package might offer."""
+
+    name: str = "two-thirds"
+
+    def codec(self, head_dim, facts):
+        return K3v3Codec(self.name, head_dim)
 
 
 @pytest.fixture
 def installed(monkeypatch):
     """As if a package declared the entry point `two-thirds` in the group `manthan.codecs`."""
-    point = EntryPoint("two-thirds", "a_package:two_thirds", "manthan.codecs")
-    monkeypatch.setattr(EntryPoint, "load", lambda self: two_thirds)
+    point = EntryPoint("two-thirds", "a_package:TWO_THIRDS", "manthan.codecs")
+    monkeypatch.setattr(EntryPoint, "load", lambda self: TwoThirds())
     monkeypatch.setattr(registry, "entry_points", lambda group: [point] if group == "manthan.codecs" else [])
     registry._others.cache_clear()
     yield
@@ -43,8 +38,16 @@ def installed(monkeypatch):
 @pytest.mark.usefixtures("installed")
 def test_entry_points_add_codecs():
     assert codec_names() == [*OURS, "two-thirds"]
-    codec = get_codec("two-thirds", 64)
-    assert (codec.bits("key"), codec.bits("value")) == (3, 4)
+    assert get_codec("two-thirds", 64).name == "two-thirds"
+
+
+def test_a_preset_is_a_frozen_dataclass_whose_fields_are_its_options():
+    preset = Wht("finer", key_step=0.1, value_step=0.2)
+    assert [field.name for field in fields(preset)] == ["name", "key_step", "value_step"]
+    assert preset.codec(64).name == "finer"
+    with pytest.raises(FrozenInstanceError):
+        preset.key_step = 1.0
+    assert all(registry.PRESETS[name].name == name for name in OURS)
 
 
 def test_what_takes_the_place_of_a_codec_that_is_not_faithful():
@@ -55,9 +58,28 @@ def test_what_takes_the_place_of_a_codec_that_is_not_faithful():
 
 def test_ours_alone():
     assert codec_names() == OURS
-    assert section_codec(registry.DEFAULT, 64).name == "wht-5x"
+    assert get_codec(registry.DEFAULT, 64).name == "wht-5x"
 
 
 def test_importing_the_package_does_not_import_torch():
     code = "import sys, manthan.codec, manthan.codec.block, manthan.codec.gpu.xxh3; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "error", "text"),
+    [
+        ("k3v4", 64, UnknownCodecError, "'k3v4'.*did you mean 'k3v3'.*wht-5x"),
+        ("", 64, UnknownCodecError, "codec '' is unknown"),
+        ("k3v3", 100, HeadDimError, "head_dim 100 .*multiple of 8 from 32 to 512"),
+        ("wht-5x", 24, HeadDimError, "head_dim 24 "),
+        ("k3v3", 520, HeadDimError, "head_dim 520 "),
+        ("k3v3", 64.0, HeadDimError, "head_dim 64.0 "),
+    ],
+)
+def test_refused_with_a_clear_sentence(name, head_dim, error, text):
+    with pytest.raises(error, match=text) as refusal:
+        get_codec(name, head_dim)
+    assert isinstance(refusal.value, CodecError)
+    assert "\n" not in str(refusal.value)
+    assert str(refusal.value).endswith((".", "?"))

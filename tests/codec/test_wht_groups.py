@@ -17,7 +17,7 @@ from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 3, 2, 16, 64, 7
-BOOKS = ("sizes", "places", "forms", "starts")
+BOOKS = ("sizes", "places", "doublings", "starts")
 
 
 class Told:

@@ -10,7 +10,7 @@ import xxhash
 from manthan.codec import errors, wire
 from manthan.codec.base import Dtype, Section, SectionKind
 
-KEYS = Section(SectionKind.KEYS, "lloyd3", 4, 28, 2, 128, first_token=4)
+KEYS = Section(SectionKind.KEYS, "k3v3", 4, 28, 2, 128, first_token=4)
 SECTIONS = (
     replace(KEYS, kind=SectionKind.BOTH, codec="exact", tokens=4, first_token=0),
     KEYS,
@@ -110,26 +110,17 @@ def test_the_format_has_not_changed():
     """Stores outlive processes."""
     header = replace(HEADER, sections=(replace(KEYS, first_layer=1, dtype=Dtype.FLOAT16),), group=7)
     data = bytes(block(header, (33,)))
-    assert data[:8] == b"MNTH\2\0\xc0\0"
+    assert data[:8] == b"MNTH\1\0\xc0\0"
     assert data[8:16] == struct.pack("<Q", xxhash.xxh3_64_intdigest(data[:8] + data[16:]))
     assert data[16:32] == bytes(range(16))
     assert data[32:64] == struct.pack("<QQHHIB7x", 128 + 64 + 48, 64, 7, 1, 32, 32)
     assert data[64:128] == b"\1" * 32 + bytes(32)
-    entry = struct.pack("<BBHHHH2xII4xQ24s8x", 1, 2, 1, 4, 2, 128, 4, 28, 33, b"lloyd3")
+    entry = struct.pack("<BBHHHH2xII4xQ24s8x", 1, 2, 1, 4, 2, 128, 4, 28, 33, b"k3v3")
     assert data[128:192] == entry
     assert data[225:] == bytes(15)
 
 
 DATA = bytes(block())
-FORMAT_1 = resealed(
-    struct.pack(
-        "<4sHHQ24s16sIIIHBBQQ64s8x",
-        *(b"MNTH", 1, 160, 0, b"lloyd3", bytes(range(16)), 1, 1, 4, 32, 32, 1, 64, 64, b"\1" * 32),
-    )
-    + bytes(128),
-    0,
-    b"",
-)
 
 REFUSED = {
     "empty": (b"", errors.TruncatedError, "truncated", "0 bytes are fewer than a header's 128"),
@@ -139,8 +130,6 @@ REFUSED = {
     "trailing": (DATA + b"\0", errors.TrailingBytesError, "trailing", "433 bytes: its header says 432"),
     "magic": (b"X" + DATA[1:], errors.MagicError, "magic", "b'XNTH'"),
     "pickle": (b"\x80\x05" + DATA[2:], errors.MagicError, "magic", "not b'MNTH'"),
-    "format 1": (FORMAT_1, errors.OldFormatError, "old_format", "format 1, which an earlier Manthan wrote"),
-    "format 1 cut": (FORMAT_1[:6], errors.OldFormatError, "old_format", "it must be 2"),
     "format 3": (resealed(DATA, 4, b"\3"), errors.VersionError, "version", "format 3 cannot be read"),
     "payload": (DATA[:-20] + bytes([DATA[-20] ^ 1]) + DATA[-19:], errors.ChecksumError, "checksum", "checksum is not"),
     "checksum": (DATA[:8] + b"\0" * 8 + DATA[16:], errors.ChecksumError, "checksum", "0x0000000000000000"),

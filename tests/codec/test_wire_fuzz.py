@@ -17,11 +17,11 @@ from manthan.codec.errors import WireError
 MUTATIONS = 100_000
 FORGERIES = 20_000
 SHAPES = [
-    ("lloyd3", BlockShape(1, 1, 4, 32), 0),
-    ("lloyd3", BlockShape(1, 1, 4, 32), 1),
-    ("lloyd3", BlockShape(2, 2, 8, 64), 8),
-    ("k4v3", BlockShape(1, 2, 3, 80), 0),
-    ("lloyd3-unrotated", BlockShape(1, 1, 2, 128), 1),
+    ("k3v3", BlockShape(1, 1, 4, 32), 0),
+    ("k3v3", BlockShape(1, 1, 4, 32), 1),
+    ("k3v3", BlockShape(2, 2, 8, 64), 8),
+    ("k3v3", BlockShape(1, 2, 3, 80), 0),
+    ("k3v3", BlockShape(1, 1, 2, 128), 1),
 ]
 
 

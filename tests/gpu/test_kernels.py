@@ -1,16 +1,13 @@
-"""The CUDA kernels, and the PyTorch path on a GPU, against numpy: the same codes and numbers, nothing else touched."""
-
-from typing import Any
+"""The CUDA kernels of k3v3 against numpy: the same codes and numbers, nothing else touched."""
 
 import numpy as np
 import pytest
 import torch
 
 from manthan.codec.block import BlockFormat
+from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, PagedLayout, status_cause
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.model import ModelFacts
-from manthan.codec.registry import CENTRED, SPECS
 from manthan.codec.rope import Rope
 
 LAYERS, HEADS, TOKENS, BLOCKS = 2, 3, 16, 24
@@ -27,9 +24,7 @@ class Cache:
     exact: how many first tokens of each block are kept as they are.
     """
 
-    def __init__(
-        self, head_dim: int, dtype: torch.dtype, codec: str, paged: Any, tokens: int = TOKENS, exact: int = 0
-    ) -> None:
+    def __init__(self, head_dim: int, dtype: torch.dtype, tokens: int = TOKENS, exact: int = 0) -> None:
         torch.manual_seed(head_dim)
         self.head_dim, self.exact = head_dim, exact
         shape = (BLOCKS, tokens, HEADS, 2 * head_dim)
@@ -38,8 +33,8 @@ class Cache:
         strides = (tokens * HEADS * 2 * head_dim, 2 * head_dim, HEADS * 2 * head_dim)
         layout = PagedLayout(self.layers, HEADS, tokens, head_dim, *strides, key_at=0, value_at=head_dim)
         rope = Rope(tuple(1e4 ** -np.arange(0, 1, 2 / head_dim)))
-        self.format = BlockFormat(codec, layout.shape, PRINT, group=2, facts=ModelFacts(rope))
-        self.paged: PagedCodec = paged(layout, self.format)
+        self.format = BlockFormat("k3v3", layout.shape, PRINT, group=2, facts=ModelFacts(rope))
+        self.paged: PagedCodec = K3v3PagedCodec(layout, self.format)
         self.form = self.paged.form(exact)
         self.places = [slot * (self.form.nbytes + 48) for slot in SLOTS]
         self.codes = torch.full((8 * (self.form.nbytes + 48),), 170, dtype=torch.uint8, device="cuda")
@@ -73,15 +68,6 @@ class Cache:
         """The i-th block as numpy encodes it."""
         numbers = self.numbers(IDS[i])
         return self.format.encode(*numbers, key=KEYS[i], first_token=FIRST_TOKENS[i], exact=self.exact)
-
-
-@pytest.fixture(params=["kernels", "torch"])
-def paged(request: pytest.FixtureRequest) -> Any:
-    if request.param == "torch":
-        return TorchPagedCodec
-    from manthan.codec.gpu.cuda_codec import CudaPagedCodec
-
-    return CudaPagedCodec
 
 
 def as_floats(numbers: np.ndarray) -> torch.Tensor:
@@ -122,33 +108,28 @@ def check(cache: Cache, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
-@pytest.mark.parametrize("codec", [*SPECS, *CENTRED])
 @pytest.mark.parametrize("head_dim", [32, 40, 48, 64, 80, 96, 112, 128, 160, 192, 256, 512])
-def test_codes_are_numpys_and_come_back_as_numpys_numbers(
-    paged: Any, head_dim: int, codec: str, dtype: torch.dtype
-) -> None:
-    if codec in CENTRED and paged is not TorchPagedCodec:
-        pytest.skip("there are no kernels for it")
-    check(Cache(head_dim, dtype, codec, paged), dtype)
+def test_codes_are_numpys_and_come_back_as_numpys_numbers(head_dim: int, dtype: torch.dtype) -> None:
+    check(Cache(head_dim, dtype), dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("exact", [1, 4, 8, 15, 16])
 @pytest.mark.parametrize("head_dim", [40, 64, 80, 112, 128, 256])
-def test_so_are_those_of_blocks_with_exact_tokens(paged: Any, head_dim: int, exact: int, dtype: torch.dtype) -> None:
-    check(Cache(head_dim, dtype, "k4v3", paged, exact=exact), dtype)
+def test_so_are_those_of_blocks_with_exact_tokens(head_dim: int, exact: int, dtype: torch.dtype) -> None:
+    check(Cache(head_dim, dtype, exact=exact), dtype)
 
 
 @pytest.mark.parametrize("tokens", [16, 20, 24, 128])
 @pytest.mark.parametrize("exact", [0, 4])
 @pytest.mark.parametrize("head_dim", [96, 128])
-def test_blocks_of_any_number_of_tokens(paged: Any, head_dim: int, tokens: int, exact: int) -> None:
-    check(Cache(head_dim, torch.bfloat16, "lloyd3", paged, tokens=tokens, exact=exact), torch.bfloat16)
+def test_blocks_of_any_number_of_tokens(head_dim: int, tokens: int, exact: int) -> None:
+    check(Cache(head_dim, torch.bfloat16, tokens=tokens, exact=exact), torch.bfloat16)
 
 
 @pytest.mark.parametrize("exact", [0, 3, 8, 16])
-def test_the_kernels_read_what_numpy_wrote(paged: Any, exact: int) -> None:
-    cache = Cache(128, torch.bfloat16, "k4v3", paged, exact=exact)
+def test_the_kernels_read_what_numpy_wrote(exact: int) -> None:
+    cache = Cache(128, torch.bfloat16, exact=exact)
     for i in range(4):
         cache.block(i)[:] = torch.from_numpy(cache.by_numpy(i))
     assert cache.decode([10, 11, 12, 13]) == [None] * 4
@@ -163,9 +144,9 @@ def test_the_kernels_read_what_numpy_wrote(paged: Any, exact: int) -> None:
 @pytest.mark.parametrize("exact", [2, 16])
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("offset", [0, 3])
-def test_exact_tokens_may_be_anything(paged: Any, dtype: torch.dtype, exact: int, offset: int) -> None:
+def test_exact_tokens_may_be_anything(dtype: torch.dtype, exact: int, offset: int) -> None:
     """Not finite, denormal, minus zero; and caches that do not begin at a multiple of 16 bytes."""
-    cache = Cache(64, dtype, "k3v3", paged, exact=exact)
+    cache = Cache(64, dtype, exact=exact)
     shape = cache.layers[0].shape
     moved = []
     for layer in cache.layers:
@@ -176,7 +157,7 @@ def test_exact_tokens_may_be_anything(paged: Any, dtype: torch.dtype, exact: int
         moved[-1][:, :exact].view(torch.uint8).copy_(noise[:, :exact].view(torch.uint8))
     layout = cache.paged.layout
     layout = PagedLayout(tuple(moved), *(getattr(layout, name) for name in list(layout.__dataclass_fields__)[1:]))
-    cache.layers, cache.paged = tuple(moved), paged(layout, cache.format)
+    cache.layers, cache.paged = tuple(moved), K3v3PagedCodec(layout, cache.format)
     assert cache.encode(IDS) == [None] * 4
     assert cache.decode([10, 11, 12, 13]) == [None] * 4
     for block, target in zip(IDS, (10, 11, 12, 13), strict=True):
@@ -185,8 +166,8 @@ def test_exact_tokens_may_be_anything(paged: Any, dtype: torch.dtype, exact: int
 
 
 @pytest.mark.parametrize("exact", [0, 4, 16])
-def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
-    cache = Cache(128, torch.bfloat16, "lloyd3", paged, exact=exact)
+def test_damage_is_told_apart_and_not_written(exact: int) -> None:
+    cache = Cache(128, torch.bfloat16, exact=exact)
     cache.encode(IDS)
     headers = cache.encoded.headers.clone()
     cache.block(0)[cache.form.nbytes - 5] ^= 1
@@ -205,8 +186,8 @@ def test_damage_is_told_apart_and_not_written(paged: Any, exact: int) -> None:
 
 
 @pytest.mark.parametrize("head_dim", [80, 112, 128])
-def test_extremes_are_encoded_as_numpy_does(paged: Any, head_dim: int) -> None:
-    cache = Cache(head_dim, torch.bfloat16, "lloyd3", paged)
+def test_extremes_are_encoded_as_numpy_does(head_dim: int) -> None:
+    cache = Cache(head_dim, torch.bfloat16)
     block = cache.layers[0][3, :, 0, :head_dim]
     for t, factor in enumerate((0.0, 1e-39, 1e37, 1e-30, 3e38, 1e-20, 1e18)):
         block[t] *= factor
@@ -220,8 +201,8 @@ def test_extremes_are_encoded_as_numpy_does(paged: Any, head_dim: int) -> None:
 
 @pytest.mark.parametrize("exact", [0, 5])
 @pytest.mark.parametrize("number", [float("nan"), float("inf"), float("-inf")])
-def test_what_is_not_finite_is_reported(paged: Any, number: float, exact: int) -> None:
-    cache = Cache(128, torch.float16, "lloyd3", paged, exact=exact)
+def test_what_is_not_finite_is_reported(number: float, exact: int) -> None:
+    cache = Cache(128, torch.float16, exact=exact)
     cache.layers[1][7, 9, 2, 128 + 3] = number
     assert cache.encode(IDS) == [None, "decode", None, None]
     coded = TOKENS - exact
@@ -229,9 +210,9 @@ def test_what_is_not_finite_is_reported(paged: Any, number: float, exact: int) -
 
 
 @pytest.mark.parametrize("exact", [0, 3])
-def test_many_blocks_at_once(paged: Any, exact: int) -> None:
+def test_many_blocks_at_once(exact: int) -> None:
     """More than fit on the GPU side by side; each has the codes that it gets alone."""
-    cache = Cache(64, torch.bfloat16, "lloyd3", paged, exact=exact)
+    cache = Cache(64, torch.bfloat16, exact=exact)
     cache.encode(IDS)
     start, nbytes = cache.form.header.nbytes, cache.form.nbytes
     alone = cache.block(1)[start:].clone()

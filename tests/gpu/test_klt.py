@@ -139,7 +139,7 @@ def assert_alike(world: World, i: int, target: int) -> None:
 
 
 def coded_again(world: World, i: int) -> None:
-    """Sections in form 0 are, byte for byte, what the CPU's entropy coder makes of their integers."""
+    """Sections are, byte for byte, what the CPU's entropy coder makes of their integers."""
     block = wire.parse(world.block(i), key=KEYS[i], fingerprint=b"f" * 16, group=GROUP)
     codec = world.format._codecs[world.format.codec]
     for section, codes in zip(block.header.sections[-2:], block.payloads[-2:], strict=True):
@@ -234,44 +234,39 @@ def test_tables_may_be_outside_of_shared_memory(monkeypatch: pytest.MonkeyPatch)
 @pytest.mark.parametrize("exact", [0, 3])
 @pytest.mark.parametrize("interleaved", [False, True])
 def test_numbers_that_are_far_from_the_profile(dtype: torch.dtype, exact: int, interleaved: bool) -> None:
-    """Of one block, the keys of another, the values of a third: those sections have form 1."""
+    """Of one block, the keys of another, the values of a third: those sections double their steps."""
     rope = replace(made_up.rope_of(64), interleaved=interleaved)
     world = World(dtype=dtype, exact=exact, profile=profile_of(3, 64, rope))
     for layer in world.layers:
         for block, at in ((IDS[0], slice(None)), (IDS[1], slice(64)), (IDS[2], slice(64, None))):
-            layer[block, :, :, at] *= 300
+            layer[block, :, :, at] *= 30
     assert world.encode() == [None] * 4
     assert world.decode() == [None] * 4
     forms = []
     for i, target in enumerate(TARGETS):
-        forms.append(forms_of(world, i))
+        forms.append(doubled(world, i))
         assert len(world.block(i)) <= world.form.nbytes
         assert_alike(world, i, target)
         for x, y in zip(world.numbers(IDS[i]), world.numbers(target), strict=True):
             assert (as_floats(x) - as_floats(y)).square().mean() < 0.2 * as_floats(x).square().mean()
-    assert forms == [[1, 1], [1, 0], [0, 1], [0, 0]]
+    assert forms == [[True, True], [True, False], [False, True], [False, False]]
     for i in range(4):
         world.write(i, world.by_cpu(i))
-        assert forms_of(world, i) == forms[i]
+        assert doubled(world, i) == forms[i]
     assert world.decode() == [None] * 4
     for i, target in enumerate(TARGETS):
         assert_alike(world, i, target)
 
 
-def forms_of(world: World, i: int) -> list[int]:
-    return [int(payload[1]) for payload in wire.parse(world.block(i), group=GROUP).payloads[-2:]]
+def doubled(world: World, i: int) -> list[bool]:
+    return [payload[1] > 0 for payload in wire.parse(world.block(i), group=GROUP).payloads[-2:]]
 
 
-def test_the_largest_numbers() -> None:
+def test_numbers_too_far_from_the_profile_are_reported() -> None:
     world = World(dtype=torch.float32)
-    world.layers[1][IDS[1], :, :, 64:] = 3e38
-    world.layers[2][IDS[2], :, :, :64] = 2.0**99
-    assert world.encode() == [None] * 4
-    assert world.decode() == [None] * 4
-    for i, target in enumerate(TARGETS):
-        assert_alike(world, i, target)
-    world.layers[2][IDS[2], 5, 2, 0] = 2.0**100
-    assert world.encode() == [None, None, "decode", None]
+    world.layers[1][IDS[1], 5, 2, 64:] = 3e38
+    world.layers[2][IDS[2], 5, 2, :64] = 2.0**99
+    assert world.encode() == [None, "decode", "decode", None]
 
 
 @pytest.mark.parametrize("exact", [0, 5])
@@ -344,10 +339,10 @@ def test_a_size_that_is_not_the_block_s(change: int) -> None:
     assert world.decode() == [None, None, "size", None]
 
 
-@pytest.mark.parametrize("scale", [1, 300])
+@pytest.mark.parametrize("scale", [1, 30])
 @pytest.mark.parametrize("exact", [0, 2])
 def test_sealed_damage_is_refused_where_the_cpu_refuses_it(exact: int, scale: float) -> None:
-    """Bytes that changed before the checksum was made: in lengths, forms, sizes, states and words. What is refused is
+    """Bytes that changed before the checksum was made: in lengths, doublings, sizes, states, words. What is refused is
     not written, what is not, is decoded to the same."""
     world, rng = World(exact=exact, scale=scale), np.random.default_rng(exact)
     world.encode()
@@ -370,7 +365,7 @@ def test_sealed_damage_is_refused_where_the_cpu_refuses_it(exact: int, scale: fl
             verdicts.append(cause)
             if cause is None:
                 assert_alike(world, i, target)
-            elif scale == 1:
+            else:
                 assert all(bool((layer[target] == 7).all()) for layer in world.layers)
     assert {"decode", "size"} <= {*verdicts}
 

@@ -6,18 +6,19 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from manthan.benchmarks import made_up
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
-from manthan.codec.errors import NonFiniteError, WireError
-from manthan.codec.gpu.paged import BAD_HEADER, GOOD, Batch, PagedCodec, PagedLayout
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
+from manthan.codec.errors import CodecError, NonFiniteError, WireError
+from manthan.codec.gpu.cuda_codec import Job
+from manthan.codec.gpu.paged import BAD_CHECKSUM, BAD_HEADER, GOOD, Batch, PagedCodec, PagedLayout, RawLayout
+from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.worker.blocks import DeviceMemory
 
 LAYERS, HEADS, TOKENS, DIM, BLOCKS = 2, 2, 8, 32, 64
 
@@ -86,14 +87,40 @@ def install(monkeypatch: pytest.MonkeyPatch) -> Gpu:
     return gpu
 
 
+class Seals:
+    """What `seal` and `verify` of seal.cu do, in this process's memory."""
+
+    def launch(self, name: str, job: Job, warps: int) -> None:
+        def at(address: int, nbytes: int) -> np.ndarray:
+            return np.ctypeslib.as_array((ctypes.c_uint8 * nbytes).from_address(address))
+
+        offsets, head = at(job.offsets, 8 * job.n).view(np.int64), job.head_nbytes
+        headers = at(job.headers, head * job.n).reshape(job.n, head)
+        for i, offset in enumerate(offsets.tolist()):
+            block = at(job.codes + offset, job.nbytes)
+            if name == "seal":
+                block[:head] = headers[i]
+                wire.seal(block)
+                continue
+            sealed, differs = wire.seal(block.copy()), block[:head] != headers[i]
+            differs[wire.CHECKSUM] = False
+            first = BAD_HEADER - int(differs.argmax()) if differs.any() else GOOD
+            at(job.status, 4 * job.n).view(np.int32)[i] = first if np.array_equal(sealed, block) else BAD_CHECKSUM
+
+
+def raw_codec(layout: RawLayout, format: BlockFormat) -> RawPagedCodec:
+    return RawPagedCodec(layout, format, Seals())
+
+
 class FormatCodec(PagedCodec):
-    """What a GPU would do with blocks whose sizes vary, by numpy."""
+    """What a GPU would do, by numpy, block by block: whatever codec, layout and kind of numbers."""
 
     def encode(self, batch: Batch, codes: torch.Tensor) -> None:
-        for i, (key, first_token, at) in enumerate(self._told(batch)):
-            numbers = DeviceMemory(self.layout).gather(int(batch.block_ids[i]))
+        for i, (key, first_token, mark, at) in enumerate(self._told(batch)):
+            keys, values = self._numbers(int(batch.block_ids[i]))
+            told = {"key": key, "first_token": first_token, "exact": batch.exact, "mark": mark}
             try:
-                block = self.format.encode(*numbers, key=key, first_token=first_token, exact=batch.exact)
+                block = self.format._encode(keys, values, *told.values())
             except NonFiniteError as error:
                 batch.status[i] = error.index
                 continue
@@ -101,36 +128,66 @@ class FormatCodec(PagedCodec):
             batch.nbytes[i], batch.status[i] = len(block), GOOD
 
     def verify(self, batch: Batch, codes: torch.Tensor) -> None:
-        for i, (key, first_token, at) in enumerate(self._told(batch)):
+        for i, (key, first_token, mark, at) in enumerate(self._told(batch)):
             block = codes[at : at + int(batch.nbytes[i])].numpy()
             try:
                 found = wire.parse(block, key=key, fingerprint=self.format.fingerprint, group=self.format.group).header
-                cause = "key" if found.first_token != first_token else None
+                cause = "key" if (found.first_token, found.mark) != (first_token, mark) else None
                 cause = cause if self.format.exact_of(found) == batch.exact else "size"
             except WireError as error:
                 cause = error.cause
-            batch.status[i] = GOOD if cause is None else BAD_HEADER - dict(wire.FIELD_ENDS)[cause] + 1
+            ends = {**dict(wire.FIELD_ENDS), "checksum": 0}
+            status = GOOD if cause is None else BAD_HEADER - ends.get(cause, ends["size"]) + 1
+            batch.status[i] = BAD_CHECKSUM if cause == "checksum" else status
 
     def decode(self, batch: Batch, codes: torch.Tensor) -> None:
-        for i, (key, _, at) in enumerate(self._told(batch)):
-            if batch.status[i] == GOOD:
-                block = codes[at : at + int(batch.nbytes[i])].numpy()
-                DeviceMemory(self.layout).scatter(int(batch.block_ids[i]), *self.format.decode(block, key=key))
+        for i, (key, _, _, at) in enumerate(self._told(batch)):
+            if batch.status[i] != GOOD:
+                continue
+            try:
+                parts = self.format.decode(codes[at : at + int(batch.nbytes[i])].numpy(), key=key)
+            except CodecError:
+                batch.status[i] = 0
+                continue
+            for part, view in zip(parts, self._views(int(batch.block_ids[i])), strict=True):
+                for numbers, layer in zip(part, view, strict=True):
+                    layer.copy_(torch.from_numpy(np.ascontiguousarray(numbers)).view(layer.dtype).view(layer.shape))
 
-    def _told(self, batch: Batch) -> Iterator[tuple[bytes, int, int]]:
-        """Key, first token and offset of each block."""
+    def _views(self, block: int) -> list[list[torch.Tensor]]:
+        """Keys of each layer, and values, or what stands in their places."""
+        layout = self.layout
+        latents = [(layout.latents, layout.latents.key_at)] if layout.latents else []
+        return [
+            [
+                cache.as_strided(
+                    (part.heads, part.tokens, part.head_dim),
+                    (part.head_stride, part.token_stride, 1),
+                    cache.storage_offset() + block * part.block_stride + at,
+                )
+                for cache in part.caches
+            ]
+            for part, at in [*((layout, at) for at in layout.ats), *latents]
+        ]
+
+    def _numbers(self, block: int) -> list[np.ndarray]:
+        """Of a block, as `BlockFormat` has them."""
+        found = [torch.stack(layers) for layers in self._views(block)]
+        return [(x.view(torch.uint16) if x.dtype is torch.bfloat16 else x).numpy() for x in found]
+
+    def _told(self, batch: Batch) -> Iterator[tuple[bytes, int, int, int]]:
+        """Key, first token, mark and offset of each block."""
         for header, at in zip(batch.headers.numpy(), batch.offsets.tolist(), strict=True):
             front = wire.Front(*wire.HEADER.unpack_from(header.data))
-            yield front.key[: front.key_len], front.first_token, at
+            yield front.key[: front.key_len], front.first_token, front.mark, at
 
 
-def paged_codec(name: str = "k4v3", dtype: torch.dtype = torch.bfloat16, **more: Any) -> TorchPagedCodec:
+def paged_codec(name: str = "k3v3", dtype: torch.dtype = torch.bfloat16, **more: Any) -> FormatCodec:
     """Over a cache of random numbers, tokens outside heads."""
     torch.manual_seed(1)
     caches = tuple(torch.randn(BLOCKS, TOKENS * HEADS * 2 * DIM).to(dtype) for _ in range(LAYERS))
     strides = (TOKENS * HEADS * 2 * DIM, 2 * DIM, HEADS * 2 * DIM)
     layout = PagedLayout(caches, HEADS, TOKENS, DIM, *strides, key_at=0, value_at=DIM)
-    return TorchPagedCodec(layout, BlockFormat(name, layout.shape, b"f" * 16, **more))
+    return FormatCodec(layout, BlockFormat(name, layout.shape, b"f" * 16, **more))
 
 
 def varying_codec(name: str = "klt-8x", **more: Any) -> FormatCodec:

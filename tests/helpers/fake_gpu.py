@@ -6,15 +6,13 @@ from typing import Any
 import fake_cuda
 import pytest
 
-from manthan.codec.gpu.raw import RawPagedCodec
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.vllm_hooks import compat, scheduler_half, settled
 from manthan.vllm_hooks.worker import half
 
 
 def play(as_bytes: bool = True) -> None:
     """For this process, which makes an engine and then ends. as_bytes: blocks are kept as the bytes that they are; else
-    in a codec of torch's."""
+    in numpy's codecs."""
     patch, gpu_path = pytest.MonkeyPatch(), half._gpu_path
 
     def played(*args: Any) -> Any:
@@ -27,7 +25,7 @@ def play(as_bytes: bool = True) -> None:
 
     patch.setattr(half, "_gpu_path", played)
     patch.setattr(half, "codec_backend", lambda *_: "cuda")
-    patch.setattr(half, "paged_codec", RawPagedCodec if as_bytes else TorchPagedCodec)
+    patch.setattr(half, "paged_codec", fake_cuda.raw_codec if as_bytes else fake_cuda.FormatCodec)
     patch.setattr(scheduler_half, "is_on_gpu", lambda _: True)
     for name in ("pin", "unpin"):
         patch.setattr(compat, name, lambda memory: None)

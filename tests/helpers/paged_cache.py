@@ -16,7 +16,7 @@ from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
 
 LAYERS, HEADS, BLOCKS = 3, 2, 8
 PRINT = b"f" * 16
-CODEC = "lloyd3"
+CODEC = "k3v3"
 
 
 def paged(isa: str, dtype: torch.dtype, tokens: int, head_dim: int) -> tuple[dict, dict, FullAttentionSpec]:

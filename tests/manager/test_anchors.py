@@ -262,12 +262,12 @@ def test_exact_tokens_of_a_larger_block() -> None:
 
 def test_states_stay_in_their_codec_when_the_others_change() -> None:
     world = World(shape=replace(SHAPE, settled={WINDOW}))
-    world.manager.recode(replace(SHAPE, settled={WINDOW}, codec="k4v4c"), 10_000)
+    world.manager.recode(replace(SHAPE, settled={WINDOW}, codec="wht-4x"), 10_000)
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
     world.manager.request_finished("r", KEYS[:5], 0, tokens=80, places=[Place(5, [(WINDOW, KEYS[4], 4)])])
     world.manager.sweep(50)
     codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
-    assert codecs == {WINDOW: "", None: "k4v4c"}
+    assert codecs == {WINDOW: "", None: "wht-4x"}
 
 
 def test_pins_count_windows() -> None:

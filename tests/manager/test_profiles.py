@@ -63,9 +63,9 @@ def test_without_a_profile_the_start_ends_with_a_sentence_that_says_what_to_do()
 def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.profile) == ("wht-5x", None)
-    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert chosen.name == "klt-6x"
+    assert chosen.name == "klt-8x"
     assert chosen.profile is not None
 
 
@@ -104,7 +104,7 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
 @pytest.mark.parametrize(
     ("options", "ranks", "sentence"),
     [
-        ({"presets": {"klt-6x": 6.0}}, 1, "has no klt-8x: it has klt-6x; run `manthan calibrate someone/made-up`"),
+        ({"presets": {"klt-8x": 6.0}}, 1, "has no klt-8x: it has klt-8x; run `manthan calibrate someone/made-up`"),
         ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
     ],
 )

@@ -127,7 +127,6 @@ def test_probing_leaves_nothing_behind() -> None:
         (lambda buf: np.r_[buf, np.uint8(0)], "trailing"),
         (lambda buf: np.r_[np.uint8(0), buf[1:]], "magic"),
         (lambda buf: np.r_[buf[:-1], buf[-1:] ^ 1], "checksum"),
-        (lambda buf: np.r_[buf[:4], np.uint8(1), buf[5:]], "old_format"),
         (lambda buf: None, "missing"),
     ],
 )

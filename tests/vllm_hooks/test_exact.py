@@ -15,7 +15,7 @@ from manthan.manager.stores.arena import room
 SCRIPT = "exact_sessions.py"
 SINK, WINDOW = 4, 2
 """In tokens, and in blocks."""
-CODEC = "k4v2"
+CODEC = "k3v3"
 """Of fixed rate: what a block takes is known."""
 EXACT = {"name": CODEC, "sink_tokens": SINK, "window_tokens": 40, "guard": False}
 FORM = BlockFormat(CODEC, BlockShape(4, 2, BLOCK, 128), bytes(16))

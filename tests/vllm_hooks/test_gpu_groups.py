@@ -8,13 +8,12 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
-from fake_cuda import BLOCKS, DIM, HEADS, LAYERS, TOKENS
+from fake_cuda import BLOCKS, DIM, HEADS, LAYERS, TOKENS, FormatCodec
 
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
 from manthan.codec.gpu.raw import RawPagedCodec
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
@@ -49,13 +48,13 @@ class World:
         self.plain, raw = layouts(self.memory)
         rope = fake_cuda.made_up.rope_of(DIM)
         formats = {
-            CHAIN: BlockFormat("k4v4c", self.plain.shape, b"c" * 16, CHAIN, ModelFacts(rope)),
-            WINDOW: BlockFormat("k4v3", self.plain.shape, b"w" * 16, WINDOW),
+            CHAIN: BlockFormat("wht-4x", self.plain.shape, b"c" * 16, CHAIN, ModelFacts(rope)),
+            WINDOW: BlockFormat("k3v3", self.plain.shape, b"w" * 16, WINDOW),
             STATE: BlockFormat("exact", raw.shape, b"s" * 16, STATE),
         }
         self.codecs: dict[int, PagedCodec] = {
-            CHAIN: TorchPagedCodec(self.plain, formats[CHAIN]),
-            WINDOW: TorchPagedCodec(self.plain, formats[WINDOW]),
+            CHAIN: FormatCodec(self.plain, formats[CHAIN]),
+            WINDOW: FormatCodec(self.plain, formats[WINDOW]),
             STATE: RawPagedCodec(raw, formats[STATE]),
         }
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
@@ -65,7 +64,7 @@ class World:
 
     def make(self, group: int, name: str) -> PagedCodec:
         self.made.append((group, name))
-        return TorchPagedCodec(self.plain, BlockFormat(name, self.plain.shape, b"g" * 16, group))
+        return FormatCodec(self.plain, BlockFormat(name, self.plain.shape, b"g" * 16, group))
 
     def spill(self, *spills: SpillBlock) -> list[SpillResult]:
         self.path.submit_spills(ManthanMetadata(spills=list(spills)))

@@ -8,12 +8,11 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
-from fake_cuda import BLOCKS, TOKENS
+from fake_cuda import BLOCKS, TOKENS, FormatCodec
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import (
     GroupBlocks,
@@ -117,9 +116,9 @@ def test_blocks_in_several_codecs_lie_side_by_side(make: Callable[..., World]) -
     """The guard changes the codec while there are blocks: each is decoded in its own, also in one load."""
     world = make()
     layout = world.codec.layout
-    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
-    world.path._make = lambda *name: {(GROUP, "k4v4c"): finer}[name]
-    names = ["", "k4v4c", "k4v4c", ""]
+    finer = FormatCodec(layout, BlockFormat("wht-4x", layout.shape, b"g" * 16, GROUP))
+    world.path._make = lambda *name: {(GROUP, "wht-4x"): finer}[name]
+    names = ["", "wht-4x", "wht-4x", ""]
     orders = [order(n)._replace(codec=name) for n, name in enumerate(names)]
     forms = [finer.format if name else None for name in names]
     before = [world.as_restored(world.numbers(n), spill, forms[n]) for n, spill in enumerate(orders)]
@@ -133,7 +132,7 @@ def test_blocks_in_several_codecs_lie_side_by_side(make: Callable[..., World]) -
 def test_blocks_in_a_codec_that_cannot_be_made_are_answered_for(make: Callable[..., World]) -> None:
     world = make()
     world.path._make = lambda *name: {}[name]
-    assert [result.cause for result in world.spill(order(0)._replace(codec="k4v4c"))] == ["internal"]
+    assert [result.cause for result in world.spill(order(0)._replace(codec="wht-4x"))] == ["internal"]
     assert [result.cause for result in world.spill(order(0))] == [None]
 
 

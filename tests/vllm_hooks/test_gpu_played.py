@@ -58,7 +58,7 @@ def test_what_is_kept_as_bytes_gives_what_the_hot_cache_gives(family: str, tmp_p
 @pytest.mark.parametrize(
     ("family", "codec", "made"),
     [
-        ("latents", {"name": "k4v4c", "guard": False}, {"k4v4c"}),
+        ("latents", {"name": "wht-4x", "guard": False}, {"wht-4x"}),
         pytest.param("qwen3-next", {"state": "int8"}, {"exact", "state-int8"}, marks=pytest.mark.slow),
     ],
 )
@@ -94,7 +94,7 @@ def test_a_draft_s_layers_are_kept_with_the_model_s(kind: str, tmp_path: Path) -
 @pytest.mark.slow
 @pytest.mark.parametrize(("family", "groups"), [("qwen3-next", 4), ("latents", 1)])
 def test_what_is_damaged_in_any_group_is_computed_anew(family: str, groups: int, tmp_path: Path) -> None:
-    said = run(family, tmp_path, "be_damaged", coded=family == "latents", name="k4v4c", guard=False)
+    said = run(family, tmp_path, "be_damaged", coded=family == "latents", name="wht-4x", guard=False)
     assert len(said["damaged"]) == groups
     assert said["causes"] == ["checksum"] * groups
     assert all(answer == said["computed"] for answer in said["damaged"].values())

@@ -10,13 +10,13 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
+from fake_cuda import FormatCodec
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
 from scripts import run_script
 from vllm.config import CacheConfig
 from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.messages import SpillBlock
@@ -92,9 +92,9 @@ def test_a_gpu_writes_and_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> Non
     for cache in caches.values():
         cache.copy_(torch.randn(cache.shape))
     layers = probe_layers(caches, modules, BLOCKS, SHAPE)
-    format, layout = block_format("k4v4c", GROUP), paged_layout(layers, SHAPE)
+    format, layout = block_format("wht-4x", GROUP), paged_layout(layers, SHAPE)
     assert (layout.shape, layout.key_at, layout.coded.ats) == (SHAPE, LATENT, (0,))
-    ours, numpy = PagedBlocks(TorchPagedCodec(layout, format)), CpuBlocks(HostMemory(layers, SHAPE), format)
+    ours, numpy = PagedBlocks(FormatCodec(layout, format)), CpuBlocks(HostMemory(layers, SHAPE), format)
     spills = [SpillBlock(bytes([n]) * 32, 0, n, n * BLOCK, exact) for n, exact in enumerate((0, 4, BLOCK), 2)]
     keys, targets = [spill.key for spill in spills], [5, 6, 7]
     bufs = ours.encode_all(spills)
@@ -201,9 +201,9 @@ def test_calibrated_codecs_are_refused(model: str, tmp_path: Path) -> None:
 
     config = EngineArgs(model, skip_tokenizer_init=True).create_engine_config()
     settle = partial(settle_codec, config)
-    config.kv_transfer_config = kv_transfer_config(codec={"name": "klt-6x"})
+    config.kv_transfer_config = kv_transfer_config(codec={"name": "klt-8x"})
     with pytest.raises(
-        ConfigError, match=r"^codec.name is klt-6x, but .* its latents take no profile: use auto, wht-5x"
+        ConfigError, match=r"^codec.name is klt-8x, but .* its latents take no profile: use auto, wht-5x"
     ):
         settle()
     config.kv_transfer_config = kv_transfer_config(codec={"name": "auto", "profile": str(tmp_path / "p")})

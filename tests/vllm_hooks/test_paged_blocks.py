@@ -8,14 +8,13 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
-from fake_cuda import BLOCKS, TOKENS
+from fake_cuda import BLOCKS, TOKENS, FormatCodec
 
 from manthan.codec import wire
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu import klt_codec
 from manthan.codec.gpu.nvrtc import CompileError
 from manthan.codec.gpu.paged import PagedCodec
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.stores.cold_store import Found
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.support import UnsupportedError
@@ -73,14 +72,14 @@ def test_blocks_of_several_codecs_lie_side_by_side() -> None:
     """An order may name the codec; whoever reads looks at the block."""
     world = World()
     layout = world.ours.codec.layout
-    finer = TorchPagedCodec(layout, BlockFormat("k4v4c", layout.shape, b"g" * 16, GROUP))
+    finer = FormatCodec(layout, BlockFormat("wht-4x", layout.shape, b"g" * 16, GROUP))
     ours = PagedBlocks(world.ours.codec, finer)
     numpy = CpuBlocks(DeviceMemory(layout), world.ours.format, finer.format)
-    spills = [spill._replace(codec="k4v4c") if n % 3 else spill for n, spill in enumerate(world.spills)]
+    spills = [spill._replace(codec="wht-4x") if n % 3 else spill for n, spill in enumerate(world.spills)]
     made, numpys = ours.encode_all(spills), numpy.encode_all(spills)
     assert all(np.array_equal(a, b) for a, b in zip(made, numpys, strict=True))
     found = [{section.codec for section in wire.parse(buf, group=GROUP).header.sections} - {"exact"} for buf in made]
-    assert found == [{"k4v3"}, {"k4v4c"}, {"k4v4c"}, set(), set(), set(), {"k4v3"}, {"k4v4c"}, {"k4v4c"}]
+    assert found == [{"k3v3"}, {"wht-4x"}, {"wht-4x"}, set(), set(), set(), {"k3v3"}, {"wht-4x"}, {"wht-4x"}]
     pairs = zip(world.restored(ours, numpys), world.restored(numpy, made), strict=True)
     assert all(torch.equal(a, b) for a, b in pairs)
     assert world.ours.decode_all(world.keys[1:2], world.targets[1:2], made[1:2]) == ["size"]  # it knows one codec
@@ -129,7 +128,6 @@ HARM: dict[str, tuple[Callable[[Buffer], Found], str]] = {
     "a long end": (lambda buf: np.append(buf, np.zeros(16, np.uint8)), "trailing"),
     "a bit": (lambda buf: np.append(buf[:-20], buf[-20:] ^ 1), "checksum"),
     "magic": (sealed(with_byte(0, 1)), "magic"),
-    "format 1": (sealed(with_byte(4, 1)), "old_format"),
     "format 9": (sealed(with_byte(4, 9)), "version"),
     "fingerprint": (sealed(with_byte(20, 1)), "fingerprint"),
     "group": (sealed(with_byte(48, 9)), "key"),
@@ -164,8 +162,8 @@ def test_blocks_of_a_place_or_a_form_that_they_do_not_have_are_refused() -> None
     numbers = np.zeros(shape.numbers, np.uint16)
     others = {
         "size": BlockFormat("k3v3", shape, b"f" * 16, GROUP),
-        "fingerprint": BlockFormat("k4v3", shape, b"g" * 16, GROUP),
-        "key": BlockFormat("k4v3", shape, b"f" * 16, GROUP + 1),
+        "fingerprint": BlockFormat("k3v3", shape, b"g" * 16, GROUP),
+        "key": BlockFormat("k3v3", shape, b"f" * 16, GROUP + 1),
     }
     for cause, other in others.items():
         buf = other.encode(numbers, numbers, key=world.keys[0], first_token=0, exact=0)

@@ -73,7 +73,7 @@ def test_the_profile_goes_to_all_processes_by_path_and_digest(tiny_profile: Path
     assert found.digest == made.digest
     made.save(profile_path(MODEL))
     auto = configured(name="auto")
-    assert from_vllm_config(auto).codec == CodecConfig(name="klt-6x", profile=str(profile_path(MODEL)))
+    assert from_vllm_config(auto).codec == CodecConfig(name="klt-8x", profile=str(profile_path(MODEL)))
 
 
 def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path, cache: Path) -> None:
@@ -85,7 +85,7 @@ def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path
     assert settled_profile(config) is None
     Profile.load(tiny_profile).save(profile_path(MODEL))
     settle_codec(config)
-    assert from_vllm_config(config).codec.name == "klt-6x"
+    assert from_vllm_config(config).codec.name == "klt-8x"
 
 
 def test_a_plain_codec_wants_none(cache: Path) -> None:
@@ -133,7 +133,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     """All ranks together; the bound is that of the codec without a profile, or so."""
     profile, codec = Profile.load(tiny_profile), CodecConfig(name="klt-8x", sink_tokens=4)
     shape = memory_shape(codec, group(), Shards(1), profile)
-    centred = memory_shape(CodecConfig(name="k4v2c", sink_tokens=4), group(), Shards(1))
+    centred = memory_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
     assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
     assert centred.cold_nbytes == centred.bounds[0]
     for exact in (0, 4):

@@ -8,11 +8,11 @@ import fake_cuda
 import pytest
 import torch
 import xxhash
+from fake_cuda import FormatCodec
 from paged_cache import BLOCKS, block_format, cpu_blocks, gpu_like, paged, shape_of, write
 from redis_server import RedisServer, running
 
 from manthan.codec import wire
-from manthan.codec.gpu.torch_codec import TorchPagedCodec
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
@@ -55,7 +55,7 @@ def as_on_a_gpu() -> tuple[Blocks, dict]:
     layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
     for cache in caches.values():
         cache[: len(KEYS)] = torch.randn(cache[: len(KEYS)].shape)
-    return PagedBlocks(TorchPagedCodec(layout, block_format(caches, spec))), caches
+    return PagedBlocks(FormatCodec(layout, block_format(caches, spec))), caches
 
 
 class Loader:

@@ -23,7 +23,7 @@ class World:
     def __init__(self, decode_s: dict[str, float] | None = None) -> None:
         self.layout = fake_cuda.paged_codec().layout
         self.blocks, self._step = len(self.layout.caches[0]), 0
-        formats = [BlockFormat(name, self.layout.shape, b"f" * 16) for name in ("k3v3", "k4v4c")]
+        formats = [BlockFormat(name, self.layout.shape, b"f" * 16) for name in ("k3v3", "wht-4x")]
         self.guard = Guard(DeviceMemory(self.layout), formats, None, torch.device("cpu"), 3, decode_s)
 
     def numbers(self, of_values: bool = False) -> Iterator[torch.Tensor]:
@@ -60,7 +60,7 @@ def test_64_blocks_of_several_steps_make_the_first_verdict(world: World) -> None
     assert world.verdicts(BATCH * BATCHES // A_STEP - 1) == []
     [found] = world.verdicts(1)
     assert found.rank == 3
-    assert [(each.codec, each.is_faithful) for each in found.measured] == [("k3v3", True), ("k4v4c", True)]
+    assert [(each.codec, each.is_faithful) for each in found.measured] == [("k3v3", True), ("wht-4x", True)]
     assert found.measured[0].decode_s > 0
 
 

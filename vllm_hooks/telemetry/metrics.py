@@ -36,7 +36,7 @@ _SECONDS = (
 _BYTES = tuple(float(4**power) for power in range(5, 18))  # 1 KiB to 16 GiB
 FAILURE_CAUSES = (
     *("store_full", "store_down", "disk", "encode", "decode", "missing", "reset", "internal"),
-    *("truncated", "trailing", "magic", "version", "old_format", "checksum", "codec", "size", "key", "fingerprint"),
+    *("truncated", "trailing", "magic", "version", "checksum", "codec", "size", "key", "fingerprint"),
     "seal",
 )
 """Why blocks cannot be stored or restored."""

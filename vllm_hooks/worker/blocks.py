@@ -9,10 +9,10 @@ import torch
 from numpy.typing import NDArray
 from vllm.logger import init_logger
 
+from manthan.codec import wire
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.errors import CodecError, WireError
-from manthan.codec.formats import Formats
+from manthan.codec.errors import CodecError, UnknownCodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.cold_store import Buffer, Found
 from manthan.vllm_hooks.messages import SpillBlock
@@ -34,16 +34,33 @@ BATCH = 16
 class Blocks(ABC):
     """Encodes and decodes blocks of this rank's paged cache, of one KV cache group. Safe to call from several threads.
 
-    formats: that it reads and writes. batch: how many blocks a call takes, at most.
+    formats: that it reads and writes; the first is that of blocks whose order names no codec. batch: how many blocks a
+    call takes, at most.
     """
 
-    formats: Formats
+    formats: Sequence[BlockFormat]
     batch: int
 
     @property
     def format(self) -> BlockFormat:
         """Of blocks whose order names no codec."""
-        return self.formats.current
+        return self.formats[0]
+
+    def format_named(self, codec: str) -> BlockFormat:
+        """Return the format in this codec, or the first where none is named. Raises UnknownCodecError."""
+        for format in self.formats:
+            if codec in ("", format.codec):
+                return format
+        known = ", ".join(format.codec for format in self.formats)
+        raise UnknownCodecError(f"no blocks are in codec {codec!r} here: there are {known}.")
+
+    def format_of(self, buf: Buffer) -> BlockFormat:
+        """Return the format whose fingerprint a block carries; the first where none fits, which says what is wrong."""
+        try:
+            mark = wire.peek(np.frombuffer(buf, np.uint8)).fingerprint
+        except WireError:
+            return self.formats[0]
+        return next((format for format in self.formats if format.fingerprint == mark), self.formats[0])
 
     def copy(self, spills: Sequence[SpillBlock]) -> "Copies | None":
         """What `encode_all` takes instead of the paged blocks; None where it takes no longer than that would."""
@@ -216,7 +233,7 @@ class CpuBlocks(Blocks):
 
     def __init__(self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat) -> None:
         """others: that can be read as well, and written where an order names their codec."""
-        self.formats, self._memory = Formats(format, *others), memory
+        self.formats, self._memory = (format, *others), memory
         format.warm_up()
 
     def copy(self, spills: Sequence[SpillBlock]) -> Copies:
@@ -236,15 +253,17 @@ class CpuBlocks(Blocks):
 
     def _encode(self, spill: SpillBlock, keys: Numbers, values: Numbers) -> Buffer | str:
         try:
-            format = self.formats.named("" if self.formats.shape.is_raw else spill.codec)
-            return _encoded(format, keys, values, spill)
+            format = self.format_named("" if self.format.shape.is_raw else spill.codec)
+            return format.encode(
+                keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact, mark=spill.mark
+            )
         except CodecError as error:
             logger.warning("Manthan: a block is not kept cold: %s", error)
             return "encode"
 
     def _decode(self, key: bytes, block_id: int, buf: Buffer) -> str | None:
         try:
-            keys, values = self.formats.decode(buf, key=key)
+            keys, values = self.format_of(buf).decode(buf, key=key)
         except WireError as error:
             return error.cause
         except CodecError:
@@ -256,11 +275,6 @@ class CpuBlocks(Blocks):
 def cause_of(found: str | None) -> str:
     """Why there is no block to decode."""
     return MISSING if found is None else found
-
-
-def _encoded(format: BlockFormat, keys: Numbers, values: Numbers, spill: SpillBlock) -> Buffer:
-    """Raises CodecError."""
-    return format.encode(keys, values, key=spill.key, first_token=spill.first_token, exact=spill.exact, mark=spill.mark)
 
 
 def _as_numpy(tensor: torch.Tensor) -> NDArray[Any]:

@@ -1,6 +1,6 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -8,13 +8,14 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu.klt import Klt
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
+from manthan.codec.k3v3 import K3v3
 from manthan.codec.model import NO_FACTS, ModelFacts
-from manthan.codec.profile import PRESETS
-from manthan.codec.registry import CENTRED, SPECS, finer_codecs, needs_profile, takes_facts
+from manthan.codec.registry import PRESETS, finer_codecs, needs_profile, takes_facts
 from manthan.codec.rope import Rope
-from manthan.codec.wht import PRESETS as STEPPED
+from manthan.codec.wht import Wht
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
 from manthan.vllm_hooks.compat import attention_modules
@@ -298,45 +299,27 @@ def codec_backend(wanted: str, device: torch.device) -> str:
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:
-    """The codec of a GPU: the CUDA kernels, or plain PyTorch where they cannot be compiled or do not know the codec."""
-    from manthan.codec.gpu.cuda_codec import CudaPagedCodec
+    """Return the codec of a GPU. Raises UnsupportedError where there is none, or its kernels cannot be used."""
+    from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
     from manthan.codec.gpu.klt_codec import KltPagedCodec
     from manthan.codec.gpu.nvrtc import CompileError
-    from manthan.codec.gpu.torch_codec import TorchPagedCodec
+    from manthan.codec.gpu.raw import RawPagedCodec
     from manthan.codec.gpu.wht_codec import WhtPagedCodec
 
-    if isinstance(layout, RawLayout):
-        return _raw_codec(layout, form)
-    if needs_profile(form.codec) or form.codec in STEPPED:
-        try:
-            return KltPagedCodec(layout, form) if needs_profile(form.codec) else WhtPagedCodec(layout, form)
-        except CompileError as error:
+    made: dict[type, Callable[..., PagedCodec]] = {Wht: WhtPagedCodec, Klt: KltPagedCodec, K3v3: K3v3PagedCodec}
+    try:
+        if isinstance(layout, RawLayout):
+            return RawPagedCodec(layout, form)
+        preset = PRESETS.get(form.codec)
+        if type(preset) not in made:
             raise UnsupportedError(
-                f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
-            ) from None
-    if form.codec in CENTRED or (layout.latents and form.codec in SPECS):
-        logger.info("Manthan: there are no CUDA kernels for codec %s: PyTorch's own are used, slower.", form.codec)
-        return TorchPagedCodec(layout, form)
-    if form.codec not in SPECS:
-        known = ", ".join([*SPECS, *CENTRED, *STEPPED, *PRESETS])
-        raise UnsupportedError(f"codec {form.codec} has no GPU version: use {known}, or backend numpy.")
-    try:
-        return CudaPagedCodec(layout, form)
+                f"codec {form.codec} has no GPU version: use {', '.join(PRESETS)}, or backend numpy."
+            )
+        return made[type(preset)](layout, form)
     except CompileError as error:
-        logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
-        return TorchPagedCodec(layout, form)
-
-
-def _raw_codec(layout: RawLayout, form: BlockFormat) -> PagedCodec:
-    """That of states, and of bytes which nobody looks into."""
-    from manthan.codec.gpu.nvrtc import CompileError
-    from manthan.codec.gpu.raw import RawPagedCodec, seals
-
-    try:
-        return RawPagedCodec(layout, form, seals(layout.caches[0].device))
-    except CompileError as error:
-        logger.warning("Manthan: the CUDA kernels are not used, PyTorch's own are, which is slower: %s", error)
-        return RawPagedCodec(layout, form)
+        raise UnsupportedError(
+            f"codec {form.codec} needs CUDA kernels on a GPU, and they cannot be used: {error}; use backend numpy."
+        ) from None
 
 
 def _paged_blocks(cache: GroupCache) -> PagedBlocks:

@@ -13,7 +13,6 @@ from numpy.typing import NDArray
 from manthan.codec import wire
 from manthan.codec.block import exact_of
 from manthan.codec.errors import SizeError, WireError
-from manthan.codec.formats import Formats
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Form, PagedCodec, status_cause
 from manthan.manager.stores.arena import Extent
 from manthan.manager.stores.cold_store import Buffer, Found
@@ -63,7 +62,7 @@ class PagedBlocks(Blocks):
     def __init__(self, codec: PagedCodec, *others: PagedCodec) -> None:
         """others: whose blocks can be read as well, and written where an order names their codec."""
         self.codec = codec
-        self.formats = Formats(codec.format, *(other.format for other in others))
+        self.formats = (codec.format, *(other.format for other in others))
         self._codecs = {each.format: each for each in (*others, codec)}
         self.batch = max(1, STAGING_BYTES // codec.form(0).nbytes)
         self._buffers = Buffers(max(STAGING_BYTES, self.largest), codec.device)
@@ -121,7 +120,7 @@ class PagedBlocks(Blocks):
         return end
 
     def _kind(self, spill: SpillBlock) -> Kind:
-        return Kind(self._codecs[self.formats.named(spill.codec)], spill.exact)
+        return Kind(self._codecs[self.format_named(spill.codec)], spill.exact)
 
     def _encode(self, kind: Kind, spills: Sequence[SpillBlock]) -> Iterator[Buffer | str]:
         """Encode blocks of one form, as many as fit into the staging buffer."""
@@ -201,7 +200,7 @@ class PagedBlocks(Blocks):
             exact = exact_of(wire.peek_sections(buf, front))
         except SizeError:  # it is damaged, and the rest of it says how
             exact = 0
-        codec = self._codecs[self.formats.of(buf)]
+        codec = self._codecs[self.format_of(buf)]
         fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
         return Kind(codec, exact) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
 

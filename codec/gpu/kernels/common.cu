@@ -1,14 +1,10 @@
-// Paged KV to codes and back: what all parts share. The parts are put together in the order of SOURCES in cuda_codec.py
-// and compiled by NVRTC for one head size, codec and cache dtype.
+// Paged KV to codes and back: what all parts share. The parts of a codec are put together in the order of its SOURCES and
+// compiled by NVRTC for one head size and cache dtype.
 //
-// What comes from Python, ahead of this text, as macros: THREADS and CODE_THREADS (of blocks of threads), ENCODE_BLOCKS,
-// DECODE_BLOCKS and AHEAD (Occupancy), HEAD_DIM, KEY_BITS, VALUE_BITS, ROTATED, UNBIASED (the
-// scale), DTYPE (0 bf16, 1 fp16, 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes), FAST (tile.cu is of use),
-// WHOLE (heads have whole tiles). As constants, floats as their bits: ROOT; LARGEST; WEIGHTS[HEAD_DIM]; SIGNS (bit
-// i % 32 of word i / 32: element i changes sign); RMS and BLOCK_ROOT, the roots of the largest Hadamard block over HEAD_DIM
-// and of 1 over it; ROOTS[HEAD_DIM / 16] of 1 over an element's block; BLOCK_SIZE_OF[HEAD_DIM], the size of an element's Hadamard block;
-// LEVELS_b and CUTS_b of b bits; HALVES_b: the levels as the sum of two fp16, their low bytes, then their high bytes, as
-// tables for prmt.
+// What comes from Python, ahead of this text, as macros: THREADS (of blocks of threads), HEAD_DIM, DTYPE (0 bf16, 1 fp16,
+// 2 fp32, 3 fp8 e4m3, 4 fp8 e5m2), ALIGNED (vectors begin at multiples of 16 bytes). As constants, floats as their bits:
+// ROOT, 1 over the root of HEAD_DIM; LARGEST, of bf16; WEIGHTS[HEAD_DIM]; BLOCK_SIZE_OF[HEAD_DIM], the size of an
+// element's Hadamard block.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -18,9 +14,7 @@ typedef long long i64;
 
 #define FULL 0xffffffffu
 #define EXPONENT 0x7f800000u
-#define TILE 8
 #define WARPS (THREADS / 32)
-#define CODE_WARPS (CODE_THREADS / 32)  // of a block of threads that encodes or decodes
 #define SPREAD_WARP (threadIdx.x / 32 * gridDim.x + blockIdx.x)  // the first go to as many processors as there are
 
 struct Job {  // sections of n blocks of one form
@@ -50,10 +44,6 @@ __device__ __forceinline__ void pin(u32& x) { asm volatile("" : "+r"(x)); }
 
 __device__ __forceinline__ float f(u32 bits) { return __uint_as_float(bits); }
 __device__ __forceinline__ u32 b(float x) { return __float_as_uint(x); }
-template <int BITS>
-__device__ __forceinline__ float level(int k) { return f(BITS == 2 ? LEVELS_2[k] : BITS == 3 ? LEVELS_3[k] : LEVELS_4[k]); }
-template <int BITS>
-__device__ __forceinline__ float cut_at(int k) { return f(BITS == 2 ? CUTS_2[k] : BITS == 3 ? CUTS_3[k] : CUTS_4[k]); }
 __device__ __forceinline__ u32 bf16_bits(u32 bits) { return (bits + 0x7fffu + (bits >> 16 & 1u)) >> 16; }
 
 #if DTYPE == 2

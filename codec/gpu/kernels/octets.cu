@@ -1,5 +1,16 @@
 // Eight neighbouring numbers of a vector at a time, in the registers of one thread; a warp takes as many vectors as its
-// threads hold. The order of all float operations is that of manthan.codec.base, bit for bit.
+// threads hold. The order of all float operations is that of manthan.codec.wht, bit for bit.
+
+struct Turner {  // of a token's vector by its place: its elements are its pairs' first numbers, the second ones, the others
+    const Sections& job;
+    const float* cosines;
+    bool keys;
+
+    __device__ __forceinline__ int source(int i) const {  // where element i is in a vector
+        if (!keys || !INTERLEAVED || i >= 2 * PAIRS) return i;
+        return i < PAIRS ? 2 * i : 2 * (i - PAIRS) + 1;
+    }
+};
 
 #define HELD (HEAD_DIM <= 256 ? 8 : 16)  // numbers of a thread
 #define OCTETS (HELD / 8)

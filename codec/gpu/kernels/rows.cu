@@ -64,11 +64,14 @@ struct Numbers {  // that are encoded next
     Half number[BATCH];
     int table[BATCH];  // where its table is, in 16 bytes; -1: there is no number
 
-    __device__ __forceinline__ void fetch(const Sections& job, const Stride& stride, const u32* table_of, Step& step) {
+    // share: of a step, 1 over how much larger steps are made.
+    __device__ __forceinline__ void fetch(const Sections& job, const Stride& stride, const u32* table_of, Step& step,
+                                          float share) {
 #pragma unroll
         for (int i = 0; i < BATCH; i++) {
             bool on = (u32)step.component < (u32)components(job);
             number[i] = on ? job.numbers[step.at] : 0;
+            if (share != 1.f) number[i] = narrow(rintf(wide(number[i])) * share);
             table[i] = on ? table_of[step.component] : -1;
             stride.back(step);
         }
@@ -156,20 +159,21 @@ __device__ __forceinline__ void put_evenly(const Sections& job, Row& row, const 
 }
 
 __device__ __forceinline__ void put_any_way(const Sections& job, Row& row, Step step, const u32* table_of, int steps,
-                                            const Entries& entries, const Streams& me) {
+                                            const Entries& entries, const Streams& me, float share = 1.f) {
     const Stride stride(job);
     Numbers ahead;
-    ahead.fetch(job, stride, table_of, step);
+    ahead.fetch(job, stride, table_of, step, share);
     for (int left = steps; left > 0; left -= BATCH) {
         const Numbers now = ahead;
-        if (left > BATCH) ahead.fetch(job, stride, table_of, step);
+        if (left > BATCH) ahead.fetch(job, stride, table_of, step, share);
 #pragma unroll
         for (int i = 0; i < BATCH; i++)
             put_number(row, now.number[i], max(now.table[i], 0), now.table[i] >= 0, entries, me);
     }
 }
 
-// numbers: rounded here. far becomes 1 where one is no int16, or a row's words do not fit into their room.
+// numbers: rounded here. far becomes 1 where a row's words do not fit into their room. A status becomes the first vector
+// of a layer one number of which is no int16.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const Sections job) {
     const u8* tables = fetch_tables(job);
     const Entries entries{tables, (const u32*)(tables + job.tables_nbytes - 4 * 4096)};
@@ -195,7 +199,42 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) encode_rows(const S
         i64 place = (i64)block * KINDS * job.layers + row;
         job.states[place * job.streams + me.stream] = out.x;
         if (me.stream == 0) job.sizes[place] = job.room - out.at;
-        if (out.lost || out.at < 0) job.far[2 * block + (row >= job.layers)] = 1;
+        const int kind = row >= job.layers;
+        if (out.at < 0) job.far[2 * block + kind] = 1;
+        if (out.lost) atomicMin(job.status + block, (row - kind * job.layers) * job.heads * job.tokens);
+    }
+}
+
+// Sections that do not fit double their steps until they do, each by a block of threads. It is rare.
+extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) double_steps(const Sections job) {
+    const Entries entries{job.tables, (const u32*)(job.tables + job.tables_nbytes - 4 * 4096)};
+    const Streams me(job.streams);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+    const int steps = (components(job) * job.tokens + job.streams - 1) / job.streams;
+    for (u32 section = blockIdx.x; section < (u32)(KINDS * job.n); section += gridDim.x) {
+        const int block = section / KINDS, kind = section % KINDS;
+        int doublings = 0;
+        while (doublings < MOST_DOUBLINGS && !fits(job, block, kind, lane)) {
+            doublings++;
+            __syncthreads();
+            if (threadIdx.x == 0) job.far[2 * block + kind] = 0;
+            __syncthreads();
+            for (int layer = warp; layer < job.layers; layer += ROW_WARPS) {
+                const int row = kind * job.layers + layer;
+                Row out{job.words + (i64)(row * job.n + block) * job.room, me.row ? -1 : (int)job.room, LOWEST, false};
+                Step step(job, row, block, (steps - 1) * job.streams + me.stream);
+                if (me.row) step.component = -1;
+                put_any_way(job, out, step, job.table_of + (i64)row * components(job), steps, entries, me,
+                            f((127u - doublings) << 23));
+                if (me.row) continue;
+                const i64 place = (i64)block * KINDS * job.layers + row;
+                job.states[place * job.streams + me.stream] = out.x;
+                if (me.stream == 0) job.sizes[place] = job.room - out.at;
+                if (out.at < 0) job.far[2 * block + kind] = 1;
+            }
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) job.doublings[2 * block + kind] = doublings;
     }
 }
 
@@ -259,7 +298,7 @@ __device__ __forceinline__ void get_any_way(const Sections& job, u32& x, Reader&
     }
 }
 
-// Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
+// Of good blocks. A status becomes 0 for words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const Sections job) {
     const u8* tables = fetch_tables(job);
     const Slots slots{tables, tables + job.pool};
@@ -269,7 +308,7 @@ extern "C" __global__ void __launch_bounds__(ROW_THREADS, 1) decode_rows(const S
     const u32 together = (job.n + me.together - 1) / me.together;
     for (u32 run = SPREAD_WARP; run < KINDS * job.layers * together; run += gridDim.x * ROW_WARPS) {
         const int row = run / together, block = run % together * me.together + me.row, kind = row >= job.layers;
-        const bool there = block < job.n && job.status[block] == GOOD && job.forms[2 * block + kind] == CODED;
+        const bool there = block < job.n && job.status[block] == GOOD;
         if (!__any_sync(FULL, there)) continue;
         Reader reader{(const u16*)job.codes, 0, 0};
         u32 x = LOWEST;

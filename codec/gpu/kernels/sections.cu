@@ -1,4 +1,4 @@
-// Sections of a calibrated codec (manthan.codec.cpu.klt has their layout) in encoded blocks: where their rows lie, their
+// Entropy-coded sections (manthan.codec.cpu.rows) in encoded blocks: where their rows lie, their
 // headers, and words out of the buffers in which the rows were encoded. A row is a layer's keys or values; rows of keys
 // come first. KINDS is 1 where there are no values: of latents, whose pieces stand where heads of keys do.
 
@@ -26,15 +26,15 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
     u32* states;                     // [n, rows of all, streams]
     u32* sizes;                      // [n, rows of all] words of a row
     u32* places;                     // [n, rows of all] words ahead of a row in its section
-    int* far;                        // [n, 2] whether keys, and values, do not fit into form 0
+    int* far;                        // [n, 2] whether a row of keys, or of values, does not fit into its room
     const u8* fronts;                // [n, 2, fronts_nbytes]: what is ahead of a section's rows, behind its first bytes
-    int* forms;                      // [n, 2]
+    int* doublings;                  // [n, 2] of the steps of keys, and of values
     u32* starts;                     // [n, 2] where keys and values begin in the encoded block
     i64 block_stride;                // in elements, as the next four
     i64 at[2];                       // first key and first value of the sections in a paged block
     int head_stride, token_stride;
     i64 tables_nbytes, pool, head_nbytes, start;  // start: of the first of these sections in a block
-    i64 limits[2], centred[2];       // bytes of keys and of values: at most, and in form 1
+    i64 limits[2];                   // bytes of keys and of values at most
     i64 parts[2], fronts_nbytes;     // bytes of the fronts of keys and of values, multiples of 4; of both at most, of 16
     int n, layers, heads, tokens, streams;  // tokens: of the sections; streams: of a row
     int first_token, block_tokens;
@@ -44,8 +44,7 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
 };
 
 #define START_NBYTES 4
-#define CODED 0
-#define CENTRED 1
+#define MOST_DOUBLINGS 16  // after which all numbers are 0
 #define LOWEST 65536u
 #define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
 #define NBYTES_AT 32                               // of the block's
@@ -80,7 +79,18 @@ __device__ __forceinline__ u64 place_rows(const Sections& job, int block, int ki
     return total;
 }
 
-// How long the blocks are, where their sections are and of which form; their headers, and what fills sections up.
+// True if a section's rows, as they are coded now, fit their bound.
+__device__ __forceinline__ bool fits(const Sections& job, int block, int kind, int lane) {
+    const u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * KINDS + kind) * job.layers, lane);
+    return !*(volatile int*)(job.far + 2 * block + kind) && front_nbytes(job, kind) + 2 * words <= job.limits[kind];
+}
+
+// A whole number of a step that is doubled so often.
+__device__ __forceinline__ int halved(int number, int doublings) {
+    return __float2int_rn((float)number * f((127u - doublings) << 23));
+}
+
+// How long the blocks are, and where their sections are; their headers, and what fills sections up.
 extern "C" __global__ void lay_out(const Sections job) {
     int lane = threadIdx.x % 32;
     for (int block = SPREAD_WARP; block < job.n; block += gridDim.x * WARPS) {
@@ -92,14 +102,12 @@ extern "C" __global__ void lay_out(const Sections job) {
         for (int kind = 0; kind < KINDS; kind++) {
             u64 words = place_rows(job, block, kind, job.sizes + (i64)(block * KINDS + kind) * job.layers, lane);
             i64 nbytes = front_nbytes(job, kind) + 2 * words;
-            int form = job.far[2 * block + kind] || nbytes > job.limits[kind] ? CENTRED : CODED;
-            if (form == CENTRED) nbytes = job.centred[kind];
             i64 end = align16(at + nbytes);
             if (lane < end - at - nbytes) out[at + nbytes + lane] = 0;
-            if (lane < START_NBYTES) out[at + lane] = lane == 0 ? SECTION_VERSION : lane == 1 ? form : 0;
+            if (lane < START_NBYTES)
+                out[at + lane] = lane == 0 ? SECTION_VERSION : lane == 1 ? job.doublings[2 * block + kind] : 0;
             if (lane == 0) {
                 *(u64*)(out + ENTRY_AT(first_entry(job) + kind)) = nbytes;
-                job.forms[2 * block + kind] = form;
                 job.starts[2 * block + kind] = at;
             }
             at = end;
@@ -123,13 +131,12 @@ __device__ __forceinline__ void copy_words(u16* to, const u16* from, u32 size, i
     if (lane == 0 && (size - lead) % 2) to[2 * pairs] = from[2 * pairs];
 }
 
-// Fronts, and sizes, states and words of all rows, of sections in form 0. Streams' states may begin at odd multiples of 2.
+// Fronts, and sizes, states and words of all rows. Streams' states may begin at odd multiples of 2.
 extern "C" __global__ void pack(const Sections job) {
     int lane = threadIdx.x % 32;
     u32 all = KINDS * job.layers;
     for (u32 run = blockIdx.x * WARPS + threadIdx.x / 32; run < job.n * all; run += gridDim.x * WARPS) {
         u32 block = run / all, row = run % all, kind = row >= job.layers, layer = row - kind * job.layers;
-        if (job.forms[2 * block + kind] != CODED) continue;
         u8* section = job.codes + job.offsets[block] + job.starts[2 * block + kind];
         const u32 *front = (const u32*)(job.fronts + (2 * block + kind) * job.fronts_nbytes), share = job.parts[kind] / 4;
         for (u32 i = (u64)share * layer / job.layers + lane; i < (u64)share * (layer + 1) / job.layers; i += 32)
@@ -185,11 +192,10 @@ extern "C" __global__ void find_rows(const Sections job) {
         for (int kind = 0; kind < KINDS; kind++) {
             i64 nbytes = *(const u64*)(found + ENTRY_AT(first_entry(job) + kind));
             const u8* section = found + at;
-            u32 begins = *(const u32*)section, form = begins >> 8;
-            fits = fits && (begins & 255) == SECTION_VERSION && form <= CENTRED;
-            if (form == CENTRED) fits = fits && nbytes == job.centred[kind];
-            else fits = fits && nbytes >= front_nbytes(job, kind);
-            if (fits && form == CODED) {
+            u32 begins = *(const u32*)section, doublings = begins >> 8;
+            fits = fits && (begins & 255) == SECTION_VERSION && doublings <= MOST_DOUBLINGS;
+            fits = fits && nbytes >= front_nbytes(job, kind);
+            if (fits) {
                 u32* sizes = job.sizes + (i64)(block * KINDS + kind) * job.layers;
                 for (int i = lane; i < job.layers; i += 32) {
                     const u16* size = (const u16*)(section + rows_at(job, kind) + (wide_sizes(job) ? 4 : 2) * i);
@@ -199,7 +205,7 @@ extern "C" __global__ void find_rows(const Sections job) {
                 fits = front_nbytes(job, kind) + 2 * place_rows(job, block, kind, sizes, lane) == nbytes;
             }
             if (lane == 0) {
-                job.forms[2 * block + kind] = form;
+                job.doublings[2 * block + kind] = doublings;
                 job.starts[2 * block + kind] = at;
             }
             at += align16(nbytes);

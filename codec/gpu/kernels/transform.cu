@@ -72,7 +72,7 @@ struct Quad {
     }
 };
 
-// A status becomes the first vector that is not finite; far becomes 1 where a number does not fit into 16 bits.
+// A status becomes the first vector that is not finite, or whose numbers do not fit into fp16.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0;
     EACH_RUN(job, i) {
@@ -80,7 +80,6 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
         const float* cosines = run.cosines(job);
         Half* out = job.vectors + run.vector(job);
         int bad = job.tokens;
-        bool far = false;
         for (int q = QUADS < 32 ? lane % QUADS : lane; q < QUADS && beside < ABREAST; q += 32) {
             const Quad quad(job, run.kind, q);
             float mean[4], gain[4];
@@ -104,30 +103,31 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) gather(const Sections j
                     halves[k] = narrow(x[k]);
                     most = fmaxf(most, fabsf(x[k]));
                 }
-                far = far || !(most < 65504.f);
+                if (!(most < 65504.f)) bad = min(bad, t);
                 quad.leave<Halves>(out + (i64)t * components(job), halves, true);
             }
         }
         bad = __reduce_min_sync(FULL, bad);
-        far = __any_sync(FULL, far);
-        if (lane == 0 && far) job.far[2 * run.block + run.kind] = 1;
         if (lane == 0 && bad < job.tokens)
             atomicMin(job.status + run.block, (run.layer * job.heads + run.head) * job.tokens + bad);
     }
 }
 
-// Of sections in form 0 of good blocks.
+// Of good blocks.
 extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections job) {
     const int lane = threadIdx.x % 32, beside = QUADS < 32 ? lane / QUADS : 0;
     EACH_RUN(job, i) {
         const Run run(job, i);
-        if (job.status[run.block] != GOOD || job.forms[2 * run.block + run.kind] != CODED) continue;
+        if (job.status[run.block] != GOOD) continue;
+        const float larger = f((127u + job.doublings[2 * run.block + run.kind]) << 23);
         const float *cosines = run.cosines(job), *back = job.back + run.vector(job);
         for (int q = QUADS < 32 ? lane % QUADS : lane; q < QUADS && beside < ABREAST; q += 32) {
             const Quad quad(job, run.kind, q);
             float mean[4], gain[4];
             quad.fetch<float2>(job.mean + run.column(job), mean, true);
             quad.fetch<float2>(job.gain + run.column(job), gain, true);
+#pragma unroll
+            for (int k = 0; k < 4; k++) gain[k] *= larger;
 #pragma unroll 4
             for (int t = beside; t < job.tokens; t += ABREAST) {
                 float x[4];

@@ -103,6 +103,58 @@ extern "C" __global__ void __launch_bounds__(ENCODE_THREADS, 2) encode_words(con
     }
 }
 
+// A row of one block in steps that are doubled so often, by the first streams of a warp.
+__device__ __forceinline__ void encode_doubled(const Wht& job, int row, int block, int doublings, const Streams& me) {
+    const uint2* tables = (const uint2*)job.encoding;
+    const Sections& all = job.all;
+    const int kind = row >= all.layers, layer = row - kind * all.layers;
+    const i64 place = (i64)row * all.n + block;
+    const uint4* from = (const uint4*)(job.rounded + place * job.row_room) + me.stream;
+    const u8* chosen = job.fronts + (2 * block + kind) * all.fronts_nbytes + job.tables_at[kind] + layer * all.heads;
+    const u32 numbers = all.heads * HEAD_DIM * all.tokens, of_run = HEAD_DIM * all.tokens;
+    u16* words = all.words + place * all.room;
+    int at = me.row ? -1 : all.room;
+    u32 x = LOWEST;
+    for (int batch = job.row_room / (8 * all.streams) - 1; batch >= 0; batch--) {
+        const uint4 now = from[batch * all.streams];
+#pragma unroll 1
+        for (int k = 7; k >= 0; k--) {
+            const u32 i = (8 * batch + k) * all.streams + me.stream;
+            const int table = max((int)chosen[min(i, numbers - 1) / of_run] - OCTAVE * doublings, 0);
+            const u32 two = k >= 4 ? k >= 6 ? now.w : now.z : k >= 2 ? now.y : now.x;
+            const int value = halved((short)(two >> 16 * (k % 2)), doublings);
+            const uint2 entry = entry_of(tables + 256 * table, value);
+            put_any(x, at, words, entry.x, entry.y, value, !me.row && i < numbers, me);
+        }
+    }
+    if (me.row) return;
+    const i64 kept = (i64)block * KINDS * all.layers + row;
+    all.states[kept * all.streams + me.stream] = x;
+    if (me.stream == 0) all.sizes[kept] = all.room - at;
+    if (at < 0) all.far[2 * block + kind] = 1;
+}
+
+// Sections that do not fit double their steps until they do, each by a block of threads. It is rare.
+extern "C" __global__ void __launch_bounds__(ENCODE_THREADS) double_steps(const Wht job) {
+    const Sections& all = job.all;
+    const Streams me(all.streams);
+    const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, warps = ENCODE_THREADS / 32;
+    for (u32 section = blockIdx.x; section < (u32)(KINDS * all.n); section += gridDim.x) {
+        const int block = section / KINDS, kind = section % KINDS;
+        int doublings = 0;
+        while (doublings < MOST_DOUBLINGS && !fits(all, block, kind, lane)) {
+            doublings++;
+            __syncthreads();
+            if (threadIdx.x == 0) all.far[2 * block + kind] = 0;
+            __syncthreads();
+            for (int layer = warp; layer < all.layers; layer += warps)
+                encode_doubled(job, kind * all.layers + layer, block, doublings, me);
+            __syncthreads();
+        }
+        if (threadIdx.x == 0) all.doublings[2 * block + kind] = doublings;
+    }
+}
+
 // A number, and 127 more, modulo 2**16.
 __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* slots, const u32* entries, bool on,
                                             const Streams& me) {
@@ -113,7 +165,7 @@ __device__ __forceinline__ u32 decode_whole(u32& x, Reader& reader, const u8* sl
     return escaped ? raw + SYMBOL_MAX & 0xffff : symbol;
 }
 
-// Of sections in form 0 of good blocks. A status becomes 0 for words that no encoder writes.
+// Of good blocks. A status becomes 0 for words that no encoder writes.
 extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(const Wht job) {
 #if SHARED_TABLES
     extern __shared__ uint4 shared[];
@@ -130,16 +182,18 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
     const int batches = job.row_room / (8 * all.streams);
     for (u32 run = threadIdx.x / 32 * gridDim.x + blockIdx.x; run < KINDS * all.layers * together; run += gridDim.x * warps) {
         const int row = run / together, block = run % together * me.together + me.row, kind = row >= all.layers;
-        const bool there = block < all.n && all.status[block] == GOOD && all.forms[2 * block + kind] == CODED;
+        const bool there = block < all.n && all.status[block] == GOOD;
         if (!__any_sync(FULL, there)) continue;
         const int safe = min(block, all.n - 1), layer = row - kind * all.layers;
         Reader reader{(const u16*)all.codes, 0, 0};
         u32 x = LOWEST, head = FULL, table = 0;
+        int narrower = 0;
         const u8* chosen = 0;
         if (there) {
             const u8* section = all.codes + all.offsets[block] + all.starts[2 * block + kind];
             const i64 place = (i64)block * KINDS * all.layers + row;
             reader.size = all.sizes[place];
+            narrower = OCTAVE * all.doublings[2 * block + kind];
             if (reader.size) reader.words = (const u16*)(section + front_nbytes(all, kind)) + all.places[place];
             chosen = section + START_NBYTES + job.tables_at[kind] + layer * all.heads;
             const u16* state = (const u16*)(section + rows_at(all, kind) + sizes_nbytes(all));
@@ -153,7 +207,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
         for (int batch = 0; batch < batches; batch++, octets.forth()) {
             u32 found[8];
             if (octets.alike()) {
-                if (octets.head != head) head = octets.head, table = there ? chosen[head] : 0;
+                if (octets.head != head) head = octets.head, table = there ? max((int)chosen[head] - narrower, 0) : 0;
                 const u8* own_slots = slots + SLOTS * table;
                 const u32* own_entries = entries + 256 * table;
 #pragma unroll
@@ -163,7 +217,7 @@ extern "C" __global__ void __launch_bounds__(DECODE_THREADS, 1) decode_words(con
 #pragma unroll
                 for (int k = 0; k < 8; k++) {
                     const u32 i = octets.first + k * all.streams + me.stream;
-                    table = there ? chosen[min(i, octets.numbers - 1) / octets.of_run] : 0;
+                    table = there ? max((int)chosen[min(i, octets.numbers - 1) / octets.of_run] - narrower, 0) : 0;
                     const bool on = i < octets.numbers;
                     found[k] = decode_whole(x, reader, slots + SLOTS * table, entries + 256 * table, on, me);
                 }

@@ -4,6 +4,12 @@
 // behind each other: number i is in step i / streams; eight steps of the first stream come first, then the second's.
 
 #define TABLES 28
+#define OCTAVE 3              // tables from one deviation to twice as much
+#define ROWS ((HEAD_DIM + 31) / 32)  // element 32 r + lane of a mean is in a thread's r-th number
+#define MEAN_TOP ((1 << (MEAN_BITS - 1)) - 1)
+#define STEP_END ((127 + 100 + 2) << 7)  // bf16 bits that no step of a mean reaches
+#define SCALE_MAX 0xfef
+#define SCALE_END 0xff0
 #define SMALLEST 0x00800000u  // of float32 that has all its digits
 #define ROUNDS 12582912.f     // adding it leaves a float's nearest whole number in the low bits
 #define MOST_STEPS 8191.f     // of a mean
@@ -54,6 +60,17 @@ __device__ __forceinline__ bool too_large(const float (&x)[8]) {
 #pragma unroll
     for (int k = 0; k < 8; k++) top = max(top, b(x[k]) & 0x7fffffffu);
     return top >= WHT_LIMIT_BITS;
+}
+
+// The mean that its codes stand for, into shared memory.
+__device__ __forceinline__ void decode_mean(u32 step, const u8* planes, float* mean, int lane) {
+    for (int i = lane; i < HEAD_DIM; i += 32) {
+        int code = 0;
+        for (int p = 0; p < MEAN_BITS; p++) code = code << 1 | (planes[p * (HEAD_DIM / 8) + i / 8] >> (i % 8) & 1);
+        float magnitude = (code & MEAN_TOP) * f(step << 16);
+        mean[i] = code > MEAN_TOP ? -magnitude : magnitude;
+    }
+    __syncwarp();
 }
 
 // The sum over tokens of what a thread has at x, x + STRIDE, ...
@@ -403,13 +420,13 @@ extern "C" __global__ void __launch_bounds__(256, 3) round_rows(const Wht job) {
     }
 }
 
-// A status becomes 0 where a section in form 0 has a step or a table that no encoder writes.
+// A status becomes 0 where a section has a step or a table that no encoder writes.
 extern "C" __global__ void check_fronts(const Wht job) {
     const Sections& all = job.all;
     const int lane = threadIdx.x % 32, runs = all.layers * all.heads;
     for (u32 i = SPREAD_WARP; i < (u32)(KINDS * all.n); i += gridDim.x * WARPS) {
         const int block = i / KINDS, kind = i % KINDS, at = 2 * block + kind;
-        if (*(volatile int*)(all.status + block) != GOOD || all.forms[at] != CODED) continue;
+        if (*(volatile int*)(all.status + block) != GOOD) continue;
         const u8* front = all.codes + all.offsets[block] + all.starts[at] + START_NBYTES;
         bool good = true;
         for (int run = lane; run < runs; run += 32) {
@@ -480,9 +497,11 @@ struct Restored {  // a run, and what is ahead of its numbers
     const Turner turner;
     const u8 *front, *scales;
     float key_step;
+    int doublings;
 
     __device__ __forceinline__ Restored(const Wht& job, const Run& run)
-        : job(job), run(run), turner{job.all, run.cosines(job.all), run.kind == 0}, key_step(0.f) {
+        : job(job), run(run), turner{job.all, run.cosines(job.all), run.kind == 0}, key_step(0.f),
+          doublings(job.all.doublings[2 * run.block + run.kind]) {
         const Sections& all = job.all;
         front = all.codes + all.offsets[run.block] + all.starts[2 * run.block + run.kind] + START_NBYTES;
         scales = front + job.scales_at + (i64)(run.layer * all.heads + run.head) * (1 + all.tokens);
@@ -500,7 +519,8 @@ struct Restored {  // a run, and what is ahead of its numbers
     __device__ __forceinline__ float step(int t) const {
         if (run.kind == 0) return key_step;
         const int code = scales[1 + t];
-        return f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16);
+        const float step = f((u32)(code ? (16 * scales[0] + code) << 3 : 0) << 16);
+        return doublings ? fminf(__fmul_rn(step, (float)(1 << doublings)), f(LARGEST)) : step;
     }
     // Whole numbers of token t to the cache. on: whether there is such a token. turned: room for VECTORS vectors.
     __device__ __forceinline__ void keep(float (&v)[HELD], const Share& share, const Mean& mean, float* turned, int t,
@@ -512,7 +532,8 @@ struct Restored {  // a run, and what is ahead of its numbers
                 if (!on || share.e + 8 * o >= HEAD_DIM) continue;
                 mean.octet(share.e + 8 * o, kept);
 #pragma unroll
-                for (int k = 0; k < 8; k++) v[8 * o + k] = (float)(short)((int)v[8 * o + k] + (int)kept[k]);
+                for (int k = 0; k < 8; k++)
+                    v[8 * o + k] = (float)(short)(((int)v[8 * o + k] << doublings) + (int)kept[k]);
             }
         }
         hadamard(v, share, lane);
@@ -592,7 +613,7 @@ __device__ __forceinline__ void restore_octets(const Restored& restored, const S
     }
 }
 
-// Of sections in form 0 of good blocks, into the cache.
+// Of good blocks, into the cache.
 extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job) {
     extern __shared__ uint4 shared[];
     const Sections& all = job.all;
@@ -603,7 +624,7 @@ extern "C" __global__ void __launch_bounds__(256, 3) restore_rows(const Wht job)
     const Share share(lane);
     for (u32 i = blockIdx.x * warps + warp; i < (u32)(KINDS * all.layers * all.n * all.heads); i += gridDim.x * warps) {
         const Run run(all, i);
-        if (all.status[run.block] != GOOD || all.forms[2 * run.block + run.kind] != CODED) continue;
+        if (all.status[run.block] != GOOD) continue;
         const Restored restored(job, run);
         __syncwarp();
         restored.fetch_mean(mean_x, lane);

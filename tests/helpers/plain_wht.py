@@ -1,12 +1,11 @@
-"""The transform of `manthan.codec.wht` in plain numpy."""
+"""The transform of `manthan.codec.wht` in plain numpy: an oracle for what numba compiles."""
 
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from manthan.codec.cpu.centring import _round, _turned
-from manthan.codec.cpu.plain import _fold
+from manthan.codec.k3v3 import fold as _fold
 from manthan.codec.rope import Floats
 from manthan.codec.tables.rotation import hadamard_
 
@@ -61,3 +60,18 @@ def products(y: Floats, q: npt.NDArray[np.int16]) -> Floats:
 def _folds(products: Floats) -> Floats:
     runs, dim, tokens = products.shape
     return _fold(np.ascontiguousarray(products.transpose(1, 0, 2)).reshape(dim, -1)).reshape(runs, tokens)
+
+
+def _turned(x: Floats, cos: Floats, sin: Floats) -> Floats:
+    """[runs, tokens, head_dim] turned: a new array. With -sin, turned back."""
+    n = cos.shape[1]
+    turned = x.copy()
+    first, second = x[:, :, :n], x[:, :, n : 2 * n]
+    turned[:, :, :n] = first * cos - second * sin
+    turned[:, :, n : 2 * n] = second * cos + first * sin
+    return turned
+
+
+def _round(words: npt.NDArray[np.uint32]) -> npt.NDArray[np.uint32]:
+    """The bf16 bits nearest to float32 bits, ties to even."""
+    return (words + np.uint32(0x7FFF) + ((words >> np.uint32(16)) & np.uint32(1))) >> np.uint32(16)

@@ -1,0 +1,89 @@
+"""Other codecs as plain references, written from their papers, to compare with: `manthan eval quality --codec kvarn`.
+
+They are in the repository, not in the wheel. Each has `encode` and `decode` of a head's keys or values of one block,
+float32 [tokens, head_dim], and its codes are bytes, so that bits a number are theirs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from manthan.codec.base import Codec, Codes, Kind, Numbers, Positions, Section
+from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.model import NO_FACTS, ModelFacts
+
+Floats = npt.NDArray[np.float32]
+
+
+def pack(numbers: npt.NDArray[np.integer], bits: int) -> Codes:
+    """Whole numbers from 0 to 2**bits - 1 as bytes, lowest bit first."""
+    digits = np.asarray(numbers, np.uint32).reshape(-1, 1) >> np.arange(bits, dtype=np.uint32) & 1
+    return np.packbits(digits.astype(np.uint8).ravel(), bitorder="little")
+
+
+def unpack(codes: Codes, bits: int, count: int) -> npt.NDArray[np.int64]:
+    """Undo `pack`."""
+    digits = np.unpackbits(codes, count=bits * count, bitorder="little").reshape(count, bits).astype(np.int64)
+    found: npt.NDArray[np.int64] = digits @ (1 << np.arange(bits))
+    return found
+
+
+def halves(x: Floats) -> Codes:
+    """Numbers in fp16, as bytes."""
+    return np.ascontiguousarray(x, "<f2").view(np.uint8).ravel()
+
+
+@dataclass(frozen=True)
+class Peer:
+    """A preset for `manthan.codec.registry`.
+
+    Args:
+        name: of the codec.
+        encode: [tokens, head_dim] and "key" or "value" to bytes, of one length for one shape.
+        decode: bytes, "key" or "value", and the shape, to numbers.
+    """
+
+    name: str
+    encode: Callable[[Floats, Kind], Codes]
+    decode: Callable[[Codes, Kind, tuple[int, int]], Floats]
+
+    def codec(self, head_dim: int, facts: ModelFacts = NO_FACTS) -> "PeerCodec":
+        return PeerCodec(self)
+
+    def bits(self, x: Floats, kind: Kind) -> float:
+        """Bits a number."""
+        return 8 * self.encode(x, kind).size / x.size
+
+
+class PeerCodec(Codec):
+    """A peer's codes of all heads, one behind the other."""
+
+    def __init__(self, peer: Peer) -> None:
+        self.name, self._peer = peer.name, peer
+
+    def max_nbytes(self, section: Section) -> int:
+        return sum(section.layers * section.heads * self._size(section, kind) for kind in section.vector_kinds)
+
+    def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
+        at = 0
+        tiles = as_floats(x).reshape(len(section.vector_kinds), -1, section.tokens, section.head_dim)
+        for kind, of_kind in zip(section.vector_kinds, tiles, strict=True):
+            for tile in of_kind:
+                codes = self._peer.encode(tile, kind)
+                out[at : at + codes.size] = codes
+                at += codes.size
+        return at
+
+    def decode(self, codes: Codes, section: Section, positions: Positions) -> Numbers:
+        at, made, shape = 0, [], (section.tokens, section.head_dim)
+        for kind in section.vector_kinds:
+            size = self._size(section, kind)
+            for _ in range(section.layers * section.heads):
+                made.append(self._peer.decode(codes[at : at + size], kind, shape))
+                at += size
+        return as_numbers(np.stack(made).astype(np.float32).reshape(section.shape), section.dtype)
+
+    def _size(self, section: Section, kind: Kind) -> int:
+        return self._peer.encode(np.ones((section.tokens, section.head_dim), np.float32), kind).size

@@ -1,0 +1,86 @@
+"""TurboQuant (A. Zandieh et al., "TurboQuant: online vector quantization with near-optimal distortion rate", 2025,
+arXiv 2504.19874), with QJL's residual (A. Zandieh et al., "QJL: 1-bit quantized Johnson-Lindenstrauss transform for KV
+cache quantization", 2024).
+
+A vector of D numbers is its length and a direction. The direction is rotated at random, which makes its numbers nearly
+normal of deviation 1 / sqrt(D), and each is quantized by the Lloyd-Max quantizer of that distribution.
+Keys, of which inner products are wanted without bias, have a bit less there; of what is left, r, they keep its length
+and the signs of S r, with S a random normal matrix: S' sign(S r) * |r| * sqrt(pi / 2) / D is r on average.
+
+    | lengths, fp16 | keys: lengths of the residuals, fp16 | whole numbers | keys: signs |
+"""
+
+import math
+from functools import lru_cache
+
+import numpy as np
+
+from manthan.benchmarks.peers import Floats, Peer, halves, pack, unpack
+from manthan.codec.base import Codes, Kind
+
+BITS = 3
+"""Of a number, of keys one of them for the residual."""
+SEED = 20250428
+
+
+@lru_cache
+def rotation(dim: int) -> Floats:
+    """An orthogonal matrix at random."""
+    q, r = np.linalg.qr(np.random.default_rng(SEED).standard_normal((dim, dim)))
+    return (q * np.sign(np.diag(r))).astype(np.float32)
+
+
+@lru_cache
+def sketch(dim: int) -> Floats:
+    """S of QJL."""
+    return np.random.default_rng(SEED + 1).standard_normal((dim, dim)).astype(np.float32)
+
+
+@lru_cache
+def centroids(bits: int) -> Floats:
+    """The Lloyd-Max quantizer of N(0, 1), ascending, over a fine grid."""
+    x = np.linspace(-6, 6, 6001)
+    weight = np.exp(-x * x / 2)
+    levels = np.linspace(-2, 2, 2**bits)
+    for _ in range(300):
+        cell = np.searchsorted((levels[1:] + levels[:-1]) / 2, x)
+        levels = np.bincount(cell, weight * x) / np.bincount(cell, weight)
+    return levels.astype(np.float32)
+
+
+def _nearest(y: Floats, bits: int) -> np.ndarray:
+    levels = centroids(bits)
+    return np.searchsorted((levels[1:] + levels[:-1]) / 2, y)
+
+
+def encode(x: Floats, kind: Kind) -> Codes:
+    """Return the bytes of vectors [n, D]."""
+    dim, bits = x.shape[1], BITS - (kind == "key")
+    lengths = np.float16(np.linalg.norm(x, axis=1)).astype(np.float32)
+    unit = x / np.where(lengths == 0, 1, lengths)[:, None]
+    q = _nearest(unit @ rotation(dim).T * math.sqrt(dim), bits)
+    if kind == "value":
+        return np.concatenate([halves(lengths), pack(q, bits)])
+    left = unit - _directions(q, dim, bits)
+    signs = left @ sketch(dim).T >= 0
+    return np.concatenate([halves(lengths), halves(np.linalg.norm(left, axis=1)), pack(q, bits), pack(signs, 1)])
+
+
+def decode(codes: Codes, kind: Kind, shape: tuple[int, int]) -> Floats:
+    """Undo `encode` of vectors of this shape."""
+    (n, dim), bits = shape, BITS - (kind == "key")
+    ends = np.cumsum([2 * n, 2 * n * (kind == "key"), -(-n * dim * bits // 8)])
+    lengths, of_left, coded, signs_at = np.split(codes, ends)
+    lengths, of_left = (part.copy().view("<f2").astype(np.float32) for part in (lengths, of_left))
+    unit = _directions(unpack(coded, bits, n * dim).reshape(n, dim), dim, bits)
+    if kind == "key":
+        signs = 2 * unpack(signs_at, 1, n * dim).reshape(n, dim).astype(np.float32) - 1
+        unit = unit + signs @ sketch(dim) * (math.sqrt(math.pi / 2) / dim * of_left[:, None])
+    return (unit * lengths[:, None]).astype(np.float32)
+
+
+def _directions(q: np.ndarray, dim: int, bits: int) -> Floats:
+    return (centroids(bits)[q] / math.sqrt(dim) @ rotation(dim)).astype(np.float32)
+
+
+TURBOQUANT = Peer("turboquant", encode, decode)
