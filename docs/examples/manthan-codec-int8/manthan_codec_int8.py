@@ -1,48 +1,49 @@
 """Half of bf16's bytes, and nearly exact: each vector is scaled by its largest number and rounded to eight bits."""
 
+from dataclasses import dataclass
+
 import numpy as np
 
-from manthan.codec import Codec, CodecSpec
+from manthan.codec import Codec, NonFiniteError
+from manthan.codec.cpu.numbers import as_floats, as_numbers
 
 LARGEST = 127
 
 
-class Int8(Codec):
+@dataclass(frozen=True)
+class Int8:
+    """The preset that the entry point names."""
+
+    name: str = "int8"
+
+    def codec(self, head_dim, facts):
+        return Int8Codec(self.name)
+
+
+class Int8Codec(Codec):
     """Eight bits a number, no rotation: half of bf16."""
 
-    backend = "numpy"
+    def __init__(self, name):
+        self.name = name
 
-    def __init__(self, head_dim: int, backend: str = "numpy") -> None:
-        super().__init__(CodecSpec("int8", key_bits=8, value_bits=8, rotated=False), head_dim)
+    def max_nbytes(self, section):
+        return len(section.vector_kinds) * section.vectors * (4 + section.head_dim)
 
-    def warm_up(self) -> None:
-        """Nothing to compile."""
-
-    def _encode(self, x, bits, scales, planes) -> int:
-        numbers = widened(x)
+    def encode(self, x, section, positions, out):
+        numbers = as_floats(x).reshape(-1, section.head_dim)
         finite = np.isfinite(numbers).all(axis=1)
         if not finite.all():
-            return int(finite.argmin())
-        scale = rounded(np.abs(numbers).max(axis=1) / LARGEST)
-        steps = np.where(widened(scale) > 0, widened(scale), 1)[:, None]
-        scales[:] = scale.view(np.uint8)
-        planes[:] = np.rint(numbers / steps).clip(-LARGEST, LARGEST).astype(np.int8).view(np.uint8).reshape(-1)
-        return -1
+            raise NonFiniteError(f"vector {finite.argmin()} holds a NaN or an infinity.", int(finite.argmin()))
+        scales = (np.abs(numbers).max(axis=1) / LARGEST).astype(np.float32)
+        steps = np.rint(numbers / np.where(scales > 0, scales, 1)[:, None]).astype(np.int8)
+        out[: scales.nbytes], out[scales.nbytes :] = scales.view(np.uint8), steps.view(np.uint8).ravel()
+        return self.max_nbytes(section)
 
-    def _decode(self, scales, planes, bits, out) -> int:
-        steps = widened(scales.view(np.uint16))
-        if not np.isfinite(steps).all():
-            return int(np.isfinite(steps).argmin())
-        numbers = planes.view(np.int8).reshape(out.shape).astype(np.float32) * steps[:, None]
-        out[:] = numbers if out.dtype == np.float32 else rounded(numbers)
-        return -1
+    def decode(self, codes, section, positions):
+        count = len(section.vector_kinds) * section.vectors
+        scales, steps = codes[: 4 * count].copy().view(np.float32), codes[4 * count :].view(np.int8)
+        numbers = steps.reshape(count, -1).astype(np.float32) * scales[:, None]
+        return as_numbers(numbers.reshape(section.shape), section.dtype)
 
 
-def widened(x: np.ndarray) -> np.ndarray:
-    """float32 of float32, or of uint16 that holds bf16 bits."""
-    return x if x.dtype == np.float32 else (x.astype(np.uint32) << 16).view(np.float32)
-
-
-def rounded(x: np.ndarray) -> np.ndarray:
-    """bf16 bits of finite float32, ties away from zero."""
-    return ((np.ascontiguousarray(x, np.float32).view(np.uint32) + 0x8000) >> 16).astype(np.uint16)
+INT8 = Int8()
