@@ -36,7 +36,7 @@ from manthan.policies import get_policy
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
 PREFIX = 512
-CODECS = ("k3v3", "k3v3", "wht-4x", "k3v3")
+CODECS = ("k3v3", "wht-5x", "wht-4x")
 
 
 def run(*arguments: object) -> Any:
@@ -111,29 +111,24 @@ def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, A
     """A chat's prompt is shorter than the tokens that are exact here, a long context longer."""
     needles, answers = ({name: found[name][what] for name in found} for what in ("needles", "answers"))
     assert needles["exact"]["2000"] > 0.3
-    assert needles["k3v3"]["2000"] < needles["wht-4x"]["2000"]
     assert needles["recomputed"] == {}
     assert answers["recomputed"] is None
     for name in ("exact", *(f"{codec} {PREFIX}+0" for codec in CODECS)):
         assert answers[name]["answers"] == 6
         assert answers[name] == answers["exact"]
-    assert answers["k3v3"]["share"] < answers["exact"]["share"]
-    assert answers["k3v3"]["same"] <= answers["exact"]["same"]
+    assert all(answers[codec]["same"] <= answers["exact"]["same"] for codec in CODECS)
 
 
 @pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     """tests/codec/test_quality.py has the bounds for longer pieces."""
-    rotated, unrotated, more_bits = found["k3v3"], found["k3v3"], found["k3v3"]
-    assert 0.0005 < rotated["kl"]["mean"] < 0.03
-    assert unrotated["kl"]["mean"] > 5 * rotated["kl"]["mean"]
-    assert unrotated["added"]["mean"] > 0.1
-    assert unrotated["top1"]["mean"] < rotated["top1"]["mean"] < 1
-    assert unrotated["recall"]["mean"] < 0.97 < rotated["recall"]["mean"]
-    assert found["wht-4x"]["kl"]["mean"] < 0.9 * more_bits["kl"]["mean"]  # a bit more for values
-    assert more_bits["kl"]["mean"] < 0.7 * rotated["kl"]["mean"]  # a bit more for keys
-    assert more_bits["cosines"][0] > 0.99 > rotated["cosines"][0] > 0.98
-    assert more_bits["cosines"][1] == pytest.approx(rotated["cosines"][1], abs=1e-4)
+    coarse, fine = found["k3v3"], found["wht-4x"]
+    assert 0.0005 < coarse["kl"]["mean"] < 0.03
+    assert coarse["top1"]["mean"] < 1
+    assert coarse["recall"]["mean"] > 0.97
+    assert found["wht-5x"]["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]  # in as many bytes
+    assert fine["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]
+    assert fine["cosines"][0] > 0.99 > coarse["cosines"][0] > 0.98
 
 
 @pytest.mark.slow
@@ -260,8 +255,8 @@ def test_an_answer_counts_up_to_its_first_difference() -> None:
 def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
     assert [setting.codec for setting in parse_settings("", "0+0", 128)] == codec_names()
     assert parse_settings("exact", "0+0", 128)[0].name == "exact, encoded"  # "exact" is what is not encoded
-    assert parse_settings("k3v3, k3v3", "0+0, 4+128", 128) == [
-        Setting("k3v3"), Setting("k3v3", 4, 128), Setting("k3v3"), Setting("k3v3", 4, 128)
+    assert parse_settings("wht-5x, k3v3", "0+0, 4+128", 128) == [
+        Setting("wht-5x"), Setting("wht-5x", 4, 128), Setting("k3v3"), Setting("k3v3", 4, 128)
     ]  # fmt: skip
 
 
@@ -341,7 +336,7 @@ def test_chats_are_about_passages_that_do_not_overlap() -> None:
         ),
         ((MODEL, "--prefix", 8192), "takes 8,192 tokens, and the longest piece has 8,837 "),
         ((MODEL, "--prefix", 64000), "held_tokens.u16 has 60,000 tokens, fewer than --prefix 64000 "),
-        ((MODEL, "--codec", "loyd3"), "--codec loyd3: codec 'loyd3' is unknown: did you mean 'k3v3'?"),
+        ((MODEL, "--codec", "k3v4"), "--codec k3v4: codec 'k3v4' is unknown: did you mean 'k3v3'?"),
         ((MODEL, "--needle", "far"), "--needle far is no list of lengths in tokens, such as 4000,8000 (0 for none)."),
         ((MODEL, "--exact", "4"), "--exact 4: '4' is not SINK+WINDOW in tokens, such as 4+128 (0+0 for none)."),
         ((MODEL, "--text", "nowhere.txt"), "--text nowhere.txt cannot be read: No such file or directory."),

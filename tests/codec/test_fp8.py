@@ -63,7 +63,7 @@ def test_numbers_are_rounded_as_pytorch_rounds_and_kept_within_range(dtype: Dtyp
 
 
 @kinds
-@pytest.mark.parametrize(("codec", "most"), [("k3v3", 0.05), ("k3v3", 0.12), ("wht-4x", 0.02), ("wht-5x", 0.06)])
+@pytest.mark.parametrize(("codec", "most"), [("k3v3", 0.05), ("wht-4x", 0.03), ("wht-5x", 0.06)])
 def test_a_block_comes_back_as_fp8(codec: str, most: float, dtype: Dtype) -> None:
     shape = BlockShape(2, 2, 32, 64, dtype)
     keys, values = block(shape)
