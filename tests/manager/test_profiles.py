@@ -71,17 +71,17 @@ def test_auto_is_what_there_is_a_profile_for() -> None:
 
 def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of() -> None:
     weights = Path(MODEL) / "model.safetensors"
-    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
-    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "klt-6x"
+    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
+    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "klt-8x"
     weights.write_bytes(b"Weights")
     os.utime(weights, (1, 1))
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.wanted) == ("wht-5x", profile_path(MODEL))
     weights.unlink()  # they are somewhere else, where nobody looks at them
-    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    saved(profile_path(MODEL), presets={"klt-8x": 6.0})
     assert choose_codec(CodecConfig(name="auto"), MODEL).name == "wht-5x"
-    with pytest.raises(ConfigError, match=r"^codec klt-6x needs a profile of someone/made-up"):
-        choose_codec(CodecConfig(name="klt-6x"), MODEL)
+    with pytest.raises(ConfigError, match=r"^codec klt-8x needs a profile of someone/made-up"):
+        choose_codec(CodecConfig(name="klt-8x"), MODEL)
 
 
 def test_revisions_of_a_model_have_profiles_of_their_own() -> None:
@@ -104,7 +104,7 @@ def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named(
 @pytest.mark.parametrize(
     ("options", "ranks", "sentence"),
     [
-        ({"presets": {"klt-8x": 6.0}}, 1, "has no klt-8x: it has klt-8x; run `manthan calibrate someone/made-up`"),
+        ({"presets": {"klt-5x": 5.0}}, 1, "has no klt-8x: it has klt-5x; run `manthan calibrate someone/made-up`"),
         ({}, 2, "is for 1 tensor-parallel ranks, and there are 2: run `manthan calibrate made-up --tensor"),
     ],
 )
