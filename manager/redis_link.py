@@ -8,7 +8,7 @@ from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, FoundAnchor, Session
 from manthan.manager.stores.redis.schema import iso
-from manthan.manager.stores.redis.sessions import Found, Needed, RedisSessions, SessionRecord
+from manthan.manager.stores.redis.sessions import LookupResult, Needed, RedisSessions, SessionRecord
 
 
 class Lookup(NamedTuple):
@@ -92,7 +92,7 @@ class RedisLink:
             if lookup is not None:
                 self._found(request_id, lookup, found)
 
-    def _found(self, request_id: str, lookup: Lookup, found: Found) -> None:
+    def _found(self, request_id: str, lookup: Lookup, found: LookupResult) -> None:
         sizes, anchored = found
         is_of_use = sizes and (self._beside is None or anchored is not None)
         self._observer.looked_up("found" if is_of_use else "nothing")

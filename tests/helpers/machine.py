@@ -205,7 +205,7 @@ class Sessions(RuleBasedStateMachine):
         for store in self.world.stores:
             assert store.peak <= store.max_bytes
             store.check()
-        assert sum(store.used for store in self.world.stores) <= self.manager.budget.total
+        assert sum(store.used for store in self.world.stores) <= self.manager.budget.nbytes
 
     @invariant()
     def books_agree_with_themselves(self) -> None:

@@ -124,7 +124,7 @@ def main() -> None:
     engine = SteppedEngine(job["blocks"], **job["manthan"])
     converse(engine, job["requests"], job["seed"])
     with report:
-        cold_blocks = engine.half.manager.budget.total // engine.half.manager.shape.cold_nbytes
+        cold_blocks = engine.half.manager.budget.nbytes // engine.half.manager.shape.cold_nbytes
         json.dump({"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}, report)
 
 

@@ -58,7 +58,7 @@ class World:
 def test_sessions_go_cold_before_a_verdict_in_the_finest_codec() -> None:
     world = World()
     assert world.orders("one") == [("finer", 0, 140)] * 2
-    assert world.manager.budget.total == 9_999
+    assert world.manager.budget.nbytes == 9_999
     assert world.used(verdict(0.5)) is SHAPE
     assert world.orders("two") == [("", 0, 100)] * 2
 

@@ -35,7 +35,7 @@ class Anchored(NamedTuple):
     sizes: Sequence[int]
 
 
-class Found(NamedTuple):
+class LookupResult(NamedTuple):
     """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on."""
 
     sizes: Sequence[int] = ()
@@ -88,7 +88,7 @@ class RedisSessions:
         self._facts, self._ring, self._sealer = facts, ring, sealer
         self._wake = threading.Condition()
         self._lookups: list[_Lookup] = []
-        self._answers: dict[str, Found] = {}
+        self._answers: dict[str, LookupResult] = {}
         self._records: dict[str, SessionRecord] = {}
         self._drops: list[Drop] = []
         self._renewed: dict[str, tuple[int, float]] = {}  # by session, how many blocks, and when
@@ -126,12 +126,12 @@ class RedisSessions:
         """Return the name of a new namespace. The KV may be of other weights from now on."""
         with self._wake:
             self._namespace = self._base.apart(secrets.token_hex(4))
-            self._answers |= {lookup.request_id: Found() for lookup in self._lookups}
-            self._answers = dict.fromkeys(self._answers, Found())
+            self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
+            self._answers = dict.fromkeys(self._answers, LookupResult())
             self._lookups, self._records, self._drops, self._renewed = [], {}, [], {}
             return self._namespace.name
 
-    def take(self) -> dict[str, Found]:
+    def take(self) -> dict[str, LookupResult]:
         """Return the answers since the last call, by request id."""
         with self._wake:
             taken, self._answers = self._answers, {}
@@ -170,7 +170,7 @@ class RedisSessions:
             for lookup in lookups:
                 found = self._look_up(namespace, lookup)
                 with self._wake:
-                    self._answers[lookup.request_id] = found if namespace is self._namespace else Found()
+                    self._answers[lookup.request_id] = found if namespace is self._namespace else LookupResult()
             if lookups:
                 self._ring()
             self._try(namespace)
@@ -179,7 +179,7 @@ class RedisSessions:
     def _is_due(self) -> bool:
         return bool(self._lookups or self._closing or (self._has_news and not self._circuit.wait_s))
 
-    def _look_up(self, namespace: Namespace, lookup: _Lookup) -> Found:
+    def _look_up(self, namespace: Namespace, lookup: _Lookup) -> LookupResult:
         sizes: list[int] = []
         size = 32  # a prompt that nobody knows costs one short question
         try:
@@ -191,12 +191,12 @@ class RedisSessions:
                     break
                 size = min(2 * size, BATCH)
             anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
-            return Found(sizes, anchored)
+            return LookupResult(sizes, anchored)
         except ColdStoreError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
             logger.exception("Manthan: a lookup in Redis failed")
-        return Found()
+        return LookupResult()
 
     def _anchored(self, namespace: Namespace, count: int, needed: Needed) -> Anchored | None:
         """Deepest place, up to `count` blocks, where all that is needed is stored. It is mostly the first one."""
