@@ -73,7 +73,7 @@ class Life:
     Attributes:
         server: Number of the server; -1 for the plain one.
         ready_s: Second of the run, from which memory's seconds count.
-        rss: MiB of each process at the end.
+        by_process: Memory of each process, in the same samples.
         processor_s: Of each process, without the start.
         told: Its last metrics.
     """
@@ -207,10 +207,10 @@ class Server:
 
         def watch() -> None:
             while not over.wait(SAMPLE_S):
-                rss = group.rss()
+                sizes = group.memory()
                 at_s = self._clock.now()
-                life.memory.append(Sample(at_s - life.ready_s, sum(rss.values())))
-                life.by_process.append({"at_s": at_s - life.ready_s} | rss)
+                life.memory.append(Sample(at_s - life.ready_s, sum(sizes.values())))
+                life.by_process.append({"at_s": at_s - life.ready_s} | sizes)
                 with contextlib.suppress(ServerError):  # who asks it something finds out, too
                     found = {name: value for name, value in told(server).items() if value}
                     self._samples.append({"at_s": at_s, "server": self.number} | found)
