@@ -73,7 +73,8 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
 
 
 STEERED = """
-{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
+{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, codec: {guard: false},
+ quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 API_KEY = "sesame"
 
