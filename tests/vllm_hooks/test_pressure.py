@@ -69,13 +69,17 @@ def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
     tables = [table(seed) for seed in range(SESSIONS)]
     ask_each(crowded, tables, encoded)
     crowded.wait_until_quiet()
-    assert crowded.sessions("cold") >= SESSIONS - 5
     assert crowded.sessions("cold") + crowded.sessions("idle") == SESSIONS
+    names = ("manthan_restored_blocks_total", "manthan_overwritten_blocks_total")
+    before = [crowded.metric(name) for name in names]
     for number, t in enumerate(tables):  # the one to come back next is always the one that went first
         prompt, right = t.question(14)
         answer = crowded.ask(prompt, f"user-{number}")
         assert answer.text == right
         assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
+    restored, overwritten = (crowded.metric(name) - value for name, value in zip(names, before, strict=True))
+    assert restored >= (SESSIONS - 5) * 17  # for which the pool had no room
+    assert overwritten == 0
 
 
 def test_a_slow_store_costs_no_block_that_was_copied_in_time(crowded, table) -> None:
