@@ -36,9 +36,16 @@ def no_profile_stays() -> Iterator[None]:
     shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
 
 
+KNOWN_FAILURES = Path(__file__).with_name("known_failures.txt")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """What starts engines goes first: with several processes, none is left with the longest of them at the end."""
+    """Put tests that start engines first, so that none of the longest is left at the end. Mark known failures."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
+    known = tuple(line for line in KNOWN_FAILURES.read_text().splitlines() if line and not line.startswith("#"))
+    for item in items:
+        if known and item.nodeid.startswith(known):
+            item.add_marker(pytest.mark.xfail(reason="see tests/known_failures.txt"))
 
 
 @pytest.fixture(scope="session")
