@@ -429,7 +429,7 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 EVIL = [
     "<img src=x onerror=document.title='hit'>",
     "\"><script>document.title='hit'</script>",
-    "a/b?c#d%2F..&e=\u202eabc",
+    "a/b?c#d%2F..&e=abc",
 ]
 
 
