@@ -1,7 +1,7 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
 # make test-all  the same with all tests                        make setup  the virtual environment only
 # make lint      ruff and mypy only                             make docs   what is generated in docs/ and deploy/
-# make site      the documents as a site, in build/site         make soak   a server whose disk fails, for MINUTES=60
+# make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
 SHELL := /usr/bin/env bash
 VENV := .venv
 BIN := $(CURDIR)/$(VENV)/bin

@@ -21,7 +21,7 @@ from rich.console import Console
 
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.engines import EngineOptions
-from manthan.benchmarks.server import ENVIRONMENT
+from manthan.benchmarks.server import ENVIRONMENT, codec_used
 
 OUT = Path("build", "benchmarks")
 LAST_LINES = 80
@@ -118,6 +118,8 @@ def run_arms(
             log = out / f"{script.stem}-{arm.name.replace(' ', '-')}.log"
             try:
                 results[arm.name] = run_arm(script, arm, log, step, timeout_s)
+                if arm.engine.manthan is not None:
+                    results[arm.name]["codec_used"] = codec_used(log)
                 log.with_suffix(".json").write_text(json.dumps(results[arm.name]))  # a run that is cut short keeps it
             except ArmError as error:
                 errors[arm.name] = str(error)
@@ -125,6 +127,7 @@ def run_arms(
                 console.print(f"{arm.name} failed: {error}", style="red", markup=False, soft_wrap=True)
                 continue
         console.print(f"  {arm.name}: done after {time.monotonic() - began:.0f} s")
+        tell_codec(log, console)
     return results, errors
 
 
@@ -142,6 +145,12 @@ def _telling(console: Console, arm: str) -> Iterator[Callable[[str], None]]:
                 console.print(f"{arm}: {text}")
 
         yield step
+
+
+def tell_codec(log: Path, console: Console) -> None:
+    """Print the guard's verdict and the codec that was used, where the engine of this log had Manthan."""
+    if said := codec_used(log):
+        console.print(f"    {said}", soft_wrap=True, markup=False)
 
 
 # -- reports --------------------------------------------------------------------------------------------

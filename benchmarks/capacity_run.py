@@ -14,7 +14,7 @@ from typing import Any
 import typer
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs
+from manthan.benchmarks.arms import leave_on_signals, machine, make_console, run_jobs, tell_codec
 from manthan.benchmarks.capacity_arms import (
     IN_REDIS,
     PLAIN,
@@ -33,6 +33,7 @@ from manthan.benchmarks.progress import Bar
 from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import KEPT_SHARE, SPARE_POSITIONS
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served, Session, make_session, random_session
+from manthan.benchmarks.server import codec_used
 from manthan.benchmarks.settle import until_settled
 
 CPU_TOKENS, GPU_TOKENS = 2000, 8192
@@ -219,7 +220,13 @@ def run_arm(options: CapacityOptions, served: Served, arm: CapacityArm, console:
         levels = measure(asker, bf16_sessions, options.most, options.growth, deadline, server.reset_prefix_cache)
     said = ", ".join(f"{level['kept']} of {level['came']}" for level in levels)
     console.print(f"  {shown(arm)}: kept {said}; {time.monotonic() - began:.0f} s", soft_wrap=True)
-    return as_json(arm) | {"start_s": round(start_s, 1), "block_size": served.block_size, "levels": levels}
+    tell_codec(server.log, console)
+    return as_json(arm) | {
+        "codec_used": codec_used(server.log),
+        "start_s": round(start_s, 1),
+        "block_size": served.block_size,
+        "levels": levels,
+    }
 
 
 def run_given(options: CapacityOptions, console: Console) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from manthan.benchmarks.concurrency import concurrency
 from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.scale import scale
-from manthan.benchmarks.soak import soak
 
 bench = typer.Typer(
     no_args_is_help=True,
@@ -20,7 +19,6 @@ bench.command("capacity")(capacity)
 bench.command("concurrency")(concurrency)
 bench.command("load")(load)
 bench.command("scale")(scale)
-bench.command("soak")(soak)
 
 
 @evaluate.callback()

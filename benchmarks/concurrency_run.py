@@ -16,7 +16,15 @@ import typer
 import yaml
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, read_report, write_report
+from manthan.benchmarks.arms import (
+    leave_on_signals,
+    machine,
+    make_console,
+    new_report,
+    read_report,
+    tell_codec,
+    write_report,
+)
 from manthan.benchmarks.concurrency_report import show
 from manthan.benchmarks.endpoint import Endpoint, ServerError
 from manthan.benchmarks.engines import random_tokens
@@ -149,6 +157,8 @@ def run(options: ConcurrencyOptions, plot_only: Path | None, arguments: dict[str
     report = new_report("concurrency", arguments, [], {}, {}) | about | {"levels": levels}
     path = write_report(report, options.out)
     console.print(f"  {path}", soft_wrap=True)
+    if not options.base_url:
+        tell_codec(log_of(options, "Manthan"), console)
     show(report, path.with_suffix(".png"), console)
 
 
@@ -178,9 +188,13 @@ def start(served: Served, options: ConcurrencyOptions, name: str) -> Iterator[As
         config = options.out / "concurrency.yaml"
         config.write_text(yaml.safe_dump(manthan(options, math.ceil(STORE_SHARE * blocks * served.block_nbytes))))
         flags += ["--manthan-config", str(config)]
-    with VllmServer(str(served.folder), flags, options.out / f"concurrency-{name.lower()}.log") as server:
+    with VllmServer(str(served.folder), flags, log_of(options, name)) as server:
         server.wait_until_ready(options.start_timeout)
         yield Asker(server, options, served.shape.vocabulary, is_ours)
+
+
+def log_of(options: ConcurrencyOptions, name: str) -> Path:
+    return options.out / f"concurrency-{name.lower()}.log"
 
 
 def manthan(options: ConcurrencyOptions, store_nbytes: int) -> dict[str, Any]:

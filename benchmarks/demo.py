@@ -28,6 +28,7 @@ from rich.progress import Progress, SpinnerColumn, TimeElapsedColumn
 from rich.table import Table
 from tokenizers import Tokenizer
 
+from manthan.benchmarks.arms import tell_codec
 from manthan.benchmarks.server import CHAT_TEMPLATE, Reply, ServerError, VllmServer
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -193,6 +194,7 @@ def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
         memory = measure(server, chats)
         with doing("Each chat comes back with another lookup:"):
             returns = [come_back(server, watch, chat) for chat in chats]
+    tell_codec(log, console)
     return returns, memory
 
 

@@ -15,7 +15,15 @@ import typer
 from pydantic import ByteSize
 from rich.console import Console
 
-from manthan.benchmarks.arms import leave_on_signals, machine, make_console, new_report, run_jobs, write_report
+from manthan.benchmarks.arms import (
+    leave_on_signals,
+    machine,
+    make_console,
+    new_report,
+    run_jobs,
+    tell_codec,
+    write_report,
+)
 from manthan.benchmarks.capacity_arms import IN_REDIS, CapacityArm, Memory, as_json, read_codecs, shown
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, ServerError
 from manthan.benchmarks.load_arms import MANTHAN_ARMS, Arms, cannot_run, read_arms
@@ -29,6 +37,7 @@ from manthan.benchmarks.redis_store import remove
 from manthan.benchmarks.restore import SPARE_POSITIONS
 from manthan.benchmarks.restore import made_up as made_up_model
 from manthan.benchmarks.served import SAFE_VOCABULARY, Served
+from manthan.benchmarks.server import codec_used
 from manthan.benchmarks.settle import until_settled
 
 ANSWER_TIMEOUT_S = 1800.0
@@ -174,7 +183,12 @@ def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, 
         talk = talk_to(server, load, options, progress)
     waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
     console.print(f"  {shown(arm)}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)
-    found = as_json(arm) | {"start_s": round(start_s, 1), "block_size": served.block_size}
+    tell_codec(server.log, console)
+    found = as_json(arm) | {
+        "codec_used": codec_used(server.log),
+        "start_s": round(start_s, 1),
+        "block_size": served.block_size,
+    }
     return found | as_report(talk, waits, is_ours)
 
 

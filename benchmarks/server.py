@@ -7,6 +7,7 @@ with VllmServer("tests/data/tiny-llama", ["--block-size", "32"], log=Path("serve
 
 import contextlib
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -17,6 +18,7 @@ from typing import Protocol, Self
 
 from manthan.benchmarks.endpoint import POLL_S, Endpoint, Reply, ServerError
 from manthan.benchmarks.ports import hold_port, port_of
+from manthan.codec.cpu.exact import EXACT
 
 __all__ = ["ENVIRONMENT", "Reply", "ServerError", "VllmServer"]
 
@@ -36,6 +38,31 @@ STOP_WAIT_S = 10.0
 CHAT_TEMPLATE = "{{ bos_token }}{% for message in messages %}{{ message['content'] }}{% endfor %}"
 """For the tests' model. Its own template puts a newline before every message, so also between a question and the answer
 to it: the prompt of the next turn would differ from what was computed, and the last block could not be used."""
+
+
+BEGAN = re.compile(r"Manthan is on: .*?, codec ([^\s,]+)")
+GUARD = re.compile(r"Manthan: codec (\S+) is used until")
+VERDICT = re.compile(
+    r"Manthan: codec (\S+) (is faithful|is not faithful|takes longer to decode)[^,:]*"
+    r"(?:, and (\S+) (?:is used|tokens are))?"
+)
+
+
+def codec_used(log: Path) -> str:
+    """Return the guard's last verdict and the codec that was used after it, as an engine's log has them.
+
+    It is empty for an engine without Manthan.
+    """
+    text = log.read_text(errors="replace") if log.exists() else ""
+    if not (began := BEGAN.findall(text)):
+        return ""
+    if verdicts := VERDICT.findall(text):
+        codec, verdict, instead = verdicts[-1]
+        used = {"": codec, "all": EXACT}.get(instead, instead)
+        return f"codec {codec} {verdict}, {used} is used"
+    if finest := GUARD.findall(text):
+        return f"no verdict on codec {began[-1]}, {finest[-1]} is used"
+    return f"codec {began[-1]} is used, the guard is off"
 
 
 class Process(Protocol):

@@ -22,7 +22,7 @@ import typer
 from rich.table import Table
 
 from manthan.benchmarks.arms import OUT, leave_on_signals, make_console, new_report, where, write_report
-from manthan.benchmarks.server import VllmServer
+from manthan.benchmarks.server import VllmServer, codec_used
 
 MODEL = Path(__file__).parents[1] / "tests" / "data" / "tiny-llama"
 BLOCK, TOKENS = 32, 512
@@ -166,7 +166,7 @@ def main(
         (Path(folder) / "sitecustomize.py").write_text(SLOW_ENCODER.replace("SECONDS", str(encode_ms / 1e3)))
         paths = os.pathsep.join([folder, *filter(None, [os.environ.get("PYTHONPATH")])])
         config = Path(folder) / "manthan.yaml"
-        config.write_text(f"policy: lru\nidle_after_s: {idle_after_s}\ncodec: {{guard: false}}\n")
+        config.write_text(f"policy: lru\nidle_after_s: {idle_after_s}\n")
         more = {PLAIN: [], MANTHAN: ["--manthan-config", str(config)]}
         servers = {
             name: stack.enter_context(
@@ -177,10 +177,12 @@ def main(
         for server in servers.values():
             server.wait_until_ready(300)
         results = measure(servers, chats, at_once, rounds, pause_s)
+    results[MANTHAN]["codec_used"] = codec_used(out / f"small_pool_{MANTHAN}.log")
     report = new_report("small_pool", arguments, [], results, {})
     write_report(report, out)
     console.print(where(report), soft_wrap=True)
     console.print(show(report))
+    console.print(f"  {results[MANTHAN]['codec_used']}", soft_wrap=True)
     for name, found in results[MANTHAN]["metrics"].items():
         console.print(f"  {name} {found:g}")
 

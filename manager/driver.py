@@ -25,6 +25,7 @@ from manthan.manager.sessions.pressure import Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
+    NEEDED,
     RESET,
     STORE_DOWN,
     GroupBlocks,
@@ -70,6 +71,8 @@ class Work:
     loads: Sequence[Load]
     lost: int = 0
     """Blocks that were to be encoded and were not in the pool any more."""
+    revokes: bool = False
+    """True if blocks of earlier `runs` that nobody reads yet are to be given back."""
 
     @property
     def spills(self) -> list[SpillBlock]:
@@ -115,6 +118,8 @@ class Driver(Generic[B]):
         manager.mark = pool.mark
         self._lossy: dict[str, int] = {}
         """By request id, cached tokens of its prompt that were decoded, or computed behind such."""
+        self._exact = defaultdict[str, set[int]](set)
+        """By request id, blocks that were loaded for it and are exact, wherever decoded ones are."""
         self._observer = Observer() if observer is None else observer
         self.pressure = Pressure(manager, pool, blocks, low=low, high=high)
         self.prefetcher: Prefetcher[B] = Prefetcher(
@@ -196,20 +201,19 @@ class Driver(Generic[B]):
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """The pool has these blocks of a request's prompt, by KV cache group, and serves them to it."""
         marks = self._pool.marks
+        self._exact.pop(request_id, None)
         lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in of_group) for of_group in block_ids]
         if any(lossy):
             self._lossy[request_id] = max(lossy) * self.manager.shape.block_tokens
         else:
             self._lossy.pop(request_id, None)
 
-    def is_lossy(self, request_id: str) -> bool:
-        """True if what a request computes is behind decoded blocks."""
-        return request_id in self._lossy
-
-    def derives(self, request_id: str, block_ids: Sequence[int]) -> None:
-        """A request behind decoded blocks has computed these; those that were loaded keep their marks."""
-        marks, owner = self._pool.marks, self.manager.owner(request_id)
-        marks.set([block_id for block_id in block_ids if not marks[block_id]], Mark.DERIVED, owner)
+    def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
+        """Mark blocks of a request that computes behind decoded ones; those that were loaded keep their marks."""
+        if request_id in self._lossy:
+            marks, loaded = self._pool.marks, self._exact.get(request_id, ())
+            derived = [block_id for block_id in block_ids if not marks[block_id] and block_id not in loaded]
+            marks.set(derived, Mark.DERIVED, self.manager.owner(request_id))
 
     def serves(self, request_id: str, block_id: int) -> bool:
         """True if a block of the pool may be served to a request."""
@@ -225,20 +229,25 @@ class Driver(Generic[B]):
         load = Load(request_id, (*chain, *beside), tenant=tenant)
         self._restores[request_id] = Restore(self._session_of.get(request_id, "?"), load)
         self._loads.append(load)
-        lossy = self._mark(load, self.manager.owner(request_id))
-        if lossy:
-            self._lossy[request_id] = self._lossy.get(request_id, 0) + lossy * self.manager.shape.block_tokens
+        self._mark(load, self.manager.owner(request_id), self._exact[request_id])
+        if lossy := self._lossy_tokens(load):
+            self._lossy[request_id] = self._lossy.get(request_id, 0) + lossy
 
-    def _mark(self, load: Load, owner: Owner | None) -> int:
-        """Mark the blocks that a load writes; returns how many of the chain's are lossy."""
-        lossy = 0
+    def _mark(self, load: Load, owner: Owner | None, exact: set[int]) -> None:
+        """Mark the blocks that a load writes. exact: gets those that are exact."""
         for group, keys, block_ids in load.parts:
             own = None if group == self._group else group
             for key, block_id in zip(keys, block_ids, strict=True):
                 mark = self.manager.stored_mark(key, own)
                 self._pool.marks.set((block_id,), mark, owner)
-                lossy += mark is not Mark.EXACT and group == self._main_group
-        return lossy
+                if mark is Mark.EXACT:
+                    exact.add(block_id)
+
+    def _lossy_tokens(self, load: Load) -> int:
+        """Tokens of lossy blocks among those of a load, of the group that has most of them."""
+        marks = self._pool.marks
+        lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in part.block_ids) for part in load.parts]
+        return max(lossy, default=0) * self.manager.shape.block_tokens
 
     def load_of(self, request_id: str) -> Load | None:
         """What is being restored for a request."""
@@ -268,6 +277,7 @@ class Driver(Generic[B]):
         if self._redis is not None:
             self._redis.forget(request_id)
         found, lossy = self.found(request_id), self._lossy.pop(request_id, 0)
+        self._exact.pop(request_id, None)
         self._found.pop(request_id, None)
         outcome = self.manager.request_finished(
             request_id, keys, now, tokens=tokens, places=places, found=found, lossy=lossy
@@ -297,6 +307,7 @@ class Driver(Generic[B]):
             self._redis.tell(drops, now)
         if self._journal is not None:
             self._journal.tell(now)
+        revokes = self._holding > 0 and self._is_short
         self._hold(now)
         self.hear()
         if not self.rests:
@@ -307,6 +318,7 @@ class Driver(Generic[B]):
             runs=self._granted,
             loads=self._loads,
             lost=self._lost,
+            revokes=revokes,
         )
         self._granted, self._loads, self._lost = [], [], 0
         self.tell_news()
@@ -324,6 +336,11 @@ class Driver(Generic[B]):
         for run in self.manager.take_spill_runs(self._room):
             for key in self._begin(run):
                 self.manager.lost(key, now, run.group)
+
+    @property
+    def _is_short(self) -> bool:
+        """True if fewer blocks are free than a running request may take, or the first that waits needs."""
+        return len(self._pool) < max(self._taken, self.prefetcher.first_waiting)
 
     @property
     def _room(self) -> int:
@@ -478,12 +495,12 @@ class Driver(Generic[B]):
 
     def _computed_instead(self, load: Load, good: int) -> None:
         """The model computes what a load did not bring, all but the first `good` blocks of the chain."""
-        marks, lossy = self._pool.marks, 0
+        before, exact = self._lossy_tokens(load), self._exact.get(load.request_id, set())
         for group, _, block_ids in load.parts:
             lost = block_ids[good:] if group == self._main_group else block_ids
-            lossy += sum(marks[block_id] is not Mark.EXACT for block_id in lost) if group == self._main_group else 0
-            marks.clear(lost)
-        left = self._lossy.get(load.request_id, 0) - lossy * self.manager.shape.block_tokens
+            self._pool.marks.clear(lost)
+            exact.difference_update(lost)
+        left = self._lossy.get(load.request_id, 0) - before + self._lossy_tokens(load)
         if left > 0:
             self._lossy[load.request_id] = left
         else:
@@ -491,7 +508,8 @@ class Driver(Generic[B]):
 
     def _refuse(self, name: Name, causes: set[str], now: float) -> None:
         self._let_go(name)
-        self._observer.not_spilled(causes)
+        if causes != {NEEDED}:
+            self._observer.not_spilled(causes - {NEEDED})
         self.manager.spill_failed(name[1], now, self._group_of(name), STORE_FULL in causes)
 
     def _refuse_granted(self, now: float) -> None:
@@ -587,7 +605,11 @@ class Driver(Generic[B]):
     @property
     def holds_blocks(self) -> bool:
         """True while an encoding or a prefetch has not been answered."""
-        return self._holding > 0 or self.manager.blocks.spilling > 0 or self.prefetcher.is_busy
+        return self.holds_any() or self.manager.blocks.spilling > 0
+
+    def holds_any(self) -> bool:
+        """True while blocks of the pool are referenced."""
+        return self._holding > 0 or self.prefetcher.is_busy
 
     @property
     def frees_soon(self) -> bool:

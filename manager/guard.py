@@ -49,7 +49,7 @@ class Guard:
             self.reset()
             return
         place = next((at for at in range(self._finest + 1) if self._may_use(at, found)), self._finest + 1)
-        worst = max(found, key=lambda verdict: verdict.measured[0].excess)
+        worst = max(found, key=lambda verdict: (verdict.is_slow(0), verdict.measured[0].excess))
         was, self._judged = self._judged, place
         self._use(place)
         codec = worst.measured[place].codec if place <= self._finest else EXACT
@@ -65,7 +65,7 @@ class Guard:
     def _may_use(self, place: int, found: Sequence[Verdict]) -> bool:
         limit = 1.0 if self._judged is None or place >= self._judged else COARSER
         noise = max(verdict.measured[place].excess for verdict in found)
-        return noise <= limit and not (place and any(verdict.is_slow(place) for verdict in found))
+        return noise <= limit and not any(verdict.is_slow(place) for verdict in found)
 
     def _use(self, place: int) -> None:
         self._manager.recode(*self._choices[place], all_exact=place > self._finest)

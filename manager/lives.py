@@ -1,14 +1,15 @@
 """What happened to each session lately, for those who look at one: a ring of events each, and a bound on all."""
 
 from collections import OrderedDict, deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from enum import StrEnum, auto
 from typing import NamedTuple
 
 from pydantic import ByteSize
 
 from manthan.manager.observer import Observer, Restored
-from manthan.manager.sessions.session import Eviction, News, Session
+from manthan.manager.sessions.session import Eviction, News
+from manthan.manager.sessions.table import SessionTable
 
 EVENTS_A_SESSION = 64
 MOST_EVENTS = 65_536
@@ -48,16 +49,17 @@ class Life(NamedTuple):
 
 
 class Lives(Observer):
-    """sessions: those there are, by id. clock: in seconds."""
+    """table: has the sessions that there are. clock: in seconds."""
 
     def __init__(
         self,
-        sessions: Mapping[str, Session],
+        table: SessionTable,
         block_tokens: int,
         clock: Callable[[], float],
         most: int = MOST_EVENTS,
     ) -> None:
-        self._sessions, self._block_tokens, self._clock, self._most = sessions, block_tokens, clock, most
+        self._sessions, self._block_tokens, self._clock, self._most = table.by_id, block_tokens, clock, most
+        table.forgotten.append(self.forget)
         self._lives: OrderedDict[str, Life] = OrderedDict()
         """By id, the one to which something happened last last."""
         self._count = 0
@@ -120,19 +122,20 @@ class Lives(Observer):
     ) -> None:
         session = self._sessions.get(session_id)
         if session is None:
-            self._forget(session_id)
+            self.forget(session_id)
             return
         life = self._lives.get(session_id)
         if life is None or life.born != session.created:
-            self._forget(session_id)
+            self.forget(session_id)
             life = self._lives[session_id] = Life(session.created, deque(maxlen=EVENTS_A_SESSION))
         self._count += len(life.events) < EVENTS_A_SESSION
         life.events.append(Event(self._clock(), kind, tokens, blocks, nbytes, seconds, saved, note))
         self._lives.move_to_end(session_id)
         while self._count > self._most:
-            self._forget(next(iter(self._lives)))
+            self.forget(next(iter(self._lives)))
 
-    def _forget(self, session_id: str) -> None:
+    def forget(self, session_id: str) -> None:
+        """Drop the events of a session that is gone. There may be no news of that: vLLM may overwrite its blocks."""
         life = self._lives.pop(session_id, None)
         self._count -= len(life.events) if life is not None else 0
 

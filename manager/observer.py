@@ -52,6 +52,11 @@ class Judgement(NamedTuple):
     codec: str
     is_new: bool
 
+    @property
+    def is_slow(self) -> bool:
+        """True if the configured codec is faithful, and not used because the model computes faster than it decodes."""
+        return self.place > 0 and self.verdict.measured[0].is_faithful and self.verdict.is_slow(0)
+
 
 class Observer:
     """Looks on; what is not overridden is of no interest."""

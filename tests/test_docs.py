@@ -210,3 +210,18 @@ def test_causes_in_troubleshooting_are_those_of_the_code() -> None:
     assert causes <= set(strings())
     assert dropped <= set(DropCause)
     assert {"store_full", "encode", "checksum"} <= causes
+
+
+@pytest.mark.parametrize("name", ["SECURITY.md", "docs/guarantees.md"])
+def test_tests_that_are_named_are_there(name: str) -> None:
+    text = (REPO / name).read_text(encoding="utf-8")
+    named = re.findall(r"`(tests/[\w/]+\.py)(?:::(\w+))?`", text)
+    assert named or "guarantees.md" in text
+    for path, test in named:
+        defined = {node.name for node in ast.walk(ast.parse((REPO / path).read_text())) if hasattr(node, "name")}
+        assert not test or test in defined, f"{path}::{test}"
+
+
+def test_each_guarantee_names_a_test() -> None:
+    text = (REPO / "docs" / "guarantees.md").read_text(encoding="utf-8")
+    assert all("::" in held_by or ".py`" in held_by for _, held_by in rows("guarantee", text))

@@ -12,7 +12,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
 
 import msgspec
 from vllm.logger import init_logger
@@ -45,10 +45,14 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
+T = TypeVar("T")
+
 HALT_S = 2.0
 """Seconds for which a reset waits for transfers to end, at most."""
 PAUSE_S = 1e-3
 """Seconds between two steps of that, which leave the interpreter to threads that transfer."""
+LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
+"""Methods of workers that change weights. Not all of them do so by the model's `load_weights`."""
 ADAPTER_CONTENT = "manthan_adapter_content"
 """Of a request: what stands for the content of its LoRA adapter."""
 
@@ -178,6 +182,7 @@ def _checking(get_session_id: Callable[..., str | None], check_id: Callable[[str
 def hash_media_by_content(refuse: Callable[[], Exception]) -> None:
     """Have block hashes hold what images and the like contain, not the ids that clients gave them: an id means another
     image tomorrow. `refuse` makes the error for an id without content."""
+    from vllm.multimodal import hasher
     from vllm.multimodal.processing.inputs import ProcessorInputs
 
     wrapped: Any = ProcessorInputs
@@ -196,6 +201,32 @@ def hash_media_by_content(refuse: Callable[[], Exception]) -> None:
 
     of_content.manthan = True  # type: ignore[attr-defined]
     wrapped.get_mm_hashes = of_content
+    hasher._get_image_id_bytes = lambda image: None  # vLLM would take an id in the image's EXIF for its content
+
+
+def hash_features_by_content(refuse: Callable[[], Exception]) -> None:
+    """The same where a client sends media as another server has prepared them (`--enable-scale-out`), with hashes."""
+    from hashlib import sha256
+
+    from vllm.entrypoints.scale_out.token_in_token_out import mm_features
+
+    decode = mm_features.mm_kwargs_from_features
+    if hasattr(decode, "manthan"):
+        return
+
+    @functools.wraps(decode)
+    def of_content(features: Any) -> Any:
+        for modality, hashes in features.mm_hashes.items():
+            data = (features.kwargs_data or {}).get(modality, [None])
+            if None in data:
+                raise refuse()
+            more = (features.mm_metadata or {}).get(modality, [""] * len(data))
+            parts = [f"{len(item)} {item} {beside}" for item, beside in zip(data, more, strict=True)]
+            hashes[:] = [sha256(part.encode()).hexdigest() for part in parts]
+        return decode(features)
+
+    of_content.manthan = True  # type: ignore[attr-defined]
+    mm_features.mm_kwargs_from_features = of_content  # before the route that has a name of its own for it is made
 
 
 class Asked(NamedTuple):
@@ -402,6 +433,12 @@ class Halting(Protocol):
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. was_reset: True if vLLM's prefix cache is empty now."""
 
+    def doubt(self) -> None:
+        """A reset failed that may have been asked for since the weights are others."""
+
+    def called(self, has_loaded: bool) -> None:
+        """Workers did something that a caller asked for. has_loaded: True if that was to load weights."""
+
 
 class Resets:
     """Sleeps, and resets of the prefix cache, of the engine under construction.
@@ -411,11 +448,10 @@ class Resets:
 
     Args:
         half: told before vLLM resets, and after.
-        state: of a worker's weights; runs on workers.
     """
 
-    def __init__(self, half: Halting, state: Callable[[Any], object]) -> None:
-        self._half, self._state = half, state
+    def __init__(self, half: Halting) -> None:
+        self._half = half
         self._due = 0
         """Resets to come that belong to a sleep, which keeps the weights."""
         self._keeps = False
@@ -426,6 +462,7 @@ class Resets:
         if core is not None:
             core.reset_prefix_cache = self._halted(core.reset_prefix_cache)
             core.sleep = self._asleep(core.sleep)
+            core.collective_rpc = self._calling(core.collective_rpc)
             core._reset_caches = self._keeping(core._reset_caches)
             if (release := getattr(core, "release_kv_cache_memory", None)) is not None:
                 core.release_kv_cache_memory = self._releasing(release)
@@ -435,16 +472,16 @@ class Resets:
         """True if memory is gone: the KV cache's, or all of it."""
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
-    def weights(self) -> list[object] | None:
-        """State of the weights that each rank has now; None if it cannot be told."""
+    def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
+        """What this function returns of each worker; None if it cannot be told."""
         if self._core is None:
             return None
         try:
-            states: list[object] = self._core.model_executor.collective_rpc(self._state)
+            answers: list[T] = self._core.model_executor.collective_rpc(about_weights)
         except Exception as error:  # whatever it is, the engine goes on
             logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
             return None
-        return states
+        return answers
 
     @property
     def is_moving(self) -> bool:
@@ -470,6 +507,7 @@ class Resets:
             scheduler, reset_connector = self._core.scheduler, reset_connector and not self._keeps
             if scheduler.running and not reset_running_requests:
                 logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
+                self._half.doubt()
                 return reset(False, reset_connector)
             was_reset = False
             self._half.halt()
@@ -555,6 +593,20 @@ class Resets:
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             scheduler.waiting.prepend_request(request)
 
+    # -- weights --------------------------------------------------------------------------------------
+
+    def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        """Callers load weights by this, and do other things with workers."""
+
+        @functools.wraps(call)
+        def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
+            try:
+                return call(method, *args, **kwargs)
+            finally:
+                self._half.called(method in LOADS)
+
+        return with_notice
+
     # -- sleep ----------------------------------------------------------------------------------------
 
     def _asleep(self, sleep: Callable[..., Any]) -> Callable[..., Any]:
@@ -616,8 +668,15 @@ class Lookups(Protocol):
     def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
         """vLLM has found these blocks of each KV cache group for the request."""
 
-    def lossy_owner(self, request: Any) -> tuple[bool, Owner | None]:
-        """True if what the request computes is behind decoded blocks; and the owner of that."""
+    def computed(self, request: Any, block_ids: Sequence[int]) -> bool:
+        """vLLM is about to enter these blocks of the request, loaded or computed, into its prefix cache.
+
+        Returns: False if they could not be marked.
+        """
+
+
+class Boundary(Halting, Lookups, Protocol):
+    """What stands between vLLM and the scheduler half: nothing that is asked of it raises."""
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
@@ -635,7 +694,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         if lookup is not None and not hasattr(lookup, "manthan"):
             setattr(KVCacheManager, name, _asking(lookup))
 
-    get_cached, cache_full = pool.get_cached_block, pool.cache_full_blocks
+    get_cached, cache_full, cache_partial = pool.get_cached_block, pool.cache_full_blocks, pool.cache_partial_block
     own.manthan_asks = False
 
     @functools.wraps(get_cached)
@@ -661,34 +720,61 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         kv_cache_group_id: int,
         block_mask: list[bool] | None = None,
     ) -> None:
-        new = blocks[num_cached_blocks:num_full_blocks]
-        is_lossy, owner = lookups.lossy_owner(request)
-        if is_lossy:
-            marks.set((b.block_id for b in new if not b.is_null and not marks[b.block_id]), Mark.DERIVED, owner)
-        elif marks and new:  # an exact copy takes the hash from lossy ones
+        if marks:
+            new = blocks[num_cached_blocks:num_full_blocks]
+            settle(request, new, any(marks[block.block_id] for block in blocks[:num_full_blocks]))
             hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
-            lossy = set()
-            for at, block in enumerate(new):
-                if block.is_null or marks[block.block_id] or (block_mask is not None and not block_mask[at]):
-                    continue
-                name = make_block_hash_with_group_id(hashes[num_cached_blocks + at], kv_cache_group_id)
-                lossy |= {copy.block_id for copy in _copies(pool, name) if marks[copy.block_id]}
-            if lossy:
-                pool.evict_blocks(lossy)
+            entered = [
+                (hashes[num_cached_blocks + at], block)
+                for at, block in enumerate(new)
+                if not block.is_null and (block_mask is None or block_mask[at])
+            ]
+            take_hashes(entered, kv_cache_group_id)
         cache_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
 
+    @functools.wraps(cache_partial)
+    def cache_partial_marked(
+        request: Any,
+        block: "KVCacheBlock",
+        num_tokens: int,
+        kv_cache_group_id: int,
+        block_size: int,
+        replace_existing_hashes: bool = False,
+    ) -> Any:
+        if marks and not block.is_null:
+            settle(request, [block], True)
+            take_hashes([(pool._get_partial_block_hash(request, num_tokens), block)], kv_cache_group_id)
+        return cache_partial(request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes)
+
+    def settle(request: Any, new: "Sequence[KVCacheBlock]", may_be_lossy: bool) -> None:
+        """Have blocks marked. may_be_lossy: they are taken for derived if that fails."""
+        block_ids = [block.block_id for block in new if not block.is_null]
+        if not lookups.computed(request, block_ids) and may_be_lossy:
+            marks.set((block_id for block_id in block_ids if not marks[block_id]), Mark.DERIVED, None)
+
+    def take_hashes(entered: "Iterable[tuple[BlockHash, KVCacheBlock]]", group: int) -> None:
+        """Evict lossy blocks whose hashes exact blocks are about to have."""
+        lossy = set()
+        for block_hash, block in entered:
+            if not marks[block.block_id]:
+                copies = _copies(pool, make_block_hash_with_group_id(block_hash, group))
+                lossy |= {copy.block_id for copy in copies if marks[copy.block_id]}
+        if lossy:
+            pool.evict_blocks(lossy)
+
     own.get_cached_block, own.cache_full_blocks = get_served, cache_marked
+    own.cache_partial_block = cache_partial_marked
 
 
 def _asking(lookup: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(lookup)
-    def for_asker(self: Any, request: Any) -> Any:
+    def for_asker(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
         lookups: Lookups | None = getattr(self.block_pool, "manthan_lookups", None)
         if lookups is None:
-            return lookup(self, request)
+            return lookup(self, request, *args, **kwargs)
         before, self.block_pool.manthan_asks = self.block_pool.manthan_asks, lookups.asker(request)
         try:
-            found = lookup(self, request)
+            found = lookup(self, request, *args, **kwargs)
         finally:
             self.block_pool.manthan_asks = before
         lookups.found(request, found[0].get_block_ids())
@@ -897,35 +983,50 @@ def write_latents(
     module.impl.do_kv_cache_update(latents, keys, cache, slots, "auto", scale)
 
 
-def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
-    """Parameters and buffers of a model by name, as tensors with memory of their own."""
+def parts_of(name: str, tensor: "torch.Tensor") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Tensors with memory of their own, by name, that make up a tensor; torchao's have several."""
     from vllm.model_executor.model_loader.weight_checksum import _tensors
 
+    yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
+
+
+def tensors_of(model: "torch.nn.Module") -> "Iterator[tuple[str, torch.Tensor]]":
+    """Parameters and buffers of a model by name, as tensors with memory of their own."""
     for name, tensor in (*model.named_parameters(), *model.named_buffers()):
-        yield from ((each, part.detach()) for each, part in _tensors(name, tensor))
+        yield from parts_of(name, tensor)
 
 
 def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], None]") -> None:
     """Have `made` called with each model that vLLM makes in this process, before its weights are loaded.
 
-    Connectors hear of no weights, and the tensors that a model keeps are sharded, fused and packed ones.
+    Connectors hear of no weights, and the tensors that a model keeps are sharded, fused and packed ones. A model that
+    another one has in it is loaded with that one, and is not told of.
     """
-    from vllm.model_executor.model_loader import base_loader, tensorizer_loader, utils
+    from vllm.model_executor.model_loader import utils
 
     initialize = utils.initialize_model
     if hasattr(initialize, "manthan"):
         return
+    is_inner = False
 
     @functools.wraps(initialize)
     def initialize_watched(vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
-        model = initialize(vllm_config, *args, **kwargs)
+        nonlocal is_inner
+        if is_inner:
+            return initialize(vllm_config, *args, **kwargs)
+        is_inner = True
+        try:
+            model = initialize(vllm_config, *args, **kwargs)
+        finally:
+            is_inner = False
         made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
         return model
 
     initialize_watched.manthan = True  # type: ignore[attr-defined]
-    modules: Sequence[Any] = (utils, base_loader, tensorizer_loader)
-    for module in modules:
-        module.initialize_model = initialize_watched
+    package = utils.__name__.rpartition(".")[0]
+    for name, module in list(sys.modules.items()):  # each loader has a name of its own for it
+        if name.startswith(package) and getattr(module, "initialize_model", None) is initialize:
+            cast(Any, module).initialize_model = initialize_watched
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":

@@ -13,6 +13,7 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from manthan.manager.sessions.marks import Owner
 from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
@@ -54,8 +55,16 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self._promised: dict[str, Load] = {}
         """Loads that vLLM waits for and that no worker was told of yet, by request id."""
         self._logged: set[str] = set()
+        self._errors: list[str] = []
+        """Calls of the worker half that raised since the last report."""
+        self._finished: set[str] = set()
+        self._failed: set[str] = set()
+        self._failed_blocks: set[int] = set()
+        """Of loads that have ended and that vLLM was not told of yet."""
+        self._told_blocks: set[int] = set()
+        """Of loads that vLLM is told of in this step."""
         if role is KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config)
+            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self)
         else:
             self.worker = WorkerHalf(vllm_config, kv_cache_config)
 
@@ -78,15 +87,12 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self._is_broken = True
             name = call.__name__
             logger.exception("Manthan: an error in %s: vLLM serves as without Manthan until it is started again.", name)
-            try:
-                self.scheduler.telemetry.failed(name)
-                self.scheduler.give_up()
-            except Exception:
-                logger.exception("Manthan: blocks stay referenced.")
+            self._try(self.scheduler.give_up, otherwise=None)
+            self._count(name)
             return otherwise
 
     def _try(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
-        """What the worker half answers; after an exception of its own `otherwise`, this time."""
+        """What a half answers; after an exception of its own `otherwise`, this time."""
         try:
             return call(*args)
         except Exception:
@@ -94,12 +100,57 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             if name not in self._logged:
                 self._logged.add(name)
                 logger.exception("Manthan: an error in %s: what it was asked for costs a recompute.", name)
+            self._count(name)
             return otherwise
+
+    def _count(self, name: str) -> None:
+        if self.role is KVConnectorRole.SCHEDULER:
+            self.scheduler.telemetry.failed(name)
+        else:
+            self._errors.append(name)
 
     # -- scheduler half -------------------------------------------------------------------------------
 
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self.scheduler.bind(gpu_block_pool)
+
+    # What vLLM asks no connector is asked by wrappers of its lookups and of its resets; see `compat`.
+
+    def asker(self, request: "Request") -> Owner | None:
+        nobody: Owner | None = None
+        return self._ask(self.scheduler.asker, request, otherwise=nobody)
+
+    def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        self._ask(self.scheduler.found, request, block_ids, otherwise=None)
+
+    def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
+        return self._ask(self.scheduler.computed, request, block_ids, otherwise=False)
+
+    def before_sleep(self) -> None:
+        self._ask(self.scheduler.before_sleep, otherwise=None)
+
+    def halt(self) -> None:
+        self._ask(self.scheduler.halt, otherwise=None)
+
+    @property
+    def is_moving(self) -> bool:
+        return self._holds_blocks() if self._is_broken else self._ask(self._moves, otherwise=True)
+
+    def go_on(self, was_reset: bool) -> None:
+        self._ask(self.scheduler.go_on, was_reset, otherwise=None)
+
+    def called(self, has_loaded: bool) -> None:
+        self._ask(self.scheduler.called, has_loaded, otherwise=None)
+
+    def doubt(self) -> None:
+        self._ask(self.scheduler.doubt, otherwise=None)
+
+    def _moves(self) -> bool:
+        return self.scheduler.is_moving
+
+    def _holds_blocks(self) -> bool:
+        """True while blocks of before an error are referenced."""
+        return self._try(self.scheduler.driver.holds_any, otherwise=False)
 
     def on_new_request(self, request: "Request") -> None:
         self._ask(self.scheduler.new_request, request, otherwise=None)
@@ -112,7 +163,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         if num_external_tokens:
             group = self.scheduler.groups.chain.index
             ids = blocks.get_block_ids()[group]
-            part = GroupBlocks(group, (), self.scheduler.loaded_into(request.request_id, ids, num_external_tokens))
+            told = request.request_id, ids, num_external_tokens
+            part = GroupBlocks(group, (), self._try(self.scheduler.loaded_into, *told, otherwise=ids))
             self._promised[request.request_id] = Load(request.request_id, (part,))
         self._ask(self.scheduler.allocated, request, blocks, num_external_tokens, otherwise=None)
 
@@ -131,6 +183,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def update_connector_output(self, connector_output: "KVConnectorOutput") -> None:
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
+            for name in report.errors:
+                self._count(name)
             if self._is_broken:
                 self._try(self.scheduler.drain, report, otherwise=None)
             self._ask(self.scheduler.worker_output, report, otherwise=None)
@@ -148,10 +202,16 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def has_pending_push_work(self) -> bool:
         if self._is_broken:
-            return self.scheduler.driver.holds_blocks
-        return self._ask(lambda: self.scheduler.has_work, otherwise=False)
+            return self._holds_blocks()
+        return self._ask(self._has_work, otherwise=False)
+
+    def _has_work(self) -> bool:
+        return self.scheduler.has_work
 
     def has_pending_block_frees(self) -> bool:
+        return self._ask(self._frees_soon, otherwise=False)
+
+    def _frees_soon(self) -> bool:
         return self.scheduler.driver.frees_soon
 
     def take_events(self) -> "Iterable[KVCacheEvent]":
@@ -186,11 +246,17 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         addresses stay, and wake up with other memory behind them: there is nothing to restore."""
         self.worker.wait()
 
+    def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
+        """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
+        super().bind_connector_metadata(connector_metadata)
+        self._try(self.worker.begin_step, self._metadata, otherwise=None)
+
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._metadata
         self.worker.fail_loads(metadata.failed)
         if self._try(self._submit_loads, metadata, otherwise=False) is False:
-            self.worker.fail_loads(metadata.loads)
+            begun = set(map(id, self.worker.path.begun))
+            self.worker.fail_loads([load for load in metadata.loads if id(load) not in begun])
 
     def _submit_loads(self, metadata: ManthanMetadata) -> bool:
         self.worker.submit_loads(metadata)
@@ -210,7 +276,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         """
         metadata = self._metadata
         if self._try(self._submit_spills, metadata, otherwise=False) is False:
-            self.worker.fail_spills(metadata.spills)
+            begun = set(map(id, self.worker.path.begun))
+            self.worker.fail_spills([spill for spill in metadata.spills if id(spill) not in begun])
 
     def _submit_spills(self, metadata: ManthanMetadata) -> bool:
         self.worker.submit_spills(metadata)
@@ -223,9 +290,14 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         path = self.worker.path
         if self._metadata.model_rests:
             path.rest()
-        return KVConnectorTransferResults(
-            finished_recving=path.take_finished_loads(), failed_recving=path.take_failed_loads()
-        )
+        self._finished |= path.take_finished_loads()
+        self._failed |= path.take_failed_loads()
+        self._failed_blocks |= path.take_failed_blocks()
+        # Only now: a load is never told of without what failed of it.
+        ended = KVConnectorTransferResults(finished_recving=self._finished, failed_recving=self._failed)
+        self._told_blocks |= self._failed_blocks
+        self._finished, self._failed, self._failed_blocks = set(), set(), set()
+        return ended
 
     @property
     def _metadata(self) -> ManthanMetadata:
@@ -234,11 +306,17 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return metadata
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        return self._try(self.worker.path.take_failed_blocks, otherwise=set())
+        told, self._told_blocks = self._told_blocks, set()
+        return told
 
     def build_connector_worker_meta(self) -> ManthanWorkerMetadata | None:
         nothing: ManthanWorkerMetadata | None = None
-        return self._try(self.worker.take_report, otherwise=nothing)
+        report = self._try(self.worker.take_report, otherwise=nothing)
+        if self._errors:
+            report = report or ManthanWorkerMetadata()
+            report.errors, self._errors = self._errors, []
+        return report
 
     def shutdown(self) -> None:
-        (self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker).shutdown()
+        half = self.scheduler if self.role is KVConnectorRole.SCHEDULER else self.worker
+        self._try(half.shutdown, otherwise=None)

@@ -10,10 +10,10 @@ from vllm.logger import init_logger
 from manthan.manager.config.model import ConfigError, ManthanConfig
 from manthan.manager.journal_link import JournalLink
 from manthan.manager.sessions.manager import SessionMemoryManager
+from manthan.manager.stores.cold_store import FrontStore
 from manthan.manager.stores.disk.journal import Journal
-from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
+from manthan.manager.stores.disk.root import check_folder, open_rank, open_root, remove_others
 from manthan.manager.stores.disk.segment import newest
-from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
 from manthan.manager.stores.sealed import Sealer, keys_of
 from manthan.manager.work import Name
 from manthan.vllm_hooks.orphans import end_with_parent
@@ -43,17 +43,9 @@ def check_disk(vllm_config: "VllmConfig") -> None:
     check_folder(config.disk.path, PATIENCE_S)
 
 
-def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> DiskStore:
-    """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError."""
-    folder = _root(config, parallel) / name / f"rank-{rank}"
-    try:
-        return DiskStore(folder, nbytes, config.disk.sync_s, config.disk.timeout_s)
-    except FolderInUseError:
-        raise ConfigError(
-            f"disk.path is {config.disk.path!r}, which another server uses: give each a folder of its own."
-        ) from None
-    except OSError as error:
-        raise ConfigError(f"disk.path is {config.disk.path!r}, which cannot be used: {error.strerror}.") from None
+def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontStore:
+    """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError if another server has it."""
+    return open_rank(_root(config, parallel), name, rank, nbytes, config.disk.sync_s, config.disk.timeout_s)
 
 
 class DiskBooks:
@@ -100,7 +92,8 @@ class DiskBooks:
         return link
 
     def close(self) -> None:
-        self._lock.close()
+        if self._lock is not None:
+            self._lock.close()
 
 
 def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:

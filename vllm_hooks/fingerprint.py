@@ -84,10 +84,11 @@ def _settings(config: object) -> object:
 def _code(model: "ModelConfig") -> str:
     """Digest of the Python files in the model's folder, which --trust-remote-code runs; empty without any."""
     folder = _folder(model.model, model.revision)
-    files = sorted(folder.glob("*.py")) if folder is not None and folder.is_dir() else []
-    digest = hashlib.sha256()
+    if folder is None or not folder.is_dir():
+        return ""
+    files, digest = sorted(folder.rglob("*.py")), hashlib.sha256()
     for path in files:
-        digest.update(f"{path.name}:{path.stat().st_size}:".encode() + path.read_bytes())
+        digest.update(f"{path.relative_to(folder)}:{path.stat().st_size}:".encode() + path.read_bytes())
     return digest.hexdigest()[:32] if files else ""
 
 

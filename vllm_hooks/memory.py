@@ -81,13 +81,17 @@ def with_windows(
     tokens = {window.group.index: window.group.spec.block_size for window in groups.windows}
     hot = {window.group.index: window.group.page_nbytes * shards.ranks for window in groups.windows}
     settled = frozenset(window.group.index for window in groups.windows if window.group.is_packed)
+    lossless = frozenset(
+        window.group.index for window in groups.windows if codec_beside(codec.name, window.group, codec.state) == EXACT
+    )
     made = []
     for at, shape in enumerate(shapes):
         beside = {w.group.index: _bounds(codec, names[at : at + 1], w.group, shards) for w in groups.others}
         if not groups.is_whole:
             beside[groups.chain.index] = shape.bounds
             shape = replace(shape, group=None, bounds=dict.fromkeys(shape.bounds, 0), hot_nbytes=0)
-        made.append(replace(shape, beside=beside, hot_beside=hot, tokens_beside=tokens, settled=settled))
+        shape = replace(shape, settled=settled, lossless=lossless)
+        made.append(replace(shape, beside=beside, hot_beside=hot, tokens_beside=tokens))
     return made
 
 

@@ -54,6 +54,8 @@ class ManthanMetadata(KVConnectorMetadata):
     """Loads that were promised to vLLM and will not be: requests wait for an answer."""
     cancels: bool = False
     """True if orders that have not begun are to be answered as failed, since the prefix cache is reset."""
+    revokes: bool = False
+    """True if earlier orders whose blocks are not read yet are to be given up, since requests need the blocks."""
 
 
 @dataclass
@@ -65,6 +67,8 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
     verdicts: list[Verdict] = field(default_factory=list)
     copied: list[Name] = field(default_factory=list)
     """Blocks that are to be encoded and need not stay in the pool any more; each once, before its answer."""
+    errors: list[str] = field(default_factory=list)
+    """Calls of the worker half that raised."""
 
     def aggregate(self, other: KVConnectorWorkerMetadata) -> "ManthanWorkerMetadata":
         assert isinstance(other, ManthanWorkerMetadata)
@@ -73,4 +77,5 @@ class ManthanWorkerMetadata(KVConnectorWorkerMetadata):
             self.loads + other.loads,
             self.verdicts + other.verdicts,
             self.copied + other.copied,
+            self.errors + other.errors,
         )

@@ -13,6 +13,7 @@ from manthan.manager.stores.sealed import keys_of
 from manthan.vllm_hooks.compat import (
     add_routes,
     extend_engine_args,
+    hash_features_by_content,
     hash_media_by_content,
     register_connector,
     watch_models,
@@ -112,6 +113,8 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
     check_requests()
     if from_vllm_config(vllm_config).cold_store.is_lasting:
         hash_media_by_content(no_content)
+        if from_command_line:
+            hash_features_by_content(no_content)
     if from_command_line:
         check_server_requests()
 

@@ -12,6 +12,7 @@ import numpy as np
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
+from manthan.codec.registry import finer_codecs
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.config.registered import choose_policy
 from manthan.manager.driver import A_STEP, Driver
@@ -28,6 +29,7 @@ from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
 from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
+    Boundary,
     Resets,
     VllmPool,
     ask_workers,
@@ -54,7 +56,7 @@ from manthan.vllm_hooks.support import (
     groups_of,
     latent_of,
 )
-from manthan.vllm_hooks.telemetry.log import announce, check_capacity
+from manthan.vllm_hooks.telemetry.log import announce, check_capacity, tell_guard
 from manthan.vllm_hooks.telemetry.telemetry import Telemetry
 from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
@@ -66,7 +68,7 @@ from manthan.vllm_hooks.worker.capacity import (
     room_in,
     usable_nbytes,
 )
-from manthan.vllm_hooks.worker.weights import loaded_digest, weights_state
+from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_state
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -105,10 +107,15 @@ def _weights(config: ManthanConfig) -> str:
 
 
 class SchedulerHalf:
-    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores."""
+    """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
 
-    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig") -> None:
-        self._vllm_config = vllm_config
+    boundary: asks this one on behalf of vLLM's lookups and resets, and raises nothing; None for this one itself.
+    """
+
+    def __init__(
+        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: Boundary | None = None
+    ) -> None:
+        self._vllm_config, self._boundary = vllm_config, boundary or self
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
@@ -157,7 +164,7 @@ class SchedulerHalf:
             quality=config.codec.quality,
         )
         has_api = config.api.enabled
-        lives = Lives(self.manager.table.by_id, self._block_size, time.time) if has_api else None
+        lives = Lives(self.manager.table, self._block_size, time.time) if has_api else None
         self.telemetry = Telemetry(self.manager, make_traces(vllm_config, config.cold_store.places), lives)
         if has_api:
             offer(METHOD, Inquiries(self).reply)
@@ -181,13 +188,15 @@ class SchedulerHalf:
         self._is_near = config.cold_store.places[0] == "device"
         if vllm_config.speculative_config is None:
             press_on(self._goes_on)
-        self._resets = Resets(self, weights_state)
+        self._resets = Resets(self._boundary)
         self._bedtime: float | None = None
         """When the engine is to sleep at the latest; None if it is not about to."""
-        self._weights: list[object] | None = None
+        self._weights: list[tuple[int, str]] | None = None
         """State of the weights that computed what is cold; None if it cannot be told."""
         self._is_unsure = False
-        """True from a reset, or a sleep, to the next request: the weights may be others by then."""
+        """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
+        self._was_called = False
+        """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
         self._sweeper = Sweeper(
             config.sweep_interval_s, min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring
@@ -217,8 +226,8 @@ class SchedulerHalf:
             in_flight=self._in_flight(),
             weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
-        watch_lookups(pool, self.pool.marks, self)
-        self._weights = self._resets.weights()
+        watch_lookups(pool, self.pool.marks, self._boundary)
+        self._weights = self._resets.ask(weights_state)
         self._sweeper.start()
         if self._redis is not None:
             self._redis.start()
@@ -231,8 +240,9 @@ class SchedulerHalf:
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         self.driver.hits(request.request_id, block_ids)
 
-    def lossy_owner(self, request: "Request") -> tuple[bool, Owner | None]:
-        return self.driver.is_lossy(request.request_id), self.manager.owner(request.request_id)
+    def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
+        self.driver.computed(request.request_id, block_ids)
+        return True
 
     def _in_flight(self) -> int:
         """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
@@ -259,6 +269,7 @@ class SchedulerHalf:
         shapes = [self._shape, *fallback_shapes(codec, self._kv_group, self._shards, self._profile)]
         shapes = with_windows(shapes, codec, self.groups, self._shards)
         choices = [Choice(shape, self._capacity(shape)) for shape in shapes]
+        tell_guard(codec.name, [codec.name, *finer_codecs(codec.name)][-1])
         return Guard(self.manager, choices, self._ranks, self.telemetry)
 
     def _capacity(self, shape: MemoryShape) -> int:
@@ -419,6 +430,7 @@ class SchedulerHalf:
         self._rung = False
         if self.is_out_of_use and not scheduled_tokens:
             return ManthanMetadata(model_rests=True)
+        self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
         self._prepare_more()
@@ -430,7 +442,8 @@ class SchedulerHalf:
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
         orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
-        return ManthanMetadata(place, *orders, not scheduled_tokens, self._step, cancels=self._cancels)
+        rests = not scheduled_tokens
+        return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
@@ -484,10 +497,10 @@ class SchedulerHalf:
 
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. After a reset nothing is begun until a request comes: the weights may change up to then."""
-        self._cancels = False
+        self._cancels, self._is_unsure = False, True
         if was_reset:
             self.driver.forget_hot(time.monotonic())
-            self._bedtime, self._is_unsure = None, True
+            self._bedtime = None
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeat()
@@ -516,12 +529,28 @@ class SchedulerHalf:
         Weights may change before a reset or after it, so that they are looked at with the first request.
         """
         self._bedtime, self.driver.rests = None, False
+        self._heed_calls()
         if self._is_unsure:
-            before, self._weights = self._weights, self._resets.weights()
+            before, self._weights = self._weights, self._resets.ask(weights_state)
             self._is_unsure = False
             if self._weights is None or self._weights != before:
-                logger.info("Manthan: the weights have changed since the prefix cache was reset, or may have.")
+                logger.info("Manthan: the weights have changed, or may have.")
                 self.reset()
+
+    def called(self, has_loaded: bool) -> None:
+        self._was_called = True
+        if has_loaded:
+            self._weights, self._is_unsure = None, True
+
+    def doubt(self) -> None:
+        self._is_unsure = True
+
+    def _heed_calls(self) -> None:
+        """Look whether a caller had the workers load weights. That alone is told without reading them."""
+        if self._was_called and not self._is_unsure:
+            before = None if self._weights is None else [count for count, _ in self._weights]
+            self._is_unsure = self._resets.ask(loads) != before
+        self._was_called = False
 
     # -- after an error -------------------------------------------------------------------------------
 

@@ -34,7 +34,8 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
         extra[DIGEST], extra[WANTS_PROFILE] = "", False
         return
     asked = without_profile(asked) if has_draft(vllm_config) else asked
-    chosen = choose_codec(asked, model.model, parallel.tensor_parallel_size, has_latents=model.use_mla)
+    ranks = parallel.tensor_parallel_size
+    chosen = choose_codec(asked, model.model, ranks, has_latents=model.use_mla, revision=model.revision)
     shape = (model.get_num_layers(parallel), model.get_total_num_kv_heads(), model.get_head_size())
     check_profile(chosen, model.model, *shape)
     settled = asked.model_copy(update={"name": chosen.name, "profile": str(chosen.path or "")})

@@ -8,7 +8,7 @@ from manthan.codec.errors import ProfileError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import needs_profile
-from manthan.manager.calibration.places import profile_path
+from manthan.manager.calibration.places import has_weights, profile_path
 from manthan.manager.config.model import CodecConfig, ConfigError
 
 logger = logging.getLogger("vllm.manthan")
@@ -33,8 +33,11 @@ class ChosenCodec:
         return NO_FACTS if self.profile is None else facts_of(self.profile, rank, ranks)
 
 
-def choose_codec(config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False) -> ChosenCodec:
-    """For so many tensor-parallel ranks. A profile that is not named is looked for where `manthan calibrate` puts it.
+def choose_codec(
+    config: CodecConfig, model: str, ranks: int = 1, has_latents: bool = False, revision: str | None = None
+) -> ChosenCodec:
+    """For so many tensor-parallel ranks. A profile that is not named is looked for where `manthan calibrate` puts it,
+    by the model's weights.
 
     has_latents: whether the model caches latents (MLA), which take no profile. Raises ConfigError for a profile that is
     missing, cannot be read, is for another number of ranks, or has not the codec's preset.
@@ -53,10 +56,10 @@ def choose_codec(config: CodecConfig, model: str, ranks: int = 1, has_latents: b
             raise ConfigError(f"codec.profile is {config.profile}, but codec {config.name} takes none: use {takes}")
         return ChosenCodec(config.name)
     named = Path(config.profile).expanduser().absolute() if config.profile else None
-    path = named or profile_path(model, ranks)
+    path = named or profile_path(model, ranks, revision)
     name = CALIBRATED if config.name == AUTO else config.name
     try:
-        if named or path.exists():
+        if named or (path.exists() and has_weights(model, revision)):
             return ChosenCodec(name, path, load_profile(path, name, model, ranks))
     except ConfigError as error:
         if config.name != AUTO or named:

@@ -53,7 +53,9 @@ def _listed(value: object) -> object:
 LONGEST_S = 30 * 86_400
 """Seconds that a client may speak of: 30 days."""
 Seconds = Annotated[float, Strict(), Field(gt=0, le=LONGEST_S, allow_inf_nan=False)]
-SessionId = Annotated[str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME)]
+SessionId = Annotated[
+    str, Strict(), StringConstraints(min_length=1, max_length=LONGEST_NAME), AfterValidator(_printable)
+]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
 ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
 _SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
@@ -91,7 +93,8 @@ class Hints(BaseModel):
     tool: ToolName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),
-        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} characters",
+        description=f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable "
+        "characters",
     )
     tenant: Annotated[str, AfterValidator(_printable)] = Field(
         default="",

@@ -356,15 +356,15 @@ class SessionMemoryManager:
         Another engine may have replaced a block that is shared by one of another codec.
         """
         block = self.blocks.get(key, group)
-        if self._is_shared or block is None or block.encoding.exact < self.shape.tokens_of(group):
+        if self._is_shared or block is None or not self.shape.is_exact(group, block.encoding):
             return Mark.DECODED
         return block.mark
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
-        """A block of this mark is about to be encoded."""
+        """A block of this mark is about to be encoded. Another engine may replace what is shared by a lossy one."""
         block = self.blocks.get(key, group)
         if block is not None:
-            block.mark = mark
+            block.mark = Mark.DERIVED if self._is_shared else mark
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:
         wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]

@@ -19,7 +19,7 @@ from manthan.manager.sessions.session import (
 )
 from manthan.manager.sessions.table import SessionTable
 
-_NONE, _COLD = CodeState.NONE, CodeState.COLD
+_NONE = CodeState.NONE
 
 
 class Pruning:
@@ -82,9 +82,7 @@ class Pruning:
             session.pinned, session.pinned_until = False, None
         is_evicted = session.state is SessionState.EVICTING
         self._orders.releases += [
-            block.key
-            for block in cut
-            if not block.hot and (is_evicted or (block.code is _COLD and self.mark(block) is Mark.DECODED))
+            block.key for block in cut if not block.hot and (is_evicted or self.mark(block) is Mark.DECODED)
         ]
         self.drop([block for block in cut if not block.users], cause)
         return cut

@@ -48,7 +48,7 @@ class Restores:
 
     def is_exact(self, block: Block) -> bool:
         """True if the compressed block gives back, bit for bit, what was computed from exact blocks."""
-        return block.mark is Mark.EXACT and block.encoding.exact >= self._table.shape.tokens_of(block.group)
+        return block.mark is Mark.EXACT and self._table.shape.is_exact(block.group, block.encoding)
 
     def started(self, request_id: str, keys: Sequence[bytes]) -> None:
         blocks = self._run(keys, request_id) if self._has_codes else []

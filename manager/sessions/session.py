@@ -44,9 +44,9 @@ class MemoryShape:
     own, since no layer looks back over all of them. beside: what blocks of other groups take, by group, as in bounds;
     from a place in a chain nobody goes on without some of these. hot_beside: the bytes of such a block in the pool, by
     group; tokens_beside: how many tokens one has, where they are not as many as a chain's. settled: groups that stay in
-    one codec, whatever `codec` is. typical: about how many bytes an encoded block of the main group without
-    exact tokens takes; 0 for just its bound. codec: the name of the one that has these bounds; empty for that which
-    whoever encodes was told of.
+    one codec, whatever `codec` is. lossless: groups whose codec gives back every bit. typical: about how many bytes an
+    encoded block of the main group without exact tokens takes; 0 for just its bound. codec: the name of the one that
+    has these bounds; empty for that which whoever encodes was told of.
     """
 
     block_tokens: int
@@ -59,6 +59,7 @@ class MemoryShape:
     hot_beside: Mapping[int, int] = field(default_factory=dict)
     tokens_beside: Mapping[int, int] = field(default_factory=dict)
     settled: Collection[int] = ()
+    lossless: Collection[int] = ()
 
     def pool_nbytes(self, group: int | None) -> int:
         """What a block takes in the pool: of chains, or of another group."""
@@ -98,6 +99,10 @@ class MemoryShape:
     def tokens_of(self, group: int | None) -> int:
         """Of a block: None for one of chains."""
         return self.block_tokens if group is None else self.tokens_beside.get(group, self.block_tokens)
+
+    def is_exact(self, group: int | None, encoding: "Encoding") -> bool:
+        """True if a compressed block of a group, None for that of chains, gives back every bit."""
+        return group in self.lossless or encoding.exact >= self.tokens_of(group)
 
 
 class Encoding(NamedTuple):

@@ -34,8 +34,8 @@ class SessionTable:
         self.shape = shape
         self.changed: dict[str, None] | None = None
         """Ids of sessions that are not what they were, where somebody asks for them."""
-        self.forgotten: Callable[[str], None] = lambda session_id: None
-        """Is told of sessions that are gone, by id."""
+        self.forgotten: list[Callable[[str], None]] = []
+        """Each is told of sessions that are gone, by id."""
         self.grown: Callable[[Sequence[Block], int], None] | None = None
         """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
@@ -259,4 +259,5 @@ class SessionTable:
             del self._sessions_of[session.tenant]
             self.cold_of.pop(session.tenant, None)
             self.chains.forget_tenant(session.tenant)
-        self.forgotten(session.session_id)
+        for tell in self.forgotten:
+            tell(session.session_id)

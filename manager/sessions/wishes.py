@@ -56,7 +56,7 @@ class Wishes:
         self._pins = Deadlines()
         self._to_prefetch: OrderedDict[str, Awaited] = OrderedDict()  # by session id
         self._tools = ToolTimes()
-        table.forgotten = self.forget
+        table.forgotten.append(self.forget)
 
     def forget(self, session_id: str) -> None:
         """A session is gone, and with it what was said of it."""

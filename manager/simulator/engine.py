@@ -221,8 +221,7 @@ class EngineReplay(Replay):
     def _key(self, request: _Request, length: int) -> None:
         """The first `length` blocks are full; those whose key is known can be found from now on."""
         keys = request.traced.keys[request.keyed : length]
-        if self._driver.is_lossy(request.name):
-            self._driver.derives(request.name, request.blocks[request.keyed : length])
+        self._driver.computed(request.name, request.blocks[request.keyed : length])
         self._pool.cache_all(request.blocks[request.keyed : request.keyed + len(keys)], keys)
         request.keyed += len(keys)
 

@@ -4,13 +4,17 @@ import itertools
 
 import numpy as np
 import pytest
+from typer.testing import CliRunner
 
 from manthan.codec import section_codec
 from manthan.codec.base import Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
+from manthan.codec.profile import PRESETS as CALIBRATED
+from manthan.codec.profile import Profile
 from manthan.codec.rope import Rope
 from manthan.codec.wht import PRESETS, START
+from manthan.manager.cli import app
 from tests.helpers.kv import error, places_from
 
 torch = pytest.importorskip("torch")
@@ -20,19 +24,23 @@ MODEL = "tests/data/tiny-llama"
 BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
 MOST = 1.2
 """Of the divergence after one cycle, that it may be after many."""
-CODECS = [*PRESETS, "k3v3", "exact"]
+DRIFTS = pytest.mark.xfail(strict=True, reason="klt-5x: sections that do not fit are in k4v2c, whose means drift")
+CALIBRATED_CODECS = [pytest.param(name, marks=DRIFTS if name == "klt-5x" else ()) for name in CALIBRATED]
+CODECS = [*PRESETS, *CALIBRATED_CODECS, "k3v3", "exact"]
+COARSE = "k3v3", "klt-12x"
+"""Codecs that lose more than a hundredth of a nat at once."""
 
 
 class World:
     """Pieces of held-out text: KV of each one's prefix, and what the model predicts behind it."""
 
-    def __init__(self, pieces: int) -> None:
+    def __init__(self, pieces: int, profile: Profile) -> None:
         self.model = transformers.AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.bfloat16).eval()
         config, ids = self.model.config, np.fromfile(f"{MODEL}/held_tokens.u16", np.uint16).astype(np.int64)
         self.layers, heads = config.num_hidden_layers, config.num_key_value_heads
         dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         self.shape = BlockShape(self.layers, heads, BLOCK, dim)
-        self.facts = ModelFacts(Rope.of_config(config, dim))
+        self.facts = ModelFacts(Rope.of_config(config, dim), profile)
         self.pieces = [torch.tensor(ids[APART * i :][: PREFIX + NEXT])[None] for i in range(pieces)]
 
     @torch.no_grad()
@@ -69,21 +77,31 @@ class World:
 
 
 @pytest.fixture(scope="module")
-def world():
-    return World(2)
+def profile(tmp_path_factory):
+    """Of the test model, as `manthan calibrate` makes it."""
+    path = tmp_path_factory.mktemp("profile") / "tiny.safetensors"
+    done = CliRunner().invoke(app, ["calibrate", MODEL, "--tokens", "4096", "--out", str(path)])
+    assert done.exit_code == 0, done.output
+    return Profile.load(path)
+
+
+@pytest.fixture(scope="module")
+def world(profile):
+    return World(2, profile)
 
 
 @pytest.mark.parametrize("codec", CODECS)
 def test_predictions_do_not_drift(codec, world):
     once, often = world.losses(codec, 10)
     assert often <= MOST * once
-    assert once < 0.01 or codec == "k3v3"
+    assert once < 0.01 or codec in COARSE
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("codec", CODECS)
-def test_predictions_do_not_drift_in_32_cycles(codec):
-    once, often = World(9).losses(codec, 32)
+def test_predictions_do_not_drift_in_32_cycles(codec, profile):
+    once, often = World(9, profile).losses(codec, 32)
+    print(f"{codec}: divergence after one cycle {once:.5f}, after 32 {often:.5f}")
     assert often <= MOST * once
 
 
@@ -109,7 +127,8 @@ def test_numbers_stay_as_they_are(preset, bias, tokens):
     assert np.mean(changed[0]) < 0.2
     assert np.mean(changed[-1]) < 0.02
     for kind in (0, 1):
-        assert error(first[kind], decoded[-1][kind]) < MOST * error(first[kind], decoded[0][kind])
+        once, often = (list(map(error, first[kind], each[kind])) for each in (decoded[0], decoded[-1]))
+        assert np.mean(np.divide(often, once)) < MOST
 
 
 def test_sections_in_form_1_do_not_drift_either(world):

@@ -4,101 +4,150 @@ output as JSON: by call and state the tokens, those of a request that nothing di
 
 import json
 import time
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 from vllm import LLM, SamplingParams
+from vllm.distributed.kv_transfer import get_kv_transfer_group
+from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
+from vllm.platforms import current_platform
 from vllm_engine import MODEL
 
 from manthan.vllm_hooks import kv_transfer_config
 
 SCHEDULER = (
-    "new_request",
-    "match",
-    "allocated",
-    "step",
-    "worker_output",
-    "finished",
-    "take_events",
-    "loaded",
+    *("new_request", "match", "allocated", "step", "worker_output", "finished", "take_events", "loaded"),
+    *("asker", "found", "computed"),
 )
-WORKER = ("submit_loads", "submit_spills", "take_finished_loads", "take_failed_blocks", "take_report")
+WORKER = (
+    *("begin_step", "submit_loads", "submit_spills", "take_finished_loads", "take_failed_loads", "take_failed_blocks"),
+    "take_report",
+)
+OTHERS = ("loaded_into",)
+"""Of the scheduler half, which goes on after an exception in them."""
+STATES = ("new", "load", "store", "load, after", "store, after")
+"""Of the request that meets the exception: after, if the call has done all that it does by then."""
 HELD = np.fromfile(f"{MODEL}/held_tokens.u16", np.uint16).tolist()
 ONE = SamplingParams(temperature=0, max_tokens=4, ignore_eos=True, detokenize=False)
 
 
-def main() -> None:
-    transfer = kv_transfer_config(
-        min_tokens=64, idle_after_s=0.05, sweep_interval_s=0.01, codec={"guard": False, "sink_tokens": 1 << 20}
-    )
-    llm = LLM(MODEL, block_size=32, enforce_eager=True, max_model_len=1024, kv_transfer_config=transfer)
-    core: Any = llm.llm_engine.engine_core.engine_core
-    connector = core.scheduler.connector
-    half, pool = connector.scheduler, core.scheduler.kv_cache_manager.block_pool
-    from vllm.distributed.kv_transfer import get_kv_transfer_group
+class Engine:
+    """An engine, until its scheduler half has broken."""
 
-    path = get_kv_transfer_group().worker.path
+    def __init__(self) -> None:
+        transfer = kv_transfer_config(
+            min_tokens=64, idle_after_s=0.05, sweep_interval_s=0.01, codec={"guard": False, "sink_tokens": 1 << 20}
+        )
+        self.llm = LLM(
+            MODEL,
+            block_size=32,
+            num_gpu_blocks_override=128,
+            enforce_eager=True,
+            max_model_len=1024,
+            kv_transfer_config=transfer,
+        )
+        self.core: Any = self.llm.llm_engine.engine_core.engine_core
+        self.connector = self.core.scheduler.connector
+        self.half, self.pool = self.connector.scheduler, self.core.scheduler.kv_cache_manager.block_pool
+        self.path = get_kv_transfer_group().worker.path
 
-    def ask(tokens: list[int]) -> tuple[list[int], int]:
-        [done] = llm.generate([{"prompt_token_ids": tokens}], ONE, use_tqdm=False)
+    def ask(self, tokens: list[int]) -> tuple[list[int], int]:
+        [done] = self.llm.generate([{"prompt_token_ids": tokens}], ONE, use_tqdm=False)
         return list(done.outputs[0].token_ids), done.num_cached_tokens or 0
 
-    def go_cold() -> None:
-        end = time.monotonic() + 20
-        while half.manager.usage.sessions["idle"] or half.manager.usage.sessions["evicting"]:
-            assert time.monotonic() < end, half.manager.usage
+    def go_cold(self) -> None:
+        self.wait(lambda: not any(self.half.manager.usage.sessions[state] for state in ("hot", "idle", "evicting")))
+
+    def wait(self, is_so: Callable[[], bool]) -> None:
+        """Let the engine take steps until it is so."""
+        end = time.monotonic() + 120
+        while not is_so():
+            assert time.monotonic() < end, self.half.manager.usage
             time.sleep(0.06)
-            ask([7] * 20)
+            if self.connector._is_broken or not self.connector.has_pending_push_work():
+                self.ask([7] * 20)
+            else:
+                self.llm.llm_engine.step()
 
-    def disturb(target: Any, name: str) -> list[int]:
-        raised: list[int] = []
-        call = getattr(target, name)
+    def empty(self) -> None:
+        """No KV is left, hot or cold."""
+        assert self.llm.reset_prefix_cache(reset_connector=True)
 
-        def broken(*args: Any, **kwargs: Any) -> Any:
-            setattr(target, name, call)
-            raised.append(1)
-            raise RuntimeError(f"thrown in {name}")
+    def close(self) -> None:
+        self.llm.llm_engine.engine_core.shutdown()
+        cleanup_dist_env_and_memory()
+        # vLLM's CPU build can do this once in a process.
+        type(current_platform).register_triton_kernel_overrides = classmethod(lambda cls: None)  # type: ignore[method-assign]
 
-        broken.__name__ = name
-        setattr(target, name, broken)
-        return raised
+    def errors(self) -> int:
+        """How many exceptions were counted since the last call."""
+        stats = self.half.telemetry.take()
+        return sum(stats.data["counters"].get("errors", {}).values()) if stats is not None else 0
 
+
+def disturb(target: Any, name: str, *, after: bool) -> list[int]:
+    """The next call raises, before it does anything, or after that."""
+    raised: list[int] = []
+    call = getattr(target, name)
+
+    def broken(*args: Any, **kwargs: Any) -> Any:
+        setattr(target, name, call)
+        raised.append(1)
+        if after:
+            call(*args, **kwargs)
+        raise RuntimeError(f"thrown in {name}")
+
+    broken.__name__ = name
+    setattr(target, name, broken)
+    return raised
+
+
+def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, state: str) -> dict[str, Any]:
+    """What becomes of a request, and of the engine, when a call raises in this state."""
+    target = engine.path if on_worker else engine.half
+    right, _ = engine.ask(prompt)
+    if state.startswith("load"):
+        engine.go_cold()
+        engine.core.scheduler.kv_cache_manager.reset_prefix_cache()
+        engine.half.driver.forget_hot(time.monotonic())
+    if state == "new":
+        engine.empty()
+    engine.errors()
+    raised = disturb(target, name, after=state.endswith("after"))
+    if state.startswith("store"):
+        time.sleep(0.06)
+        engine.ask([9] * 20)
+    said, cached = engine.ask(prompt)
+    for _ in range(50):
+        engine.ask([8] * 20)
+        if engine.pool.get_num_free_blocks() == engine.pool.num_gpu_blocks - 1:
+            break
+        time.sleep(0.02)
+    vars(target).pop(name, None)
+    return {
+        "raised": bool(raised),
+        "right": said == right,
+        "held": engine.pool.num_gpu_blocks - 1 - engine.pool.get_num_free_blocks(),
+        "broken": engine.connector._is_broken,
+        "counted": engine.errors(),
+        "busy": engine.connector._is_broken and engine.connector.has_pending_push_work(),
+        "reset": bool(engine.llm.reset_prefix_cache(reset_connector=True)),
+        "cached": cached,
+    }
+
+
+def main() -> None:
     report: dict[str, Any] = {}
-    calls = [*((half, name) for name in SCHEDULER), *((path, name) for name in WORKER)]
-    for n, (target, name) in enumerate(calls):
-        for state in ("new", "load", "store"):
-            prompt = HELD[n * 800 : n * 800 + 500]
-            right, _ = ask(prompt)
-            if state == "load":
-                go_cold()
-            if state == "new":
-                half.reset()
-                core.scheduler.reset_prefix_cache()
-            raised = disturb(target, name)
-            if state == "store":
-                time.sleep(0.06)
-                ask([9] * 20)
-            said, cached = ask(prompt)
-            for _ in range(20):
-                ask([8] * 20)
-                if pool.get_num_free_blocks() == pool.num_gpu_blocks - 1:
-                    break
-                time.sleep(0.02)
-            held = pool.num_gpu_blocks - 1 - pool.get_num_free_blocks()
-            vars(target).pop(name, None)
-            report[f"{name} {state}"] = {
-                "raised": bool(raised),
-                "right": said == right,
-                "held": held,
-                "broken": connector._is_broken,
-                "cached": cached,
-            }
-            if connector._is_broken:  # as after a restart
-                connector._is_broken = False
-                half.driver._restores.clear()
-            half.reset()
-            core.scheduler.reset_prefix_cache()
-            ask([6] * 20)
+    engine = Engine()
+    calls = [*((True, name) for name in WORKER), *((False, name) for name in (*OTHERS, *SCHEDULER))]
+    for n, (on_worker, name) in enumerate(calls):
+        prompt = HELD[n * 800 : n * 800 + 500]
+        for state in STATES if not name.startswith("take_") or not on_worker else STATES[:3]:
+            report[f"{name} {state}"] = try_case(engine, prompt, on_worker, name, state)
+            if engine.connector._is_broken:
+                engine.close()
+                engine = Engine()
     print(json.dumps(report))
 
 

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-FIXED_RATE = {"name": "k4v2", "sink_tokens": 0}
+FIXED_RATE = {"name": "k4v2", "sink_tokens": 0, "guard": False}
 BLOCK = 25_856  # bytes that its codes of 32 tokens of the test model take in a tier
 WAYS: dict[str, dict[str, Any]] = {
     "host, eager": {"eager": True, "cold_store": {"kind": "host", "max_bytes": "64MiB"}},

@@ -34,6 +34,8 @@ HINTS: list[dict[str, object]] = [
     {"expect_return_s": 5},
     {"tool": "search"},
     {"prefetch": ["A"]},
+    {"quality": "exact"},
+    {"quality": "exact"},
 ]
 
 
@@ -191,6 +193,12 @@ class Sessions(RuleBasedStateMachine):
             assert SessionState.IDLE not in states
 
     # -- what holds -------------------------------------------------------------------------------------
+
+    @invariant()
+    def marks_say_what_is_lossy(self) -> None:
+        for pool in (self.world.pool, self.world.beside_pool):
+            for block in pool.cached.values():
+                assert bool(pool.marks[block]) == (block in pool.lossy)
 
     @invariant()
     def stores_keep_their_budget(self) -> None:

@@ -1,45 +1,58 @@
-"""Sessions of the soak: they arrive at random, whatever the server does, each with some turns and time to think between
-them, and look entries of their tables up.
+"""Sessions of the soak: agents and short chats on two servers, each answer compared with a plain server's.
 
-Before the server stands a router, as far as clients see it: a request that nobody takes, or whose connection breaks as
-the server is killed, is sent again when the server is there again. What it waited for counts from its first sending.
+An agent replays a session of tests/data/agents.jsonl: its pauses, prompt lengths and answer lengths. Its texts are
+tables of numbers and questions for one entry. Short chats arrive at random.
+
+A router stands before the servers. It sends a request to its session's home, or to the other server while that is down.
+It sends a request again if its connection breaks because a server is killed. Times count from the first sending.
 """
 
 import asyncio
+import itertools
 import json
 import random
-import secrets
 import time
 from collections import Counter, deque
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import aiohttp
 
+AGENTS = Path(__file__).parents[1] / "data" / "agents.jsonl"
 NAMES = [a + b + c for a in "bcdfghjklmnprstvz" for b in "aeiou" for c in "bcdfghjklmnprstvz"]
 ENTRIES, TIMES = 4, 2
-"""A table has so many lines, and is said so many times: about 80 tokens."""
+"""Entries of a table, and the times that a short chat's first message has it."""
 DIGITS = 4
+HEADS, HEAD_ENTRIES = 4, 16
+"""Number of system prompts that agents share, and lines of each."""
+LINE_TOKENS, QUESTION_TOKENS = 9, 10
+SCALE = 64
+"""Tokens of the trace for one of here."""
+FIRST_TOKENS, MOST_ANSWER, LONGEST = 256, 32, 1024
+MOST_PAUSE_S = 300.0
 LEFT_TOKENS, LEFT_AFTER = 24, 2
-"""Of an answer that is not waited for: what it would have, and after how many pieces the client goes."""
+"""Length of an answer that its client leaves, and number of pieces after which it leaves."""
 TURNS = (1, 1, 1, 2, 2, 2, 3, 4)
 TENANTS = ("left", "right")
 HEADER = "X-Tenant-ID"
 THINK_S, FAR_S, FAR_SHARE = (2.0, 8.0), (15.0, 60.0), 0.2
-"""Pauses between turns, and those of a share of them."""
+"""Pauses between a short chat's turns, and those of a share of them."""
+EXACT_SHARE, MOVE_SHARE = 0.25, 0.15
+"""Share of sessions that ask for exact KV, and of turns before which a session moves to the other server."""
 BLOCK = 32
 ANSWER = {"temperature": 0, "ignore_eos": True}
-TOGETHER = 128
-"""Requests that the router passes on at a time."""
-TIMEOUT_S = 60.0
-"""From then on."""
-AGAIN_S = 5.0
-"""When the server is there again, requests that it had begun come again within so many seconds."""
+TOGETHER = 64
+"""Requests that the router passes on to a server at a time."""
+TIMEOUT_S = 120.0
+"""Time for an answer after that."""
+AGAIN_S, POLL_S = 5.0, 0.2
 KEPT_ERRORS = 20
-SURE_NATS = 2.0
-"""So much likelier than the next best an answer's tokens are, each of them, if a codec's loss is not to change it."""
+SURE_NATS, EXACT_NATS = 2.0, 0.25
+"""Margins, in nats, of a token over the next best that a codec's loss, and bf16's rounding, cannot turn around."""
 SLICE_S = 10.0
+STAGGER_S = 30.0
 RESTART = "restart"
 CALM = "calm"
 
@@ -48,52 +61,108 @@ class BrokenError(Exception):
     """The connection was refused, or ended before the answer did."""
 
 
+class Turn(NamedTuple):
+    """One request of a session. tokens: new ones of its prompt."""
+
+    pause_s: float
+    tokens: int
+    answer_tokens: int
+
+
+def agents(speed: float) -> list[list[Turn]]:
+    """Return the trace's sessions, `speed` times as fast, each as long as a prompt can be."""
+    return [_agent(json.loads(line), speed) for line in AGENTS.read_text().splitlines()]
+
+
+def _agent(requests: Sequence[tuple[int, int, int]], speed: float) -> list[Turn]:
+    turns: list[Turn] = []
+    total = HEAD_ENTRIES * LINE_TOKENS + TIMES * ENTRIES * LINE_TOKENS
+    for milliseconds, tokens, answer in requests:
+        pause_s = min(MOST_PAUSE_S, milliseconds / 1000 / speed)
+        turn = Turn(pause_s, min(tokens // SCALE, FIRST_TOKENS), max(DIGITS, min(MOST_ANSWER, answer // SCALE)))
+        total += turn.tokens + QUESTION_TOKENS + max(turn.answer_tokens, LEFT_TOKENS)
+        if total > LONGEST:
+            break
+        turns.append(turn)
+    return turns
+
+
 class Table:
     """Lines `name = 4821`."""
 
-    def __init__(self, chance: random.Random) -> None:
-        self._values = {name: str(chance.randrange(1000, 10000)) for name in chance.sample(NAMES, ENTRIES)}
-        self.lines = "".join(f"{name} = {value}\n" for name, value in self._values.items())
+    def __init__(self, chance: random.Random, names: Sequence[str], entries: int) -> None:
+        self._values = {name: str(chance.randrange(1000, 10000)) for name in chance.sample(names, entries)}
+        self._next = itertools.cycle(self._values.items())
+
+    def lines(self, count: int) -> str:
+        """Return the next lines, over and over."""
+        return "".join(f"{name} = {value}\n" for name, value in itertools.islice(self._next, count))
 
     def lookup(self, chance: random.Random) -> tuple[str, str]:
-        """A question, and its answer."""
+        """Return a question and its answer."""
         name = chance.choice(list(self._values))
         return f"assert {name} == ", self._values[name]
 
 
+HEAD_NAMES, TABLE_NAMES = NAMES[::5], [name for at, name in enumerate(NAMES) if at % 5]
+
+
+def head(number: int) -> str:
+    """Return a system prompt: its names are in no session's table."""
+    return Table(random.Random(f"head-{number}"), HEAD_NAMES, HEAD_ENTRIES).lines(HEAD_ENTRIES)
+
+
 @dataclass
 class Chat:
-    """One session. name: empty for one without. text: all that was said. known: tokens that the server had computed
-    when it last answered, 0 if it did not say; in `life` it did."""
+    """One session.
+
+    Attributes:
+        name: Session id; empty for none.
+        home: Number of the server that the router prefers.
+        known: Tokens that `server` had computed when it last answered in `life` and `epoch`; 0 if it did not say.
+    """
 
     chance: random.Random
     name: str
     tenant: str
-    turns: int
+    turns: list[Turn]
+    is_agent: bool
     is_chat: bool
+    is_exact: bool
+    home: int
     table: Table
-    messages: list[dict[str, str]] = field(default_factory=list)
+    messages: list[dict[str, Any]] = field(default_factory=list)
     known: int = 0
+    server: int = -1
     life: int = 0
+    epoch: int = 0
 
     @classmethod
-    def new(cls, number: int, seed: int) -> "Chat":
+    def new(cls, number: int, seed: int, agent: list[Turn] | None = None) -> "Chat":
+        """Begin a short chat, or a session of an agent."""
         chance = random.Random(f"{seed}-{number}")
         name = f"session-{number}" if chance.random() < 0.6 else ""
-        return cls(chance, name, chance.choice(TENANTS), chance.choice(TURNS), chance.random() < 0.3, Table(chance))
+        tenant, turns = chance.choice(TENANTS), agent or _short(chance)
+        is_chat, is_exact, home = chance.random() < 0.3, chance.random() < EXACT_SHARE, chance.randrange(2)
+        table = Table(chance, TABLE_NAMES, ENTRIES)
+        chat = cls(chance, name, tenant, turns, agent is not None, is_chat, is_exact, home, table)
+        if agent:
+            chat.messages.append({"role": "system", "content": head(chance.randrange(HEADS))})
+        return chat
 
-    def says(self) -> str:
-        """Its next message; returns the right answer."""
+    def says(self, turn: Turn) -> str:
+        """Add the next message, and return the right answer."""
+        is_first = not any(message["role"] == "assistant" for message in self.messages)
+        lines = self.table.lines(max(TIMES * ENTRIES if is_first else 0, turn.tokens // LINE_TOKENS))
         question, right = self.table.lookup(self.chance)
-        said = "\n" + self.table.lines if self.messages else TIMES * self.table.lines
-        self.messages.append({"role": "user", "content": said + question})
+        said = {"role": "user", "content": ("" if is_first else "\n") + lines + question}
+        if self.is_agent and not is_first:
+            said |= {"role": "tool", "tool_call_id": f"call-{len(self.messages)}"}
+        self.messages.append(said)
         return right
 
     def hears(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
-
-    def pause_s(self) -> float:
-        return self.chance.uniform(*(FAR_S if self.chance.random() < FAR_SHARE else THINK_S))
 
     def path_and_prompt(self) -> tuple[str, dict[str, Any]]:
         if self.is_chat:
@@ -101,19 +170,42 @@ class Chat:
         return "/v1/completions", {"prompt": "".join(message["content"] for message in self.messages)}
 
 
+def _short(chance: random.Random) -> list[Turn]:
+    turns = [Turn(0.0, 0, DIGITS)]
+    for _ in range(chance.choice(TURNS) - 1):
+        pause_s = chance.uniform(*(FAR_S if chance.random() < FAR_SHARE else THINK_S))
+        turns.append(Turn(pause_s, ENTRIES * LINE_TOKENS, DIGITS))
+    return turns
+
+
 class Answer(NamedTuple):
-    """usage: empty where the client has left. first_s: None of what is not streamed. margin: by how much each token was
-    likelier than the next best, at least, in nats; 0 where nobody asked for it."""
+    """An answer.
+
+    Attributes:
+        usage: As the server has it; empty if the client has left.
+        first_s: Seconds until the first token of a stream, else None.
+        lossy: Cached tokens that were not exact, if the server said so.
+        tokens: Text of each token, and its margin in nats; empty where nobody asked for them.
+    """
 
     text: str
     usage: dict[str, Any]
     first_s: float | None
-    margin: float = 0.0
+    lossy: int = 0
+    tokens: list[tuple[str, float]] = []  # noqa: RUF012
+
+    def margin_at(self, place: int) -> float:
+        """Return the margin of the token that has the character at `place`; 0 behind the end."""
+        for text, margin in self.tokens:
+            if place < len(text):
+                return margin
+            place -= len(text)
+        return 0.0
 
 
 @dataclass
 class Asked:
-    """A request: what the disk was doing when it was first sent, when that was, how it is sent, and how often again."""
+    """A request: the phase in which it was first sent, when, and how; and how often it was sent again."""
 
     phase: str
     sent: float
@@ -126,31 +218,65 @@ class Asked:
 
 @dataclass
 class Counts:
-    """What came of the requests that were sent in a phase. first_s: of streamed ones."""
+    """What came of the requests of a phase. first_s: of streams."""
 
     number: Counter[str] = field(default_factory=Counter)
     first_s: list[float] = field(default_factory=list)
     seconds: list[float] = field(default_factory=list)
 
 
-class Traffic:
-    """rate: sessions a second. phase: what the server's disk is doing, set from outside. All else belongs to the loop
-    that runs it."""
+@dataclass
+class Backend:
+    """A server as the router has it.
 
-    def __init__(self, model: str, rate: float, seed: int) -> None:
-        self._model, self._rate, self._seed = model, rate, seed
+    Attributes:
+        life: Number of its life among those of all servers.
+        epoch: Number of resets in this life that drop all.
+        reset_at: When the last of these was over.
+    """
+
+    number: int
+    url: str = ""
+    is_up: bool = False
+    life: int = 0
+    epoch: int = 0
+    reset_at: float = 0.0
+    places: asyncio.Semaphore = field(default_factory=lambda: asyncio.Semaphore(TOGETHER))
+
+
+class Traffic:
+    """All sessions.
+
+    Args:
+        model: Name of the model.
+        rate: New short chats a second.
+        trace: Sessions that agents replay.
+        agents: Number of agents at a time.
+        seed: Seed of all texts and choices.
+        plain_url: Server that answers are compared with.
+
+    `phase` is set from outside. All else belongs to the loop that runs it.
+    """
+
+    def __init__(
+        self, model: str, rate: float, trace: list[list[Turn]], agents: int, seed: int, plain_url: str = ""
+    ) -> None:
+        self._model, self._rate, self._trace, self._agents, self._seed = model, rate, trace, agents, seed
+        self.plain_url = plain_url
         self.phase = RESTART
         self.counts: dict[str, Counts] = {}
         self.errors: list[str] = []
         self.returns: dict[int, Counter[str]] = {}
+        """Returns by the server's life: to the life that had computed the session."""
         self.returns_of_before: dict[int, Counter[str]] = {}
-        """By the server's life; `of_before`: those that an earlier life had computed."""
+        """The same to a later life of that server."""
+        self.returns_of_other: dict[int, Counter[str]] = {}
+        """The same to the other server."""
         self.slices: dict[int, Counter[str]] = {}
         """All returns, per SLICE_S."""
         self.sessions = self.open_sessions = 0
-        self._url, self._life = "", 0
-        self._is_up, self._over = asyncio.Event(), asyncio.Event()
-        self._places = asyncio.Semaphore(TOGETHER)
+        self._backends = [Backend(0), Backend(1)]
+        self._over = asyncio.Event()
         self._names: deque[tuple[str, str]] = deque(maxlen=200)
         """Sessions that think, with their tenants."""
         self._tasks: set[asyncio.Task[None]] = set()
@@ -158,25 +284,33 @@ class Traffic:
 
     # -- from outside, on its loop ------------------------------------------------------------------------
 
-    async def goes_up(self, url: str) -> None:
-        self._url, self._life = url, self._life + 1
-        self._is_up.set()
+    async def goes_up(self, number: int, url: str, life: int) -> None:
+        """Say that a server answers, in which life."""
+        backend = self._backends[number]
+        backend.url, backend.life, backend.epoch, backend.is_up = url, life, 0, True
 
-    async def goes_down(self) -> None:
-        """From now on connections may break."""
-        self._is_up.clear()
+    async def goes_down(self, number: int) -> None:
+        """Say that connections to a server may break from now on."""
+        self._backends[number].is_up = False
+
+    async def was_reset(self, number: int) -> None:
+        """Say that a server has dropped all that was before."""
+        backend = self._backends[number]
+        backend.epoch, backend.reset_at = backend.epoch + 1, time.monotonic()
 
     async def ends(self) -> None:
-        """No session begins or goes on; requests that were sent are answered."""
+        """Begin no session or turn any more; requests that were sent are answered."""
         self._over.set()
 
     async def run(self) -> None:
-        """Until `ends`."""
+        """Run until `ends`."""
         self._began = time.monotonic()
         # uvicorn closes a connection that nobody uses after 5 s, and if it is late, one that was just sent a request.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
             self._http = http
+            for number in range(self._agents):
+                self._start(self._work(random.Random(f"{self._seed}-agent-{number}")))
             await self._arrive()
             while self._tasks:
                 await asyncio.wait(self._tasks)
@@ -189,19 +323,36 @@ class Traffic:
             due += chance.expovariate(self._rate)
             if await self._is_over_within(due - time.monotonic()):
                 return
-            self.sessions += 1
-            task = asyncio.create_task(self._talk(Chat.new(self.sessions, self._seed)))
-            self._tasks.add(task)
-            task.add_done_callback(self._is_done)
+            self._start(self._talk(self._new_chat()))
+
+    async def _work(self, chance: random.Random) -> None:
+        """Replay one session after the other, the first from a random turn on."""
+        turns = chance.choice(self._trace)
+        turns = turns[chance.randrange(len(turns)) :]
+        pause_s = chance.uniform(0, STAGGER_S)
+        while not await self._is_over_within(pause_s):
+            await self._talk(self._new_chat(turns))
+            turns, pause_s = chance.choice(self._trace), chance.uniform(*THINK_S)
+
+    def _new_chat(self, agent: list[Turn] | None = None) -> Chat:
+        self.sessions += 1
+        return Chat.new(self.sessions, self._seed, agent)
+
+    def _start(self, coroutine: Any) -> None:
+        task = asyncio.create_task(coroutine)
+        self._tasks.add(task)
+        task.add_done_callback(self._is_done)
 
     def _is_done(self, task: asyncio.Task[None]) -> None:
-        """What nobody has thought of is an error too."""
+        """Count an exception that nobody has thought of."""
         self._tasks.discard(task)
         if (error := task.exception()) is not None:
             self.counts.setdefault(self.phase, Counts()).number["errors"] += 1
             self._note(f"{self.phase}: {error!r}")
 
     async def _is_over_within(self, seconds: float) -> bool:
+        if self._over.is_set():  # wait_for does not look if no time is left
+            return True
         try:
             await asyncio.wait_for(self._over.wait(), max(0.0, seconds))
         except TimeoutError:
@@ -209,45 +360,43 @@ class Traffic:
         return True
 
     async def _talk(self, chat: Chat) -> None:
-        """A session one of whose requests fails ends there."""
+        """Play a session. It ends with its first failed request."""
         self.open_sessions += 1
         try:
-            for turn in range(chat.turns):
-                pause_s = chat.pause_s() if turn else 0.0
-                if turn and await self._is_over_within(pause_s):
+            for number, turn in enumerate(chat.turns):
+                if number and await self._is_over_within(turn.pause_s):
                     return
-                if not await self._turn(chat, is_last=turn == chat.turns - 1):
+                if number and chat.chance.random() < MOVE_SHARE:
+                    chat.home = 1 - chat.home
+                if not await self._turn(chat, turn, is_last=number == len(chat.turns) - 1):
                     return
         finally:
             self.open_sessions -= 1
 
-    async def _turn(self, chat: Chat, *, is_last: bool) -> bool:
-        right, kind = chat.says(), chat.chance.choices(("posted", "streamed", "left"), (5, 4, 1))[0]
-        hints = self._hints(chat, is_last)
+    async def _turn(self, chat: Chat, turn: Turn, *, is_last: bool) -> bool:
+        right, kind = chat.says(turn), chat.chance.choices(("posted", "streamed", "left"), (5, 4, 1))[0]
+        hints = self._hints(chat, is_last) | ({"quality": "exact"} if chat.is_exact else {})
+        tokens = LEFT_TOKENS if kind == "left" else turn.answer_tokens
         asked = Asked(self.phase, time.monotonic(), kind)
         number = Counter({"requests": 1, kind: 1, "named": bool(chat.name), "hinted": bool(hints)})
+        number.update(agents=chat.is_agent, exact=chat.is_exact)
         answer = None
         try:
-            answer = await self._answered(chat, self._options(chat, hints, kind), asked)
-            is_right = bool(answer.text) and answer.text[:DIGITS] == right[: len(answer.text)]
-            number.update(checked=1, wrong=not is_right)
-            if not is_right and (anew := await self._anew(chat)).text == right:
-                number["misled" if anew.margin >= SURE_NATS else "doubtful"] += 1
-                if anew.margin >= SURE_NATS:
-                    told = f"{answer.text!r} instead of {right!r}, sure by {anew.margin:.1f}, {answer.usage}"
-                    self._note(f"{asked.phase}: misled: {told}")
+            answer, backend = await self._answered(chat, self._options(chat, hints, kind, tokens), asked)
+            seconds = asked.seconds()
+            number.update(self._count_return(chat, answer, backend, asked))
+            number.update(await self._judged(chat, answer, tokens, right, asked))
         except (BrokenError, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
             number["errors"] += 1
             self._note(f"{asked.phase}: {kind}: {type(error).__name__}: {error} after {asked.seconds():.1f} s")
         number["retried"] += asked.retries
         counts = self.counts.setdefault(RESTART if asked.retries else asked.phase, Counts())
         counts.number.update(number)
-        if answer is None:
+        if answer is None or number["errors"]:
             return False
         if answer.first_s is not None:
             counts.first_s.append(answer.first_s)
-        counts.seconds.append(asked.seconds())
-        self._count_return(chat, answer)
+        counts.seconds.append(seconds)
         chat.hears(answer.text)
         if chat.name and not is_last:
             self._names.append((chat.name, chat.tenant))
@@ -257,25 +406,64 @@ class Traffic:
         if len(self.errors) < KEPT_ERRORS:
             self.errors.append(error)
 
-    def _count_return(self, chat: Chat, answer: Answer) -> None:
-        """full: tokens of blocks that the server had computed for this session; cached: those of them that it did not
-        compute again. came_back: sessions of another life for which it had some."""
-        usage = answer.usage
+    # -- judging ------------------------------------------------------------------------------------------
+
+    async def _judged(self, chat: Chat, answer: Answer, tokens: int, right: str, asked: Asked) -> Counter[str]:
+        """Compare with the plain server's answer: the number looked up, or all of it if the session wants exact KV.
+
+        A difference is `misled` if the plain server was sure of the token there, else `doubtful`.
+        """
+        plain = await self._plain(chat, tokens if chat.is_exact else DIGITS)
+        length = min(len(answer.text), len(plain.text)) if asked.kind == "left" else len(plain.text)
+        length = length if chat.is_exact else min(length, DIGITS)
+        told, wanted = answer.text[:length], plain.text[:length]
+        number = Counter(checked=1, errs=wanted[:DIGITS] != right[: len(wanted)])
+        if chat.is_exact and answer.lossy:
+            number["misled"] += 1
+            self._note(f"{asked.phase}: {answer.lossy} lossy tokens for who asked for exact ones, {answer.usage}")
+        if told == wanted and told:
+            return number
+        place = next((at for at, (one, other) in enumerate(zip(told, wanted, strict=False)) if one != other), len(told))
+        margin = plain.margin_at(place)
+        is_sure = not told or margin >= (EXACT_NATS if chat.is_exact else SURE_NATS)
+        number.update(wrong=1, **{"misled" if is_sure else "doubtful": 1})
+        if is_sure:
+            exact = ", exact" if chat.is_exact else ""
+            told_by = f"{told!r} instead of {wanted!r}{exact}, sure by {margin:.1f}, lossy {answer.lossy}"
+            self._note(f"{asked.phase}: misled: {told_by}, {answer.usage}")
+        return number
+
+    def _count_return(self, chat: Chat, answer: Answer, backend: Backend, asked: Asked) -> Counter[str]:
+        """Count what a returning session found, and return `stale` if that is of before a reset.
+
+        full: tokens of blocks that a server had computed for this session. cached: those that were not computed again.
+        came_back: sessions for which there were some.
+        """
+        usage, number = answer.usage, Counter[str]()
         if chat.known and usage:
             full = min(chat.known, usage["prompt_tokens"] - 1) // BLOCK * BLOCK
             cached = min(full, (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
             found = Counter(returns=1, full=full, cached=cached, came_back=int(cached > 0))
-            where = self.returns if chat.life == self._life else self.returns_of_before
-            where.setdefault(self._life, Counter()).update(found)
+            where = self.returns_of_before
+            if chat.server != backend.number:
+                where = self.returns_of_other
+            elif chat.life == backend.life:
+                where = self.returns
+                is_before = chat.epoch != backend.epoch and asked.sent > backend.reset_at and not asked.retries
+                if is_before and cached > HEAD_ENTRIES * LINE_TOKENS + BLOCK:
+                    number["stale"] = 1
+                    self._note(f"{asked.phase}: {cached} tokens of before a reset that drops all")
+            where.setdefault(backend.life, Counter()).update(found)
             at = int((time.monotonic() - self._began) / SLICE_S)
             self.slices.setdefault(at, Counter()).update(found)
         chat.known = usage["prompt_tokens"] + usage["completion_tokens"] - 1 if usage else 0
-        chat.life = self._life
+        chat.server, chat.life, chat.epoch = backend.number, backend.life, backend.epoch
+        return number
 
     # -- a request ----------------------------------------------------------------------------------------
 
     def _hints(self, chat: Chat, is_last: bool) -> dict[str, Any]:
-        """Half of the sessions give some."""
+        """Half of the requests give some."""
         if chat.chance.random() < 0.5:
             return {}
         if is_last:
@@ -286,48 +474,59 @@ class Traffic:
             return {"prefetch": [name]} if tenant == chat.tenant else {"priority": -1}
         return ({"pin": True}, {"ttl_s": 120.0}, {"expect_return_s": 5.0}, {"priority": 3}, {"pin": False})[kind]
 
-    def _options(self, chat: Chat, hints: dict[str, Any], kind: str) -> dict[str, Any]:
+    def _options(self, chat: Chat, hints: dict[str, Any], kind: str, tokens: int) -> dict[str, Any]:
         more: dict[str, Any] = {"session_id": chat.name} if chat.name else {}
         if hints:
             more["kv_transfer_params"] = {"manthan": hints}
         if kind != "posted":
             more |= {"stream": True, "stream_options": {"include_usage": True}}
-        return ANSWER | {"max_tokens": LEFT_TOKENS if kind == "left" else DIGITS} | more
+        return ANSWER | {"max_tokens": tokens} | more
 
-    async def _anew(self, chat: Chat) -> Answer:
-        """To the same prompt when nothing is found in any cache, with its margin."""
+    async def _plain(self, chat: Chat, tokens: int) -> Answer:
+        """Ask the plain server, with the margins of its tokens."""
         likeliest = {"logprobs": True, "top_logprobs": 2} if chat.is_chat else {"logprobs": 2}
-        options = ANSWER | {"max_tokens": DIGITS, "cache_salt": secrets.token_hex()} | likeliest
-        return await self._answered(chat, options, Asked(self.phase, time.monotonic(), "posted"))
+        options = ANSWER | {"max_tokens": tokens} | likeliest
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            return await self._ask(self.plain_url, chat, options, Asked(self.phase, time.monotonic(), "posted"))
 
-    async def _answered(self, chat: Chat, options: dict[str, Any], asked: Asked) -> Answer:
-        """Sent again after the server was down."""
+    async def _backend(self, chat: Chat) -> Backend:
+        """Return the session's home, or the other server if that is down; wait if both are."""
         while True:
-            await self._is_up.wait()
-            if asked.retries:
-                await asyncio.sleep(random.uniform(0, AGAIN_S))
-            life = self._life
+            for backend in (self._backends[chat.home], self._backends[1 - chat.home]):
+                if backend.is_up:
+                    return backend
+            await asyncio.sleep(POLL_S)
+
+    async def _answered(self, chat: Chat, options: dict[str, Any], asked: Asked) -> tuple[Answer, Backend]:
+        """Send the request until a server that is not killed meanwhile answers it."""
+        while True:
+            backend = await self._backend(chat)
+            life = backend.life
             try:
-                async with self._places, asyncio.timeout(TIMEOUT_S):
-                    return await self._ask(chat, options, asked)
+                async with backend.places, asyncio.timeout(TIMEOUT_S):
+                    return await self._ask(backend.url, chat, options, asked), backend
             except (BrokenError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
-                if self._is_up.is_set() and life == self._life:
+                if backend.is_up and life == backend.life:
                     raise  # nobody has killed it
                 asked.retries += 1
+                await asyncio.sleep(random.uniform(0, AGAIN_S))
 
-    async def _ask(self, chat: Chat, options: dict[str, Any], asked: Asked) -> Answer:
+    async def _ask(self, url: str, chat: Chat, options: dict[str, Any], asked: Asked) -> Answer:
         path, prompt = chat.path_and_prompt()
         headers, body = {HEADER: chat.tenant}, {"model": self._model, **prompt, **options}
-        async with self._http.post(self._url + path, json=body, headers=headers) as response:
+        async with self._http.post(url + path, json=body, headers=headers) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {(await response.text())[:300]}")
             if asked.kind == "posted":
                 found = await response.json()
-                choice = found["choices"][0]
-                return Answer(_text(choice), found["usage"], None, _margin(choice))
+                choice, told = found["choices"][0], (found.get("kv_transfer_params") or {}).get("manthan") or {}
+                _check_end(choice)
+                return Answer(_text(choice), found["usage"], None, told.get("lossy_tokens") or 0, _tokens(choice))
             pieces, usage, first_s = [], {}, None
             async for chunk in _events(response):
                 text = _text(chunk["choices"][0]) if chunk["choices"] else ""
+                if chunk["choices"]:
+                    _check_end(chunk["choices"][0])
                 if text:
                     pieces.append(text)
                     first_s = asked.seconds() if first_s is None else first_s
@@ -338,8 +537,14 @@ class Traffic:
             return Answer("".join(pieces), usage, first_s)
 
 
+def _check_end(choice: dict[str, Any]) -> None:
+    """Raise ValueError if the server gave the answer up."""
+    if choice.get("finish_reason") not in (None, "length", "stop"):
+        raise ValueError(f"finish_reason {choice['finish_reason']}")
+
+
 async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, Any]]:
-    """Raises BrokenError if the stream has no end, ValueError for an error in it."""
+    """Raise BrokenError if the stream has no end, ValueError for an error in it."""
     async for line in response.content:
         if not line.startswith(b"data: "):
             continue
@@ -353,15 +558,21 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
 
 
 def _text(choice: dict[str, Any]) -> str:
-    """Of a completion or a chat completion, streamed or not."""
+    """Text of a completion or a chat completion, streamed or not."""
     said = choice.get("delta") or choice.get("message")
     return str((said.get("content") if said else choice.get("text")) or "")
 
 
-def _margin(choice: dict[str, Any]) -> float:
-    """Of a completion or a chat completion that was asked for two log-probabilities of each token, the least."""
+def _tokens(choice: dict[str, Any]) -> list[tuple[str, float]]:
+    """Tokens and margins of an answer that was asked for two log-probabilities of each token."""
     told = choice.get("logprobs") or {}
-    tokens = [list(token.values()) for token in told.get("top_logprobs") or ()]
-    tokens += [[one["logprob"] for one in token["top_logprobs"]] for token in told.get("content") or ()]
-    ranked = [sorted(token, reverse=True) for token in tokens]
-    return min((first - second for first, second, *_ in ranked), default=0.0)
+    ranked = [list(token.values()) for token in told.get("top_logprobs") or ()]
+    texts = list(told.get("tokens") or ())
+    for token in told.get("content") or ():
+        texts.append(token["token"])
+        ranked.append([one["logprob"] for one in token["top_logprobs"]])
+    return [(text, _margin(sorted(one, reverse=True))) for text, one in zip(texts, ranked, strict=True)]
+
+
+def _margin(ranked: list[float]) -> float:
+    return ranked[0] - ranked[1] if len(ranked) > 1 else 0.0

@@ -1,4 +1,4 @@
-"""What happens to the server of the soak, and when: faults of its disk, and kills, from a seed."""
+"""What happens to the servers of the soak, and when: faults of their disk, resets, sleeps and kills, from a seed."""
 
 import contextlib
 import os
@@ -52,30 +52,49 @@ FELT_LATER = {Fault.deleted}
 """A file that is open can be read when it has no name any more: what was in it is missing at the next start."""
 
 
-class Turn(NamedTuple):
-    """One after the other, of `seconds` each. fault: None for a kill. It begins after `calm_s` and lasts `fault_s`."""
+class Order(StrEnum):
+    """What an operator does to one server."""
 
-    fault: Fault | None
+    kill = "kill -9"
+    sleep = "sleep"
+    reset = "reset"
+    reset_all = "reset of all"
+
+
+AHEAD = 4
+"""Turns between a reset of all and the kill of that server: its sessions are shared again after its start."""
+
+
+class Event(NamedTuple):
+    """A turn of `seconds`: what happens begins after `calm_s` and lasts `lasts_s`. server: of an order."""
+
+    what: Fault | Order
+    server: int
     calm_s: float
-    fault_s: float
+    lasts_s: float
     seconds: float
 
 
-def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Turn]:
-    """Every fault once a round, in the round's own order; kills as far apart as they can be."""
+def schedule(seed: int, seconds: float, rounds: int, kills: int) -> list[Event]:
+    """Return every fault, a sleep and a reset once a round, in the round's own order, and kills far from each other.
+
+    Servers take turns.
+    """
     chance = random.Random(seed)
-    what: list[Fault | None] = []
-    for _ in range(rounds):
-        what += chance.sample(list(Fault), len(Fault))
+    what: list[tuple[Fault | Order, int]] = []
+    for number in range(rounds):
+        each = [(fault, 0) for fault in Fault] + [(Order.sleep, number % 2), (Order.reset, (number + 1) % 2)]
+        what += chance.sample(each, len(each))
     places = [round((number + 1) * len(what) / (kills + 1)) for number in range(kills)]
-    for place in reversed(places):
-        what.insert(place, None)
-    each = seconds / len(what)
-    turns = []
-    for fault in what:
-        lasts = each * chance.uniform(SHORTEST_SHARE, LONGEST_SHARE)
-        turns.append(Turn(fault, (each - lasts) * chance.uniform(0.1, 0.5), lasts, each))
-    return turns
+    for number, place in reversed(list(enumerate(places))):
+        what.insert(place, (Order.kill, number % 2))
+        what.insert(max(0, place - AHEAD), (Order.reset_all, number % 2))
+    each_s = seconds / len(what)
+    events = []
+    for one, server in what:
+        lasts = each_s * chance.uniform(SHORTEST_SHARE, LONGEST_SHARE)
+        events.append(Event(one, server, (each_s - lasts) * chance.uniform(0.1, 0.5), lasts, each_s))
+    return events
 
 
 class Disk:

@@ -1,30 +1,28 @@
-"""The server of the soak, killed and started again on the same folder: its memory, and what it says of itself."""
+"""Servers of the soak, killed and started again on the same folder: their memory, and what they say of themselves."""
 
 import contextlib
 import os
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
-import psutil
+import httpx
 import yaml
-from soak_chats import BLOCK, HEADER
-from soak_faults import Disk
+from soak_chats import BLOCK, HEADER, LONGEST
+from soak_memory import STEADY_MEMORY, Group, Sample
 
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.server import CHAT_TEMPLATE, VllmServer
-from manthan.benchmarks.soak_memory import MemorySampler, Sample
-from manthan.benchmarks.soak_run import STEADY_MEMORY
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-POOL_BLOCKS, LONGEST, TOGETHER = 256, 1024, 64
-RAM_S, DISK_S = 3, 36
-"""Budgets are for what comes in so many seconds."""
-SESSION_BYTES = 100_000
-"""About what the codes of one take."""
+POOL_BLOCKS, TOGETHER = 128, 32
+CODE_BYTES = 1000
+"""About the size of a token's compressed blocks, with what a block has besides."""
+HOST_SHARE, DISK_SHARE = 0.25, 0.5
+"""Shares of the store's budget that a server's RAM and disk have."""
 MANTHAN: dict[str, Any] = {
     "policy": "lru",
     "idle_after_s": 1,
@@ -34,8 +32,9 @@ MANTHAN: dict[str, Any] = {
     "prefetch": {"lead_s": 1},
 }
 DISK_SETTINGS = {"timeout_s": 0.5, "sync_s": 1}
-START_S = 300.0
+START_S = 900.0
 SAMPLE_S = 2.0
+RESET_S, SLEEP_S = 30.0, 60.0
 TOLD = (
     "vllm:manthan_",
     "vllm:prompt_tokens_cached_by_source_total",
@@ -48,108 +47,173 @@ Told = dict[str, float]
 """Values by name, without what all begin with, and by label."""
 
 
+@dataclass(frozen=True)
+class Setting:
+    """What the servers have in common.
+
+    Attributes:
+        run: Folder for logs and configurations.
+        disk: Folder of the disk tiers.
+        environment: Variables that make the disk fail.
+        store_bytes: Budget of the last tier, which both share.
+    """
+
+    run: Path
+    disk: Path
+    environment: dict[str, str]
+    redis_url: str
+    codec: str
+    store_bytes: int
+
+
 @dataclass
 class Life:
-    """Of the server, from when it answers. Seconds of the run; memory's are from `ready_s` on. told: its last words.
-    processor_s: of each of its processes, without the start."""
+    """A server from when it answers.
 
+    Attributes:
+        server: Number of the server; -1 for the plain one.
+        ready_s: Second of the run, from which memory's seconds count.
+        rss: MiB of each process at the end.
+        processor_s: Of each process, without the start.
+        told: Its last metrics.
+    """
+
+    server: int
     start_s: float
     ready_s: float = 0.0
     end_s: float = 0.0
     processor_s: dict[str, float] = field(default_factory=dict)
     memory: list[Sample] = field(default_factory=list)
+    by_process: list[dict[str, float]] = field(default_factory=list)
     told: Told = field(default_factory=dict)
 
     def as_json(self) -> dict[str, Any]:
         return asdict(self) | {"memory": [list(sample) for sample in self.memory]}
 
 
-class Lives:
-    """Use as a context manager: the last one is stopped at the end. rate: new sessions a second, for budgets.
-    on_sample: what else is to be written down."""
+class Clock:
+    """Seconds of the run."""
 
-    def __init__(self, run: Path, disk: Disk, rate: float, codec: str, on_sample: Callable[[], Told]) -> None:
-        self._run, self._disk, self._rate, self._codec, self._on_sample = run, disk, rate, codec, on_sample
+    def __init__(self) -> None:
         self._began = time.monotonic()
-        self.lives: list[Life] = []
-        self.samples: list[Told] = []
-        self._stack, self._watches = contextlib.ExitStack(), contextlib.ExitStack()
-        self.server: VllmServer
-
-    def __enter__(self) -> "Lives":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._watches.close()
-        self._stack.close()
 
     def now(self) -> float:
         return time.monotonic() - self._began
 
-    def begin(self) -> str:
-        """Returns its URL when it answers. Raises ServerError."""
-        life = Life(self.now())
-        number = len(self.lives) + 1
+
+class Server:
+    """One server and its lives. Use as a context manager: the last life is stopped at the end.
+
+    Args:
+        number: Number of the server, or -1 for a plain one.
+        lives: List of all lives, in the order of their starts.
+        samples: List of what the servers said of themselves over time.
+    """
+
+    def __init__(self, number: int, setting: Setting, clock: Clock, lives: list[Life], samples: list[Told]) -> None:
+        self.number, self._setting, self._clock, self._lives, self._samples = number, setting, clock, lives, samples
+        self._watches = contextlib.ExitStack()
+        self._starts = 0
+        self.life: Life
+        self.server: VllmServer
+
+    def __enter__(self) -> "Server":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._watches.close()
+        if self._starts:
+            self.server.stop()
+
+    @property
+    def name(self) -> str:
+        return "plain" if self.number < 0 else f"server-{self.number}"
+
+    def start(self) -> None:
+        """Start the process."""
+        self._starts += 1
+        self.life = Life(self.number, self._clock.now())
         steady = {name: value for name, value in STEADY_MEMORY.items() if name not in os.environ}
-        self.server = VllmServer(
-            str(MODEL), flags(self._config()), self._run / f"life-{number}.log", self._disk.environment | steady
-        )
-        self._stack.enter_context(self.server)
+        environment = steady | {"VLLM_SERVER_DEV_MODE": "1"}
+        if self.number >= 0:
+            environment |= self._setting.environment
+        log = self._setting.run / f"{self.name}-{self._starts}.log"
+        self.server = VllmServer(str(MODEL), self._flags(), log, environment)
+        self.server.start()
+
+    def wait(self) -> int:
+        """Return the number of this life, from 1 on, when the server answers. Raises ServerError."""
         self.server.wait_until_ready(START_S)
-        life.ready_s = self.now()
-        self._start_processor_s = self._processor_s()
-        self.lives.append(life)
+        self.life.ready_s = self._clock.now()
         assert self.server.pid is not None
-        sampler = self._watches.enter_context(MemorySampler(self.server.pid))
-        life.memory = sampler.samples
+        self._group = Group(self.server.pid)
+        self._start_processor_s = self._group.processor_s()
+        self._lives.append(self.life)
         self._watches.enter_context(self._watched())
-        return self.server.url
+        return len(self._lives)
 
     def end(self, *, kill: bool) -> None:
-        """With SIGKILL, or politely."""
-        life = self.lives[-1]
-        life.told, life.end_s = self.look(), self.now()
-        life.processor_s = {
-            name: seconds - self._start_processor_s.get(name, 0) for name, seconds in self._processor_s().items()
-        }
+        """End all processes with SIGKILL, or politely."""
+        life = self.life
+        life.told, life.end_s = self.look(), self._clock.now()
+        ended = self._group.processor_s()
+        life.processor_s = {name: value - self._start_processor_s.get(name, 0) for name, value in ended.items()}
         self._watches.close()
         if kill:
             self.server.kill()
-        self._stack.close()
+        self.server.stop()
 
     def look(self) -> Told:
-        """What it says now. Raises ServerError."""
+        """Return its metrics. Raises ServerError."""
         return told(self.server)
 
-    def wait_for(self, done: Callable[[Told], bool], timeout_s: float) -> Told | None:
-        """What it said when that was done; None if it never was. Raises ServerError if it dies."""
-        deadline = time.monotonic() + timeout_s
-        while time.monotonic() < deadline:
-            found = self.look()
-            if done(found):
-                return found
-            self.pause(1.0)
-        return None
+    def check(self) -> None:
+        """Raise ServerError if it has died."""
+        if not self.server.is_alive():
+            raise self.server.error(f"The server died (exit status {self.server.exit_status}).")
 
-    def pause(self, seconds: float) -> None:
-        """Raises ServerError if it dies meanwhile."""
-        until = time.monotonic() + seconds
-        while (left := until - time.monotonic()) > 0:
-            if not self.server.is_alive():
-                raise self.server.error(f"The server died (exit status {self.server.exit_status}).")
-            time.sleep(min(0.5, left))
+    def reset(self, *, drop_all: bool, stop_running: bool) -> int:
+        """Reset the prefix cache, and return the number of tries. Raises ServerError if it never succeeds."""
+        query = f"reset_external={str(drop_all).lower()}&reset_running_requests={str(stop_running).lower()}"
+        deadline, tries = time.monotonic() + RESET_S, 0
+        while time.monotonic() < deadline:
+            tries += 1
+            if self._post(f"/reset_prefix_cache?{query}")["success"]:
+                return tries
+            time.sleep(0.2)
+        raise self.server.error(f"The server would not reset its prefix cache in {RESET_S:.0f} s ({tries} tries).")
+
+    def sleep(self) -> None:
+        """Sleep at level 1; requests that run or come are answered after it."""
+        self._post("/sleep?level=1&mode=keep")
+
+    def wake(self) -> None:
+        if self._post("/wake_up")["status"] != "awake":
+            raise self.server.error("The server did not wake up.")
+
+    def _post(self, path: str) -> dict[str, Any]:
+        try:
+            answer = httpx.post(self.server.url + path, timeout=SLEEP_S)
+        except httpx.TransportError as error:
+            raise self.server.error(f"{path}: {error!r}") from error
+        if answer.is_error:
+            raise self.server.error(f"{path}: the server answered {answer.status_code}: {answer.text[:300]}")
+        return dict(answer.json())
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """A sample every SAMPLE_S."""
-        over, server = threading.Event(), self.server
+        """Take a sample every SAMPLE_S."""
+        over, server, life, group = threading.Event(), self.server, self.life, self._group
 
         def watch() -> None:
             while not over.wait(SAMPLE_S):
+                rss = group.rss()
+                at_s = self._clock.now()
+                life.memory.append(Sample(at_s - life.ready_s, sum(rss.values())))
+                life.by_process.append({"at_s": at_s - life.ready_s} | rss)
                 with contextlib.suppress(ServerError):  # who asks it something finds out, too
-                    took = {"processor_s": sum(self._processor_s().values())}
                     found = {name: value for name, value in told(server).items() if value}
-                    self.samples.append({"at_s": self.now()} | self._on_sample() | took | found)
+                    self._samples.append({"at_s": at_s, "server": self.number} | found)
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -159,31 +223,57 @@ class Lives:
             over.set()
             watcher.join()
 
+    def _flags(self) -> list[str]:
+        flags = [
+            *("--dtype", "bfloat16", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_BLOCKS)),
+            *("--max-model-len", str(LONGEST), "--max-num-seqs", str(TOGETHER), "--enforce-eager"),
+            *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--chat-template", CHAT_TEMPLATE),
+        ]
+        return flags if self.number < 0 else [*flags, "--manthan-config", str(self._config())]
+
     def _config(self) -> Path:
-        come = int(self._rate * SESSION_BYTES)
-        store = {"kind": "tiered", "tiers": ["host", "disk"], "host_bytes": RAM_S * come, "max_bytes": DISK_S * come}
-        path = self._run / "soak.yaml"
-        disk = {"path": str(self._disk.folder)} | DISK_SETTINGS
-        codec = {"name": self._codec, "calibrate": False}
-        path.write_text(yaml.safe_dump(MANTHAN | {"cold_store": store, "disk": disk, "codec": codec}))
+        setting, folder = self._setting, self._setting.disk / self.name
+        folder.mkdir(exist_ok=True)
+        store = {
+            "kind": "tiered",
+            "tiers": ["host", "disk", "redis"],
+            "host_bytes": int(HOST_SHARE * setting.store_bytes),
+            "disk_bytes": int(DISK_SHARE * setting.store_bytes),
+            "max_bytes": setting.store_bytes,
+        }
+        path = setting.run / f"{self.name}.yaml"
+        more = {
+            "cold_store": store,
+            "disk": {"path": str(folder)} | DISK_SETTINGS,
+            "redis": {"url": setting.redis_url},
+            "codec": {"name": setting.codec, "calibrate": False, "guard": False},
+        }
+        path.write_text(yaml.safe_dump(MANTHAN | more))
         return path
 
-    def _processor_s(self) -> dict[str, float]:
-        assert self.server.pid is not None
-        return group_processor_s(self.server.pid)
+
+def wait_for(servers: Sequence[Server], done: Callable[[list[Told]], bool], timeout_s: float) -> list[Told] | None:
+    """Return what the servers said when that was done; None if it never was. Raises ServerError if one dies."""
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        found = [server.look() for server in servers]
+        if done(found):
+            return found
+        pause(servers, 1.0)
+    return None
 
 
-def flags(config: Path) -> list[str]:
-    return [
-        *("--dtype", "bfloat16", "--block-size", str(BLOCK), "--num-gpu-blocks-override", str(POOL_BLOCKS)),
-        *("--max-model-len", str(LONGEST), "--max-num-seqs", str(TOGETHER), "--enforce-eager"),
-        *("--enable-prompt-tokens-details", "--disable-uvicorn-access-log", "--chat-template", CHAT_TEMPLATE),
-        *("--manthan-config", str(config)),
-    ]
+def pause(servers: Sequence[Server], seconds: float) -> None:
+    """Raise ServerError if a server dies meanwhile."""
+    until = time.monotonic() + seconds
+    while (left := until - time.monotonic()) > 0:
+        for server in servers:
+            server.check()
+        time.sleep(min(0.5, left))
 
 
 def told(server: VllmServer) -> Told:
-    """Raises ServerError."""
+    """Raise ServerError."""
     values: Told = {}
     for name, labels, value in server.samples(*TOLD):
         if name.endswith(("_bucket", "_created")):
@@ -194,14 +284,14 @@ def told(server: VllmServer) -> Told:
     return values
 
 
-def group_processor_s(group: int) -> dict[str, float]:
-    """Of the processes of this group that are there, by what they call themselves."""
-    seconds: dict[str, float] = {}
-    for process in psutil.process_iter():
-        try:
-            if os.getpgid(process.pid) == group:
-                times, name = process.cpu_times(), process.name()
-                seconds[name] = seconds.get(name, 0.0) + times.user + times.system
-        except (ProcessLookupError, psutil.Error):  # it has just ended
-            continue
-    return seconds
+def left(server: VllmServer) -> dict[str, float]:
+    """Return what is still held now that all is quiet: share of the pool in use, sessions by state, bytes."""
+    now, metrics = told(server), server.metrics()
+    return {
+        "pool_in_use": metrics["vllm:kv_cache_usage_perc"],
+        "sessions_hot": now.get("sessions{hot}", 0.0) + now.get("sessions{evicting}", 0.0),
+        "sessions_idle": now.get("sessions{idle}", 0.0),
+        "sessions_cold": now.get("sessions{cold}", 0.0),
+        "cold_bytes": metrics.get("vllm:manthan_cold_bytes", 0.0),
+        "cold_budget_bytes": metrics.get("vllm:manthan_cold_budget_bytes", 0.0),
+    }

@@ -9,17 +9,16 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 from soak_chats import CALM, RESTART, SLICE_S
-from soak_faults import FELT_LATER, Fault
+from soak_faults import FELT_LATER, Fault, Order
+from soak_memory import MIB, Sample, Slope, rise, slope
 
 from manthan.benchmarks.arms import save_plot, where
-from manthan.benchmarks.soak_memory import Sample, Slope, slope
 
-MIB = 2**20
 GAP_S = 15.0
 JUDGED_S = 900.0
 """Memory of a life is judged if it is that long: before, it says too little."""
 BACK = "came_back"
-COUNTED = ("requests", "retried", "errors", "wrong", "doubtful", "misled")
+COUNTED = ("requests", "exact", "retried", "errors", "wrong", "doubtful", "misled", "stale")
 Report = dict[str, Any]
 
 
@@ -47,10 +46,22 @@ def share(counts: dict[str, int]) -> float:
     return counts["cached"] / counts["full"] if counts.get("full") else 0.0
 
 
+def samples(life: dict[str, Any]) -> list[Sample]:
+    return [Sample(*sample) for sample in life["memory"]]
+
+
 def slopes(report: Report) -> list[Slope | None]:
-    """Of each life's memory, after the warm-up."""
-    warm_up = report["arguments"]["warm_up"]
-    return [slope([Sample(*sample) for sample in life["memory"]], warm_up) for life in report["lives"]]
+    """Return the slope of each life's memory after the warm-up."""
+    return [slope(samples(life), report["arguments"]["warm_up"]) for life in report["lives"]]
+
+
+def rises(report: Report) -> list[float | None]:
+    """Return MiB by which each life's memory rose after the warm-up."""
+    return [rise(samples(life), report["arguments"]["warm_up"]) for life in report["lives"]]
+
+
+def name_of(life: dict[str, Any]) -> str:
+    return "plain vLLM" if life["server"] < 0 else f"server {life['server']}"
 
 
 def failures(report: Report) -> dict[str, Counter[str]]:
@@ -63,38 +74,47 @@ def failures(report: Report) -> dict[str, Counter[str]]:
 
 def failed(report: Report) -> list[str]:
     """What is not as it should be, a sentence each."""
-    is_left = report["left"]
     wrong = {
         f"{total(report, 'errors')} requests failed": total(report, "errors"),
-        f"{total(report, 'misled')} wrong answers are surely right when computed anew": total(report, "misled"),
+        f"{total(report, 'misled')} answers are surely not the plain server's": total(report, "misled"),
+        f"{total(report, 'stale')} sessions came back from before a reset of all": total(report, "stale"),
         "nothing was checked": not total(report, "checked"),
-        f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
-        f"{is_left['sessions_not_cold']:.0f} sessions are not cold": is_left["sessions_not_cold"],
-        "the cold store is over its budget": is_left["cold_bytes"] > is_left["cold_budget_bytes"],
     }
-    return [sentence for sentence, is_so in wrong.items() if is_so] + store_failed(report) + memory_failed(report)
+    sentences = [sentence for sentence, is_so in wrong.items() if is_so]
+    for number, is_left in enumerate(report["left"]):
+        is_kept = {
+            f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
+            f"{is_left['sessions_hot']:.0f} sessions are hot": is_left["sessions_hot"],
+            "the cold store is over its budget": is_left["cold_bytes"] > is_left["cold_budget_bytes"],
+        }
+        sentences += [f"server {number}: {sentence}" for sentence, is_so in is_kept.items() if is_so]
+    return sentences + store_failed(report) + memory_failed(report)
 
 
 def store_failed(report: Report) -> list[str]:
-    """A fault that nobody felt is none: it was not tried."""
+    """A fault that nobody felt was not tried."""
     lost = [event for event in report["events"] if event["used_again_s"] is None]
-    felt, kills = failures(report), list(enumerate(report["lives"], 1))[1:]
-    returns = {number: report["returns_of_before"].get(str(number), {}) for number, _ in kills}
+    felt, before, others = failures(report), report["returns_of_before"], report["returns_of_other"]
+    killed = [number for number, life in enumerate(report["lives"], 1) if number > 3 and life["server"] >= 0]
     return [
         *(f"the store was not in use again after {event['what']} at {event['ended_s']:.0f} s" for event in lost),
         *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER and not felt.get(one)),
-        *(f"no session came back after the kill before life {life}" for life in returns if not returns[life].get(BACK)),
+        *(f"no session came back after the kill before life {one}" for one in killed if not _back(before, one)),
+        *(["no session came back on the other server"] if not any(_back(others, int(one)) for one in others) else []),
     ]
 
 
+def _back(returns: dict[str, dict[str, int]], life: int) -> int:
+    return returns.get(str(life), {}).get(BACK, 0)
+
+
 def memory_failed(report: Report) -> list[str]:
-    """Short lives are not judged."""
-    most, sentences = report["arguments"]["most_growth"], []
-    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
-        is_long = life["end_s"] - life["ready_s"] >= JUDGED_S
-        if is_long and found is not None and found.mib_per_hour - 2 * found.standard_error > most:
-            grown = f"{found.mib_per_hour:.0f} MiB an hour (standard error {found.standard_error:.0f})"
-            sentences.append(f"memory grew by {grown} in life {number}")
+    """Short lives are not judged, nor the plain server."""
+    most, sentences = report["arguments"]["most_rise"], []
+    for number, (life, found) in enumerate(zip(report["lives"], rises(report), strict=True), 1):
+        is_judged = life["server"] >= 0 and life["end_s"] - life["ready_s"] >= JUDGED_S
+        if is_judged and found is not None and found > most:
+            sentences.append(f"memory rose by {found:.1f} MiB in life {number}, of {name_of(life)}")
     return sentences
 
 
@@ -116,12 +136,22 @@ def show(report: Report, plot: Path, console: Console) -> None:
 
 
 def phase_table(report: Report) -> Table:
-    minutes, rate = report["seconds"] / 60, report["arguments"]["rate"]
-    title = f"{report['sessions']:,} sessions in {minutes:.1f} min, {rate:g} new ones a second"
-    headers = ("requests", "sent\nagain", "errors", "wrong", "right anew:\nby a hair", "surely")
+    minutes, asked = report["seconds"] / 60, report["arguments"]
+    who = f"{asked['agents']} agents, {asked['rate']:g} chats a second"
+    title = f"{report['sessions']:,} sessions in {minutes:.1f} min: {who}"
+    headers = (
+        "requests",
+        "exact",
+        "sent\nagain",
+        "errors",
+        "not as\nplain's",
+        "by a\nhair",
+        "surely",
+        "of before\na reset",
+    )
     times = ("first token\np50", "first token\np99", "answer\np50", "answer\np99")
     table = _table(title, "sent while", *headers, *times)
-    phases = [CALM, RESTART, *(str(fault) for fault in Fault)]
+    phases = [CALM, RESTART, *map(str, Fault), *map(str, Order)]
     for phase in [phase for phase in phases if phase in report["phases"]]:
         found = report["phases"][phase]
         numbers = [f"{found['number'].get(what, 0):,}" for what in COUNTED]
@@ -148,20 +178,30 @@ def event_table(report: Report) -> Table:
 
 
 def life_table(report: Report) -> Table:
-    headers = ("minutes", "returns", "not computed\nagain", "of before\nthe kill", "came back", "not computed\nagain")
-    table = _table("The server's lives", "", *headers, "memory,\nMiB", "its slope,\nMiB an hour")
-    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
-        returns, before = (report[what].get(str(number), {}) for what in ("returns", "returns_of_before"))
-        rss = [nbytes / MIB for _, nbytes, _ in life["memory"]]
+    headers = (
+        "minutes",
+        "returns",
+        "not computed\nagain",
+        "after\na kill",
+        "came back",
+        "from the\nother",
+        "came back",
+    )
+    memory = ("memory,\nMiB", "rise,\nMiB", "slope,\nMiB an hour")
+    table = _table("The servers' lives", "", *headers, *memory)
+    figures = zip(report["lives"], slopes(report), rises(report), strict=True)
+    for number, (life, found, risen) in enumerate(figures, 1):
+        whats = ("returns", "returns_of_before", "returns_of_other")
+        returns, before, other = (report[what].get(str(number), {}) for what in whats)
+        rss = [nbytes / MIB for _, nbytes in life["memory"]]
         table.add_row(
-            str(number),
+            f"{number}: {name_of(life)}",
             f"{(life['end_s'] - life['ready_s']) / 60:.1f}",
             f"{returns.get('returns', 0):,}",
             f"{share(returns):.0%}",
-            f"{before.get('returns', 0):,}" if number > 1 else "",
-            f"{before.get(BACK, 0):,}" if number > 1 else "",
-            f"{share(before):.0%}" if number > 1 else "",
-            f"{min(rss):,.0f} to {max(rss):,.0f}",
+            *(f"{found.get(what, 0):,}" for found in (before, other) for what in ("returns", BACK)),
+            f"{min(rss):,.0f} to {max(rss):,.0f}" if rss else "",
+            f"{risen:+.1f}" if risen is not None else "",
             f"{found.mib_per_hour:+,.1f} ± {found.standard_error:,.1f}" if found else "",
         )
     return table
@@ -169,37 +209,41 @@ def life_table(report: Report) -> Table:
 
 def summary(report: Report) -> list[str]:
     """What Manthan did, what is left, and what it took."""
-    told, is_left = Counter[str](), report["left"]
-    for life in report["lives"]:
+    ours = [life for life in report["lives"] if life["server"] >= 0]
+    told = Counter[str]()
+    for life in ours:
         told.update(life["told"])
-    names = ("evictions", "restores", "prefetches", "encoded_blocks", "restored_blocks", "pins_refused")
+    names = ("evictions", "restores", "prefetches", "encoded_blocks", "restored_blocks", "lossy_tokens", "pins_refused")
     counts = [f"{told[f'{name}_total']:,.0f} {name.replace('_', ' ')}" for name in names]
+    source = "prompt_tokens_cached_by_source_total{%s}"
     labelled = {
-        "tokens from RAM": "prompt_tokens_cached_by_source_total{host}",
-        "from the disk": "prompt_tokens_cached_by_source_total{disk}",
+        "tokens from RAM": source % "host",
+        "from the disk": source % "disk",
+        "from Redis": source % "external_unspecified",
         "blocks dropped for room": "dropped_blocks_total{budget}",
     }
     counts += [f"{told[name]:,.0f} {what}" for what, name in labelled.items()]
     requests = max(1, total(report, "requests"))
-    by_process = Counter[str]()
-    for life in report["lives"]:
-        by_process.update(life["processor_s"])
-    each = ", ".join(f"{name} {seconds / requests * 1000:.1f}" for name, seconds in by_process.most_common())
-    server_s = by_process.total()
-    return [
+    kinds = ((ours, "the two servers"), ([life for life in report["lives"] if life["server"] < 0], "the plain one"))
+    took = ", ".join(f"{what} {_processor_s(lives) / requests * 1000:.1f} ms" for lives, what in kinds)
+    checked = f"{total(report, 'checked'):,} answers compared, {total(report, 'exact'):,} of them exactly"
+    lines = [
         f"Manthan: {', '.join(counts)}",
-        f"Processor time of a request: server {server_s / requests * 1000:.1f} ms ({each}), this program "
-        f"{report['client_processor_s'] / requests * 1000:.1f} ms; of {report['machine']['cores']} cores, "
-        f"{(server_s + report['client_processor_s']) / served_s(report):.2f} were busy with both",
-        f"Left when all is quiet: {is_left['pool_in_use']:.1%} of the pool, {is_left['sessions_not_cold']:.0f} "
-        f"sessions that are not cold; codes {is_left['cold_bytes'] / MIB:.1f} of "
-        f"{is_left['cold_budget_bytes'] / MIB:.1f} MiB",
+        f"{checked}; {total(report, 'errs'):,} times the plain server looks up a wrong number",
+        f"Processor time of a request: {took}, this program {report['client_processor_s'] / requests * 1000:.1f} ms",
     ]
+    for number, is_left in enumerate(report["left"]):
+        lines.append(
+            f"Server {number} when all is quiet: {is_left['pool_in_use']:.1%} of the pool in use, "
+            f"sessions: {is_left['sessions_cold']:.0f} cold, {is_left['sessions_idle']:.0f} idle, "
+            f"{is_left['sessions_hot']:.0f} hot; compressed blocks "
+            f"{is_left['cold_bytes'] / MIB:.1f} of {is_left['cold_budget_bytes'] / MIB:.1f} MiB"
+        )
+    return lines
 
 
-def served_s(report: Report) -> float:
-    """That there was a server to answer."""
-    return float(sum(life["end_s"] - life["ready_s"] for life in report["lives"]))
+def _processor_s(lives: Sequence[dict[str, Any]]) -> float:
+    return float(sum(sum(life["processor_s"].values()) for life in lives))
 
 
 def _table(title: str, first: str, *headers: str) -> Table:
@@ -236,27 +280,26 @@ def draw(report: Report) -> Any:
 
 
 def _memory(axes: Any, report: Report) -> None:
-    for number, (life, found) in enumerate(zip(report["lives"], slopes(report), strict=True), 1):
-        minutes = [(life["ready_s"] + seconds) / 60 for seconds, _, _ in life["memory"]]
-        rss = [nbytes / MIB for _, nbytes, _ in life["memory"]]
-        told = f"life {number}" + (
-            f": {found.mib_per_hour:+,.1f} ± {found.standard_error:,.1f} MiB an hour" if found else ""
-        )
-        axes.plot(minutes, rss, color=(BLUE, GREEN, RED)[(number - 1) % 3], lw=1.2, label=told)
-    axes.set_ylim(0, 1.25 * max(nbytes / MIB for life in report["lives"] for _, nbytes, _ in life["memory"]))
+    colors = {0: BLUE, 1: GREEN, -1: GREY}
+    for number, (life, risen) in enumerate(zip(report["lives"], rises(report), strict=True), 1):
+        minutes = [(life["ready_s"] + seconds) / 60 for seconds, _ in life["memory"]]
+        rss = [nbytes / MIB for _, nbytes in life["memory"]]
+        told = f"life {number}, {name_of(life)}" + (f": {risen:+.1f} MiB" if risen is not None else "")
+        axes.plot(minutes, rss, color=colors[life["server"]], lw=1.2, label=told)
+    axes.set_ylim(0, 1.25 * max(nbytes / MIB for life in report["lives"] for _, nbytes in life["memory"]))
     axes.set_ylabel("RSS, all processes, MiB")
     counts = [f"{total(report, what):,} {what}" for what in ("requests", "errors")]
     axes.set_title(", ".join([*counts, f"{total(report, 'misled')} wrong answers"]), loc="left", fontsize=10)
 
 
 def _sessions(axes: Any, report: Report) -> None:
-    lines = {"open_sessions": ("talking or thinking", GREY), "sessions{cold}": ("cold", BLUE)}
-    lines |= {"sessions{idle}": ("idle", GREEN), "sessions{hot}": ("hot", RED)}
-    samples = report["samples"]
-    minutes = [sample["at_s"] / 60 for sample in samples]
-    for name, (label, color) in lines.items():
-        values = [sample.get(name, 0) for sample in samples]
-        axes.plot(*_broken(minutes, values), color=color, lw=1, label=label)
+    lines = {"sessions{cold}": ("cold", BLUE), "sessions{idle}": ("idle", GREEN), "sessions{hot}": ("hot", RED)}
+    for server, style in ((0, "-"), (1, ":")):
+        samples = [sample for sample in report["samples"] if sample["server"] == server]
+        minutes = [sample["at_s"] / 60 for sample in samples]
+        for name, (label, color) in lines.items():
+            values = [sample.get(name, 0) for sample in samples]
+            axes.plot(*_broken(minutes, values), style, color=color, lw=1, label=f"{label}, server {server}")
     axes.set_ylabel("sessions")
 
 
@@ -272,7 +315,7 @@ def _broken(minutes: Sequence[float], values: Sequence[float]) -> tuple[list[flo
 
 def _returns(axes: Any, report: Report) -> None:
     slices = sorted((int(number), counts) for number, counts in report["slices"].items())
-    began = report["lives"][0]["ready_s"]
+    began = max(life["ready_s"] for life in report["lives"][:3])
     minutes = [(began + (number + 0.5) * SLICE_S) / 60 for number, _ in slices]
     axes.plot(
         *_broken(minutes, [share(counts) for _, counts in slices]),
@@ -286,7 +329,7 @@ def _returns(axes: Any, report: Report) -> None:
 def _events(axes: Any, report: Report, *, has_names: bool) -> None:
     for event in report["events"]:
         begin, end = event["began_s"] / 60, event["ended_s"] / 60
-        is_kill = event["what"] not in list(Fault)
+        is_kill = event["what"] == Order.kill
         if is_kill:
             axes.axvline(begin, color="black", lw=1.4)
         axes.axvspan(begin, end, color=GREY if is_kill else RED, alpha=0.12, lw=0)

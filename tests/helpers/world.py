@@ -1,6 +1,7 @@
 """A small vLLM around the manager: a pool of bf16 blocks, ranks with cold stores, requests. No tensors, no threads.
 
 A block's content is its key and the epoch in which it was computed; a reset begins a new epoch. So a wrong KV shows.
+Behind decoded blocks it is marked as lossy, in the pool and in the stores, apart from what the manager knows.
 """
 
 from collections import Counter, OrderedDict
@@ -29,6 +30,7 @@ IDLE_AFTER_S = 10.0
 BESIDE = {1: 2, 2: 1}
 """Groups beside the chains', a window and a state: how many of the last blocks whoever goes on needs of each."""
 BESIDE_BOUNDS = {1: BOUNDS, 2: {0: 1536}}
+LOSSY = b"~"
 BESIDE_POOL_BLOCKS = 14
 """Few, and they are overwritten in the order in which they were computed: they are lost before the chains' are."""
 OPTIONS: dict[str, dict[str, object]] = {"returns": {"window": 64, "refit_every": 4}}
@@ -47,7 +49,12 @@ def encoded(content: bytes, rank: int, exact: int, group: int = 0) -> Buffer:
 
 
 def decoded(buf: Buffer) -> bytes:
-    return buf.tobytes().rstrip()
+    return buf.tobytes().rstrip().removesuffix(LOSSY)
+
+
+def is_lossy(buf: Buffer) -> bool:
+    """True if what was encoded had been decoded, or computed behind decoded blocks."""
+    return buf.tobytes().rstrip().endswith(LOSSY)
 
 
 def get(store: HostStore, key: bytes, group: int = 0) -> Buffer | None:
@@ -66,6 +73,8 @@ class Pool:
         self.content: dict[int, bytes] = {}
         self.generation: Counter[int] = Counter()
         """By block, how often a lossy codec has been over its KV: kept apart from `marks`, to check them by."""
+        self.lossy: dict[int, Owner | None] = {}
+        """By block, who brought KV back that was decoded, or computed behind such: kept apart from `marks` too."""
         self.marks = Marks(blocks)
         self.refs: Counter[int] = Counter()
         self.free: OrderedDict[int, None] = OrderedDict.fromkeys(range(blocks))
@@ -87,6 +96,7 @@ class Pool:
         self.uncache(block)
         self.marks.clear([block])
         self.generation[block] = 0
+        self.lossy.pop(block, None)
         return self.touch(block)
 
     def serves(self, key: bytes, owner: Owner | None) -> bool:
@@ -116,6 +126,7 @@ class Request:
     owner: Owner | None = None
     is_lossy: bool = False
     """True if what it computes is behind decoded blocks."""
+    wants_exact: bool = False
     had: int = 0
     """How many of its blocks were hot when it was admitted, or were restored."""
 
@@ -217,7 +228,7 @@ class World:
 
     def start(self, text: str, prompt: int, name: str | None, tenant: str = "", **hints: object) -> None:
         self.count += 1
-        request = Request(f"r{self.count}", chain(text), prompt)
+        request = Request(f"r{self.count}", chain(text), prompt, wants_exact=hints.get("quality") == "exact")
         self.manager.request_started(
             request.request_id, request.keys[:prompt], name, self.now, hints=parse_hints(hints), tenant=tenant
         )
@@ -234,7 +245,11 @@ class World:
         request.blocks = held + [self.pool.allocate() for _ in request.keys[hot:]]
         request.had = hot + cold
         request.owner = self.manager.owner(request.request_id)
-        request.is_lossy = any(self.pool.marks[block] for block in held)
+        for block in held:
+            if block in self.pool.lossy:
+                assert not request.wants_exact, "exact KV was asked for"
+                assert self.pool.lossy[block] == request.owner, "another session brought this back"
+        request.is_lossy = any(block in self.pool.lossy for block in held)
         if cold:
             end = hot + cold
             keys = request.keys[hot:end]
@@ -247,7 +262,11 @@ class World:
                 self.pool.marks.set([block], self.manager.stored_mark(key), request.owner)
                 stored = self.manager.blocks.get(key)
                 self.pool.generation[block] = stored is None or stored.encoding.exact < 16
-            request.is_lossy |= any(self.pool.marks[block] for block in request.blocks[hot:end])
+                if self.pool.generation[block] or self.is_stored_lossy(key):
+                    self.pool.lossy[block] = request.owner
+            request.is_lossy |= any(block in self.pool.lossy for block in request.blocks[hot:end])
+            request.is_lossy |= any(self.is_beside_lossy(group, key) for group, key in beside)
+            assert not (request.wants_exact and request.is_lossy), "exact KV was asked for"
             self.restores.append(request.restore)
         else:
             self.compute(request, request.prompt)
@@ -273,6 +292,7 @@ class World:
         for at, (key, block) in enumerate(zip(request.keys[:end], request.blocks[:end], strict=True)):
             if at >= request.had and request.is_lossy:
                 marks.set([block], Mark.DERIVED, request.owner)
+                self.pool.lossy[block] = request.owner
             first = self.pool.cached.setdefault(key, block)
             if first != block and marks[first] and not marks[block]:  # the exact copy takes the hash
                 self.pool.cached[key] = first = block
@@ -291,6 +311,8 @@ class World:
             pool.cached[name], pool.content[block] = block, self.content(key, group)
             pool.marks.set([block], mark, owner)
             pool.generation[block] = mark is Mark.DECODED
+            if mark:
+                pool.lossy[block] = owner
             pool.give_back([block])
 
     def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
@@ -398,6 +420,7 @@ class World:
                 self.seen["lost beside" if order.group else "lost"] += 1
             else:
                 assert not pool.generation[block], f"decoded KV of {order.key!r} is to be encoded again"
+                assert pool.marks[block] is (Mark.DERIVED if block in pool.lossy else Mark.EXACT)
                 self.manager.encodes(order.key, order.group, pool.marks[block])
                 self.seen[f"encoded {pool.marks[block].name.lower()}"] += 1
                 self.held.append(Spill(order, pool.touch(block), set(range(len(self.stores)))))
@@ -434,7 +457,8 @@ class World:
         """One rank has encoded and stored a block, or has failed to."""
         spill.waiting.remove(rank)
         if ok:
-            content = self.pool_of(spill.group).content[spill.block]
+            pool = self.pool_of(spill.group)
+            content = pool.content[spill.block] + LOSSY * (spill.block in pool.lossy)
             buf = encoded(content, rank, spill.order.exact, spill.group)
             failed = self.stores[rank].put_all(spill.group, {spill.key: buf})
             assert failed == {}, "the manager asks for what fits"
@@ -462,6 +486,15 @@ class World:
     def stored_everywhere(self, key: bytes, group: int = 0) -> bool:
         bufs = [get(store, key, group) for store in self.stores]
         return all(buf is not None and decoded(buf) == self.content(key, group) for buf in bufs)
+
+    def is_stored_lossy(self, key: bytes, group: int = 0) -> bool:
+        """True if the compressed block was made of a lossy one, whatever its codec."""
+        return any(is_lossy(buf) for store in self.stores if (buf := get(store, key, group)) is not None)
+
+    def is_beside_lossy(self, group: int, key: bytes) -> bool:
+        """True if a block of another group comes back lossy."""
+        stored = self.manager.blocks.get(key, group)
+        return stored is None or stored.encoding.exact < 16 or self.is_stored_lossy(key, group)
 
     def is_made_again(self, group: int, key: bytes) -> bool:
         """Whether a dropped block of another group has been ordered anew since."""

@@ -1,7 +1,6 @@
 """The codec follows what ranks measure: the finest first, and changes in both directions."""
 
 from collections.abc import Sequence
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -30,8 +29,10 @@ def verdict(coarse: float, finer: float = 0.1, rank: int = 0) -> Verdict:
 class Told(Observer):
     def __init__(self) -> None:
         self.codecs: list[str | None] = []
+        self.slow: list[bool] = []
 
     def judged(self, judgement: Judgement | None) -> None:
+        self.slow.append(judgement is not None and judgement.is_slow)
         self.codecs.append(None if judgement is None else judgement.codec)
 
 
@@ -111,12 +112,24 @@ def test_other_weights_are_measured_anew() -> None:
 
 
 @pytest.mark.parametrize(("compute_s", "codec"), [(0.0, "finer"), (1e-3, "exact"), (1.0, "finer")])
-def test_no_codec_is_chosen_that_takes_longer_than_to_compute(compute_s: float, codec: str) -> None:
+@pytest.mark.parametrize("first_s", [0.0, 0.09])
+def test_no_codec_is_chosen_that_takes_longer_than_to_compute(compute_s: float, codec: str, first_s: float) -> None:
     world = World()
     found = verdict(9.0)
-    slow = replace(found.measured[1], decode_s=0.1)
-    world.used(Verdict(0, [found.measured[0], slow], compute_s))
+    measured = [found.measured[0].timed(first_s), found.measured[1].timed(0.1)]
+    world.used(Verdict(0, measured, compute_s))
     assert world.told.codecs == [codec]
+
+
+@pytest.mark.parametrize(
+    ("first_s", "second_s", "codec"), [(9.0, 0.1, "finer"), (9.0, 9.0, "exact"), (0.1, 0.1, "coarse")]
+)
+def test_nor_is_the_configured_one(first_s: float, second_s: float, codec: str) -> None:
+    world = World()
+    measured = [each.timed(seconds) for each, seconds in zip(verdict(0.5).measured, (first_s, second_s), strict=True)]
+    world.used(Verdict(0, measured, 1.0))
+    assert world.told.codecs == [codec]
+    assert world.told.slow == [codec != "coarse"]
 
 
 def test_blocks_of_the_codec_before_stay_what_they_are() -> None:

@@ -69,7 +69,7 @@ def test_hints_are_frozen() -> None:
 
 SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
 PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
-PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} characters"
+PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
 TENANT = f"a name of at most {LONGEST_NAME} printable characters"
 
 
@@ -82,7 +82,7 @@ TENANT = f"a name of at most {LONGEST_NAME} printable characters"
         ("expect_return_s", SECONDS, [0, False, "5m", float("-inf")]),
         ("priority", PRIORITY, [11, -11, True, 1.0, "1", float("nan")]),
         ("prefetch", PREFETCH, ["", [""], [1], 1, True, {"alice": 1}, ["alice", None]]),
-        ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800"]),
+        ("prefetch", PREFETCH, ["a" * (LONGEST_NAME + 1), ["a"] * (MOST_PREFETCHES + 1), "\ud800", "a\nb"]),
         ("tool", TOOL_NAME, [1, True, ["search"], "a\nb", "a" * (LONGEST_NAME + 1)]),
         ("tenant", TENANT, [1, True, ["acme"], "a\nb", "\x1b[2J", "a" * (LONGEST_NAME + 1), "\ud800", b"acme"]),
     ],

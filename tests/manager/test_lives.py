@@ -23,7 +23,7 @@ def told(engine: Engine, lives: Lives) -> None:
 
 
 def lives_of(engine: Engine, most: int = 100) -> Lives:
-    return Lives(engine.manager.table.by_id, 16, lambda: engine.now, most)
+    return Lives(engine.manager.table, 16, lambda: engine.now, most)
 
 
 def test_a_life_is_told_in_order_with_numbers_and_words(engine: Engine) -> None:
@@ -99,3 +99,17 @@ def test_what_happens_to_nobody_is_forgotten(engine: Engine) -> None:
     lives = lives_of(engine)
     lives.happened(News("nobody", NewsKind.TURN))
     assert (lives.of("nobody"), len(lives)) == ([], 0)
+
+
+def test_nothing_is_left_of_sessions_whose_blocks_were_overwritten(engine: Engine) -> None:
+    """There is no news of these: vLLM needed the room before they were encoded."""
+    lives = lives_of(engine, most=10_000)
+    for number in range(100):
+        engine.talk(f"{number} one two", f"session-{number}")
+        told(engine, lives)
+        engine.sweep()
+        for key in engine.spill():
+            engine.manager.lost(key, engine.now)
+        told(engine, lives)
+    assert not engine.manager.table.by_id
+    assert len(lives) == 0

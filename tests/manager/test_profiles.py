@@ -1,5 +1,6 @@
 """The codec that a configuration means, and profiles that are missing, damaged or of something else."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +23,9 @@ MODEL = "someone/made-up"
 @pytest.fixture(autouse=True)
 def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+    Path(MODEL).mkdir(parents=True)
+    (Path(MODEL) / "model.safetensors").write_bytes(b"weights")
     return tmp_path / "cache"
 
 
@@ -66,6 +70,25 @@ def test_auto_is_what_there_is_a_profile_for() -> None:
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
     assert (chosen.name, chosen.wanted) == ("klt-6x", None)
     assert chosen.profile is not None
+
+
+def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of() -> None:
+    weights = Path(MODEL) / "model.safetensors"
+    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "klt-6x"
+    weights.write_bytes(b"Weights")
+    os.utime(weights, (1, 1))
+    chosen = choose_codec(CodecConfig(name="auto"), MODEL)
+    assert (chosen.name, chosen.wanted) == ("wht-5x", profile_path(MODEL))
+    weights.unlink()  # they are somewhere else, where nobody looks at them
+    saved(profile_path(MODEL), presets={"klt-6x": 6.0})
+    assert choose_codec(CodecConfig(name="auto"), MODEL).name == "wht-5x"
+    with pytest.raises(ConfigError, match=r"^codec klt-6x needs a profile of someone/made-up"):
+        choose_codec(CodecConfig(name="klt-6x"), MODEL)
+
+
+def test_revisions_of_a_model_have_profiles_of_their_own() -> None:
+    assert profile_path("some/where", revision="a") != profile_path("some/where", revision="b")
 
 
 def test_auto_goes_on_without_a_profile_that_cannot_be_used_unless_it_was_named() -> None:
@@ -118,6 +141,7 @@ def test_config_check_says_what_a_profile_means_for_a_model(tmp_path: Path) -> N
     model = tmp_path / "model"
     model.mkdir()
     shape = {"num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32}
+    (model / "model.safetensors").write_bytes(b"weights")
     (model / "config.json").write_text(str(shape | {"hidden_size": 128}).replace("'", '"'))
     config = tmp_path / "x.yaml"
     config.write_text("codec: klt-8x")

@@ -15,7 +15,7 @@ def report() -> dict[str, Any]:
 
 
 def test_every_request_ends_and_is_right(report: dict[str, Any]) -> None:
-    assert len(report) == 13 * 3
+    assert len(report) == 18 * 3 + 14 * 2
     wrong = {case: found for case, found in report.items() if not found["right"]}
     assert not wrong
 
@@ -27,3 +27,11 @@ def test_no_block_stays_referenced(report: dict[str, Any]) -> None:
 def test_each_call_was_made_to_raise(report: dict[str, Any]) -> None:
     calls = {case.split()[0] for case, found in report.items() if found["raised"]}
     assert calls == {case.split()[0] for case in report}
+
+
+def test_each_is_counted(report: dict[str, Any]) -> None:
+    assert {case: found for case, found in report.items() if found["raised"] != (found["counted"] == 1)} == {}
+
+
+def test_the_engine_rests_and_resets_after_it(report: dict[str, Any]) -> None:
+    assert not {case: found for case, found in report.items() if found["busy"] or not found["reset"]}

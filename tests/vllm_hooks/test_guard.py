@@ -11,7 +11,7 @@ from biased_model import with_biased_keys
 from vllm_engine import MODEL, Table
 from warm_server import warm_server
 
-from manthan.benchmarks.server import VllmServer
+from manthan.benchmarks.server import VllmServer, codec_used
 
 FLAGS = ["--served-model-name", "tiny", "--block-size", "32", "--max-model-len", "2048", "--enforce-eager"]
 WAIT_S = 120.0
@@ -71,7 +71,7 @@ def serving(folder: Path, model: str, codec: str, *more: str) -> Iterator[Client
 
 @pytest.fixture(scope="module")
 def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
-    with serving(tmp_path_factory.mktemp("guarded"), MODEL, "wht-5x") as found:
+    with serving(tmp_path_factory.mktemp("guarded"), MODEL, "wht-5x", *UNTIMED) as found:
         yield found
 
 
@@ -79,11 +79,13 @@ def test_a_first_prompt_of_one_word_does_not_make_everything_exact(client: Clien
     client.ask("word " * 300, "words")
     assert client.ratio("words") > 3
     assert client.get("/state")["store"]["codec"] == "wht-4x"
+    assert codec_used(client.server.log) == "no verdict on codec wht-5x, wht-4x is used"
     prompt, right = Table(100).question(0)
     assert client.ask(prompt, "early") == right
     early = client.ratio("early")
     assert 3 < early < 4.5
     assert client.judged("faithful") == "wht-5x"
+    assert codec_used(client.server.log) == "codec wht-5x is faithful, wht-5x is used"
     client.ask(Table(101).question(0)[0], "late")
     assert client.ratio("late") > early
     question, right = Table(100).question(1)
@@ -104,6 +106,7 @@ def test_with_biased_keys_a_finer_codec_is_used_and_what_returns_is_right(tmp_pa
         assert client.ask(prompt, "chat 1") == right
         log = (tmp_path / "log").read_text()
         assert "codec k3v3 is not faithful on this model, and wht-4x is used instead" in log
+        assert codec_used(tmp_path / "log") == "codec k3v3 is not faithful, wht-4x is used"
         assert client.server.metrics()["vllm:manthan_codec_fallback"] == 1
 
 
@@ -115,3 +118,4 @@ def test_where_no_codec_is_faithful_all_tokens_are_kept_exact(tmp_path: Path) ->
         client.ask(Table(200).question(0)[0], "late")
         assert client.ratio("late") < 1.1
         assert "and all tokens are kept exact; choose another" in (tmp_path / "log").read_text()
+        assert codec_used(tmp_path / "log") == "codec k3v3 is not faithful, exact is used"

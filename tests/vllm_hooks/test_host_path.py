@@ -289,6 +289,41 @@ def test_nothing_touches_the_cache_once_it_was_waited_for(
     worker.path.wait()
 
 
+@pytest.mark.parametrize("copies", [True, False])
+def test_blocks_that_nobody_reads_yet_are_given_up_when_requests_need_them(
+    start: Callable[..., Worker], monkeypatch: pytest.MonkeyPatch, copies: bool
+) -> None:
+    """Both threads wait for a store that does not answer. They read a GPU's blocks; a CPU's are copied first."""
+    worker, began, may_go_on = start(), threading.Semaphore(0), threading.Event()
+    put_all = worker.store.put_all
+
+    def slowly(*args: Any) -> Any:
+        began.release()
+        assert may_go_on.wait(20)
+        return put_all(*args)
+
+    monkeypatch.setattr(worker.store, "put_all", slowly)
+    if not copies:
+        copy, encode_all = worker.blocks.copy, worker.blocks.encode_all
+        monkeypatch.setattr(worker.blocks, "encode_all", lambda spills: encode_all(spills, copy(spills)))
+        monkeypatch.setattr(worker.blocks, "copy", lambda spills: None)
+    for n in range(2):
+        worker.path.submit_spills(ManthanMetadata(spills=[SpillBlock(KEYS[n], GROUP, n, 32 * n)]))
+        assert began.acquire(timeout=20)
+    worker.path.submit_spills(ManthanMetadata(spills=[SpillBlock(KEYS[2], GROUP, 2, 64)]))
+    worker.path._copiers.wait()
+    worker.path.submit_loads(ManthanMetadata(revokes=True))
+    report = worker.path.take_report()
+    assert report is not None
+    assert [key for _, key in report.copied] == KEYS[:3]
+    assert report.spills == ([] if copies else [SpillResult(KEYS[2], GROUP, "needed", 0.0)])
+    may_go_on.set()
+    left = worker.wait(3 if copies else 2)
+    assert {spill.cause for spill in left.spills} == {None}
+    assert left.copied == [], "each is named once"
+    assert worker.load(KEYS[:2]).failed == []
+
+
 class Seen:
     """In a calibration's place, which would start a process: the blocks that it is shown."""
 

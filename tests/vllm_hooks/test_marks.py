@@ -138,6 +138,24 @@ def test_a_head_that_sessions_share_is_stored_exact(server: VllmServer, plain: V
     assert stranger["logprobs"] == expected["logprobs"]
 
 
+def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(server: VllmServer, plain: VllmServer) -> None:
+    head, tails = HELD[24000 : 24000 + 20 * BLOCK], [HELD[start : start + 10 * BLOCK] for start in (25000, 26000)]
+    for name, tail in zip(("judy", "karl"), tails, strict=True):
+        ask(server, [*head, *tail, 5], name)
+    for name in ("judy", "karl"):
+        let_go_cold(server, name)
+    back = ask(server, [*head, *tails[0], *HELD[27000:27024]], "judy")
+    assert back["cached"] == len(head) + len(tails[0])
+    assert back["told"]["lossy_tokens"] == len(tails[0])
+    restored = server.metrics()["vllm:manthan_restored_blocks_total"]
+    stranger = ask(server, [*head, *HELD[27100:27124]], "leo")
+    assert stranger["cached"] == len(head)
+    assert not stranger["told"]
+    assert server.metrics()["vllm:manthan_restored_blocks_total"] == restored  # it was in the pool, for all
+    ask(plain, [*head, 5])
+    assert stranger["logprobs"] == ask(plain, [*head, *HELD[27100:27124]])["logprobs"]
+
+
 def test_an_unknown_quality_is_refused_in_one_sentence(server: VllmServer) -> None:
     body = {"model": MODEL, "prompt": "hello", "kv_transfer_params": {"manthan": {"quality": "best"}}}
     reply = httpx.post(f"{server.url}/v1/completions", json=body)
@@ -189,6 +207,11 @@ def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
     _, computed = take_turns(narrow, 12)
     metrics = narrow.metrics()
     assert 0 < metrics["vllm:manthan_encoded_blocks_total"] <= computed
+    samples = [(labels, value) for name, labels, value in narrow.samples() if name == "vllm:manthan_encodings_total"]
+    by_mark = {labels["mark"]: value for labels, value in samples}
+    assert by_mark["exact"] > 0
+    assert by_mark["derived"] > 0
+    assert by_mark["decoded"] == 0
 
 
 @pytest.mark.slow

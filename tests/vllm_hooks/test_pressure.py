@@ -56,7 +56,7 @@ def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
         assert answer.cached_tokens >= 0.95 * (answer.full_blocks - 1) * 32
 
 
-def test_new_requests_wait_while_what_they_would_overwrite_is_being_saved(crowded, table) -> None:
+def test_a_slow_store_costs_no_block_that_was_copied_in_time(crowded, table) -> None:
     crowded.on_worker(slow_store, 0.02)  # a session takes longer to save than the next one to answer
     tables = [table(seed) for seed in range(10, 10 + SESSIONS)]
     for number, t in enumerate(tables):

@@ -88,9 +88,10 @@ class Loop:
     def change(self, factor: float) -> None:
         self.on_worker(turned, factor)
 
-    def on_worker(self, function: Callable[..., Any], *args: Any) -> None:
+    def on_worker(self, function: Callable[..., Any], *args: Any) -> Any:
         cloudpickle.register_pickle_by_value(sys.modules[function.__module__])
-        self.llm.collective_rpc(function, args=args)
+        [answer] = self.llm.collective_rpc(function, args=args)
+        return answer
 
 
 @pytest.fixture(scope="module")
@@ -122,10 +123,83 @@ def test_nothing_of_other_weights_is_served(loop: Loop, moment: str) -> None:
     assert (loop.ask(asked)[0], loop.ask(again)[0]) == (0, 0)
 
 
-def test_nothing_is_served_once_weights_were_loaded(loop: Loop) -> None:
-    asked = loop.ask_new()
+def seen(worker: Any) -> list[str]:
+    """Names of the model's parameters that are not packed."""
+    return [name for name, tensor in worker.model_runner.get_model().named_parameters() if tensor.numel()]
+
+
+def flipped(worker: Any, name: str) -> None:
+    """New weights: the sign of a parameter's last number."""
+    last = dict(worker.model_runner.get_model().named_parameters())[name].data.view(-1)[-1:]
+    last.copy_(-last)
+
+
+def test_each_tensor_in_memory_counts(loop: Loop) -> None:
+    names = loop.on_worker(seen)
+    assert len(names) == 10  # the others are packed
+    for name in names:
+        asked = loop.ask_new()
+        loop.on_worker(flipped, name)
+        assert loop.llm.reset_prefix_cache()
+        assert loop.ask(asked)[0] == 0, name
+        loop.on_worker(flipped, name)
+        assert loop.llm.reset_prefix_cache()
+
+
+class Unseen:
+    """A weight transfer engine that leaves no trace where weights can be read."""
+
+    def start_weight_update(self) -> None: ...
+
+    def update_weights(self, update_info: Any) -> None: ...
+
+    def finish_weight_update(self) -> None: ...
+
+    def reset_weight_update_target(self) -> None: ...
+
+
+def take_updates(worker: Any) -> None:
+    worker.worker.weight_transfer_engine = Unseen()
+
+
+def reload(loop: Loop) -> None:
     loop.llm.collective_rpc("reload_weights")
+
+
+def load_one(worker: Any) -> None:
+    """As extensions of the worker do it that a loop brings along."""
+    model = worker.model_runner.get_model()
+    name, tensor = next(iter(model.named_parameters()))
+    model.load_weights([(name, tensor.detach().clone())])
+
+
+def load(loop: Loop) -> None:
+    loop.on_worker(load_one)
+
+
+def update(loop: Loop) -> None:
+    loop.on_worker(take_updates)
+    loop.llm.start_weight_update()
+    loop.llm.update_weights({"update_info": {}})
+    loop.llm.finish_weight_update()
+
+
+def sleep_deeply(loop: Loop) -> None:
+    loop.llm.sleep(2)
+    loop.llm.wake_up()
+
+
+@pytest.mark.parametrize("is_reset", [True, False])
+@pytest.mark.parametrize("change", [reload, load, update, sleep_deeply])
+def test_nothing_is_served_once_weights_were_loaded(loop: Loop, change: Callable[[Loop], None], is_reset: bool) -> None:
+    """The same weights, as it happens: packed ones cannot be looked at. Without a reset, nothing cold."""
+    asked = loop.ask_new()
     assert loop.llm.reset_prefix_cache()
+    loop.ask(0)  # these weights are known now
+    assert loop.states()["cold"]
+    change(loop)
+    if is_reset:
+        assert loop.llm.reset_prefix_cache()
     assert loop.ask(asked)[0] == 0
 
 
@@ -246,6 +320,18 @@ def test_while_a_session_is_prefetched(engine: Engine, traffic: Traffic) -> None
     engine.wait(lambda: engine.metric("kv_cache_usage_perc") > 0, "a prefetch")
     assert engine.reset()
     assert traffic.ask(1).result(60).cached_tokens > 0
+
+
+def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engine, traffic: Traffic) -> None:
+    go_cold(engine, 1)
+    traffic.ask(2, max_tokens=400)
+    engine.wait(lambda: engine.metric("num_requests_running") == 1, "a request")
+    engine.on_worker(turned, OTHER)
+    try:
+        assert not engine.reset()
+        assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == 0
+    finally:
+        engine.on_worker(turned, 1 / OTHER)
 
 
 def test_running_requests_are_left_alone_unless_that_is_asked_for(engine: Engine, traffic: Traffic) -> None:

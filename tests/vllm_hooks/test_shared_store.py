@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from image_model import make_image_model
 from logged import warnings
 from redis_server import RedisServer, running
 from vllm import EngineArgs
@@ -25,7 +26,8 @@ from vllm.v1.kv_cache_interface import (
 from manthan.manager.config.model import CodecConfig, ColdStoreConfig, QuotasConfig
 from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.manager.stores.redis.schema import Namespace
-from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks import fingerprint as fingerprint_module
+from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.shared_store import engine_name, make_redis, namespace_of
 from manthan.vllm_hooks.support import Group, Groups, Window, groups_of, hash_refusal
@@ -42,13 +44,20 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 def configured(redis_server: RedisServer, model: Path = MODEL, kind: str = "redis", **options: Any) -> Any:
     """vLLM's configuration, as far as it can be had without an engine."""
-    manthan = kv_transfer_config(cold_store=kind, redis={"url": redis_server.url, "timeout_s": 0.5})
+    redis = {"url": redis_server.url, "timeout_s": 0.5}
+    manthan = kv_transfer_config(cold_store=kind, redis=redis, disk={"path": "codes"})
     options = {"max_model_len": 1024} | options
     return EngineArgs(str(model), kv_transfer_config=manthan, **options).create_engine_config()
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiered"])
-def test_hashes_that_collide_are_refused(redis_server: RedisServer, kind: str) -> None:
+@pytest.mark.parametrize("kind", ["disk", "redis", "tiered"])
+@pytest.mark.parametrize("seed", [None, "7"])
+def test_hashes_that_collide_are_refused(
+    redis_server: RedisServer, kind: str, seed: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where they are the same in each process."""
+    if seed is not None:
+        monkeypatch.setenv("PYTHONHASHSEED", seed)
     with pytest.raises(ConfigError) as refused:
         configured(redis_server, kind=kind, prefix_caching_hash_algo="xxhash")
     assert str(refused.value) == (
@@ -62,6 +71,13 @@ def test_hashes_that_collide_are_refused_where_tenants_are_kept_apart() -> None:
     assert hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID")).startswith("quotas.isolate is")
     assert not hash_refusal(ColdStoreConfig(), "xxhash", QuotasConfig(header="X-Tenant-ID", isolate=False))
     assert not hash_refusal(ColdStoreConfig(), "sha256", QuotasConfig(header="X-Tenant-ID"))
+    transfer = kv_transfer_config(quotas={"tenants": {"alice": 0.5}})
+    with pytest.raises(
+        ConfigError, match=r"^Manthan cannot be used here: quotas.isolate is true, but .*: use sha256.$"
+    ):
+        EngineArgs(
+            str(MODEL), kv_transfer_config=transfer, max_model_len=1024, prefix_caching_hash_algo="xxhash"
+        ).create_engine_config()
 
 
 def test_a_server_that_does_not_answer_is_said_and_served_without() -> None:
@@ -96,12 +112,29 @@ def test_what_codes_mean_decides_where_they_are(
     others = [namespace(vllm_config, weights="others"), namespace(vllm_config, tokens=64)]
     others.append(namespace(configured(redis_server, model, dtype="float32")))
     others.append(namespace(configured(redis_server, model, hf_overrides={"rope_theta": 77.0})))
-    (model / "modeling.py").write_text("pass")
+    others.append(namespace(configured(redis_server, model, prefix_caching_hash_algo="sha256_cbor")))
+    for code in ("modeling.py", "parts/attention.py"):
+        (model / code).parent.mkdir(exist_ok=True)
+        (model / code).write_text("pass")
+        others.append(namespace(vllm_config))
+    (model / code).write_text("psas")
     others.append(namespace(vllm_config))
     monkeypatch.setenv("PYTHONHASHSEED", "7")
     others.append(namespace(vllm_config))
-    assert len({plain, *others}) == 7
+    monkeypatch.setattr(fingerprint_module, "version", lambda name: "0.32.1")
+    others.append(namespace(vllm_config))
+    assert len({plain, *others}) == 1 + len(others) == 11
     assert namespace(vllm_config, name="k3v3") == others[-1]  # each block names its codec
+    monkeypatch.setattr(settled, "profile_digest", lambda vllm_config: "another profile")
+    assert namespace(vllm_config) == others[-1]
+
+
+def test_how_media_are_prepared_decides_too(redis_server: RedisServer, tmp_path: Path) -> None:
+    model = Path(make_image_model(tmp_path / "model"))
+    kwargs: list[Any] = [None, {"do_rescale": True}, {"do_rescale": False}]
+    names = [namespace(configured(redis_server, model, mm_processor_kwargs=each)) for each in kwargs]
+    assert len(set(names)) == 3
+    assert namespace(configured(redis_server, model, mm_processor_kwargs=kwargs[1])) == names[1]
 
 
 def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:

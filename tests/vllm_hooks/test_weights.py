@@ -1,50 +1,28 @@
 """Weights decide what is found in a store that lasts: all their bytes, and nothing of where they lie."""
 
 import json
-import os
 import shutil
 import struct
-import subprocess
-import sys
+import time
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
 import torch
-from vllm_engine import MODEL
+from vllm_engine import BLOCK, GPU_BYTES, MODEL, fork_engines
 
-from manthan.vllm_hooks.worker.weights import Loaded
-
-SCRIPT = """
-import json, sys
-from vllm import LLM, SamplingParams
 from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.worker.weights import loaded_digest
-model, disk, tokens = sys.argv[1], sys.argv[2], json.loads(sys.argv[3])
-transfer = kv_transfer_config(
-    min_tokens=64, idle_after_s=0.1, sweep_interval_s=0.05,
-    cold_store={"kind": "disk", "max_bytes": "64MiB"}, disk={"path": disk, "sync_s": 0},
+from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.worker.weights import (
+    PIECE_BYTES,
+    Loaded,
+    loaded_digest,
+    loaded_of,
+    tensor_digest,
+    watch_model,
 )
-llm = LLM(
-    model, block_size=32, enforce_eager=True, max_model_len=1024, kv_transfer_config=transfer, skip_tokenizer_init=True
-)
-one = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
-def ask(tokens):
-    return llm.generate([{"prompt_token_ids": tokens}], one, use_tqdm=False)[0].num_cached_tokens
-found = ask(tokens)
-half = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler
-import time
-end = time.monotonic() + 30
-while not half.manager.usage.cold_blocks and time.monotonic() < end:
-    time.sleep(0.1)
-    ask([5] * 40)
-for _ in range(2):  # what is cold is written down with the next steps
-    ask([5] * 40)
-    time.sleep(0.5)
-print("FOUND", json.dumps([found, half.manager.usage.cold_blocks, llm.collective_rpc(loaded_digest)]))
-llm.llm_engine.engine_core.shutdown()
-"""
 
 
 def tensors(path: Path) -> dict[str, tuple[int, int]]:
@@ -64,20 +42,58 @@ def flip(path: Path, name: str) -> None:
     path.write_bytes(data)
 
 
-def start(model: Path, disk: Path) -> tuple[int, int, str]:
-    """What an engine finds of a prompt that an earlier one left; then how many blocks are cold, and what it loaded."""
-    tokens = np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16)[:600].tolist()
-    done = subprocess.run(
-        [sys.executable, "-c", SCRIPT, str(model), str(disk), json.dumps(tokens)],
-        env=os.environ | {"VLLM_ENABLE_V1_MULTIPROCESSING": "0"},
-        capture_output=True,
-        text=True,
-        timeout=300,
+class Start(NamedTuple):
+    """What came of an engine that was started and stopped again."""
+
+    found: int
+    """Tokens of a prompt that an earlier engine had left."""
+    digests: list[str]
+    """What each rank has loaded."""
+
+
+def start(model: Path, disk: Path, **options: Any) -> Start:
+    """Start an engine, ask, and stop it when the session is cold. options: further ones of vLLM's."""
+    from vllm import LLM, SamplingParams
+
+    fork_engines()
+    transfer = kv_transfer_config(
+        min_tokens=64,
+        idle_after_s=0.1,
+        sweep_interval_s=0.05,
+        cold_store={"kind": "disk", "max_bytes": "64MiB"},
+        disk={"path": str(disk), "sync_s": 0},
     )
-    lines = [line for line in done.stdout.splitlines() if line.startswith("FOUND")]
-    assert lines, done.stdout[-2000:] + done.stderr[-3000:]
-    found, cold, digests = json.loads(lines[-1][6:])
-    return found, cold, digests[0]
+    llm = LLM(
+        str(model),
+        block_size=BLOCK,
+        num_gpu_blocks_override=64,
+        max_model_len=1024,
+        enforce_eager=True,
+        gpu_memory_utilization=0.2,
+        kv_cache_memory_bytes=GPU_BYTES,
+        kv_transfer_config=transfer,
+        skip_tokenizer_init=True,
+        **options,
+    )
+    client: Any = llm.llm_engine.engine_core
+    params = SamplingParams(temperature=0, max_tokens=1, detokenize=False)
+
+    def ask(tokens: list[int]) -> int:
+        [output] = llm.generate([{"prompt_token_ids": tokens}], params, use_tqdm=False)
+        assert output.num_cached_tokens is not None
+        return output.num_cached_tokens
+
+    try:
+        found = ask(np.fromfile(Path(MODEL) / "held_tokens.u16", np.uint16)[:600].tolist())
+        until = time.monotonic() + 60
+        while not json.loads(client.call_utility(METHOD, "state", {"bound": None}))["sessions"]["cold"]:
+            assert time.monotonic() < until
+            time.sleep(0.05)
+        for _ in range(2):  # what is cold is written down with the next steps
+            ask([5] * 40)
+        return Start(found, llm.collective_rpc(loaded_digest))
+    finally:
+        client.shutdown()
 
 
 @pytest.fixture
@@ -87,30 +103,54 @@ def model(tmp_path: Path) -> Path:
 
 def test_other_weights_in_the_same_place_find_nothing(model: Path, tmp_path: Path) -> None:
     (disk := tmp_path / "disk").mkdir()
-    found, cold, digest = start(model, disk)
-    assert (found, cold > 0) == (0, True)
-    assert start(model, disk)[::2] == (576, digest)
+    found, [digest] = start(model, disk)
+    assert found == 0
+    assert start(model, disk) == (576, [digest])
     flip(model / "model.safetensors", "model.layers.0.self_attn.v_proj.weight")
-    found, _, other = start(model, disk)
+    found, [other] = start(model, disk)
     assert found == 0
     assert other != digest
 
 
 @pytest.mark.slow
 def test_each_tensor_counts(model: Path, tmp_path: Path) -> None:
+    """Each engine leaves a session that it finds again itself; the next one, of other weights, does not."""
     (disk := tmp_path / "disk").mkdir()
-    _, cold, digest = start(model, disk)
-    assert cold
-    path, seen = model / "model.safetensors", {digest}
-    whole = path.read_bytes()
+    path = model / "model.safetensors"
+    whole, seen = path.read_bytes(), set(start(model, disk).digests)
     for name in (names := tensors(path)):
         path.write_bytes(whole)
         flip(path, name)
-        found, _, other = start(model, disk)
+        found, [digest] = start(model, disk)
         assert found == 0, name
-        assert other not in seen, name
-        seen.add(other)
+        assert digest not in seen, name
+        seen.add(digest)
+    assert start(model, disk) == (576, [digest])
     assert len(names) == 38
+
+
+def test_the_digest_is_the_same_for_each_number_of_ranks(model: Path, tmp_path: Path) -> None:
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+    [digest] = start(model, tmp_path / "one").digests
+    assert start(model, tmp_path / "two", tensor_parallel_size=2).digests == [digest] * 2
+
+
+def test_weights_that_lie_in_no_file_count_like_others(model: Path, tmp_path: Path) -> None:
+    """A loader that vLLM was given brings them from somewhere else than the model's folder."""
+    (disk := tmp_path / "disk").mkdir()
+    [digest] = start(model, disk).digests
+    source = (model / "model.safetensors").rename(tmp_path / "elsewhere")
+    remote = {
+        "load_format": "remote",
+        "model_loader_extra_config": {"source": str(source)},
+        "worker_extension_cls": "remote_weights.Extension",
+    }
+    assert start(model, disk, **remote) == (576, [digest])
+    flip(source, "model.norm.weight")
+    found, [other] = start(model, disk, **remote)
+    assert found == 0
+    assert other != digest
 
 
 class Model(torch.nn.Module):
@@ -142,9 +182,47 @@ def test_the_digest_is_of_names_shapes_dtypes_and_all_bytes_in_any_order() -> No
     assert len({right, *map(digest_of, others)}) == 5
 
 
+def test_each_piece_of_a_large_tensor_counts() -> None:
+    numbers = torch.zeros(2 * PIECE_BYTES + 5, dtype=torch.uint8)
+    digests = {tensor_digest(numbers)}
+    for at in (0, PIECE_BYTES - 1, PIECE_BYTES, len(numbers) - 1):
+        numbers[at] = 1
+        digests.add(tensor_digest(numbers))
+        numbers[at] = 0
+    assert len(digests) == 5
+    assert tensor_digest(numbers) in digests
+
+
 def test_where_a_loader_bypasses_the_model_its_tensors_count() -> None:
     loaded, model = Loaded(), Model()
     loaded.watch(model, "model")
     before = loaded.digest()
     model.kept.data[1] = 2
     assert loaded.digest() != before
+
+
+def test_weights_that_nobody_saw_are_those_of_no_other_engine() -> None:
+    assert Loaded().digest() != Loaded().digest()
+    assert (loaded := Loaded()).digest() == loaded.digest()
+
+
+def test_weights_that_cannot_be_read_are_loaded_all_the_same() -> None:
+    made_up: Any = {"a": torch.empty(3, device="meta")}
+    assert digest_of(made_up) != digest_of(made_up)
+
+
+def test_a_draft_is_loaded_beside_the_model() -> None:
+    """vLLM may have it loaded with a configuration whose model is the draft."""
+
+    def load(first: float) -> str:
+        transfer = object()
+        models = {}
+        for runner in ("generate", "draft"):
+            config: Any = SimpleNamespace(runner_type=runner, model=runner)
+            engine: Any = SimpleNamespace(kv_transfer_config=transfer, model_config=config)
+            watch_model(engine, config, models.setdefault(runner, Model()))
+            number = first if runner == "generate" else 1.0
+            models[runner].load_weights(iter({"a": torch.tensor([number])}.items()))
+        return loaded_of(engine).digest()
+
+    assert load(1.0) == load(1.0) != load(2.0)

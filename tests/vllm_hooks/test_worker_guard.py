@@ -1,6 +1,7 @@
 """The worker's side of the guard: encoded blocks are measured beside the model, for good, and nobody waits."""
 
 import time
+import types
 from collections.abc import Iterator
 
 import fake_cuda
@@ -11,7 +12,8 @@ import torch
 from fake_cuda import TOKENS
 
 from manthan.codec.block import BlockFormat
-from manthan.vllm_hooks.messages import SpillBlock, Verdict
+from manthan.vllm_hooks.connector import ManthanConnector
+from manthan.vllm_hooks.messages import ManthanMetadata, SpillBlock, Verdict
 from manthan.vllm_hooks.worker import guard
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, Guard
@@ -87,6 +89,14 @@ def test_tokens_that_repeat_each_other_say_nothing(world: World) -> None:
     assert found.measured[0].is_faithful
 
 
+def test_of_tokens_that_repeat_each_other_one_is_measured(world: World) -> None:
+    for numbers in world.numbers(of_values=True):
+        numbers[:, TOKENS // 2 :] = numbers[0, 0].clone()
+    [found] = world.verdicts()
+    distinct = BATCHES * (BATCH * (TOKENS // 2) + 1) - 1  # block 0 begins with the token that is repeated
+    assert found.measured[0].tokens == distinct
+
+
 def test_a_head_in_which_tokens_do_not_differ_is_left_out(world: World) -> None:
     for of_values in (False, True):
         for numbers in world.numbers(of_values):
@@ -118,6 +128,15 @@ def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> Non
         world.guard.submit([])
     [found] = world.verdicts()
     assert 1e-5 <= found.compute_s < 1e-2
+
+
+def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
+    """vLLM's V2 runner calls `start_load_kv` after the forward pass."""
+    connector, steps = object.__new__(ManthanConnector), list[ManthanMetadata]()
+    connector.worker = types.SimpleNamespace(begin_step=steps.append)
+    metadata = ManthanMetadata(tokens=7)
+    connector.bind_connector_metadata(metadata)
+    assert steps == [metadata]
 
 
 def test_a_reset_forgets_what_was_measured(world: World) -> None:

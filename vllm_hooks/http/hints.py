@@ -52,7 +52,7 @@ class RequestHintError(VLLMClientError, ValueError):
 def no_content() -> RequestHintError:
     """Refusal of a multi-modal item that a client names and does not send."""
     return RequestHintError(
-        "multi_modal_uuids names an item without its content, which a cold store on disk or in Redis needs: send it"
+        "an image or the like is named without its content, which a cold store on disk or in Redis needs: send it"
     )
 
 

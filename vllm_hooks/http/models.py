@@ -94,7 +94,7 @@ class Store(BaseModel):
     kind: str
     up: bool
     codec: str
-    verdict: Literal["none", "faithful", "unfaithful"]
+    verdict: Literal["none", "faithful", "slow", "unfaithful"]
     tiers: list[Tier]
 
 

@@ -163,6 +163,11 @@ def tell_restore(restored: "Restored", shape: "MemoryShape") -> None:
     )
 
 
+def tell_guard(configured: str, finest: str) -> None:
+    """Log which codec is used until the guard has a verdict on the configured one."""
+    logger.info("Manthan: codec %s is used until it is measured what %s does to this model's KV", finest, configured)
+
+
 def tell_verdict(found: "Judgement") -> None:
     """Log what the configured codec does to this model's KV, which codec is used, and all that was measured for it."""
     verdict = found.verdict
@@ -174,12 +179,13 @@ def tell_verdict(found: "Judgement") -> None:
         logger.info("Manthan: codec %s is faithful on this model: %s", found.codec, said, extra=told)
         return
     logger.warning(
-        "Manthan: codec %s is not faithful on this model, and %s; choose another with `codec: {name: ...}`, or have it "
+        "Manthan: codec %s %s, and %s; choose another with `codec: {name: ...}`, or have it "
         "nevertheless with `guard: false` there. Measured: %s",
         verdict.measured[0].codec,
+        "takes longer to decode than this model to compute" if found.is_slow else "is not faithful on this model",
         "all tokens are kept exact" if found.codec == EXACT else f"{found.codec} is used instead",
         said,
-        extra=fields(CODEC_MEASURED, codec=found.codec, is_faithful=False),
+        extra=fields(CODEC_MEASURED, codec=found.codec, is_faithful=found.is_slow),
     )
 
 

@@ -42,15 +42,10 @@ FAILURE_CAUSES = (
 """Why blocks cannot be stored or restored."""
 
 CALLS = (
-    "on_new_request",
-    "get_num_new_matched_tokens",
-    "update_state_after_alloc",
-    "build_connector_meta",
-    "update_connector_output",
-    "request_finished",
-    "take_events",
+    *("new_request", "match", "allocated", "step", "worker_output", "finished"),
+    *("_submit_loads", "_submit_spills", "_transfer_results", "take_report"),
 )
-"""Calls of vLLM's after an exception in which it serves as without Manthan."""
+"""Calls of the scheduler half, after an exception in which vLLM serves as without Manthan, and of the worker half."""
 
 
 class _Metric(NamedTuple):

@@ -70,9 +70,11 @@ class Telemetry(Observer):
 
     @property
     def verdict(self) -> str:
-        """Verdict of the guard on the configured codec: none (yet), faithful or unfaithful."""
+        """Verdict of the guard on the configured codec: none (yet), faithful, slow or unfaithful."""
         found = self._stats.judgement
-        return "none" if found is None else "unfaithful" if found.place else "faithful"
+        if found is None:
+            return "none"
+        return "faithful" if not found.place else "slow" if found.is_slow else "unfaithful"
 
     def spilled(self, answers: Sequence[SpillResult]) -> None:
         self._stats.count("encoded_blocks")

@@ -19,7 +19,7 @@ from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
 from manthan.codec.profile import Profile, ProfileInfo
 from manthan.manager.calibration import traffic
-from manthan.manager.calibration.places import profile_path
+from manthan.manager.calibration.places import has_weights, profile_path
 from manthan.manager.calibration.traffic import TOKENS, Job
 from manthan.manager.config.profiles import CALIBRATED
 from manthan.vllm_hooks.messages import SpillBlock
@@ -49,6 +49,8 @@ def calibration_job(vllm_config: "VllmConfig", form: BlockFormat) -> Job | None:
     made_up = vllm_config.load_config.load_format == "dummy"
     if made_up or not (config.codec.calibrate and wants_profile(vllm_config)):
         return None
+    if not has_weights(model.model, model.revision):  # nobody could tell whose profile it is
+        return None
     assert vllm_config.kv_transfer_config is not None
     shape = form.shape
     info = ProfileInfo(model.model, shape.layers, shape.heads, shape.head_dim, form.facts.rope, "none")
@@ -57,7 +59,7 @@ def calibration_job(vllm_config: "VllmConfig", form: BlockFormat) -> Job | None:
         shape.tokens,
         shape.dtype,
         CALIBRATED,
-        str(profile_path(model.model, parallel.world_size)),
+        str(profile_path(model.model, parallel.world_size, model.revision)),
         model.get_total_num_kv_heads(),
         parallel.rank,
         parallel.world_size,

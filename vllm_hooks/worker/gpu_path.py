@@ -153,6 +153,7 @@ class GpuPath(WorkerPath):
             self.decode_s[name] = self._decode_time(self._codec(self._chain, name))
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
+        self.begun = []
         self.tiers.start()
         self._may_pause = metadata.model_rests
         if metadata.place is not None:
@@ -164,6 +165,7 @@ class GpuPath(WorkerPath):
         for load in metadata.loads:
             restore = Restore(load)  # from here on it is answered once, by those who poll
             (self._prefetches if load.is_prefetch else self._restores).append(restore)
+            self.begun.append(load)
             try:
                 self._begin_load(restore)
             except Exception as error:  # vLLM must get an answer, whatever happened
@@ -178,6 +180,7 @@ class GpuPath(WorkerPath):
             logger.warning("Manthan: blocks are not kept cold: %s: %s", type(error).__name__, error)
             self._copied(metadata.spills)
             self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in metadata.spills])
+            self.begun += metadata.spills
             return
         encodings: list[Encoding] = []
         demotions: list[Demotion] = []
@@ -189,6 +192,7 @@ class GpuPath(WorkerPath):
             refused = spills[len(taken) :]
             self._copied(refused)
             self._spilled([SpillResult(spill.key, spill.group, "store_full", 0.0) for spill in refused])
+            self.begun += spills
         if not (encodings or demotions):
             return
         try:

@@ -1,5 +1,7 @@
 """Measure what codecs do to KV of the model that is being served, on a thread beside the model's, for good."""
 
+import subprocess
+import sys
 import threading
 import time
 from collections import deque
@@ -10,6 +12,7 @@ from vllm.logger import init_logger
 
 from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
+from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
 from manthan.vllm_hooks.messages import SpillBlock, Verdict
@@ -57,13 +60,24 @@ class Guard:
         self._seen = self._age = 0
         self._is_busy = self._was_judged = False
         self._threads: Threads | None = None
+        self._warm_up: threading.Thread | None = None
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Compile on a thread what the first measurement would otherwise wait for."""
-        threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True).start()
+        """Compile the CPU's kernels on a thread. No measurement begins before that is done."""
+        self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
+        self._warm_up.start()
 
     def _compile(self) -> None:
+        """Compile in another process beside a GPU: the compiler holds the GIL, which the model's thread needs.
+
+        numba's cache on disk hands the result over. Where it does not, the kernels are compiled here. On a CPU the
+        path has compiled them already.
+        """
+        if self._device.type != "cpu":
+            names = [format.codec for format in self._formats]
+            command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         for format in self._formats:
             format.warm_up()
 
@@ -121,6 +135,8 @@ class Guard:
     ) -> None:
         tokens = self._formats[0].shape.tokens
         found: list[Fidelity] | None = None
+        if self._warm_up is not None:
+            self._warm_up.join()
         try:
             if copied is not None:
                 copied.synchronize()

@@ -114,13 +114,16 @@ class WorkerHalf:
         self.path: WorkerPath = Resting()
         self._guard: Guard | None = None
 
-    def submit_loads(self, metadata: ManthanMetadata) -> None:
-        """Begin what a step asks for before the model computes."""
-        self.path.submit_loads(metadata)
+    def begin_step(self, metadata: ManthanMetadata) -> None:
+        """Take note that the model is about to compute a step."""
         if self._guard is not None:
             if metadata.place is not None:
                 self._guard.reset()
             self._guard.begin(metadata.tokens)
+
+    def submit_loads(self, metadata: ManthanMetadata) -> None:
+        """Begin the loads that a step names. vLLM may call this before or after the step's forward pass."""
+        self.path.submit_loads(metadata)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Begin what comes after what the model computes in this step."""

@@ -1,5 +1,6 @@
 """Codes in stores that the CPU reaches: blocks are encoded, stored, read and decoded on threads beside the model's."""
 
+import itertools
 import threading
 import time
 from collections import deque
@@ -11,7 +12,7 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
-from manthan.manager.work import RESET
+from manthan.manager.work import NEEDED, RESET
 from manthan.vllm_hooks.messages import (
     FailedBlock,
     GroupBlocks,
@@ -61,6 +62,9 @@ class HostPath(WorkerPath):
         cpus = allowed_cpus() if device.type == "cpu" else set()
         self._cancelled = threading.Event()
         """Of the jobs that were ordered since the last reset."""
+        self._unread: dict[int, Sequence[SpillBlock]] = {}
+        """Batches that wait for a thread that encodes, and are read by it: a GPU's. A CPU's are copied at once."""
+        self._numbers = itertools.count()
         self._encode_threads = encode_threads
         self._copiers = Threads(1, "manthan-copy", cpus)
         self._encoders = Threads(encode_threads, "manthan-encode", cpus)
@@ -69,9 +73,12 @@ class HostPath(WorkerPath):
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
+        self.begun = []
         if metadata.cancels:
             self._cancelled.set()
             self._cancelled = threading.Event()
+        if metadata.revokes:
+            self._give_up()
         if metadata.place is not None:
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
@@ -80,12 +87,13 @@ class HostPath(WorkerPath):
             self.store.go_first(group, keys, tier)
         self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
-        with self._lock:
-            self._awaited += sum(not load.is_prefetch for load in metadata.loads)
         for load in metadata.loads:
+            with self._lock:
+                self._awaited += not load.is_prefetch
             threads = self._prefetchers if load.is_prefetch else self._loaders
             intake = self._intakes[load.is_prefetch] if self._intakes else None
             threads.submit(self._load, load, self.store, model, intake, self._cancelled)
+            self.begun.append(load)
 
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         model = model_event(self._device) if metadata.spills else None
@@ -95,6 +103,7 @@ class HostPath(WorkerPath):
             for start in range(0, len(spills), batch):
                 some = spills[start : start + batch]
                 self._copiers.submit(self._copy, some, blocks, self.store, model, self._cancelled)
+                self.begun += some
 
     def wait(self) -> None:
         for threads in (self._copiers, self._encoders, self._loaders, self._prefetchers):
@@ -108,6 +117,26 @@ class HostPath(WorkerPath):
         self.store.close()
 
     # -- evict ----------------------------------------------------------------------------------------
+
+    def _put_off(self, spills: Sequence[SpillBlock]) -> int:
+        """Number a batch that is read when a thread that encodes has time."""
+        with self._lock:
+            number = next(self._numbers)
+            self._unread[number] = spills
+        return number
+
+    def _may_read(self, number: int) -> bool:
+        """True if the blocks of a batch are still to be read, which begins now."""
+        with self._lock:
+            return self._unread.pop(number, None) is not None
+
+    def _give_up(self) -> None:
+        """Answer all blocks that are not read yet: requests need them, and nobody knows how long a store takes."""
+        with self._lock:
+            unread, self._unread = self._unread, {}
+        for spills in unread.values():
+            self._copied(spills)
+            self._spilled([SpillResult(spill.key, spill.group, NEEDED, 0.0) for spill in spills])
 
     def _copy(
         self,
@@ -133,9 +162,12 @@ class HostPath(WorkerPath):
             self._copied(spills)
             self._spilled([SpillResult(spill.key, spill.group, "internal", 0.0) for spill in spills])
             return
+        number = -1
         if copies is not None:
             self._copied(spills)
-        self._encoders.submit(self._spill, spills, copies, blocks, store, model, cancelled)
+        else:
+            number = self._put_off(spills)
+        self._encoders.submit(self._spill, number, spills, copies, blocks, store, model, cancelled)
 
     def _see(self, spills: Sequence[SpillBlock]) -> None:
         if self._calibration is not None and spills[0].group == self._chain:
@@ -155,6 +187,7 @@ class HostPath(WorkerPath):
 
     def _spill(
         self,
+        number: int,
         spills: Sequence[SpillBlock],
         copies: Copies | None,
         blocks: Blocks,
@@ -163,6 +196,8 @@ class HostPath(WorkerPath):
         cancelled: threading.Event,
     ) -> None:
         """Encode blocks of one group, then store them together."""
+        if copies is None and not self._may_read(number):
+            return
         if cancelled.is_set():
             if copies is None:
                 self._copied(spills)

@@ -36,6 +36,8 @@ class WorkerPath(ABC):
         self.fails_whole = fails_whole
         self.decode_s: Mapping[str, float] | None = None
         """Seconds to decode a token by codec, on a GPU; None where the CPU decodes."""
+        self.begun: list[Load | SpillBlock] = []
+        """What of the last step's metadata will be answered, should submitting it raise."""
         self._lock = threading.Condition()
         self._awaited = 0
         """Loads that threads work on and requests wait for."""

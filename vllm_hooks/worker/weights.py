@@ -2,29 +2,38 @@
 
 import hashlib
 import json
+import secrets
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
 import xxhash
+from vllm.logger import init_logger
 
-from manthan.vllm_hooks.compat import model_tensors, tensors_of
+from manthan.vllm_hooks.compat import model_tensors, parts_of, tensors_of
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
 
+logger = init_logger("vllm.manthan.worker")
+
 COLUMNS = 4096
+PIECE_BYTES = 2**24
+THREADS = 4
 
 
 class Loaded:
     """Weights that loaders have read for the models of one engine in this process, before anything was made of them.
 
     Every rank reads all tensors of the files, so that the digest is the same for every tensor and pipeline parallel
-    size. Where a loader bypasses `load_weights`, the tensors of the loaded model stand for what was read.
+    size. Where a loader bypasses `load_weights`, the tensors of the loaded model stand for what was read. Weights that
+    nobody saw, or that cannot be read, are those of no other engine.
     """
 
     def __init__(self) -> None:
+        self._unknown = secrets.token_hex(16)
         self.loads = 0
         """Loads up to now, the first included."""
         self._digests: dict[str, str] = {}
@@ -44,8 +53,15 @@ class Loaded:
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:
-            self._digests[f"{model}/{name}"] = tensor_digest(tensor)
+            self._digests[f"{model}/{name}"] = self._digest_of(name, tensor)
             yield name, tensor
+
+    def _digest_of(self, name: str, tensor: torch.Tensor) -> str:
+        try:
+            return " ".join(tensor_digest(part) for _, part in parts_of(name, tensor))
+        except Exception as error:  # whatever a loader makes up: the model may be able to read it
+            logger.warning("Manthan: weights cannot be told from others: %s: %s: %s", name, type(error).__name__, error)
+            return self._unknown
 
     def digest(self) -> str:
         """32 hex digits over the name, dtype, shape and bytes of every tensor."""
@@ -53,7 +69,8 @@ class Loaded:
         for name, known in self._models.items():
             model = known()
             if model is not None and not any(each.startswith(f"{name}/") for each in found):
-                found |= {f"{name}:{n}": tensor_digest(tensor) for n, tensor in tensors_of(model)}
+                found |= {f"{name}:{n}": self._digest_of(n, tensor) for n, tensor in tensors_of(model)}
+        found = found or {"": self._unknown}
         return hashlib.sha256(json.dumps(sorted(found.items())).encode()).hexdigest()[:32]
 
 
@@ -63,7 +80,7 @@ _loaded: dict[int, Loaded] = {}
 
 def watch_model(vllm_config: "VllmConfig", model_config: "ModelConfig", model: torch.nn.Module) -> None:
     """A model of an engine was made, and is about to be loaded."""
-    is_main = model_config is vllm_config.model_config
+    is_main = model_config.runner_type != "draft"
     if is_main:
         _loaded[id(vllm_config.kv_transfer_config)] = Loaded()
     loaded_of(vllm_config).watch(model, "model" if is_main else f"draft {model_config.model}")
@@ -91,11 +108,21 @@ def tensor_digest(tensor: torch.Tensor) -> str:
     if data.numel():
         octets = data.view(torch.uint8)
         if octets.device.type == "cpu":
-            made.update(octets.numpy().data)
+            for digest in _of_pieces(octets.numpy().data):
+                made.update(digest)
         else:
             for part in _sums(octets):
                 made.update(part.cpu().numpy().tobytes())
     return made.hexdigest()
+
+
+def _of_pieces(octets: memoryview) -> list[bytes]:
+    """Digests of a tensor's pieces. Each core makes some GB a second, and a model is loaded by one thread."""
+    pieces = [octets[at : at + PIECE_BYTES] for at in range(0, len(octets), PIECE_BYTES)]
+    if len(pieces) == 1:
+        return [xxhash.xxh3_128_digest(pieces[0])]
+    with ThreadPoolExecutor(THREADS) as threads:
+        return list(threads.map(xxhash.xxh3_128_digest, pieces))
 
 
 def weights_state(worker: Any) -> tuple[int, str]:

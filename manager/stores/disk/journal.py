@@ -18,6 +18,7 @@ from itertools import chain as chained
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from manthan.manager.stores.disk.files import is_damage, make_folder, set_aside
 from manthan.manager.stores.sealed import Sealer, SealError
 
 logger = logging.getLogger("vllm.manthan.disk")
@@ -41,6 +42,8 @@ ABOUT = ("journal",)
 """What sealed rows are about, besides what they are called."""
 PARTS = ("facts", "chain", "notes")
 """Of a row, each sealed by itself."""
+FAULTS = (sqlite3.Error, OSError, UnicodeDecodeError)
+"""Exceptions of SQLite and the disk. The last one is of names in a damaged schema."""
 _COUNTS = struct.Struct("<II")
 _LENGTH = struct.Struct("<I")
 _BLOCK = struct.Struct("<HHIIB")
@@ -91,43 +94,58 @@ class JournalSession:
 
 
 class Journal:
-    """folder: where it lies. sealer: of what it says; None to write that down as it is. Raises OSError and
-    sqlite3.Error where it cannot be opened."""
+    """folder: where it lies. sealer: of what it says; None to write that down as it is.
+
+    A damaged one is set aside, and a new one is begun. Where none can be, sessions are known to this process only.
+    """
 
     def __init__(self, folder: Path, sealer: Sealer | None = None) -> None:
         self._sealer = sealer
-        folder.mkdir(parents=True, exist_ok=True)
         self.path = folder / JOURNAL
         self._news: dict[str, JournalSession] = {}
         self._is_cleared = False
         self._rest_s = 0.0
         self._wake = threading.Condition()
         self._closing = False
-        try:
-            self._db = _opened_whole(self.path)
-        except (sqlite3.DatabaseError, IsADirectoryError) as error:
-            if isinstance(error, sqlite3.OperationalError):
-                raise  # the disk's fault, not the file's
-            _set_aside(self.path, error)
-            self._db = _opened_whole(self.path)
+        self._db = self._opened_somehow()
         self._thread = threading.Thread(target=self._run, name="manthan-journal", daemon=True)
         self._thread.start()
+
+    def _opened_somehow(self) -> sqlite3.Connection:
+        try:
+            make_folder(self.path.parent)
+            try:
+                return _opened_whole(self.path)
+            except FAULTS as error:
+                if not (_is_damage(error) and _set_aside(self.path, error)):
+                    raise
+                return _opened_whole(self.path)
+        except FAULTS as error:
+            logger.warning("Manthan: %s cannot be used: no session outlives this process: %s", self.path, error)
+            return _opened_whole(None)
 
     def sessions(self) -> Iterator[JournalSession]:
         """All that were written. What cannot be read is left out, and removed."""
         bad = []
-        for row_id, *values in self._db.execute("SELECT id, facts, chain, notes FROM sessions"):
+        for row_id, *values in self._rows():
             try:
                 facts, chain, notes = (self._opened(*each, row_id) for each in zip(values, PARTS, strict=True))
                 found: dict[str, Any] = json.loads(facts)
                 session_id = found.pop(ID) if self._sealer is not None else row_id
                 yield JournalSession(session_id, found, _unpack(chain), _unpack_notes(notes))
-            except (ValueError, KeyError, struct.error, SealError):
+            except (ValueError, KeyError, TypeError, AttributeError, struct.error, SealError):
                 bad.append((row_id,))
         if bad:
             logger.warning("Manthan: %s: %d sessions cannot be read, and are forgotten.", self.path, len(bad))
             with suppress(sqlite3.Error):
                 self._db.executemany("DELETE FROM sessions WHERE id = ?", bad)
+
+    def _rows(self) -> Iterator[tuple[Any, ...]]:
+        """Rows up to the first that SQLite cannot find."""
+        try:
+            yield from self._db.execute("SELECT id, facts, chain, notes FROM sessions")
+        except FAULTS as error:
+            logger.warning("Manthan: %s: sessions cannot be read: %s", self.path, error)
 
     def tell(self, sessions: Iterable[JournalSession]) -> None:
         """These are not what they were."""
@@ -172,7 +190,7 @@ class Journal:
             try:
                 self._write(news.values(), is_cleared)
                 self._rest_s = 0.0
-            except sqlite3.Error as error:  # a full disk, most likely; the sessions live on in this process
+            except FAULTS as error:  # a full disk, most likely; the sessions live on in this process
                 if not self._rest_s:
                     logger.warning("Manthan: %s: sessions are not written until that is possible: %s", self.path, error)
                 self._rest_s = REST_S
@@ -231,10 +249,11 @@ class Journal:
             raise
 
 
-def _opened_whole(path: Path) -> sqlite3.Connection:
-    """The database, for its owner only, with its table. Raises OSError, and sqlite3.Error if it is damaged."""
-    os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))  # SQLite's other files get the same mode
-    db = sqlite3.connect(path, check_same_thread=False, isolation_level=None)
+def _opened_whole(path: Path | None) -> sqlite3.Connection:
+    """The database, for its owner only, with its table; in memory where there is no path. Raises FAULTS."""
+    if path is not None:  # SQLite's other files get the same mode
+        os.close(os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600))
+    db = sqlite3.connect(path or ":memory:", check_same_thread=False, isolation_level=None)
     try:
         db.execute("PRAGMA journal_mode=WAL")
         db.execute("PRAGMA synchronous=NORMAL")
@@ -244,22 +263,33 @@ def _opened_whole(path: Path) -> sqlite3.Connection:
             db.execute("DROP TABLE IF EXISTS sessions")
             db.execute(f"PRAGMA user_version={SCHEMA}")
         db.execute(TABLE)
+        db.execute("SELECT id, facts, chain, notes FROM sessions LIMIT 1").fetchone()
     except BaseException:
         db.close()
         raise
     return db
 
 
-def _set_aside(path: Path, error: Exception) -> None:
-    """A damaged journal and what SQLite keeps beside it. Raises OSError."""
-    for end in ("", "-wal", "-shm"):
-        file, bad = Path(f"{path}{end}"), Path(f"{path}{end}.bad")
-        if bad.is_dir():
-            shutil.rmtree(bad)
-        if file.exists():
-            bad.unlink(missing_ok=True)
-            file.rename(bad)
-    logger.warning("Manthan: %s is damaged (%s): it is set aside as .bad, and its sessions are lost.", path, error)
+def _is_damage(error: Exception) -> bool:
+    """True if the file is at fault, not the disk."""
+    if isinstance(error, OSError):
+        return is_damage(error)
+    code = getattr(error, "sqlite_errorcode", sqlite3.SQLITE_CORRUPT) & 0xFF
+    return code not in (sqlite3.SQLITE_FULL, sqlite3.SQLITE_IOERR, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_NOMEM)
+
+
+def _set_aside(path: Path, error: Exception) -> bool:
+    """Rename a damaged journal and what SQLite keeps beside it. False if that is not possible."""
+    if not set_aside(path, error):
+        return False
+    for end in ("-wal", "-shm"):
+        file = Path(f"{path}{end}")
+        with suppress(OSError):
+            if file.is_dir():
+                shutil.rmtree(file)
+            elif file.exists():
+                file.replace(f"{file}.bad")
+    return True
 
 
 class _Row(NamedTuple):

@@ -10,17 +10,24 @@ Data-parallel replicas but the first each have a folder PATH/replica-N with all 
 
 import errno
 import fcntl
+import logging
 import os
 import re
 import shutil
 import tempfile
 import time
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import IO
 
 from manthan.manager.config.model import ConfigError
+from manthan.manager.stores.cold_store import FrontStore
+from manthan.manager.stores.disk.files import lock, make_folder
 from manthan.manager.stores.disk.journal import JOURNAL
+from manthan.manager.stores.disk.store import DiskStore, FolderInUseError, NoStore
+
+logger = logging.getLogger("vllm.manthan.disk")
 
 LOCK = "lock"
 
@@ -47,26 +54,50 @@ def check_folder(path: str, patience_s: float = 0.0) -> None:
                 f"disk.path is {path!r}, but nothing can be written there ({error.strerror}): name a folder that this "
                 "user may write to."
             ) from None
-        raise ConfigError(f"disk.path is {path!r}, which cannot be used: {error.strerror}.") from None
+        logger.warning("Manthan: nothing can be written to %s now: %s", path, error.strerror)
     until = time.monotonic() + patience_s
-    for lock in (folder / LOCK, *folder.glob(f"replica-*/{LOCK}")):
-        while lock.exists() and not _is_ours(lock):
+    for held in (folder / LOCK, *folder.glob(f"replica-*/{LOCK}")):
+        while not _is_ours(held):
             if time.monotonic() >= until:
                 raise _in_use(folder)
             time.sleep(0.1)
 
 
-def open_root(path: Path) -> IO[str]:
-    """The folder, made if need be, is this process's until the file that is returned is closed. Raises ConfigError."""
-    path.mkdir(parents=True, exist_ok=True)
-    file = (path / LOCK).open("a+")
-    if not _lock(file):
-        file.close()
+def open_root(path: Path) -> IO[bytes] | None:
+    """The folder, made if need be, is this process's until the file that is returned is closed.
+
+    Returns None, and says so, where no file can be made. Raises ConfigError if another server has the folder.
+    """
+    try:
+        if not path.is_dir():
+            make_folder(path)
+        file = lock(path / LOCK)
+    except OSError as error:
+        logger.warning("Manthan: %s cannot be locked: %s", path, error)
+        return None
+    if file is None:
         raise _in_use(path)
-    file.truncate(0)
-    file.write(f"{os.getpid()} {os.getppid()}\n")
-    file.flush()
+    with suppress(OSError):  # a full disk
+        file.truncate(0)
+        file.write(f"{os.getpid()} {os.getppid()}\n".encode())
     return file
+
+
+def open_rank(path: Path, name: str, rank: int, max_bytes: int, sync_s: float, timeout_s: float) -> FrontStore:
+    """A rank's part of the folder, for what codes of this name mean; see `DiskStore`.
+
+    Returns NoStore, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
+    """
+    try:
+        if not path.is_dir():
+            make_folder(path)
+        make_folder(path / name)
+        return DiskStore(path / name / f"rank-{rank}", max_bytes, sync_s, timeout_s)
+    except FolderInUseError:
+        raise _in_use(path) from None
+    except OSError as error:
+        logger.warning("Manthan: %s cannot be used: nothing is kept on this disk: %s", path / name, error)
+        return NoStore()
 
 
 def remove_others(path: Path, name: str) -> dict[str, int]:
@@ -80,27 +111,25 @@ def remove_others(path: Path, name: str) -> dict[str, int]:
 
 def _others(path: Path, name: str) -> Iterator[Path]:
     """Only what was made here, whatever else people keep in that folder."""
-    for folder in path.iterdir():
+    for folder in path.glob("*"):
         is_named = folder.is_dir() and re.fullmatch(r".+-[0-9a-f]{12}", folder.name) and folder.name != name
         if is_named and ((folder / JOURNAL).exists() or (folder / "rank-0" / LOCK).exists()):
             yield folder
 
 
-def _lock(file: IO[str]) -> bool:
+def _is_ours(path: Path) -> bool:
+    """True if nobody has locked it, or a process of this server has: this one, its child or one beside it."""
     try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        fd = os.open(path, os.O_RDWR | os.O_CLOEXEC)
+    except OSError:
+        return True  # `open_root` tells why
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        return True
     except BlockingIOError:
-        return False
-    return True
-
-
-def _is_ours(lock: Path) -> bool:
-    """Whether nobody has it, or a process of this server: this one, its child or one beside it."""
-    with lock.open("a+") as file:
-        if _lock(file):
-            return True
-        file.seek(0)
-        holder, *parents = file.read().split() or [""]
+        holder, *parents = os.pread(fd, 64, 0).decode(errors="replace").split() or [""]
+    finally:
+        os.close(fd)
     return holder == str(os.getpid()) or bool({*parents} & {str(os.getpid()), str(os.getppid())})
 
 

@@ -14,6 +14,7 @@ one is looked for page by page.
 import os
 import struct
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
 
@@ -189,18 +190,27 @@ def sync_folder(folder: Path) -> None:
         os.close(fd)
 
 
+def numbered(folder: Path) -> list[tuple[int, Path]]:
+    """Number and path of each segment in a folder, in order."""
+    return sorted((int(path.stem), path) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
+
+
 def segments(folder: Path) -> list[Segment]:
-    """Those in a folder, by number."""
-    numbers = sorted(int(path.stem) for path in folder.glob(f"*{SUFFIX}") if path.stem.isdigit())
-    return [Segment(folder, number) for number in numbers]
+    """Those in a folder that can be opened, by number."""
+    found = []
+    for number, _ in numbered(folder):
+        with suppress(OSError):
+            found.append(Segment(folder, number))
+    return found
 
 
 def newest(folder: Path) -> dict[tuple[int, bytes], Record]:
     """By KV cache group and key, the records in a folder that hold. Bodies are not looked at."""
     found: dict[tuple[int, bytes], Record] = {}
     for segment in segments(folder):
-        for record in segment.records():
-            known = found.get((record.group, record.key))
-            if known is None or known.sequence < record.sequence:
-                found[record.group, record.key] = record
+        with suppress(OSError):
+            for record in segment.records():
+                known = found.get((record.group, record.key))
+                if known is None or known.sequence < record.sequence:
+                    found[record.group, record.key] = record
     return found

@@ -10,24 +10,25 @@ is compacted first.
 """
 
 import errno
-import fcntl
 import logging
 import threading
 import time
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import IO, NamedTuple, TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
 from manthan.manager.integrity import IntegrityError
 from manthan.manager.sparing import Sparing
 from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, Landing
+from manthan.manager.stores.disk.files import is_damage, lock, make_folder, set_aside
 from manthan.manager.stores.disk.segment import (
     APART,
     PAGE,
@@ -35,9 +36,9 @@ from manthan.manager.stores.disk.segment import (
     Record,
     Segment,
     digest_of,
+    numbered,
     room,
     run_nbytes,
-    segments,
     sync_folder,
 )
 from manthan.manager.stores.disk.writers import HangsError, Writers
@@ -166,8 +167,11 @@ class DiskStore(FrontStore):
         """To be removed."""
         self._suffix = SUFFIX
         self._sequence = self._last_number = 0
-        folder.mkdir(parents=True, exist_ok=True)
-        self._folder_lock = _locked(folder)
+        make_folder(folder)
+        held = lock(folder / "lock")
+        if held is None:
+            raise FolderInUseError(f"{folder} is in use by another process.")
+        self._folder_lock = held
         self._open()
         self._readers, self._writers = ThreadPoolExecutor(READERS, "manthan-disk"), Writers(timeout_s)
         self._sparing = Sparing(QUIET_S)
@@ -351,24 +355,41 @@ class DiskStore(FrontStore):
     # -- the log --------------------------------------------------------------------------------------
 
     def _open(self) -> None:
-        """Find what is there."""
+        """Find what is there. Segments that are damaged are set aside."""
         for path in self.folder.glob(f"*{APART}"):
-            path.unlink()
-        found = segments(self.folder)
-        self._last_number = max((segment.number for segment in found), default=0)
-        for segment in found:
-            self._logs[segment.number] = _Log(segment)
-            is_checked = segment in found[-CHECKED:]
-            for record in segment.records():
-                self._sequence = max(self._sequence, record.sequence)
-                if is_checked and segment.read(record) is None:
-                    segment.spoil(record)
-                    continue
-                name = record.group, record.key
-                known = self._index.get(name)
-                if known is None or known.record.sequence < record.sequence:
-                    self._forget(name)
-                    self._keep(name, _Kept(segment, record))
+            with suppress(OSError):
+                path.unlink()
+        paths = numbered(self.folder)
+        self._last_number = max((number for number, _ in paths), default=0)
+        for number, path in paths:
+            try:
+                self._find(Segment(self.folder, number), number > self._last_number - CHECKED)
+            except OSError as error:
+                self._lose(number)
+                if is_damage(error):
+                    set_aside(path, error.strerror)
+                else:
+                    logger.warning("Manthan: %s is not used: %s", path, error.strerror)
+
+    def _find(self, segment: Segment, is_checked: bool) -> None:
+        """Take up what a segment has. Raises OSError."""
+        self._logs[segment.number] = _Log(segment)
+        for record in segment.records():
+            self._sequence = max(self._sequence, record.sequence)
+            if is_checked and segment.read(record) is None:
+                segment.spoil(record)
+                continue
+            name = record.group, record.key
+            known = self._index.get(name)
+            if known is None or known.record.sequence < record.sequence:
+                self._forget(name)
+                self._keep(name, _Kept(segment, record))
+
+    def _lose(self, number: int) -> None:
+        """Forget a segment, and what it has."""
+        for name in [name for name, kept in self._index.items() if kept.segment.number == number]:
+            self._forget(name)
+        self._logs.pop(number, None)
 
     def _place_some(self, group: int, keys: Sequence[bytes], batch: "_Batch") -> "list[_Placed]":
         """The first of these blocks, one behind the other at the log's end, so that they can be read at once; none if
@@ -608,12 +629,33 @@ class _Placed(NamedTuple):
     kept: _Kept
 
 
-def _locked(folder: Path) -> IO[bytes]:
-    """The folder is this process's until the file is closed, or the process ends. Raises FolderInUseError."""
-    file = (folder / "lock").open("wb")
-    try:
-        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        file.close()
-        raise FolderInUseError(f"{folder} is in use by another process.") from None
-    return file
+class NoStore(FrontStore):
+    """In place of a disk that cannot be used: it has nothing, and keeps nothing."""
+
+    def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
+        return dict.fromkeys(blocks, DiskError.cause)
+
+    def read(
+        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
+    ) -> Iterator[Buffer | None]:
+        yield from (None for _ in keys)
+
+    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
+        return list(keys)
+
+    def drop(self, group: int, keys: Iterable[bytes]) -> None:
+        pass
+
+    def cleared(self, place: str) -> "NoStore":
+        return self
+
+    def close(self) -> None:
+        pass
+
+    def room(self, nbytes: int) -> int:
+        return room(nbytes)
+
+    usable = used = 0
+
+    def names(self) -> list[Name]:
+        return []

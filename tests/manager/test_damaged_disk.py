@@ -1,0 +1,258 @@
+"""A disk store whose files are damaged, in all ways and each of them, opens and goes on; so does one on a full disk."""
+
+import logging
+import os
+import random
+import shutil
+import sqlite3
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+
+import numpy as np
+import pytest
+from disk_faults import small_disk
+from permissions import modes_count
+
+from manthan.manager.config.model import ConfigError
+from manthan.manager.stores.disk.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
+from manthan.manager.stores.disk.root import LOCK, check_folder, open_rank, open_root
+from manthan.manager.stores.disk.segment import newest
+from manthan.manager.stores.disk.store import DiskStore, FolderInUseError, NoStore
+
+KEYS = [bytes([n]) * 32 for n in range(20)]
+BLOCK = np.arange(9000, dtype=np.uint8)
+MODEL = Path("model-0123456789ab")
+SEGMENT = MODEL / "rank-0" / "00000001.seg"
+FILES = [LOCK, MODEL / JOURNAL, MODEL / f"{JOURNAL}-wal", MODEL / f"{JOURNAL}-shm", MODEL / "rank-0" / LOCK, SEGMENT]
+FOLDERS = [MODEL, MODEL / "rank-0"]
+
+
+def _cut(path: Path) -> None:
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def _empty(path: Path) -> None:
+    os.truncate(path, 0)
+
+
+def _zero(path: Path) -> None:
+    path.write_bytes(bytes(4096) + path.read_bytes()[4096:])
+
+
+def _random(path: Path) -> None:
+    path.write_bytes(random.Random(1).randbytes(path.stat().st_size + 5000))
+
+
+def _folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+    (path / "file").write_text("in it")
+
+
+def _forbid(path: Path) -> None:
+    path.chmod(0)
+
+
+def _file(path: Path) -> None:
+    shutil.rmtree(path)
+    path.write_text("no folder")
+
+
+DAMAGES = [_cut, _empty, _zero, _random, _folder, _forbid]
+
+
+def fill(path: Path) -> None:
+    """Write until the disk is full."""
+    with path.open("wb", buffering=0) as file, suppress(OSError):
+        while True:
+            file.write(bytes(4096))
+
+
+class Server:
+    """The parts of a server that a disk tier has files in."""
+
+    def __init__(self, path: Path) -> None:
+        check_folder(str(path))
+        self.store = open_rank(path, MODEL.name, 0, 1 << 24, 1.0, 10.0)
+        self.lock = open_root(path)
+        self.journal = Journal(path / MODEL)
+        self.found = newest(path / MODEL / "rank-0")
+        self.sessions = list(self.journal.sessions())
+
+    def use(self) -> int:
+        """How many blocks can be stored and read."""
+        self.store.put_all(0, dict.fromkeys(KEYS, BLOCK))
+        chain = JournalChain(tuple(JournalBlock(key, 0, at, 0) for at, key in enumerate(KEYS)))
+        self.journal.tell(JournalSession(f"s{n}", {}, chain) for n in range(50))
+        found = list(self.store.read(0, KEYS))
+        assert all(buf is None or np.array_equal(buf, BLOCK) for buf in found)
+        return sum(buf is not None for buf in found)
+
+    def close(self) -> None:
+        self.journal.close()
+        self.store.close()
+        if self.lock is not None:
+            self.lock.close()
+
+
+@pytest.fixture
+def used(tmp_path: Path) -> Path:
+    """A folder that a killed server has left: SQLite's other files are there, too."""
+    server = Server(tmp_path)
+    assert server.use() == len(KEYS)
+    server.journal._thread.join(0.2)
+    left = tmp_path / "left"
+    shutil.copytree(tmp_path, left, ignore=shutil.ignore_patterns("left"))
+    server.close()
+    assert all((left / file).exists() for file in FILES)
+    return left
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("file", FILES, ids=str)
+def test_a_damaged_file_costs_what_it_had(
+    used: Path, file: Path, damage: Callable[[Path], None], caplog: pytest.LogCaptureFixture
+) -> None:
+    damage(used / file)
+    with modes_count(), caplog.at_level(logging.WARNING):
+        server = Server(used)
+    assert len(caplog.messages) <= 1
+    assert all(str(used / file).removesuffix("-wal").removesuffix("-shm") in line for line in caplog.messages)
+    assert all("\n" not in line for line in caplog.messages)
+    assert server.use() == len(KEYS)
+    server.close()
+    again = Server(used)
+    assert len(again.sessions) == 50
+    assert len(again.found) == len(KEYS)
+    again.close()
+
+
+@pytest.mark.parametrize("damage", [_folder, _forbid])
+@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0" / LOCK, SEGMENT], ids=str)
+def test_it_is_set_aside(used: Path, file: Path, damage: Callable[[Path], None]) -> None:
+    damage(used / file)
+    bad = used / f"{file}.bad"
+    bad.mkdir()
+    (bad / "of before").touch()
+    with modes_count():
+        Server(used).close()
+    assert bad.exists()
+    assert not (bad / "of before").exists()
+
+
+@pytest.mark.parametrize("damage", [_file, _forbid])
+@pytest.mark.parametrize("folder", FOLDERS, ids=str)
+def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Callable[[Path], None]) -> None:
+    damage(used / folder)
+    with modes_count():
+        server = Server(used)
+    assert (used / f"{folder}.bad").exists()
+    assert server.use() == len(KEYS)
+    server.close()
+
+
+@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0" / LOCK, SEGMENT], ids=str)
+def test_what_cannot_be_set_aside_either(used: Path, file: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The server starts, without what needs the file."""
+    (used / file).chmod(0)
+    (used / file).parent.chmod(0o500)
+    with modes_count(), caplog.at_level(logging.WARNING):
+        if file == LOCK:  # nothing can be written to the operator's folder
+            with pytest.raises(ConfigError, match="nothing can be written there"):
+                Server(used)
+            return
+        server = Server(used)
+        server.use()
+        server.close()
+    assert caplog.messages
+
+
+@pytest.mark.parametrize("is_used", [True, False])
+def test_a_disk_that_is_full_at_start(tmp_path: Path, is_used: bool, caplog: pytest.LogCaptureFixture) -> None:
+    with small_disk(tmp_path, 2 << 20):
+        if is_used:
+            server = Server(tmp_path)
+            server.use()
+            server.close()
+        fill(tmp_path / "other")
+        with caplog.at_level(logging.WARNING):
+            server = Server(tmp_path)
+        server.use()
+        server.close()
+        assert not list(tmp_path.rglob("*.bad"))
+        assert caplog.messages
+
+
+def test_random_bytes_in_a_journal(used: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """Each is found by SQLite, or by whoever reads a row, or costs a session."""
+    path, rng = used / MODEL / JOURNAL, random.Random(3)
+    Journal(path.parent).close()
+    whole = path.read_bytes()
+    for _ in range(300):
+        data = bytearray(whole)
+        for _ in range(rng.choice([1, 3, 100])):
+            at = rng.randrange(rng.choice([100, 4096, len(data)]))
+            data[at] = rng.randrange(256)
+        path.write_bytes(data)
+        journal = Journal(path.parent)
+        assert len(list(journal.sessions())) <= 50
+        journal.tell([JournalSession("new", {})])
+        journal.close()
+        for file in path.parent.glob(f"{JOURNAL}*"):
+            file.unlink()
+    assert caplog.messages
+    assert not any("\n" in line for line in caplog.messages)
+
+
+def test_only_their_owner_reads_files_and_folders(tmp_path: Path) -> None:
+    before = os.umask(0)
+    try:
+        server = Server(tmp_path)
+        server.use()
+        modes = {path: path.stat().st_mode & 0o777 for path in tmp_path.rglob("*")}
+    finally:
+        os.umask(before)
+    server.close()
+    assert {tmp_path / file for file in FILES} < set(modes)
+    assert all(mode == (0o700 if path.is_dir() else 0o600) for path, mode in modes.items())
+
+
+def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
+    server = Server(tmp_path)
+    with pytest.raises(ConfigError, match="another server uses"):
+        open_root(tmp_path)
+    with pytest.raises(FolderInUseError):
+        DiskStore(tmp_path / MODEL / "rank-0", 1 << 24)
+    server.close()
+    assert not list(tmp_path.rglob("*.bad"))
+
+
+def test_a_file_that_another_user_has_locked_stays(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    (tmp_path / LOCK).touch(0o600)
+    os.chown(tmp_path / LOCK, 12345, 12345)
+    with modes_count(), pytest.raises(ConfigError, match="another server uses"):
+        open_root(tmp_path)
+
+
+def test_no_store_keeps_nothing() -> None:
+    store = NoStore()
+    assert store.put_all(0, dict.fromkeys(KEYS, BLOCK)) == dict.fromkeys(KEYS, "disk")
+    assert list(store.read(0, KEYS)) == [None] * len(KEYS)
+    assert store.absent(0, KEYS) == KEYS
+
+
+def test_sqlite_s_errors_that_are_the_disk_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A journal that is whole is not set aside since another process reads it."""
+    Journal(tmp_path).close()
+    other = sqlite3.connect(tmp_path / JOURNAL, isolation_level=None)
+    other.execute("BEGIN EXCLUSIVE")
+    connect = sqlite3.connect
+    monkeypatch.setattr(sqlite3, "connect", lambda *args, **kwargs: connect(*args, timeout=0.1, **kwargs))
+    journal = Journal(tmp_path)
+    assert list(journal.sessions()) == []
+    journal.close()
+    other.close()
+    assert not list(tmp_path.glob("*.bad"))
