@@ -361,10 +361,10 @@ class SessionMemoryManager:
         return block.mark
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
-        """A block of this mark is about to be encoded."""
+        """A block of this mark is about to be encoded. Another engine may replace what is shared by a lossy one."""
         block = self.blocks.get(key, group)
         if block is not None:
-            block.mark = mark
+            block.mark = Mark.DERIVED if self._is_shared else mark
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:
         wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]
@@ -490,13 +490,6 @@ class SessionMemoryManager:
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         self._evictions.spilled((key,), (nbytes,), now, group)
-
-    def stored_elsewhere(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
-        """Another engine has stored this block first. Nothing tells its codec or mark, so that it counts as lossy."""
-        block = self.blocks.get(key, group)
-        if block is not None and block.code is CodeState.SPILLING:
-            block.mark, block.encoding = Mark.DERIVED, Encoding.of(block.encoding.nbytes, 0, block.encoding.codec)
-        self.spilled(key, nbytes, now, group)
 
     def all_spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
         """The same of several of one group, in this order."""
