@@ -333,6 +333,12 @@ class SessionMemoryManager:
             return common_prefix(session.chain, keys)
         return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
 
+    def served_elsewhere(self, request_id: str, blocks: int) -> None:
+        """Another engine has served the request's session, which has so many blocks of its prompt from there."""
+        session = self._running.get(request_id)
+        if session is not None and session.asked_id is not None and self.asker(request_id) is not None:
+            self._restores.own[request_id] = max(self._restores.own[request_id], blocks)
+
     def asker(self, request_id: str) -> Owner | None:
         """Owner of a running request's session; None if the request wants exact KV only, or is not known."""
         session = self._running.get(request_id)
