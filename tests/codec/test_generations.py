@@ -24,6 +24,8 @@ MODEL = "tests/data/tiny-llama"
 BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
 MOST = 1.2
 """Of the divergence after one cycle, that it may be after many."""
+ROUNDING = 2e-4
+"""An error that is the rounding of the numbers to bf16, relative to their size."""
 DRIFTS = pytest.mark.xfail(strict=True, reason="klt-5x: sections that do not fit are in k4v2c, whose means drift")
 CALIBRATED_CODECS = [pytest.param(name, marks=DRIFTS if name == "klt-5x" else ()) for name in CALIBRATED]
 CODECS = [*PRESETS, *CALIBRATED_CODECS, "k3v3", "exact"]
@@ -127,8 +129,9 @@ def test_numbers_stay_as_they_are(preset, bias, tokens):
     assert np.mean(changed[0]) < 0.2
     assert np.mean(changed[-1]) < 0.02
     for kind in (0, 1):
-        once, often = (list(map(error, first[kind], each[kind])) for each in (decoded[0], decoded[-1]))
-        assert np.mean(np.divide(often, once)) < MOST
+        once, often = (np.array(list(map(error, first[kind], each[kind]))) for each in (decoded[0], decoded[-1]))
+        # A single token is its own mean: what is left of it is rounding.
+        assert np.mean(np.maximum(often, ROUNDING) / np.maximum(once, ROUNDING)) < MOST
 
 
 def test_sections_in_form_1_do_not_drift_either(world):
