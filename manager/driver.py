@@ -165,7 +165,7 @@ class Driver(Generic[B]):
         )
         self.prefetcher.waits(request_id, blocks)
         if self._redis is not None:
-            self._redis.look_up(request_id, keys[: self.usable(tokens)], now)
+            self._redis.look_up(request_id, self._session_of[request_id], keys[: self.usable(tokens)], now)
 
     def usable(self, tokens: int) -> int:
         """How many blocks of a prompt may be found, here or elsewhere."""

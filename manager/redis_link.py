@@ -7,7 +7,7 @@ from typing import NamedTuple
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, FoundAnchor, Session
-from manthan.manager.stores.redis.schema import iso
+from manthan.manager.stores.redis.schema import iso, sample, shared_blocks
 from manthan.manager.stores.redis.sessions import LookupResult, Needed, RedisSessions, SessionRecord
 
 
@@ -50,14 +50,14 @@ class RedisLink:
     def is_up(self) -> bool:
         return self._sessions.is_up
 
-    def look_up(self, request_id: str, keys: Sequence[bytes], now: float) -> None:
+    def look_up(self, request_id: str, session_id: str, keys: Sequence[bytes], now: float) -> None:
         """Ask for the prompt's blocks that this engine does not have, as soon as the request is known."""
         first = self._manager.remote.known(keys)
         if not self._manager.min_blocks <= len(keys) > first:
             return
         lookup = Lookup(list(keys), first, now + self._wait_s)
         needed = self._needed(lookup) if self._beside is not None else None
-        if self._sessions.look_up(request_id, self._group, keys[first:], needed):
+        if self._sessions.look_up(request_id, session_id, self._group, keys[first:], needed):
             self._lookups[request_id] = lookup
 
     def _needed(self, lookup: Lookup) -> Needed:
@@ -93,7 +93,7 @@ class RedisLink:
                 self._found(request_id, lookup, found)
 
     def _found(self, request_id: str, lookup: Lookup, found: LookupResult) -> None:
-        sizes, anchored = found
+        sizes, anchored, sampled = found
         is_of_use = sizes and (self._beside is None or anchored is not None)
         self._observer.looked_up("found" if is_of_use else "nothing")
         if not sizes:
@@ -103,6 +103,7 @@ class RedisLink:
             parts = self._parts(lookup, anchored.blocks)
             anchor = FoundAnchor(lookup.first + anchored.blocks, parts, anchored.sizes)
         self._manager.remote.found(request_id, lookup.keys[: lookup.first + len(sizes)], sizes, anchor)
+        self._manager.served_elsewhere(request_id, shared_blocks(sampled, lookup.keys))
 
     def tell(self, drops: Iterable[Drop], now: float) -> None:
         """Leave word of what has changed since the last call."""
@@ -124,6 +125,7 @@ class RedisLink:
             "blocks": len(blocks),
             "bytes": sum([block.encoding.nbytes for block in stored]),
             "requests": info.requests,
+            "hashes": sample([block.key for block in session.chain]),
             "created": iso(info.created + offset),
             "last_used": iso(info.last_used + offset),
         }

@@ -58,13 +58,6 @@ def rows(heading: str, text: str = REDIS) -> list[list[str]]:
     return [[cell.strip() for cell in line.strip("|").split(" | ")] for line in lines]
 
 
-def test_the_acl_is_the_one_that_is_tested() -> None:
-    tested = assigned("tests/manager/test_redis_acl.py")
-    lines = [line for line in REDIS.splitlines() if line.startswith("ACL SETUSER")]
-    assert lines == [ast.literal_eval(tested[name]) for name in ("ENGINE_ACL", "INSPECT_ACL")]
-    assert f"`{ast.literal_eval(tested['CLUSTER_TOO'])}`" in REDIS
-
-
 def test_all_keys_under_redis_are_named_and_no_others() -> None:
     assert set(re.findall(r"`redis\.(\w+)", REDIS)) == set(RedisConfig.model_fields)
 

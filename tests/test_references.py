@@ -7,7 +7,7 @@ from types import ModuleType
 import pytest
 from deployment import DEPLOY, alerts, script
 
-from manthan.manager.config.model import FIELDS, RedisConfig
+from manthan.manager.config.model import FIELDS, REDIS_PASSWORD
 from manthan.manager.config.resolve import ENV_PREFIX, FLAG_KEYS, resolve_config
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.session import DropCause, SessionState
@@ -96,6 +96,6 @@ def test_what_is_deployed_names_what_there_is(path: Path) -> None:
     """Flags, variables and metrics of Manthan's."""
     text = path.read_text(encoding="utf-8")
     assert set(re.findall(r"--manthan-[a-z-]+", text)) <= {*FLAG_KEYS, "--manthan-config"}
-    variables = {ENV_PREFIX + key.replace(".", "__").upper() for key in FIELDS} | {RedisConfig().password_env}
+    variables = {ENV_PREFIX + key.replace(".", "__").upper() for key in FIELDS} | {REDIS_PASSWORD}
     assert set(re.findall(rf"\b{ENV_PREFIX}\w+", text)) <= variables
     assert set(re.findall(r"vllm:manthan_\w+", text)) <= SERIES

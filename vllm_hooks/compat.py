@@ -473,7 +473,7 @@ class Resets:
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
-        """What this function returns of each worker; None if it cannot be told."""
+        """Return what `about_weights` returns of each worker; None if no worker can be asked."""
         if self._core is None:
             return None
         try:
@@ -676,7 +676,7 @@ class Lookups(Protocol):
 
 
 class Boundary(Halting, Lookups, Protocol):
-    """What stands between vLLM and the scheduler half: nothing that is asked of it raises."""
+    """Boundary between vLLM and the scheduler half. None of its calls raises."""
 
 
 def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:

@@ -89,7 +89,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             return otherwise
 
     def _try(self, call: Callable[..., T], *args: Any, otherwise: T) -> T:
-        """What a half answers; after an exception of its own `otherwise`, this time."""
+        """Return the answer of `call`, or `otherwise` if it raises."""
         try:
             return call(*args)
         except Exception:

@@ -333,6 +333,12 @@ class SessionMemoryManager:
             return common_prefix(session.chain, keys)
         return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
 
+    def served_elsewhere(self, request_id: str, blocks: int) -> None:
+        """Another engine has served the request's session, which has so many blocks of its prompt from there."""
+        session = self._running.get(request_id)
+        if session is not None and session.asked_id is not None and self.asker(request_id) is not None:
+            self._restores.own[request_id] = max(self._restores.own[request_id], blocks)
+
     def asker(self, request_id: str) -> Owner | None:
         """Owner of a running request's session; None if the request wants exact KV only, or is not known."""
         session = self._running.get(request_id)
@@ -361,10 +367,10 @@ class SessionMemoryManager:
         return block.mark
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
-        """A block of this mark is about to be encoded."""
+        """A block of this mark is about to be encoded. Another engine may replace what is shared by a lossy one."""
         block = self.blocks.get(key, group)
         if block is not None:
-            block.mark = mark
+            block.mark = Mark.DERIVED if self._is_shared else mark
 
     def _anchor(self, session: Session, places: Sequence[Place]) -> None:
         wanted = [place for place in places if place.parts and place.depth >= self.min_blocks]
@@ -490,13 +496,6 @@ class SessionMemoryManager:
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         self._evictions.spilled((key,), (nbytes,), now, group)
-
-    def stored_elsewhere(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
-        """Another engine has stored this block first. Nothing tells its codec or mark, so that it counts as lossy."""
-        block = self.blocks.get(key, group)
-        if block is not None and block.code is CodeState.SPILLING:
-            block.mark, block.encoding = Mark.DERIVED, Encoding.of(block.encoding.nbytes, 0, block.encoding.codec)
-        self.spilled(key, nbytes, now, group)
 
     def all_spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
         """The same of several of one group, in this order."""

@@ -6,6 +6,7 @@ from itertools import takewhile
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.blocks import NOBODY
 from manthan.manager.sessions.chains import common_prefix
+from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Block, CodeState, Encoding, FoundAnchor, Session
 from manthan.manager.sessions.table import SessionTable
 
@@ -52,4 +53,5 @@ class RemoteBlocks:
     def _store(self, block: Block | None, nbytes: int) -> None:
         if block is not None and block.code is CodeState.NONE and block.users:
             self._blocks.store(block, Encoding.of(nbytes), NOBODY)
+            block.mark = Mark.DERIVED  # nothing tells what it was
             self._blocks.mark_moved(block, self._table.fronts.all_moved)

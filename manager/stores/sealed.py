@@ -89,11 +89,12 @@ class Sealer:
         """Seal data of a tenant. about: what else it is bound to."""
         mark, nonce = derived(self.keys[0], "mark of a key", nbytes=8), secrets.token_bytes(12)
         head = _HEADER.pack(MAGIC, VERSION, mark, self._salt, nonce)
-        return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, memoryview(data), self._bound(head, about))
+        view = data if isinstance(data, bytes) else data.data
+        return head + self._cipher(mark, tenant, self._salt).encrypt(nonce, view, self._bound(head, about))
 
     def open(self, data: Buffer | bytes, tenant: str, *about: bytes | str | int) -> bytes:
         """Raises SealError for whatever was not sealed for that."""
-        view = memoryview(data)
+        view = data if isinstance(data, bytes) else data.data
         if len(view) < OVERHEAD:
             raise SealError("it is too short.")
         head = bytes(view[: _HEADER.size])

@@ -32,7 +32,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """A run of two arms, and of one that is left out; `folder` is where it is. Its servers are forked."""
     folder = tmp_path_factory.mktemp("load")
     size = ("--chats", CHATS, "--tokens", TOKENS, "--turns", TURNS, "--said", 40, "--answer", 4, "--pool", POOL)
-    times = ("--think", 1.5, "--arrive", 1, "--idle-after", 0.2)
+    times = ("--think", 10, "--arrive", 8, "--idle-after", 0.2)  # each is encoded before others take its room
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(capacity_arms, "VllmServer", warm_server)
         return report(folder, "load", "--arms", "plain,offload,host", *size, *times) | {"folder": folder}

@@ -7,7 +7,15 @@ import pytest
 
 from manthan.codec import NonFiniteError
 from manthan.codec.block import BlockFormat, BlockShape
-from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE, Fidelity, Sample, measure
+from manthan.codec.fidelity import (
+    LOGIT_NOISE,
+    VALUE_NOISE,
+    WORST_LOGIT_NOISE,
+    Fidelity,
+    NothingToMeasureError,
+    Sample,
+    measure,
+)
 from manthan.codec.model import ModelFacts
 from manthan.codec.rope import Rope
 
@@ -129,8 +137,13 @@ def test_few_tokens_and_equal_keys_are_no_trouble(tokens, vectors):
     shape = replace(SHAPE, tokens=tokens)
     [sample] = kv(vectors, blocks=1, shape=shape)
     assert np.isfinite(of("k3v3", [sample]).logit_noise).all()
-    equal = replace(sample, keys=sample.keys * 0)
-    assert of("k3v3", [equal]).is_faithful
+    assert of("k3v3", [Sample(sample.keys * 0, sample.values, 0)]).is_faithful
+
+
+def test_nothing_can_be_said_of_tokens_that_are_all_alike(vectors):
+    [sample] = kv(vectors, blocks=1)
+    with pytest.raises(NothingToMeasureError, match="only 1 differ from each other"):
+        of("k3v3", [Sample(sample.keys * 0, sample.values * 0, 0)])
 
 
 def test_kv_that_cannot_be_encoded_is_refused(vectors):

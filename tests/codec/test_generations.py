@@ -24,6 +24,8 @@ MODEL = "tests/data/tiny-llama"
 BLOCK, PREFIX, NEXT, APART = 32, 512, 128, 6000
 MOST = 1.2
 """Of the divergence after one cycle, that it may be after many."""
+ROUNDING = 2e-4
+"""An error that is the rounding of the numbers to bf16, relative to their size."""
 CODECS = [*PRESETS, *CALIBRATED, "k3v3", "exact"]
 COARSE = "k3v3", "klt-12x"
 """Codecs that lose more than a hundredth of a nat at once."""
@@ -125,5 +127,6 @@ def test_numbers_stay_as_they_are(preset, bias, tokens):
     assert np.mean(changed[0]) < 0.2
     assert np.mean(changed[-1]) < 0.02
     for kind in (0, 1):
-        once, often = (list(map(error, first[kind], each[kind])) for each in (decoded[0], decoded[-1]))
-        assert np.mean(np.divide(often, once)) < MOST
+        once, often = (np.array(list(map(error, first[kind], each[kind]))) for each in (decoded[0], decoded[-1]))
+        # A single token is its own mean: what is left of it is rounding.
+        assert np.mean(np.maximum(often, ROUNDING) / np.maximum(once, ROUNDING)) < MOST

@@ -7,6 +7,7 @@ import json
 import math
 import re
 from collections.abc import Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,13 @@ def prometheus(server: VllmServer, tmp_path_factory: pytest.TempPathFactory) -> 
         ask(server, "seen-1", {"prefetch": ["seen-2"]})
         prometheus.wait_for(lambda: seen(prometheus, "prefetches") > before["prefetches"], "see a prefetch")
         prometheus.wait_for(lambda: seen(prometheus, "restores") > before["restores"], "see a session come back")
+        more = count(1)
+
+        def is_judged() -> bool:
+            ask(server, f"judged-{next(more)}")  # a step's few blocks are measured, and a verdict is of 64
+            return bool(prometheus.query("vllm:manthan_codec_noise"))
+
+        prometheus.wait_for(is_judged, "see a verdict on the codec")
         yield prometheus
 
 

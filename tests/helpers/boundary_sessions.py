@@ -50,7 +50,7 @@ class Engine:
         self.core: Any = self.llm.llm_engine.engine_core.engine_core
         self.connector = self.core.scheduler.connector
         self.half, self.pool = self.connector.scheduler, self.core.scheduler.kv_cache_manager.block_pool
-        self.path = get_kv_transfer_group().worker.path
+        self.worker = get_kv_transfer_group().worker
 
     def ask(self, tokens: list[int]) -> tuple[list[int], int]:
         [done] = self.llm.generate([{"prompt_token_ids": tokens}], ONE, use_tqdm=False)
@@ -105,7 +105,7 @@ def disturb(target: Any, name: str, *, after: bool) -> list[int]:
 
 def try_case(engine: Engine, prompt: list[int], on_worker: bool, name: str, state: str) -> dict[str, Any]:
     """What becomes of a request, and of the engine, when a call raises in this state."""
-    target = engine.path if on_worker else engine.half
+    target = engine.half if not on_worker else engine.worker if name == "begin_step" else engine.worker.path
     right, _ = engine.ask(prompt)
     if state.startswith("load"):
         engine.go_cold()

@@ -24,6 +24,7 @@ from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.sessions.session import SessionState
 from manthan.vllm_hooks.messages import SpillBlock
+from manthan.vllm_hooks.worker.blocks import Copies
 
 FIRST, TURNS, MORE = 700, 4, 60
 PATIENCE_S = 300.0
@@ -101,9 +102,10 @@ class Losses:
         encoded: dict[bytes, tuple[Numbers, Numbers]] = {}
         most = self.by_group[group] = [0.0, 0.0]
 
-        def encode(spills: Sequence[SpillBlock]) -> Any:
-            encoded.update((spill.key, gather(spill.block_id)) for spill in spills)
-            return encode_all(spills)
+        def encode(spills: Sequence[SpillBlock], copies: Copies | None = None) -> Any:
+            copies = blocks.copy(spills) if copies is None else copies
+            encoded.update((spill.key, copied) for spill, copied in zip(spills, copies, strict=True))
+            return encode_all(spills, copies)
 
         def decode(keys: Sequence[bytes], ids: Sequence[int], bufs: Sequence[Any]) -> Any:
             causes = decode_all(keys, ids, bufs)

@@ -213,7 +213,7 @@ def soak(
     are_left = []
     for server in servers:
         wait_for([server], lambda told: is_quiet(told[0]), QUIET_S)
-        are_left.append(left(server.server))
+        are_left.append(left(server.look()))
     for server in (*servers, plain):
         server.end(kill=False)
     return {

@@ -32,9 +32,11 @@ MANTHAN: dict[str, Any] = {
     "prefetch": {"lead_s": 1},
 }
 DISK_SETTINGS = {"timeout_s": 0.5, "sync_s": 1}
-START_S = 900.0
+START_S = 1800.0
 SAMPLE_S = 2.0
 RESET_S, SLEEP_S = 30.0, 60.0
+LOOKS = 3
+"""Times that a server is asked again for its metrics before that is an error."""
 TOLD = (
     "vllm:manthan_",
     "vllm:prompt_tokens_cached_by_source_total",
@@ -73,7 +75,7 @@ class Life:
     Attributes:
         server: Number of the server; -1 for the plain one.
         ready_s: Second of the run, from which memory's seconds count.
-        rss: MiB of each process at the end.
+        by_process: Memory of each process, in the same samples.
         processor_s: Of each process, without the start.
         told: Its last metrics.
     """
@@ -164,7 +166,14 @@ class Server:
         self.server.stop()
 
     def look(self) -> Told:
-        """Return its metrics. Raises ServerError."""
+        """Return its metrics. Raises ServerError.
+
+        uvicorn closes a connection that nobody used for 5 s: if it is late, one on which it was just asked.
+        """
+        for _ in range(LOOKS):
+            with contextlib.suppress(ServerError):
+                return told(self.server)
+            self.check()
         return told(self.server)
 
     def check(self) -> None:
@@ -207,10 +216,10 @@ class Server:
 
         def watch() -> None:
             while not over.wait(SAMPLE_S):
-                rss = group.rss()
+                sizes = group.memory()
                 at_s = self._clock.now()
-                life.memory.append(Sample(at_s - life.ready_s, sum(rss.values())))
-                life.by_process.append({"at_s": at_s - life.ready_s} | rss)
+                life.memory.append(Sample(at_s - life.ready_s, sum(sizes.values())))
+                life.by_process.append({"at_s": at_s - life.ready_s} | sizes)
                 with contextlib.suppress(ServerError):  # who asks it something finds out, too
                     found = {name: value for name, value in told(server).items() if value}
                     self._samples.append({"at_s": at_s, "server": self.number} | found)
@@ -284,14 +293,13 @@ def told(server: VllmServer) -> Told:
     return values
 
 
-def left(server: VllmServer) -> dict[str, float]:
+def left(now: Told) -> dict[str, float]:
     """Return what is still held now that all is quiet: share of the pool in use, sessions by state, bytes."""
-    now, metrics = told(server), server.metrics()
     return {
-        "pool_in_use": metrics["vllm:kv_cache_usage_perc"],
+        "pool_in_use": now["kv_cache_usage_perc"],
         "sessions_hot": now.get("sessions{hot}", 0.0) + now.get("sessions{evicting}", 0.0),
         "sessions_idle": now.get("sessions{idle}", 0.0),
         "sessions_cold": now.get("sessions{cold}", 0.0),
-        "cold_bytes": metrics.get("vllm:manthan_cold_bytes", 0.0),
-        "cold_budget_bytes": metrics.get("vllm:manthan_cold_budget_bytes", 0.0),
+        "cold_bytes": now.get("cold_bytes", 0.0),
+        "cold_budget_bytes": now.get("cold_budget_bytes", 0.0),
     }

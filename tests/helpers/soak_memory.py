@@ -1,4 +1,4 @@
-"""Resident memory and processor time of a server's processes, and how its memory grows."""
+"""Memory and processor time of a server's processes, and how its memory grows."""
 
 import math
 import os
@@ -18,7 +18,7 @@ hours, also without Manthan. See docs/troubleshooting.md."""
 
 
 class Sample(NamedTuple):
-    """Seconds since a server was ready, and RSS of its processes together. Pages that these share count in each."""
+    """Seconds since a server was ready, and bytes of its processes together."""
 
     seconds: float
     nbytes: int
@@ -43,9 +43,13 @@ class Group:
             except (ProcessLookupError, psutil.Error):  # it has just ended
                 continue
 
-    def rss(self) -> dict[str, int]:
-        """Return bytes by process; a process that has ended is left out."""
-        return {name: int(process.memory_info().rss) for name, process in self._living()}
+    def memory(self) -> dict[str, int]:
+        """Return resident bytes by process, without pages of files and what processes share.
+
+        The system takes pages of files away when other programs need room, and brings them back.
+        """
+        sizes = {name: process.memory_info() for name, process in self._living()}
+        return {name: int(size.rss - size.shared) for name, size in sizes.items()}
 
     def processor_s(self) -> dict[str, float]:
         """Return processor seconds by name."""

@@ -193,14 +193,14 @@ def life_table(report: Report) -> Table:
     for number, (life, found, risen) in enumerate(figures, 1):
         whats = ("returns", "returns_of_before", "returns_of_other")
         returns, before, other = (report[what].get(str(number), {}) for what in whats)
-        rss = [nbytes / MIB for _, nbytes in life["memory"]]
+        sizes = [nbytes / MIB for _, nbytes in life["memory"]]
         table.add_row(
             f"{number}: {name_of(life)}",
             f"{(life['end_s'] - life['ready_s']) / 60:.1f}",
             f"{returns.get('returns', 0):,}",
             f"{share(returns):.0%}",
             *(f"{found.get(what, 0):,}" for found in (before, other) for what in ("returns", BACK)),
-            f"{min(rss):,.0f} to {max(rss):,.0f}" if rss else "",
+            f"{min(sizes):,.0f} to {max(sizes):,.0f}" if sizes else "",
             f"{risen:+.1f}" if risen is not None else "",
             f"{found.mib_per_hour:+,.1f} ± {found.standard_error:,.1f}" if found else "",
         )
@@ -283,11 +283,11 @@ def _memory(axes: Any, report: Report) -> None:
     colors = {0: BLUE, 1: GREEN, -1: GREY}
     for number, (life, risen) in enumerate(zip(report["lives"], rises(report), strict=True), 1):
         minutes = [(life["ready_s"] + seconds) / 60 for seconds, _ in life["memory"]]
-        rss = [nbytes / MIB for _, nbytes in life["memory"]]
+        sizes = [nbytes / MIB for _, nbytes in life["memory"]]
         told = f"life {number}, {name_of(life)}" + (f": {risen:+.1f} MiB" if risen is not None else "")
-        axes.plot(minutes, rss, color=colors[life["server"]], lw=1.2, label=told)
+        axes.plot(minutes, sizes, color=colors[life["server"]], lw=1.2, label=told)
     axes.set_ylim(0, 1.25 * max(nbytes / MIB for life in report["lives"] for _, nbytes in life["memory"]))
-    axes.set_ylabel("RSS, all processes, MiB")
+    axes.set_ylabel("memory of all processes, MiB")
     counts = [f"{total(report, what):,} {what}" for what in ("requests", "errors")]
     axes.set_title(", ".join([*counts, f"{total(report, 'misled')} wrong answers"]), loc="left", fontsize=10)
 

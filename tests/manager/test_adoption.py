@@ -97,7 +97,7 @@ class Restarts(Sessions):
             for store in dead.stores:
                 store.cleared("")
         size = self.ranks, POOL_BLOCKS, self.cold_blocks
-        self.world = World(*size, self.policy, 3, self.exact, self.shared, self.beside)
+        self.world = World(*size, self.policy, 3, self.exact, self.beside)
         self.manager = self.world.manager
         self.world.stores, self.world.seen = dead.stores, dead.seen
         self.world.now, self.world.epoch, self.world.count = dead.now, dead.epoch, dead.count

@@ -74,20 +74,7 @@ def test_defaults_are_the_documented_ones() -> None:
             "encryption": {"key_file": ""},
         },
         "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
-        "redis": {
-            "url": "redis://127.0.0.1:6379/0",
-            "username": "",
-            "password_file": "",
-            "password_env": "MANTHAN_REDIS_PASSWORD",
-            "tls_ca_file": "",
-            "tls_cert_file": "",
-            "tls_key_file": "",
-            "prefix": "manthan:",
-            "ttl_s": 86400,
-            "timeout_s": 2,
-            "connections": 4,
-            "required": True,
-        },
+        "redis": {"url": "redis://127.0.0.1:6379/0", "prefix": "manthan:", "ttl_s": 86400, "timeout_s": 2},
         "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
         "quotas": {
             "pinned_share": 0.25,
@@ -326,9 +313,9 @@ def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplo
     assert sorted(caplog.messages) == sorted(said)
 
 
-def test_the_variable_of_the_password_is_known_whatever_it_is_called() -> None:
+def test_the_variable_of_the_password_is_known() -> None:
     with warnings() as messages:
-        load(env={"MANTHAN_SECRET": "hush", "MANTHAN_REDIS__PASSWORD_ENV": "MANTHAN_SECRET"})
+        load(env={"MANTHAN_REDIS_PASSWORD": "hush"})
     assert messages == []
 
 

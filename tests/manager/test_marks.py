@@ -49,21 +49,14 @@ def release(engine: Back) -> None:
     engine.talk(TEXT, "alice", release=True)
 
 
-def expiry(engine: Back) -> None:
-    engine.manager.elsewhere.expire(["alice"])
-
-
-def tier_went(engine: Back) -> None:
-    engine.manager.elsewhere.emptied()
-
-
 def damage(engine: Back) -> None:
-    engine.manager.elsewhere.not_stored(chain(TEXT))
+    engine.manager.restore_started("another", chain(TEXT))
+    engine.manager.restore_finished("another", chain(TEXT))
 
 
-@pytest.mark.parametrize("drop", [budget, ttl, release, expiry, tier_went, damage])
+@pytest.mark.parametrize("drop", [budget, ttl, release, damage])
 def test_a_decoded_block_goes_with_its_compressed_copy(drop: Callable[[Back], None]) -> None:
-    engine = Back(is_shared=drop in (expiry, tier_went))
+    engine = Back()
     drop(engine)
     released, encoded = engine.manager.take_releases(), engine.spill()
     for _ in range(2):
@@ -147,14 +140,15 @@ def test_a_head_makes_way_for_one_that_more_sessions_share() -> None:
 
 
 def test_what_another_engine_has_stored_counts_as_lossy() -> None:
-    """In which codec it did so nothing tells."""
-    engine = Engine(capacity=40, is_shared=True)
+    """It may have replaced what this one has stored, in whatever codec."""
+    engine = Engine(capacity=40, shared_ttl_s=1e6)
     for last in "xy":
         engine.talk(f"s {last}")
     engine.sweep()
     for order in engine.manager.take_spills(10):
         assert (order.exact == 16) == (order.key == b"s")
-        engine.manager.stored_elsewhere(order.key, 100, engine.now)
+        engine.manager.encodes(order.key, None, Mark.EXACT)
+        engine.manager.spilled(order.key, 100, engine.now)
     assert engine.manager.stored_mark(b"s") is Mark.DECODED
     assert engine.manager.match(chain("s z"), engine.start("s z", "z")) == 0
 

@@ -27,7 +27,7 @@ def test_urls_that_are_good(url: str) -> None:
     ["h:6379", "http://h", "redis://", "redis://u:secret@h", "redis://h?password=secret", "redis://h:x", "unix://"],
 )
 def test_urls_that_are_refused_without_showing_a_password(url: str) -> None:
-    with pytest.raises(ConfigError, match=r"^redis.url: redis.url must be redis://USER@HOST:PORT/DB") as raised:
+    with pytest.raises(ConfigError, match=r"^argument: redis.url must be redis://USER@HOST:PORT/DB") as raised:
         load_config(env={}, flags={"redis.url": url})
     assert "secret" not in str(raised.value)
 

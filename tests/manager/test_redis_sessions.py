@@ -13,7 +13,7 @@ from redis_server import RedisServer, running
 from manthan.manager.config.model import EncryptionConfig, RedisConfig
 from manthan.manager.sessions.session import Drop, DropCause
 from manthan.manager.stores.redis.client import Circuit, connect
-from manthan.manager.stores.redis.schema import FALL, FIRST_TTL, Namespace, lives_s
+from manthan.manager.stores.redis.schema import FALL, FIRST_TTL, SAMPLES, Namespace, lives_s, sample, shared_blocks
 from manthan.manager.stores.redis.sessions import Anchored, LookupResult, RedisSessions, SessionRecord
 from manthan.manager.stores.redis.store import RedisStore
 from manthan.manager.stores.sealed import Sealer, keys_of
@@ -56,10 +56,13 @@ class Player:
         self.sessions.tell([SessionRecord(session_id, said, used, blocks)], [])
 
     def ask(
-        self, keys: Sequence[bytes], needed: Callable[[int], Sequence[tuple[int, bytes]]] | None = None
+        self,
+        keys: Sequence[bytes],
+        needed: Callable[[int], Sequence[tuple[int, bytes]]] | None = None,
+        session_id: str = "nobody",
     ) -> LookupResult:
         self.rung.clear()
-        assert self.sessions.look_up("r", 0, keys, needed)
+        assert self.sessions.look_up("r", session_id, 0, keys, needed)
         assert self.rung.wait(20)
         return self.sessions.take()["r"]
 
@@ -121,6 +124,21 @@ def test_another_engine_finds_what_one_has_stored(start: Start, count: int) -> N
     other = start("two")
     assert other.ask([*keys, *chain("b", 5)]) == LookupResult([RANKS * NBYTES] * count)
     assert other.ask(chain("b", 5)) == LookupResult([])
+
+
+@pytest.mark.parametrize("count", [1, 17, 64, 700])
+def test_another_engine_finds_which_of_them_are_the_session_s_own(start: Start, count: int) -> None:
+    one, other, keys = start(), start("two"), chain("a", count)
+    one.store(keys)
+    one.tell("alice", keys, hashes=sample(keys))
+    until(lambda: other.ask(keys, session_id="alice").sampled)
+    own = other.ask(keys, session_id="alice").sampled
+    assert len(own.split()) == min(count, SAMPLES)
+    assert shared_blocks(own, [*keys, *chain("b", 3)]) == count
+    assert count - count // SAMPLES - 1 <= shared_blocks(own, keys[:-1]) <= count - 1
+    assert shared_blocks(own, chain("b", count)) == 0
+    assert shared_blocks(own, []) == 0
+    assert other.ask(keys, session_id="bob").sampled == ""
 
 
 def test_a_block_that_a_rank_does_not_have_is_not_there(start: Start, server: RedisServer) -> None:
@@ -231,6 +249,7 @@ def test_a_server_that_is_full_evicts_tails_first(tmp_path_factory: pytest.TempP
         until(lambda: left_ms(server, keys[-1])[0] > FIRST_TTL * TTL_S * 1000)  # noqa: B023
         server.client.config_set("maxmemory", server.client.info("memory")["used_memory"] - 40_000)
         server.client.set("other", "x")
+        server.client.config_set("maxmemory", 0)
         there = [left > 0 for left in left_ms(server, *keys)]
         assert 0 < there.count(False) < 400
         assert all(there[:200])
@@ -258,7 +277,7 @@ def test_a_server_that_hangs_costs_one_timeout_and_is_told_later(start: Start, s
     try:
         assert player.ask(keys) == LookupResult()
         assert not player.sessions.is_up
-        assert not player.sessions.look_up("r", 0, keys)
+        assert not player.sessions.look_up("r", "nobody", 0, keys)
         player.tell("alice", keys)
     finally:
         server.resume()

@@ -32,7 +32,8 @@ def sweeping_engine() -> Iterator[Engine]:
 @pytest.fixture(scope="package")
 def crowded_engine() -> Iterator[Engine]:
     """Nothing goes cold by the clock; the pool has room for five sessions, the cold store for about ten."""
-    yield from running(blocks=96, idle_after_s=3600, cold_store={"max_bytes": 190 * 25856})
+    store = {"max_bytes": 190 * 25856}
+    yield from running(blocks=96, idle_after_s=3600, cold_store=store, codec={"guard": False})
 
 
 @pytest.fixture

@@ -37,9 +37,11 @@ def layouts(memory: torch.Tensor) -> tuple[PagedLayout, RawLayout]:
 
 
 class World:
-    """place: bytes of the tiers on the device and on the host."""
+    """place: bytes of the tiers on the device and on the host. names: of other codecs that may be ordered."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], staging: int) -> None:
+    def __init__(
+        self, monkeypatch: pytest.MonkeyPatch, place: tuple[int, int], staging: int, names: Sequence[str]
+    ) -> None:
         self.gpu = fake_cuda.install(monkeypatch)
         monkeypatch.setattr(gpu_path, "STAGING_BYTES", staging)
         monkeypatch.setattr(gpu_path, "RESTORE_STAGING_BYTES", staging)
@@ -59,12 +61,14 @@ class World:
         }
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Tiers(*tiers)
-        self.path = GpuPath(self.codecs, self.tiers, True, EXACTS, self.make)
-        self.made: list[tuple[int, str]] = []
+        self.made: dict[tuple[int, str], PagedCodec] = {}
+        self.path = GpuPath(self.codecs, self.tiers, True, EXACTS, self.make, names=names)
 
     def make(self, group: int, name: str) -> PagedCodec:
-        self.made.append((group, name))
-        return FormatCodec(self.plain, BlockFormat(name, self.plain.shape, b"g" * 16, group))
+        assert (group, name) not in self.made
+        made = FormatCodec(self.plain, BlockFormat(name, self.plain.shape, b"g" * 16, group))
+        self.made[group, name] = made
+        return made
 
     def spill(self, *spills: SpillBlock) -> list[SpillResult]:
         self.path.submit_spills(ManthanMetadata(spills=list(spills)))
@@ -84,7 +88,7 @@ class World:
         if spill.group == STATE:
             return self.memory[:, spill.block_id].clone()
         heads = self.memory[:, spill.block_id].view(LAYERS, TOKENS, HEADS, 2, DIM).permute(3, 0, 2, 1, 4)
-        form = self.path.codecs[spill.group].format
+        form = self.made.get((spill.group, spill.codec), self.codecs[spill.group]).format
         both = heads.contiguous().view(torch.uint16).numpy()
         told = {"key": spill.key, "first_token": spill.first_token, "exact": spill.exact}
         back = np.stack(form.decode(form.encode(both[0], both[1], **told), key=spill.key))
@@ -107,10 +111,10 @@ def part(spills: Sequence[SpillBlock], targets: Sequence[int]) -> GroupBlocks:
 def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Callable[..., World]:
     """With room for so many blocks that are all exact."""
 
-    def made(blocks: int = 20, staging: int = 1 << 15) -> World:
+    def made(blocks: int = 20, staging: int = 1 << 15, names: Sequence[str] = ()) -> World:
         nbytes = blocks * room(LAYERS * WIDTH * 2 + 512)
         place = {"device": (nbytes, 0), "host": (0, nbytes), "device and host": (nbytes // 3, nbytes)}[request.param]
-        return World(monkeypatch, place, staging)
+        return World(monkeypatch, place, staging, names)
 
     return made
 
@@ -167,13 +171,18 @@ def test_what_is_bad_in_one_group_fails_the_load(make: Callable[..., World], bad
 
 
 def test_the_guard_s_codec_is_each_group_s_own_and_states_stay_as_they_are(make: Callable[..., World]) -> None:
-    world = make()
-    world.path.prepare("k3v3")
-    assert sorted(world.made) == [(WINDOW, "k3v3"), (CHAIN, "k3v3")]
-    spills = [order(group, 1, 1 + group)._replace(codec="k3v3") for group in (CHAIN, WINDOW, STATE)]
-    assert [result.cause for result in world.spill(*spills)] == [None] * 3
-    assert [codec.format.codec for codec in world.path.codecs.values()] == ["k3v3", "k3v3", "exact"]
+    """It is made when the engine starts, and the configured ones stay beside it."""
+    world = make(names=["k3v3"])
+    made = [(WINDOW, "k3v3"), (CHAIN, "k3v3")]
+    assert sorted(world.made) == made
+    spills = [
+        order(group, n, 1 + n)._replace(codec=codec)
+        for n, (group, codec) in enumerate((group, codec) for codec in ("k3v3", "") for group in (CHAIN, WINDOW, STATE))
+    ]
+    assert [result.cause for result in world.spill(*spills)] == [None] * 6
+    assert [codec.format.codec for codec in world.path.codecs.values()] == ["k4v4c", "k4v3", "exact"]
     right = [world.as_restored(spill) for spill in spills]
-    assert world.load(*(part([spill], [40 + n]) for n, spill in enumerate(spills))).failed == []
+    parts = [part([spills[n], spills[n + 3]], [40 + n, 43 + n]) for n in range(3)]
+    assert world.load(*parts).failed == []
     assert all(torch.equal(world.memory[:, 40 + n], numbers) for n, numbers in enumerate(right))
-    assert sorted(world.made) == [(WINDOW, "k3v3"), (CHAIN, "k3v3")]
+    assert sorted(world.made) == made

@@ -429,7 +429,7 @@ def test_a_tenant_sees_its_own(server, table, tabs) -> None:
 EVIL = [
     "<img src=x onerror=document.title='hit'>",
     "\"><script>document.title='hit'</script>",
-    "a/b?c#d%2F..&e=\u202eabc",
+    "a/b?c#d%2F..&e=abc",
 ]
 
 
@@ -475,5 +475,5 @@ def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> No
     app = FastAPI()
     app.state.args = Namespace(kv_transfer_config=kv_transfer_config(api=api), api_key=None)
     add_api(app)
-    client = TestClient(app)
+    client = TestClient(app, base_url="http://localhost")
     assert [client.get(f"/manthan/{path}").status_code for path in ("", "page.js", "config")] == statuses

@@ -22,6 +22,7 @@ from vllm_engine import MODEL
 
 from manthan.manager.observer import Observer, Restored
 from manthan.manager.prefetcher import RETRY_S, Prefetcher
+from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.pressure import Runway
@@ -386,7 +387,7 @@ def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
 
 @pytest.mark.parametrize(("config", "due"), [({"lead_s": 3.5}, 16.5), ({"enabled": False}, 300.0), ({}, 18.0)])
 def test_the_configuration_says_when(config: dict[str, Any], due: float) -> None:
-    """A session is expected after 20 s; without prefetches, it is evicted after 300 s, and that is all."""
+    """A session is expected after 20 s; without prefetches, it is only encoded ahead, and evicted after 300 s."""
     transfer = kv_transfer_config(prefetch=config, idle_after_s=300, min_tokens=64)
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
@@ -395,6 +396,10 @@ def test_the_configuration_says_when(config: dict[str, Any], due: float) -> None
     keys = [bytes([n]) * 32 for n in range(8)]
     half.manager.request_started("r", keys, "expected", 0.0, hints=Hints(expect_return_s=20))
     half.manager.request_finished("r", keys, 0.0)
+    assert half.manager.next_deadline == AHEAD_AFTER_S
+    half.manager.encode_ahead(AHEAD_AFTER_S, len(keys))
+    for order in half.manager.take_spills(len(keys)):
+        half.manager.spilled(order.key, 100, AHEAD_AFTER_S)
     assert half.manager.next_deadline == due
 
 

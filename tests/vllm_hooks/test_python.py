@@ -24,6 +24,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
         def ask(prompt):
             output = llm.generate(prompt, SamplingParams(temperature=0, max_tokens=4), use_tqdm=False)[0]
             print("ANSWER", output.outputs[0].text, output.num_cached_tokens)
+            return output.prompt_token_ids + list(output.outputs[0].token_ids)
 
         manager = llm.llm_engine.engine_core.engine_core.scheduler.connector.scheduler.manager
         print("POLICY", *manager.table.hot._make_policy().options)

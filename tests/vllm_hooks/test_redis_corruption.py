@@ -17,7 +17,7 @@ from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock
+from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
 from manthan.vllm_hooks.worker.blocks import Blocks
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.intake import Intake
@@ -73,7 +73,10 @@ class Loader:
         self.names = [namespace.block(GROUP, key, 0) for key in KEYS]
         spills = [SpillBlock(key, GROUP, n, 32 * n, EXACT[n]) for n, key in enumerate(KEYS)]
         self.path.submit_spills(ManthanMetadata(spills=spills))
-        assert [result.cause for result in self.wait().spills] == [None] * len(KEYS)
+        stored: list[SpillResult] = []
+        while len(stored) < len(KEYS):  # that they were copied is told before
+            stored += self.wait().spills
+        assert [result.cause for result in stored] == [None] * len(KEYS)
         self.values = [self.raw.get(name) for name in self.names]
 
     def wait(self):

@@ -185,7 +185,7 @@ def test_redis_evicts_blocks_by_itself(engine: Engine, traffic: Traffic, redis_s
 
 def test_a_reset_leaves_nothing_to_be_found(engine: Engine, traffic: Traffic, redis_server: RedisServer) -> None:
     """The weights may have changed: what is stored from now on is this engine's alone."""
-    engine.wait(engine.reset, "a reset")
+    engine.wait(lambda: engine.reset(cold=True), "a reset")
     prompt, right = traffic.tables[0].question(0)
     answer = engine.ask(prompt, traffic.names[0])
     assert (answer.text, answer.cached_tokens) == (right, 0)

@@ -249,9 +249,9 @@ def slow_store(worker: Any) -> None:
     path.store.read = read
     for blocks in path.blocks.values():
 
-        def encode_all(spills: Any, blocks: Any = blocks) -> Any:
+        def encode_all(spills: Any, copies: Any = None, blocks: Any = blocks) -> Any:
             time.sleep(0.3)
-            return type(blocks).encode_all(blocks, spills)
+            return type(blocks).encode_all(blocks, spills, copies)
 
         blocks.encode_all = encode_all
 

@@ -73,12 +73,14 @@ def test_every_metric_is_on_the_metrics_page(server) -> None:
     for name in METRICS:
         assert f"vllm:manthan_{name}" in text
     metrics = server.metrics()
-    assert metrics["vllm:manthan_compression_ratio"] == pytest.approx(4.84, abs=0.03)
+    ratios = [pytest.approx(ratio, abs=0.03) for ratio in (4.06, 4.84)]  # wht-4x until there is a verdict, then wht-5x
+    assert metrics["vllm:manthan_compression_ratio"] in ratios
     assert metrics["vllm:manthan_restores_total"] >= 3
     assert metrics["vllm:manthan_restored_blocks_total"] >= 3 * 17
     assert metrics["vllm:manthan_encode_seconds_count"] == metrics["vllm:manthan_encoded_blocks_total"]
     restored = metrics["vllm:manthan_restored_blocks_total"]
-    assert metrics["vllm:manthan_restore_bytes_sum"] == pytest.approx(restored * 27_000, rel=0.05)
+    nbytes = [pytest.approx(restored * each, rel=0.05) for each in (27_000, 32_400)]  # of wht-5x and wht-4x
+    assert metrics["vllm:manthan_restore_bytes_sum"] in nbytes
 
 
 def test_reset_prefix_cache_empties_the_cold_store_where_that_is_asked_for(server, table) -> None:

@@ -101,13 +101,13 @@ def test_a_name_is_one_s_own(server, table) -> None:
     prompts = {tenant: table(53 + n).question(1)[0] for n, tenant in enumerate((LEFT, *ANYBODY_ELSE))}
     for tenant, prompt in prompts.items():
         told = ask(server, tenant, prompt, "chat", {"priority": 1}).told
-        assert told == {"session_id": "chat", "pinned": False, "refused": None}
+        assert told == {"session_id": "chat", "pinned": False, "refused": None, "lossy_tokens": 0}
     for name in ("left/chat", "/left/chat", "chat"):
         told = ask(server, "", table(59).question(1)[0], name, {"release": True}).told
         assert told is not None
         assert told["session_id"].partition("~")[0] == name
     told = ask(server, LEFT, prompts[LEFT], "chat", {"priority": 1}).told
-    assert told == {"session_id": "chat", "pinned": False, "refused": None}
+    assert told == {"session_id": "chat", "pinned": False, "refused": None, "lossy_tokens": 0}
 
 
 def test_made_up_names_do_not_tell_how_many_others_have(server, table) -> None:
@@ -120,7 +120,7 @@ def test_made_up_names_do_not_tell_how_many_others_have(server, table) -> None:
 def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     prompt = table(63).question(1)[0]
     short = prompt[:300]
-    pinned = {"session_id": "kept", "pinned": True, "refused": None}
+    pinned = {"session_id": "kept", "pinned": True, "refused": None, "lossy_tokens": 0}
     assert ask(server, LEFT, short, "kept", {"pin": True}).told == pinned
     ask(server, LEFT, prompt, "expected")
     for tenant in ANYBODY_ELSE:

@@ -196,7 +196,7 @@ def numbered(folder: Path) -> list[tuple[int, Path]]:
 
 
 def segments(folder: Path) -> list[Segment]:
-    """Those in a folder that can be opened, by number."""
+    """Return the segments in a folder that can be opened, by number."""
     found = []
     for number, _ in numbered(folder):
         with suppress(OSError):

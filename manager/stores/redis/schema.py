@@ -10,7 +10,7 @@ live. Times to live fall along a session, so that its tail goes first.
 import hashlib
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from datetime import UTC, datetime
 from urllib.parse import quote
@@ -18,6 +18,8 @@ from urllib.parse import quote
 FALL, HALF = 0.25, 512
 """Share of the time to live that the last block of an endless session has less than the first; at depth HALF, half of
 that."""
+SAMPLES = 64
+"""A session's hash names at most so many of its block hashes, by their first bytes."""
 FIRST_TTL = 0.5
 """Share of the time to live that a block is stored with, until its session is told."""
 
@@ -55,6 +57,23 @@ class Namespace:
 def lives_s(ttl_s: float, depth: int) -> float:
     """Seconds that the block at this depth lives after its session's last use."""
     return ttl_s * (1 - FALL * depth / (depth + HALF))
+
+
+def sample(keys: Sequence[bytes]) -> str:
+    """Return the first bytes of some of a session's block hashes, the last one among them: "7:9f3a01bc 15:e07b33d2"."""
+    count = len(keys)
+    some = {(n + 1) * count // SAMPLES - 1 for n in range(SAMPLES)} if count > SAMPLES else range(count)
+    return " ".join(f"{at}:{keys[at].hex()[:8]}" for at in sorted(some))
+
+
+def shared_blocks(sampled: str, keys: Sequence[bytes]) -> int:
+    """Return how many blocks a prompt begins with that are also a session's, as far as its `sample` tells.
+
+    A block hash covers all tokens before it, so that the last one in common settles those before it.
+    """
+    pairs = (word.split(":") for word in sampled.split())
+    depths = (int(at) for at, start in pairs if int(at) < len(keys) and keys[int(at)].hex()[:8] == start)
+    return max(depths, default=-1) + 1
 
 
 def iso(seconds: float) -> str:

@@ -36,10 +36,14 @@ class Anchored(NamedTuple):
 
 
 class LookupResult(NamedTuple):
-    """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on."""
+    """Sizes of a prompt's blocks that are stored, up to the first that is not; and where the request can go on.
+
+    sampled: the `schema.sample` of the session's blocks, as the last engine that served it told.
+    """
 
     sizes: Sequence[int] = ()
     anchored: Anchored | None = None
+    sampled: str = ""
 
 
 class SessionRecord(NamedTuple):
@@ -57,6 +61,7 @@ class SessionRecord(NamedTuple):
 
 class _Lookup(NamedTuple):
     request_id: str
+    session_id: str
     group: int
     keys: Sequence[bytes]
     needed: Needed | None
@@ -100,16 +105,19 @@ class RedisSessions:
     def start(self) -> None:
         self._thread.start()
 
-    def look_up(self, request_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None) -> bool:
+    def look_up(
+        self, request_id: str, session_id: str, group: int, keys: Sequence[bytes], needed: Needed | None = None
+    ) -> bool:
         """Ask which of these blocks are stored. Returns False if no answer will come.
 
         Args:
+            session_id: Session that the request belongs to.
             needed: Called on another thread.
         """
         if not self._circuit.is_up:
             return False
         with self._wake:
-            self._lookups.append(_Lookup(request_id, group, tuple(keys), needed))
+            self._lookups.append(_Lookup(request_id, session_id, group, tuple(keys), needed))
             self._wake.notify()
         return True
 
@@ -191,7 +199,8 @@ class RedisSessions:
                     break
                 size = min(2 * size, BATCH)
             anchored = self._anchored(namespace, len(sizes), lookup.needed) if lookup.needed is not None else None
-            return LookupResult(sizes, anchored)
+            [sampled] = self._ask([("HGET", self._name(namespace, lookup.session_id), "hashes")]) if sizes else [None]
+            return LookupResult(sizes, anchored, (sampled or b"").decode())
         except ColdStoreError:
             pass
         except Exception:  # the request must get an answer, and this thread must live
@@ -242,10 +251,13 @@ class RedisSessions:
             with self._wake:
                 self._records, self._drops = {}, []
 
+    def _name(self, namespace: Namespace, session_id: str) -> str:
+        return namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
+
     def _save(self, namespace: Namespace, record: SessionRecord) -> None:
         """Write a session's hash, and renew its blocks if there are more, or if it is time."""
         session_id = record.session_id
-        name = namespace.session(self._sealer.name(session_id) if self._sealer is not None else session_id)
+        name = self._name(namespace, session_id)
         if record.fields is None:
             self._renewed.pop(session_id, None)
             [owner] = self._ask([("HGET", name, "engine")])
