@@ -15,7 +15,9 @@ from manthan.codec.fidelity import Sample, measure
 PRINT, KEY = bytes(range(16)), b"k" * 32
 SHAPE = BlockShape(layers=3, heads=1, tokens=16, head_dim=64, latent=512)
 NOISE = 0.0125
-"""Of latents, in energy, beside what they differ in: the rates of about 4 bits that are offered."""
+"""Of latents, in energy, beside what they differ in: of a codec of about 4 bits."""
+NOISE_OF_3_BITS = 0.039
+"""Of the quantizer of Lloyd and Max it is 0.0345 for normal numbers."""
 
 
 def numbers(vectors, shape=SHAPE, bias=0.0, seed=0, blocks=1):
@@ -65,17 +67,16 @@ def test_a_block_comes_back(name, exact, dtype, vectors):
     if name == "exact":
         assert np.array_equal(back, latents)
     elif exact < shape.tokens:
-        assert (
-            0 < noise_of(latents[:, :, exact:], back[:, :, exact:]) < (NOISE if shape.tokens - exact > 1 else 2 * NOISE)
-        )
+        most = NOISE_OF_3_BITS if name == "k3v3" else NOISE if shape.tokens - exact > 1 else 2 * NOISE
+        assert 0 < noise_of(latents[:, :, exact:], back[:, :, exact:]) < most
 
 
 def test_the_default_has_the_noise_of_four_bits_whatever_latents_have_in_common(vectors):
-    """With fewer bytes than what else takes the mean off."""
+    """The finer one takes more bytes and has less; `k3v3` takes no mean off."""
     for bias in (0.0, 3.0):
         both = numbers(vectors, bias=bias)
         sizes = {}
-        for name in ("wht-5x", "wht-4x", "wht-4x"):
+        for name in ("wht-5x", "wht-4x", "k3v3"):
             form = BlockFormat(name, SHAPE, PRINT)
             buf = form.encode(*both, key=KEY, first_token=0, exact=0)
             sizes[name] = len(wire.parse(buf).payloads[1]), noise_of(both[1], form.decode(buf, key=KEY)[1])
@@ -83,7 +84,8 @@ def test_the_default_has_the_noise_of_four_bits_whatever_latents_have_in_common(
         assert sizes["wht-5x"][0] < sizes["wht-4x"][0]
         assert bits < 4.15
         assert sizes["wht-5x"][1] < NOISE
-        assert (sizes["wht-4x"][1] > 2 * NOISE) == (bias > 0)
+        assert sizes["wht-4x"][1] < 0.5 * sizes["wht-5x"][1]
+        assert (sizes["k3v3"][1] > 2 * NOISE_OF_3_BITS) == (bias > 0)
 
 
 def test_a_token_takes_what_the_command_says():
@@ -179,8 +181,8 @@ def measured(codec, both, blocks=8):
 def test_a_bias_of_latents_is_what_tells_codecs_apart(vectors):
     both = numbers(vectors, bias=12.0, blocks=8)
     assert measured("wht-5x", both).is_faithful
-    assert not measured("wht-4x", both).is_faithful
-    assert measured("wht-4x", numbers(vectors, blocks=8)).is_faithful
+    assert not measured("k3v3", both).is_faithful
+    assert measured("k3v3", numbers(vectors, blocks=8)).is_faithful
 
 
 def test_rope_s_part_is_in_the_logits_that_are_measured(vectors):

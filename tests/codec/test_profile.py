@@ -204,7 +204,7 @@ def test_without_a_metric_keys_stand_for_queries():
     ):
         x = kind[0].transpose(1, 0, 2).reshape(4096, -1)
         _, directions = np.linalg.eigh(np.cov(x.T))
-        step = basis.steps["klt-8x"]
+        step = basis.steps["klt-5x"]
         back = np.rint((x - basis.mean) @ basis.forward / step) * step @ basis.inverse + basis.mean
         wrong = np.square((back - x) @ directions).mean(0)
         shares.append(wrong[-8:].mean() / wrong[-40:-32].mean())

@@ -10,6 +10,7 @@ import xxhash
 from manthan.codec import NonFiniteError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
+from manthan.codec.cpu import rows
 from manthan.codec.cpu.rans import Coder, Rows, streams_of
 from manthan.codec.cpu.rows import MOST_DOUBLINGS, parse
 from manthan.codec.errors import CodecError, DamagedError, SizeError
@@ -66,8 +67,8 @@ def test_decoding_follows_the_format(head_dim, turning):
         at += size
     assert at == Parts.of(section).end
     numbers = 5 * HEADS * head_dim
-    rows = Rows(np.full(2 * LAYERS, numbers // 5), np.repeat(parts[4], head_dim), 5, streams_of(numbers))
-    q = Coder(family()).decode(parse(codes[at:], rows), rows).reshape(2, runs, head_dim, 5)
+    layout = Rows(np.full(2 * LAYERS, numbers // 5), np.repeat(parts[4], head_dim), 5, streams_of(numbers))
+    q = Coder(family()).decode(parse(codes[at:], layout), layout).reshape(2, runs, head_dim, 5)
     bf16 = lambda bits: float((np.array([bits], np.uint32) << 16).view(np.float32)[0])  # noqa: E731
 
     hadamard = np.zeros((head_dim, head_dim))
@@ -96,10 +97,10 @@ def test_decoding_follows_the_format(head_dim, turning):
 
 
 GOLDEN = {
-    64: ["3536a93c1f37d57b", "74b88bef76d358a3"],
-    80: ["319356472599623e", "eb415aff7170c5a3"],
-    128: ["88c554084f968db6", "21554d04ce7f67af"],
-    256: ["3eda495193aeff86", "109c4fd3ade57bcf"],
+    64: ["3b49a4f97ada863a", "74b88bef76d358a3"],
+    80: ["ce19adfc599becd8", "eb415aff7170c5a3"],
+    128: ["bd7aa94c6dccc213", "21554d04ce7f67af"],
+    256: ["b2759391a8623f05", "109c4fd3ade57bcf"],
 }
 
 
@@ -204,7 +205,7 @@ def test_layers_do_not_depend_on_others():
 @pytest.mark.parametrize("first", [0, 100_000])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 31, 128])
 @pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
-def test_a_round_trip_loses_little(head_dim, tokens, first, fused, vectors):
+def test_a_round_trip_loses_little(head_dim, tokens, first, vectors):
     turn = rope(head_dim)
     codec = codec_of(head_dim, turn)
     for dtype in DTYPES:
@@ -244,8 +245,8 @@ def test_float16_stays_within_its_range():
     assert back.max() == 65504
 
 
-def few_large(section, seed=0, share=0.004):
-    """Numbers that no rotation makes Gaussian: what a rotation of all-but-zeros comes from."""
+def few_large(section, seed=0, share=3 / 64):
+    """A few numbers of each vector are large once it is rotated: they cost the most for their squares."""
     rng = np.random.default_rng(seed)
     y = rng.standard_normal(section.shape) * 1e-3
     y += (rng.random(y.shape) < share) * rng.choice([-1, 1], y.shape)
@@ -271,17 +272,23 @@ def test_a_section_that_does_not_fit_doubles_its_steps(doublings, monkeypatch):
     monkeypatch.undo()
     finer = error(x, roundtrip(codec, x, section))
     coarser = error(x, codec.decode(codes, section, places_from(0)))
-    assert coarser < 1.1 * 4**doublings * finer or doublings == MOST_DOUBLINGS
+    # a whole number that is rounded again is off by (4**d + 2) / 12 of a squared step, and was by 1 / 12 before
+    assert coarser < 1.1 * (4**doublings + 3) * finer or doublings == MOST_DOUBLINGS
     assert coarser > finer
 
 
-def test_numbers_that_no_rotation_makes_gaussian_do_it():
+def test_numbers_that_no_rotation_makes_gaussian_do_it(monkeypatch):
+    """They take a fifth more than is expected, which fits as long as a section has a third more."""
     codec, section = codec_of(), section_of(kind=SectionKind.VALUES, tokens=64)
     x = few_large(section)
+    whole = encoded(codec, x, section)
+    assert whole[1] == 0
+    assert codec.expected_nbytes(section) < len(whole) <= codec.max_nbytes(section)
+    monkeypatch.setattr(rows, "SLACK", (1, 1))
     codes = encoded(codec, x, section)
-    assert codes[1] > 0
-    assert len(codes) <= codec.max_nbytes(section)
-    assert error(x, codec.decode(codes, section, places_from(0, 64))) < 0.3
+    assert codes[1] == 1
+    assert len(codes) <= codec.max_nbytes(section) == codec.expected_nbytes(section)
+    assert error(x, codec.decode(codes, section, places_from(0, 64))) < 0.1
     assert np.array_equal(codes, encoded(codec_of(plain=True), x, section))
 
 
