@@ -17,8 +17,8 @@ Codes, little-endian. A row is a layer's keys or values, [C, tokens]; of keys an
 
 A section takes 1.35 times the bytes that the tables let expect, at most. Numbers that are further from the profile's
 double their steps until they fit, d times: q / 2**d rounded to a whole number, ties to even, is coded with the same
-tables, and x^ = (2**d * q) @ (step * inverse) + mean. Numbers of more than 32,767 steps are refused like those that are
-not finite.
+tables, and x^ = (2**d * q) @ (step * inverse) + mean. All finite numbers fit; products are float64 for those of which q
+takes more than 16 bits.
 """
 
 from collections.abc import Sequence
@@ -32,7 +32,7 @@ import numpy.typing as npt
 from manthan.codec.base import Codec, Codes, Numbers, Positions, Section, SectionKind, check_head_dim
 from manthan.codec.cpu.numbers import as_floats, as_numbers
 from manthan.codec.cpu.rans import Coder, Integers, Rows, streams_of
-from manthan.codec.cpu.rows import MOST_DOUBLINGS, bound, encode_rows, parse, row_front
+from manthan.codec.cpu.rows import FURTHEST, bound, encode_rows, parse, row_front
 from manthan.codec.errors import DamagedError, NonFiniteError, ProfileError, SizeError
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.profile import PRESETS as RATIOS
@@ -41,7 +41,9 @@ from manthan.codec.rope import Rope
 from manthan.codec.tables.frequencies import UNIT, expected
 
 VERSION, START = 1, 4
-FURTHEST = 32767
+MOST_DOUBLINGS = 254
+"""More than the largest float32 needs, by 2**100."""
+LARGEST = float(np.finfo(np.float32).max)
 
 PARTS = {
     SectionKind.KEYS: (SectionKind.KEYS,),
@@ -49,6 +51,7 @@ PARTS = {
     SectionKind.BOTH: (SectionKind.KEYS, SectionKind.VALUES),
 }
 Floats = npt.NDArray[np.float32]
+Doubles = npt.NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -95,15 +98,16 @@ class _Bases(NamedTuple):
             mean=self.mean[at], forward=self.forward[at], inverse=self.inverse[at], tables=self.tables[at]
         )
 
-    def rounded(self, x: Floats) -> Floats:
-        """[rows, tokens, C] to [rows, C, tokens]."""
+    def rounded(self, x: Floats | Doubles) -> Any:
+        """[rows, tokens, C] to [rows, C, tokens] of the same dtype."""
         with np.errstate(over="ignore", invalid="ignore"):
-            made: Floats = np.rint((x - self.mean[:, None]) @ self.forward).transpose(0, 2, 1)
-        return made
+            return np.rint((x - self.mean[:, None]) @ self.forward.astype(x.dtype)).transpose(0, 2, 1)
 
-    def back(self, q: Floats) -> Floats:
-        """[rows, C, tokens] to [rows, tokens, C]."""
-        made: Floats = q.transpose(0, 2, 1) @ self.inverse
+    def back(self, q: Floats, doublings: int) -> Any:
+        """[rows, C, tokens] to [rows, tokens, C]; float64 where steps are doubled, so that nothing overflows."""
+        made: Any = q.transpose(0, 2, 1) @ self.inverse
+        if doublings:
+            made = np.ldexp(made.astype(np.float64), doublings)
         made += self.mean[:, None]
         return made
 
@@ -155,7 +159,7 @@ class KltCodec(Codec):
         return found
 
     def encode(self, x: Numbers, section: Section, positions: Positions, out: Codes) -> int:
-        """Raises NonFiniteError, for numbers of more than FURTHEST steps too."""
+        """Raises NonFiniteError."""
         vectors, bases = as_floats(x), self._of(section)
         numbers = self._numbers(vectors, section, positions, bases)
         rows = _rows(section, bases)
@@ -192,37 +196,38 @@ class KltCodec(Codec):
         joined: list[Any] = [np.concatenate(parts) for parts in zip(*found, strict=True)]
         return found[0] if len(found) == 1 else _Bases(*joined)
 
-    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers:
-        """Of all rows. Raises NonFiniteError."""
+    def _numbers(self, x: Floats, section: Section, positions: Positions, bases: _Bases) -> Integers | Doubles:
+        """Return whole steps of all rows; float64 where they take more than 16 bits. Raises NonFiniteError."""
         finite = np.isfinite(x).reshape(-1, section.head_dim).all(1)
         if not finite.all():
             bad = int(finite.argmin())
             raise NonFiniteError(f"vector {bad} holds a NaN or an infinity and cannot be encoded.", bad)
+        rounded = bases.rounded(self._turned_back(x, section, positions))
+        if (np.abs(rounded) <= FURTHEST).all():  # a NaN is not
+            near: Integers = rounded.astype(np.int16, order="C").ravel()
+            return near
+        far: Doubles = bases.rounded(self._turned_back(x.astype(np.float64), section, positions))
+        return far.ravel()
+
+    def _turned_back(self, x: Floats | Doubles, section: Section, positions: Positions) -> Any:
+        """Return the section's rows, [rows, tokens, C], keys as they are at place 0."""
         parts = x.reshape(-1, *x.shape[-4:])
         if section.kind is not SectionKind.VALUES and self._rope is not None:
             with np.errstate(over="ignore", invalid="ignore"):
                 turned = self._rope.turn_back(parts[0], positions)
             parts = np.concatenate([turned[None], parts[1:]])
-        rows = parts.transpose(0, 1, 3, 2, 4).reshape(len(bases.mean), section.tokens, -1)
-        rounded = bases.rounded(rows)
-        near = np.abs(rounded) <= FURTHEST  # a NaN is not
-        if not near.all():
-            row, _, token = np.unravel_index(int(near.argmin()), near.shape)
-            bad = int(row) * section.heads * section.tokens + int(token)
-            raise NonFiniteError(
-                f"vector {bad} is more than {FURTHEST} steps from the profile's mean and cannot be encoded.", bad
-            )
-        return rounded.astype(np.int16, order="C").ravel()
+        return parts.transpose(0, 1, 3, 2, 4).reshape(section.layers * len(parts), section.tokens, -1)
 
     def _vectors(
         self, numbers: Integers, doublings: int, section: Section, positions: Positions, bases: _Bases
     ) -> Floats:
-        rows = bases.back(np.ldexp(numbers.astype(np.float32), doublings).reshape(len(bases.mean), -1, section.tokens))
+        rows = bases.back(numbers.astype(np.float32).reshape(len(bases.mean), -1, section.tokens), doublings)
         heads = rows.reshape(-1, section.layers, section.tokens, section.heads, section.head_dim)
         x = np.ascontiguousarray(heads.transpose(0, 1, 3, 2, 4))
         if section.kind is not SectionKind.VALUES and self._rope is not None:
             x[0] = self._rope.turn(x[0], positions)
-        return x.reshape(section.shape)
+        made: Floats = np.clip(x, -LARGEST, LARGEST).astype(np.float32) if doublings else x
+        return made.reshape(section.shape)
 
 
 def _check(name: str, head_dim: int, profile: Profile, rope: Rope | None) -> None:

@@ -4,13 +4,15 @@
 
 How many words a row has is u16, or u32 where a row is so long that it might not fit.
 
-A section that does not fit its bound doubles its steps until it does. Its whole numbers are divided by 2 to the number
-of doublings and rounded, ties to even. They end as zeros, which take less than any table lets expect.
+A section that does not fit its bound doubles its steps until it does, and so does one with a number of more than 16
+bits. Its whole numbers are divided by 2 to the number of doublings and rounded, ties to even. They end as zeros, which
+take less than any table lets expect.
 """
 
 from collections.abc import Callable
 
 import numpy as np
+import numpy.typing as npt
 
 from manthan.codec.base import Codes
 from manthan.codec.cpu.rans import Coded, Coder, Integers, Rows, streams_of
@@ -22,6 +24,8 @@ SLACK = 27, 20
 """A section may take this multiple of what is expected of it: 1.35, as whole numbers."""
 MOST_DOUBLINGS = 16
 """After which all 16-bit numbers are 0."""
+FURTHEST = 32767
+"""The largest number that is written, of either sign."""
 
 
 def bound(expected_nbytes: int) -> int:
@@ -30,20 +34,26 @@ def bound(expected_nbytes: int) -> int:
     return -(-expected_nbytes * times // of)
 
 
-def encode_rows(coder: Coder, numbers: Integers, rows_of: Callable[[int], Rows], out: Codes) -> tuple[int, int]:
+def encode_rows(
+    coder: Coder, numbers: Integers | npt.NDArray[np.float64], rows_of: Callable[[int], Rows], out: Codes
+) -> tuple[int, int]:
     """Write whole numbers into the front of `out`, with as few doublings of their steps as fit.
 
     Args:
-        numbers: of all rows, one row behind the other.
+        numbers: of all rows, one row behind the other; float64 where some take more than 16 bits.
         rows_of: rows by the number of doublings.
         out: as long as the rows may be.
 
     Returns: the number of doublings, and of bytes that were written.
     """
-    for doublings in range(MOST_DOUBLINGS + 1):
+    short = numbers.dtype == np.int16
+    least = 0 if short else max(0, int(np.frexp(np.abs(numbers).max())[1]) - 15)
+    for doublings in range(least, least + MOST_DOUBLINGS + 1):
         rows = rows_of(doublings)
-        halved = np.rint(np.ldexp(numbers.astype(np.float32), -doublings)).astype(np.int16) if doublings else numbers
-        coded = coder.encode(halved, rows, (out.size - front(rows)) // 2)
+        halved = np.rint(np.ldexp(numbers.astype(np.float64), -doublings)) if doublings else numbers
+        if not short and np.abs(halved).max() > FURTHEST:
+            continue
+        coded = coder.encode(halved.astype(np.int16, copy=False), rows, (out.size - front(rows)) // 2)
         if coded is not None:
             return doublings, write(coded, rows, out)
     raise AssertionError(f"{numbers.size} zeros do not fit into {out.size} bytes")

@@ -20,7 +20,7 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype, Kind
 from manthan.codec.block import BlockFormat
-from manthan.codec.cpu.klt import VERSION
+from manthan.codec.cpu.klt import MOST_DOUBLINGS, VERSION
 from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
@@ -170,7 +170,10 @@ class KltPagedCodec(PagedCodec):
         self._kernels = _module(*shape, self.device, is_aligned(layout), self._shared, *pairs)
 
     def encode(self, batch: Batch, codes: Tensor) -> None:
-        """A status becomes a vector's index too where its numbers are too many steps from the profile's mean."""
+        """A status becomes a vector's index too where it is 32,768 or more steps from the profile's mean.
+
+        Because numbers are fp16 between kernels, such sections are encoded on the CPU only.
+        """
         plan = self._plan(batch.exact)
         batch.status.fill_(GOOD)
         if plan.exact is not None:
@@ -274,5 +277,5 @@ def _module(
     """The kernels for vectors of this size and dtype. aligned: see `cuda_codec.constants`. shared: whether tables fit
     into a block's shared memory. pairs, interleaved: of RoPE."""
     macros = {"KINDS": len(KINDS), "SHARED_TABLES": int(shared), "PAIRS": pairs, "INTERLEAVED": int(interleaved)}
-    macros["SECTION_VERSION"] = VERSION
+    macros |= {"SECTION_VERSION": VERSION, "MOST_DOUBLINGS": MOST_DOUBLINGS}
     return Module(f"{constants(head_dim, dtype, aligned, macros)}\n{sources(SOURCES)}", device)

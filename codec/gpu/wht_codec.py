@@ -17,6 +17,7 @@ from torch import Tensor
 from manthan.codec.base import Dtype, align16
 from manthan.codec.block import BlockFormat, sections
 from manthan.codec.cpu.rans import ESCAPE, SCALE
+from manthan.codec.cpu.rows import MOST_DOUBLINGS
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_codec import Sections
 from manthan.codec.gpu.nvrtc import ALONE, Module
@@ -328,6 +329,7 @@ def _module(
         "INTERLEAVED": int(interleaved),
         "MEAN_BITS": MEAN_BITS,
         "SECTION_VERSION": VERSION,
+        "MOST_DOUBLINGS": MOST_DOUBLINGS,
         "ROW_STEP_END": ROW_STEP_END,
         "WHT_LIMIT_BITS": f"{LIMIT_BITS}u",
     }

@@ -10,7 +10,9 @@ from hypothesis import strategies as st
 
 from manthan.codec import BlockFormat, BlockShape, CodecError, NonFiniteError, ProfileError, get_codec
 from manthan.codec.base import Dtype, Section, SectionKind
+from manthan.codec.cpu.klt import PARTS, _rows
 from manthan.codec.cpu.numbers import as_floats, as_numbers
+from manthan.codec.cpu.rows import FURTHEST, encode_rows, front
 from manthan.codec.errors import DamagedError, FingerprintMismatchError, SizeError
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS
@@ -93,8 +95,36 @@ def test_numbers_that_are_far_from_the_profile_never_fail(kind, dtype, scale):
     codes = encoded(codec, x, section, positions)
     back = codec.decode(codes, section, positions)
     assert codes.size <= codec.max_nbytes(section)
-    wrong, right = as_floats(back) - as_floats(x), as_floats(x)
-    assert np.square(wrong).mean() < 0.16 * np.square(right).mean()
+    in_floats = codec.decode(codes, replace(section, dtype=Dtype.FLOAT32), positions)
+    assert np.array_equal(back, as_numbers(in_floats.copy(), dtype))
+    assert_rounded_once(section, positions, codes[1], as_floats(x), in_floats)
+
+
+def assert_rounded_once(section, positions, doublings, x, back):
+    """A component is off by half of a doubled step at most, and by half of a step. No fewer doublings fit."""
+    wrong = components(back, section, positions) - components(x, section, positions)
+    assert 0 < np.abs(wrong).max() < 0.501 * (2.0**doublings + 1)
+    codec, codes = get_codec("klt-5x", profiles.HEAD_DIM, FACTS), np.empty(10**5, np.uint8)
+    numbers = np.rint(components(x, section, positions)).transpose(0, 2, 1).ravel()
+    rows = _rows(section, codec._of(section))
+    assert encode_rows(codec._coder, numbers, lambda _: rows, codes[: codec.max_nbytes(section) - 4])[0] == doublings
+    fewer = np.rint(np.ldexp(numbers, 1 - int(doublings)))
+    room = (codec.max_nbytes(section) - 4 - front(rows)) // 2
+    assert np.abs(fewer).max() > FURTHEST or codec._coder.encode(fewer.astype(np.int16), rows, room) is None
+
+
+def components(x, section, positions):
+    """Keys and values in steps from the profile's mean, in float64, [rows, tokens, C]."""
+    made = []
+    for kind, part in zip(PARTS[section.kind], x.reshape(-1, *x.shape[-4:]), strict=True):
+        still = part.astype(float)
+        if kind is SectionKind.KEYS:
+            still = profiles.ROPE.turn_back(still, positions)
+        for layer, vectors in zip(PROFILE.layers, still, strict=True):
+            basis = layer.keys if kind is SectionKind.KEYS else layer.values
+            rows = vectors.transpose(1, 0, 2).reshape(section.tokens, -1)
+            made.append((rows - basis.mean) @ basis.forward.astype(float) / basis.steps[section.codec])
+    return np.stack(made)
 
 
 def far(section, scale):
@@ -103,12 +133,15 @@ def far(section, scale):
 
 
 def test_they_double_their_steps():
-    x, positions = far(SECTION, 100)
-    codes = encoded(get_codec("klt-5x", profiles.HEAD_DIM, FACTS), x, SECTION, positions)
-    assert codes[[0, 2, 3]].tolist() == [1, 0, 0]
-    assert 3 <= codes[1] <= 8
-    x, positions = data(SECTION)
-    assert encoded(get_codec("klt-5x", profiles.HEAD_DIM, FACTS), x, SECTION, positions)[1] == 0
+    """The further numbers are from the profile's, the more often; those of the profile never."""
+    codec, doublings = get_codec("klt-5x", profiles.HEAD_DIM, FACTS), []
+    for scale in (1, 1.5, 10, 100, 1e6, 1e30):
+        x, positions = far(SECTION, scale)
+        codes = encoded(codec, x, SECTION, positions)
+        assert codes[[0, 2, 3]].tolist() == [1, 0, 0]
+        doublings.append(int(codes[1]))
+    assert doublings[0] == 0
+    assert doublings == sorted(set(doublings))
 
 
 @pytest.mark.parametrize("name", PRESETS)
@@ -133,14 +166,21 @@ def test_the_sizes_of_some_layers_are_theirs():
     )
 
 
-@pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES])
-def test_what_is_too_far_from_the_profile_is_refused(kind):
+@pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES, SectionKind.BOTH])
+@pytest.mark.parametrize("bits", [0x4F00, 0x6000, 0x7E00, 0x7F7F, 0xFF7F])
+def test_finite_numbers_of_any_size_are_encoded(kind, bits):
+    """One vector of them, and nothing but them."""
     codec, section = get_codec("klt-5x", profiles.HEAD_DIM, FACTS), replace(SECTION, kind=kind)
-    x, positions = data(section)
-    x[1, :, 5] = 0x7E00
-    with pytest.raises(NonFiniteError, match="vector 37 is more than 32767 steps from the profile's mean") as refusal:
-        encoded(codec, x, section, positions)
-    assert refusal.value.index == 37
+    some, positions = data(section)
+    some[..., 1, :, 5, :] = bits
+    for x in (some, np.full(section.shape, bits, np.uint16)):
+        codes = encoded(codec, x, section, positions)
+        assert codes[1] > 16
+        back = as_floats(codec.decode(codes, section, positions))
+        assert np.isfinite(back).all()
+        if kind is SectionKind.VALUES and bits < 0x7F00:  # others may be turned or rounded beyond the largest number
+            in_floats = codec.decode(codes, replace(section, dtype=Dtype.FLOAT32), positions)
+            assert_rounded_once(section, positions, codes[1], as_floats(x), in_floats)
 
 
 @pytest.mark.parametrize("bad", [0x7FC0, 0x7F80, 0xFF80])
@@ -176,7 +216,7 @@ def test_another_beginning_is_refused(at):
     codec = get_codec("klt-8x", profiles.HEAD_DIM, FACTS)
     x, positions = data(SECTION)
     codes = encoded(codec, x, SECTION, positions)
-    codes[at] += 20
+    codes[at] = 255
     with pytest.raises(DamagedError, match="codes of klt-5x begin with"):
         codec.decode(codes, SECTION, positions)
 

@@ -44,7 +44,6 @@ struct Sections {  // keys and values of n blocks of one form; arrays without a 
 };
 
 #define START_NBYTES 4
-#define MOST_DOUBLINGS 16  // after which all numbers are 0
 #define LOWEST 65536u
 #define ENTRY_AT(entry) (128 + 64 * (entry) + 24)  // of a section's length in the header
 #define NBYTES_AT 32                               // of the block's

@@ -119,7 +119,8 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections 
     EACH_RUN(job, i) {
         const Run run(job, i);
         if (job.status[run.block] != GOOD) continue;
-        const float larger = f((127u + job.doublings[2 * run.block + run.kind]) << 23);
+        const u32 doublings = job.doublings[2 * run.block + run.kind];
+        const float larger = f((127u + doublings / 2) << 23), still = f((127u + (doublings + 1) / 2) << 23);
         const float *cosines = run.cosines(job), *back = job.back + run.vector(job);
         for (int q = QUADS < 32 ? lane % QUADS : lane; q < QUADS && beside < ABREAST; q += 32) {
             const Quad quad(job, run.kind, q);
@@ -134,7 +135,7 @@ extern "C" __global__ void __launch_bounds__(THREADS, 2) scatter(const Sections 
                 Word words[4];
                 quad.fetch<float2>(back + (i64)t * components(job), x, true);
 #pragma unroll
-                for (int k = 0; k < 4; k++) x[k] = x[k] * gain[k] + mean[k];
+                for (int k = 0; k < 4; k++) x[k] = x[k] * still * gain[k] + mean[k];
                 quad.turn<false>(job, cosines, t, x);
 #pragma unroll
                 for (int k = 0; k < 4; k++) words[k] = store(fminf(fmaxf(x[k], -f(LARGEST)), f(LARGEST)));
