@@ -5,7 +5,7 @@ session is kept if at least 95% of its full blocks are not computed again. The b
 values may take: plain vLLM's whole KV pool; for the others a pool of a tenth, and codes or offload in the rest. Each
 arm is `vllm serve`, one after another; or one server that runs already.
 
-    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs k3v3,k4v2] [--out FOLDER]
+    manthan bench capacity [--arms plain,host] [--budgets 64MiB,128MiB] [--codecs wht-5x,k3v3] [--out FOLDER]
     manthan bench capacity --base-url http://HOST:PORT --tokens 4000
     manthan bench capacity --plot-only FOLDER/capacity.json OTHER/capacity.json
 
