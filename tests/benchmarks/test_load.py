@@ -292,7 +292,7 @@ def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
             ("--arms", "plain,hots"),
             "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
         ),
-        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are k3v3,"),
+        (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are wht-5x,"),
         (("--manthan", "{hot_pool: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
         (
