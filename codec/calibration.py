@@ -17,10 +17,10 @@ import numpy.typing as npt
 
 from manthan.codec.base import Dtype, Numbers, Positions
 from manthan.codec.cpu.numbers import as_floats
-from manthan.codec.cpu.rans import ESCAPE, LARGEST, streams_of
+from manthan.codec.cpu.rans import streams_of
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import PRESETS, Basis, LayerProfile, Profile, ProfileInfo, rank_heads
-from manthan.codec.tables.frequencies import costs, family
+from manthan.codec.tables.frequencies import ESCAPE, LARGEST, costs, family
 
 HELD_BACK = 5
 """Of so many tokens that come in one call, the last is held back."""

@@ -7,7 +7,7 @@ import numpy.typing as npt
 from numba import types
 
 from manthan.codec.cpu.jit import jit
-from manthan.codec.cpu.rans import ESCAPE, LARGEST
+from manthan.codec.tables.frequencies import ESCAPE, LARGEST
 
 LOWEST = np.uint32(1 << 16)
 MASK = np.uint32(0xFFF)

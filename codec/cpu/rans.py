@@ -24,12 +24,9 @@ import numpy as np
 import numpy.typing as npt
 
 from manthan.codec.errors import DamagedError
+from manthan.codec.tables.frequencies import SCALE
 
-SCALE_BITS = 12
-SCALE = 1 << SCALE_BITS
 LOWEST = 1 << 16
-LARGEST = 127
-ESCAPE = 255
 STREAM_NUMBERS = 1024
 STREAMS_MAX = 32
 

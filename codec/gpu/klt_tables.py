@@ -13,9 +13,9 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
-from manthan.codec.cpu.rans import ESCAPE, SCALE
 from manthan.codec.errors import ProfileError
 from manthan.codec.profile import Basis, Profile
+from manthan.codec.tables.frequencies import ESCAPE, SCALE
 
 BUCKET = 16
 """Slots that share an entry of a table for decoding."""

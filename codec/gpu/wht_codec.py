@@ -16,14 +16,13 @@ from torch import Tensor
 
 from manthan.codec.base import Dtype, align16
 from manthan.codec.block import BlockFormat, sections
-from manthan.codec.cpu.rans import ESCAPE, SCALE
 from manthan.codec.cpu.rows import MOST_DOUBLINGS
 from manthan.codec.gpu.cuda_codec import Job, addresses, constants, exact_jobs, is_aligned, sources
 from manthan.codec.gpu.klt_codec import Sections
 from manthan.codec.gpu.nvrtc import ALONE, Module
 from manthan.codec.gpu.paged import GOOD, Batch, Form, PagedCodec, PagedLayout
 from manthan.codec.rope import Rope
-from manthan.codec.tables.frequencies import family
+from manthan.codec.tables.frequencies import ESCAPE, SCALE, family
 from manthan.codec.wht import (
     LIMIT_BITS,
     LIMITS,

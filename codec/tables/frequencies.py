@@ -17,6 +17,8 @@ DEVIATIONS = 2.0 ** (np.arange(-10, 18) / OCTAVE)
 """In steps: 0.1 to 51."""
 SCALE = 1 << 12
 LARGEST = 127
+ESCAPE = 255
+"""The symbol of all other numbers."""
 RAREST = 0.5 / SCALE
 """What is less likely is an escape."""
 UNIT = 256

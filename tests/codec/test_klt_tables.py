@@ -6,9 +6,10 @@ import pytest
 
 torch = pytest.importorskip("torch")
 
-from manthan.codec.cpu.rans import ESCAPE, SCALE, Coder  # noqa: E402
+from manthan.codec.cpu.rans import Coder  # noqa: E402
 from manthan.codec.gpu.klt_tables import BUCKET, ESCAPED, RowTables, Transforms  # noqa: E402
 from manthan.codec.profile import PRESETS  # noqa: E402
+from manthan.codec.tables.frequencies import ESCAPE, SCALE  # noqa: E402
 
 PROFILE = profiles.built()
 CPU = torch.device("cpu")

@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manthan.codec.cpu.rans import SCALE, STREAMS_MAX, Coded, Coder, Rows, streams_of
+from manthan.codec.cpu.rans import STREAMS_MAX, Coded, Coder, Rows, streams_of
 from manthan.codec.errors import DamagedError
-from manthan.codec.tables.frequencies import DEVIATIONS, costs, family
+from manthan.codec.tables.frequencies import DEVIATIONS, SCALE, costs, family
 
 
 class PlainCoder(Coder):

@@ -13,7 +13,6 @@ from fake_cuda import BLOCKS, DIM, HEADS, LAYERS, TOKENS, FormatCodec
 from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.gpu.paged import PagedCodec, PagedLayout, RawLayout
-from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.model import ModelFacts
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
@@ -57,7 +56,7 @@ class World:
         self.codecs: dict[int, PagedCodec] = {
             CHAIN: FormatCodec(self.plain, formats[CHAIN]),
             WINDOW: FormatCodec(self.plain, formats[WINDOW]),
-            STATE: RawPagedCodec(raw, formats[STATE]),
+            STATE: fake_cuda.raw_codec(raw, formats[STATE]),
         }
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Tiers(*tiers)
@@ -172,15 +171,17 @@ def test_what_is_bad_in_one_group_fails_the_load(make: Callable[..., World], bad
 
 def test_the_guard_s_codec_is_each_group_s_own_and_states_stay_as_they_are(make: Callable[..., World]) -> None:
     """It is made when the engine starts, and the configured ones stay beside it."""
-    world = make(names=["k3v3"])
-    made = [(WINDOW, "k3v3"), (CHAIN, "k3v3")]
+    world = make(names=["wht-5x"])
+    made = [(WINDOW, "wht-5x"), (CHAIN, "wht-5x")]
     assert sorted(world.made) == made
     spills = [
         order(group, n, 1 + n)._replace(codec=codec)
-        for n, (group, codec) in enumerate((group, codec) for codec in ("k3v3", "") for group in (CHAIN, WINDOW, STATE))
+        for n, (group, codec) in enumerate(
+            (group, codec) for codec in ("wht-5x", "") for group in (CHAIN, WINDOW, STATE)
+        )
     ]
     assert [result.cause for result in world.spill(*spills)] == [None] * 6
-    assert [codec.format.codec for codec in world.path.codecs.values()] == ["k4v4c", "k4v3", "exact"]
+    assert [codec.format.codec for codec in world.path.codecs.values()] == ["wht-4x", "k3v3", "exact"]
     right = [world.as_restored(spill) for spill in spills]
     parts = [part([spills[n], spills[n + 3]], [40 + n, 43 + n]) for n in range(3)]
     assert world.load(*parts).failed == []
