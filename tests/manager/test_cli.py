@@ -62,7 +62,7 @@ def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: 
     [
         ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)"),
         ("policy: {name: lru, half_life_s: 60}", "x.yaml: unknown lru option 'half_life_s' (there are none)"),
-        ("codec: lloyd", "x.yaml: unknown codec 'lloyd' (did you mean 'wht-4x'?)"),
+        ("codec: wht-6x", "x.yaml: unknown codec 'wht-6x' (did you mean 'wht-5x'?)"),
         ("cold_store: tape", "x.yaml: unknown cold store 'tape' (valid: device, disk, host, redis, tiered)"),
     ],
 )
@@ -85,7 +85,7 @@ def test_config_check_knows_the_names(
         (["simulate", "x.jsonl", "--policy", "returns,l"], ["returns,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
-        (["bench", "capacity", "--codecs", "k"], ["k3v3", "klt-5x", "klt-8x", "klt-12x"]),
+        (["bench", "capacity", "--codecs", "k"], ["klt-5x", "klt-8x", "klt-12x", "k3v3"]),
         (["eval", "quality", "MODEL", "--codec", "k3v3,wht-4"], ["k3v3,wht-4x"]),
         (["config", "ch"], ["check"]),
     ],

@@ -161,7 +161,7 @@ def test_blocks_of_a_place_or_a_form_that_they_do_not_have_are_refused() -> None
     shape = world.ours.format.shape
     numbers = np.zeros(shape.numbers, np.uint16)
     others = {
-        "size": BlockFormat("k3v3", shape, b"f" * 16, GROUP),
+        "size": BlockFormat("wht-5x", shape, b"f" * 16, GROUP),
         "fingerprint": BlockFormat("k3v3", shape, b"g" * 16, GROUP),
         "key": BlockFormat("k3v3", shape, b"f" * 16, GROUP + 1),
     }

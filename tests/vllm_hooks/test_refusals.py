@@ -135,6 +135,7 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """There is none here."""
     monkeypatch.setattr(type(current_platform), "device_type", "cuda")
     monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    monkeypatch.setattr("manthan.vllm_hooks.settled.kernel_fault", lambda: "")
 
 
 def settled(config: VllmConfig, manthan: dict[str, Any]) -> CodecConfig:
