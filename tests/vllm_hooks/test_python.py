@@ -55,7 +55,7 @@ def test_llm_in_one_process(table, tmp_path: Path) -> None:
     assert result.returncode == 0, result.stderr[-3000:]
     words = ("POLICY", "ANSWER", "BETWEEN", "REFUSED", "TOLD", "TENANTS", "AFTER")
     said = [line.split(" ") for line in result.stdout.splitlines() if line.startswith(words)]
-    assert said.pop(0) == ["POLICY", "('prior',", "60.0)"]
+    assert "('prior', 60.0)" in " ".join(said.pop(0))
     assert [line[0] for line in said] == [*words[1:3], "ANSWER", *words[3:], "ANSWER"]
     assert said[0] == ["ANSWER", right, "0"]
     assert said[1] == ["BETWEEN", "idle"]
