@@ -101,6 +101,22 @@ def test_what_was_damaged_meanwhile_is_computed(left: Path, damage: Callable[[Pa
         assert all_return(other)
 
 
+def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
+    """Folders are where files were, but for the journal, which begins with zeros."""
+    files = [path for path in left.rglob("*") if path.is_file()]
+    for file in files:
+        if file.suffix == ".sqlite":
+            file.write_bytes(bytes(4096) + file.read_bytes()[4096:])
+        else:
+            file.unlink()
+            file.mkdir()
+            (file / "in it").touch()
+    with engine(left) as other:
+        assert ask_all(other)[1] == 0
+        assert all_return(other)
+    assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.suffix in (".seg", ".sqlite"))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
