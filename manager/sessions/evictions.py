@@ -290,6 +290,8 @@ class Evictions:
             self._fail(block, now, is_full)
 
     def _fail(self, block: Block, now: float, is_full: bool = False) -> None:
+        if not block.waiters:
+            self._table.fresh.pop(self._ahead, None)  # it would be tried again in each step
         is_stale = block in self._stale
         self._stale.discard(block)
         if block.old is not None and not is_stale:
