@@ -5,12 +5,12 @@ import json
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple, TextIO, TypeVar
+from typing import Annotated, NamedTuple, TextIO, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
-from manthan.manager.sessions.hints import TOOL_NAME, ToolName
+from manthan.manager.sessions.hints import LONGEST_S, SECONDS, TOOL_NAME, ToolName
 
 MOONCAKE_BLOCK_TOKENS = 512
 CSV_BLOCK_TOKENS = 16
@@ -18,7 +18,6 @@ CSV_BLOCK_TOKENS = 16
 CSV_COLUMNS = ("time_s", "session_id", "input_tokens", "output_tokens")
 """Those that must be there."""
 
-_SECONDS = "a number of seconds above 0"
 _COUNT = "a whole number of tokens, {} or more"
 _TIME = "a number of {}, 0 or more"
 
@@ -54,6 +53,10 @@ class Trace(NamedTuple):
     distinct_blocks: int
 
 
+_Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)]
+"""As a hint has it, which a replay makes of it."""
+
+
 class _Line(BaseModel):
     """A field's description completes the sentence "FIELD must be …"."""
 
@@ -67,7 +70,7 @@ class MooncakeLine(_Line):
     input_length: int = Field(ge=1, strict=True, description=_COUNT.format(1))
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
-    expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
+    expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
 
 
@@ -82,7 +85,7 @@ class CsvLine(_Line):
     output_tokens: int = Field(ge=0, description=_COUNT.format(0))
     prefix_id: str = Field(default="", description="what the shared beginning is called; empty for none")
     prefix_tokens: int = Field(default=0, ge=0, description=_COUNT.format(0))
-    expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
+    expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
 
 
