@@ -1,4 +1,4 @@
-"""The `manthan bench` command, run in this process; `soak` is a script beside it."""
+"""The `manthan bench` command, run in this process."""
 
 import json
 from pathlib import Path
@@ -7,9 +7,6 @@ from typing import Any
 from typer.testing import CliRunner, Result
 
 from manthan.benchmarks.cli import bench
-from manthan.benchmarks.soak import soak
-
-bench.command("soak")(soak)
 
 
 def run(*arguments: object) -> Result:
