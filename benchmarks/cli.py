@@ -6,11 +6,10 @@ from manthan.benchmarks.capacity import capacity
 from manthan.benchmarks.concurrency import concurrency
 from manthan.benchmarks.load import load
 from manthan.benchmarks.quality import main as quality
-from manthan.benchmarks.scale import scale
 
 bench = typer.Typer(
     no_args_is_help=True,
-    help="Measure a vLLM server: sessions kept, users at a time, what they wait, many sessions, long runs.",
+    help="Measure a vLLM server: sessions kept, users at a time, what they wait.",
 )
 evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
 
@@ -18,7 +17,6 @@ evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression cost
 bench.command("capacity")(capacity)
 bench.command("concurrency")(concurrency)
 bench.command("load")(load)
-bench.command("scale")(scale)
 
 
 @evaluate.callback()
