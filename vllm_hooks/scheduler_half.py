@@ -247,7 +247,7 @@ class SchedulerHalf:
     def _in_flight(self) -> int:
         """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
         bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
-        config, nbytes = self.config, self._shape.pool_nbytes(None)
+        config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
         if not is_on_gpu(self._vllm_config):
             return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)
         if not config.cold_store.is_lasting:
