@@ -149,8 +149,10 @@ class Router:
 
     def promised(self, talk: Talk) -> int:
         """How many blocks of a prompt a router would say are here, in the pool or cold: of a named session's own, since
-        others are not served decoded KV."""
-        if self.subscriber is None or self.subscriber.is_deaf or not self.is_single or talk.name is None:
+        others are not served decoded KV. What several begin with may be there for others only."""
+        if self.subscriber is None or self.subscriber.is_deaf or not self.is_single:
+            return 0
+        if talk.name is None or talk.tokens[: vllm_engine.BLOCK] == self.shared[: vllm_engine.BLOCK]:
             return 0
         group, here = self.half.groups.chain.index, 0
         for key in map(
