@@ -63,9 +63,9 @@ def count_encoded(worker: Any) -> None:
     [blocks] = get_kv_transfer_group().worker.path.blocks.values()
     encode_all, blocks.encoded = blocks.encode_all, []
 
-    def counting(spills: Any) -> Any:
+    def counting(spills: Any, *copies: Any) -> Any:
         blocks.encoded += [spill.key for spill in spills]
-        return encode_all(spills)
+        return encode_all(spills, *copies)
 
     blocks.encode_all = counting
 
