@@ -53,9 +53,8 @@ def killed(folder: Path, table, tmp_path_factory: pytest.TempPathFactory) -> Ite
         with ThreadPoolExecutor(4) as pool:
             for seed in range(100, 116):
                 pool.submit(ask, server, table(seed).question(1)[0], f"noise-{seed}")
-            server.wait_for(
-                lambda: re.search(r"noise-\d+ went cold", server.log.read_text()), 60, "have somebody go cold"
-            )
+            went_cold = re.compile(r"noise-\d+ went cold")
+            server.wait_for(lambda: bool(went_cold.search(server.log.read_text())), 60, "have somebody go cold")
             os.kill(server.pid, signal.SIGKILL)  # its engine is left behind, has the folder, and ends by itself
         yield server.new_log_lines()
 
