@@ -320,14 +320,14 @@ class World:
             pool.give_back([block])
 
     def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
-        """The ranks have read and decoded the codes, but for those that were unreadable."""
-        failed = []
-        for i, (group, key) in enumerate([*((0, key) for key in restore.keys), *restore.beside]):
+        """The ranks have read and decoded the codes, but for those that were unreadable; -1 is the last."""
+        failed, names = [], [*((0, key) for key in restore.keys), *restore.beside]
+        for i, (group, key) in enumerate(names):
             codes = [get(store, key, group) for store in self.stores]
             if not restore.orphan:
                 assert all(buf is not None for buf in codes), f"{key!r} was dropped while it was read"
                 assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key, group)}
-            if i in unreadable or any(buf is None for buf in codes):
+            if {i, i - len(names)} & unreadable or any(buf is None for buf in codes):
                 failed.append((group, key))
         self.restores.remove(restore)
         bad, beside = [key for group, key in failed if not group], [name for name in failed if name[0]]
