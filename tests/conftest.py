@@ -37,18 +37,9 @@ def no_profile_stays() -> Iterator[None]:
     shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
 
 
-KNOWN_FAILURES = Path(__file__).with_name("known_failures.txt")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start engines first, so that none of the longest is left at the end. Mark known failures."""
+    """Put tests that start engines first, so that none of the longest is left at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
-    lines = [line for line in KNOWN_FAILURES.read_text().splitlines() if line and not line.startswith("#")]
-    for item in items:
-        for line in lines:
-            if item.nodeid.startswith(line.removeprefix("hangs: ")):
-                runs = not line.startswith("hangs: ")
-                item.add_marker(pytest.mark.xfail(reason="see tests/known_failures.txt", run=runs))
 
 
 @pytest.fixture(scope="session")

@@ -35,7 +35,7 @@ def real(policy: str, count: int) -> dict[str, Any]:
         "codec": {"name": "k3v3", "sink_tokens": 0, "guard": False},  # blocks that all take as much
         "cold_store": {"max_bytes": COLD * CODE_NBYTES},
     }
-    job = {"blocks": POOL + 1, "requests": count, "seed": 7, "manthan": manthan}
+    job = {"blocks": POOL + 1, "requests": count, "seed": 7, "every_s": EVERY_S, "manthan": manthan}
     out, _ = run_script(SCRIPT, job)
     report: dict[str, Any] = json.loads(out)
     return report
