@@ -87,6 +87,22 @@ def test_a_pin_for_a_while_lasts_over_turns_and_a_hint_makes_it_last_for_good(en
     assert session.pinned
 
 
+def test_a_pin_stays_when_others_come_to_share_its_head(engine: Engine) -> None:
+    """The head is kept exact then, at the expense of the heads' share: five times what the pin may take."""
+    session = engine.session("a")
+    assert engine.manager.steering.pin(session, engine.now) == ""
+    engine.talk("a one two b", "b")
+    engine.sweep()
+    for order in engine.manager.take_spills(99):
+        engine.stored([order.key], order.nbytes)
+    assert [block.encoding.exact for block in session.chain] == [16, 16, 16]
+    assert engine.talk("a one two", "a").refused == ""
+    assert session.pinned
+    check_integrity(engine.manager)
+    engine.talk("a one two three", "a")
+    assert not session.pinned, "its own blocks count as before"
+
+
 def test_a_pin_beyond_the_share_is_refused(engine: Engine) -> None:
     engine.talk("b one two three four", "b")
     assert engine.manager.steering.pin(engine.session("b"), engine.now, 1.0).startswith("pin is refused: ")
