@@ -280,7 +280,8 @@ def test_where_there_is_no_room_nobody_is_evicted_for_it(crowded, table) -> None
         prompt, right = tables[name].question(2)
         assert crowded.ask(prompt, name).text == right
     assert (counters["prefetches"], counters["restores"], counters["evictions"]) == (0, 0, 0)
-    crowded.ask(tables["user-4"].question(3)[0], "user-4", release=True)  # now there is
+    for name in ("user-3", "user-4"):  # now there is: one of them may be shorter than user-0
+        crowded.ask(tables[name].question(3)[0], name, release=True)
     counters.wait_for("prefetches", 1)
     prompt, right = tables["user-0"].question(4)
     answer = crowded.ask(prompt, "user-0")
