@@ -30,7 +30,7 @@ def found(tally: Tally) -> int:
 def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
     """What must hold of every replay."""
     assert tally.journal is not None
-    check_journal(tally.journal, setup.cold_blocks)
+    check_journal(tally.journal, setup.cold_blocks, again=setup.hot_blocks > 0)
     assert tally.peak_cold <= setup.cold_blocks
     assert tally.peak_hot <= setup.hot_blocks
     assert sorted(tally.order) == list(range(len(requests)))
@@ -56,11 +56,11 @@ def test_a_pool_and_a_cold_store(conversations, hot, cold) -> None:
 
 
 def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
-    """What is encoded ahead fills the cold store, and drops nothing."""
+    """What is encoded ahead fills the cold store, and drops nothing. A shared block is exact, as large as five."""
     setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)
     tally = replay(conversations, setup)
     assert found(tally) == belady(conversations, 512, 40000)
-    assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (100, 0, 0, 0)
+    assert (tally.moved_out, tally.moved_in, tally.evictions, tally.dropped) == (95, 0, 0, 0)
 
 
 TEXTS = st.lists(

@@ -19,9 +19,14 @@ from manthan.policies import get_policy
 
 SCRIPT = "stepped_engine.py"
 POOL, COLD = 95, 120
-CODE_NBYTES = 25856
+CODE_NBYTES, EXACT_NBYTES = 25856, 131328
 EVERY_S = 1000.0
-INSTANT = CostModel(restore_s_per_token=1e-6, spill_s_per_token=0)
+INSTANT = CostModel(
+    restore_s_per_token=1e-6,
+    spill_s_per_token=0,
+    kv_bytes_per_token=EXACT_NBYTES / BLOCK,
+    code_bytes_per_token=CODE_NBYTES / BLOCK,
+)
 """As the engine's threads are waited for after each step. What is stored in the step in which a request is restored is
 settled before that request goes on."""
 
