@@ -115,11 +115,11 @@ def test_a_later_file_goes_before_and_others_are_not_merged(found: dict[str, Any
         (("--model", "nowhere"), "--model nowhere has no config.json: name the folder of a model"),
         (
             ("--arms", "redis", "--redis-url", "redis://127.0.0.1:1/0"),
-            "--redis-url: Redis at redis://127.0.0.1:1/0 cannot be used",
+            "--redis-url: Redis at redis://127.0.0.1:1/0 does not answer",
         ),
         (
             ("--arms", "redis", "--redis-url", "localhost"),
-            "--redis-url must be redis://HOST:PORT/DB, rediss:// for TLS",
+            "--redis-url must be redis://USER@HOST:PORT/DB, rediss:// for TLS",
         ),
         (("--plot-only",), "--plot-only needs one or more JSON files, and files need --plot-only"),
         (("a.json",), "--plot-only needs one or more JSON files, and files need --plot-only"),
