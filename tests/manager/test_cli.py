@@ -87,7 +87,7 @@ def test_config_check_knows_the_names(
         (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
         (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),
         (["eval", "quality", "MODEL", "--codec", "k3v3,lloyd4"], ["k3v3,lloyd4"]),
-        (["ins"], ["inspect"]),
+        (["config", "ch"], ["check"]),
         (["config", "ch"], ["check"]),
     ],
 )

@@ -78,7 +78,7 @@ print(check_disk(on_disk(sys.argv[1], cold_store__max_bytes="1MiB")).said)
 def test_what_cannot_be_used_and_what_is_in_use(tmp_path: Path) -> None:
     assert "there is no such folder" in check_disk(on_disk(tmp_path / "x")).said
     with open_root(tmp_path):
-        assert elsewhere(LOOKING, tmp_path).endswith("1.0MiB; a server uses it now.\n")
+        assert elsewhere(LOOKING, tmp_path).endswith("1.0MiB of compressed blocks; a server uses it now.\n")
 
 
 # -- Redis ------------------------------------------------------------------------------------------------

@@ -76,7 +76,7 @@ def test_a_profile_that_nobody_named_is_used_for_the_weights_that_it_was_made_of
     weights.write_bytes(b"Weights")
     os.utime(weights, (1, 1))
     chosen = choose_codec(CodecConfig(name="auto"), MODEL)
-    assert (chosen.name, chosen.wanted) == ("wht-5x", profile_path(MODEL))
+    assert (chosen.name, chosen.path, chosen.profile) == ("wht-5x", None, None)
     weights.unlink()  # they are somewhere else, where nobody looks at them
     saved(profile_path(MODEL), presets={"klt-6x": 6.0})
     assert choose_codec(CodecConfig(name="auto"), MODEL).name == "wht-5x"
