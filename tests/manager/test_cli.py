@@ -88,7 +88,6 @@ def test_config_check_knows_the_names(
         (["bench", "capacity", "--codecs", "k4"], ["k4v2", "k4v3", "k4v2c", "k4v4c", "k4v2-tiles"]),
         (["eval", "quality", "MODEL", "--codec", "k3v3,lloyd4"], ["k3v3,lloyd4"]),
         (["config", "ch"], ["check"]),
-        (["config", "ch"], ["check"]),
     ],
 )
 def test_the_shell_completes(words: list[str], offered: list[str]) -> None:
