@@ -57,10 +57,14 @@ def test_of_what_is_found_a_session_is_served_its_own(engine: Shared) -> None:
     assert engine.manager.match(chain("a b c d"), request) == 0
     engine.manager.served_elsewhere(request, 3)
     assert engine.manager.match(chain("a b c d"), request) == 3
-    unnamed = engine.start("a b c d e")
-    engine.manager.served_elsewhere(unnamed, 3)
-    assert engine.manager.match(chain("a b c d"), unnamed) == 0
     engine.manager.served_elsewhere("gone", 3)
+
+
+def test_a_request_without_a_name_has_nothing_at_another_engine(engine: Shared) -> None:
+    request = engine.start("a b c d")
+    engine.find(request, "a b c d")
+    engine.manager.served_elsewhere(request, 3)
+    assert engine.manager.match(chain("a b c d"), request) == 0
 
 
 def test_who_wants_exact_kv_is_served_none_of_it(engine: Shared) -> None:
