@@ -123,9 +123,9 @@ class Watch:
         why = "idle" if float(idle_s) >= IDLE_AFTER_S else "memory is short"
         console.print(f"  [cyan]{name:6}[/] went cold after {idle_s} s ({why}): {blocks} blocks freed, {sizes}")
 
-    def all_cold(self) -> bool:
+    def is_cold(self, name: str) -> bool:
         self.look()
-        return self.cold.issuperset(NAMES)
+        return name in self.cold
 
 
 @contextlib.contextmanager
@@ -179,7 +179,7 @@ def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
     with VllmServer(os.path.relpath(MODEL), [*SERVER_FLAGS, *MANTHAN_FLAGS], log) as server:
         watch = Watch(server)
         start(server, "vllm serve tiny-llama --manthan-policy lru --manthan-config configs/demo.yaml")
-        with doing(f"First turn of {len(chats)} chats, one after the other, on a pool for two:"):
+        with doing(f"First turn of {len(chats)} chats on a pool for two; each goes cold before the next one comes:"):
             watch.look()
             right = 0
             for chat in chats:
@@ -187,10 +187,8 @@ def run_with_manthan(chats: list[Chat]) -> tuple[list[Return], Memory]:
                 reply = server.chat(chat.messages, session_id=chat.name, **ANSWER)
                 chat.messages.append({"role": "assistant", "content": reply.text})
                 right += chat.right(0, reply)
-                watch.look()
+                server.wait_for(lambda name=chat.name: watch.is_cold(name), COLD_TIMEOUT_S, f"let {chat.name} go cold")
         console.print(f"  {right} of {len(chats)} first answers right")
-        with doing("No request is running. The rest falls idle and goes cold:"):
-            server.wait_for(watch.all_cold, COLD_TIMEOUT_S, "let all chats go cold")
         memory = measure(server, chats)
         with doing("Each chat comes back with another lookup:"):
             returns = [come_back(server, watch, chat) for chat in chats]

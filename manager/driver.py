@@ -80,6 +80,9 @@ class Work:
         return [spill for run in self.runs for spill in run.one_by_one()]
 
 
+NOTHING = Work((), (), (), ())
+
+
 class Driver(Generic[B]):
     """One engine's loop.
 
@@ -136,6 +139,8 @@ class Driver(Generic[B]):
         self._answers: dict[Name, list[SpillResult]] = {}
         self._restores: dict[str, Restore] = {}
         self._loads: list[Load] = []
+        self._ordered = NOTHING
+        """What the last step ordered, until the workers are told."""
         self._was_answered = False
         self._unserved: set[str] = set()  # requests for which a store did not answer: they do not ask again
         self.rests = False
@@ -320,9 +325,14 @@ class Driver(Generic[B]):
             lost=self._lost,
             revokes=revokes,
         )
+        self._ordered = work
         self._granted, self._loads, self._lost = [], [], 0
         self.tell_news()
         return work
+
+    def sent(self) -> None:
+        """Take note that the workers are told what the last step ordered."""
+        self._ordered = NOTHING
 
     def _moves(self) -> Iterator[Moves]:
         for tier, keys in enumerate(self.manager.take_moves()):
@@ -572,22 +582,19 @@ class Driver(Generic[B]):
     # -- after an error -------------------------------------------------------------------------------
 
     def abandon(self) -> None:
-        """Give back the blocks that no transfer has been ordered for; the books are not to be trusted any more."""
-        unsent = {(run.group, key) for run in self._granted for key in run.keys}
-        for group, key in unsent:
-            if (block := self._held[group].pop(key, None)) is not None:
-                self._done.append(block)
+        """Give back the blocks of orders that no worker is told of; the books are not to be trusted any more."""
+        for run in chain(self._granted, self._ordered.runs):
+            held = self._held[run.group]
+            self._done += [held.pop(key) for key in run.keys if key in held]
+        if any(load.is_prefetch for load in chain(self._loads, self._ordered.loads)):
+            self._done += self.prefetcher.abandon()
         self._give_back()
 
-    def drain(self, spills: Iterable[Name], is_prefetched: bool) -> None:
-        """Give back blocks of transfers that have ended since `abandon`. spills: copied, or answered for."""
-        for name in spills:
-            count = self._copies[name] = self._copies.get(name, 0) + 1
-            group, key = name
-            if count >= self._ranks and (block := self._held[group].pop(key, None)) is not None:
-                self._done.append(block)
-        if is_prefetched:
-            self._done += self.prefetcher.abandon()
+    def drain(self, loads: Iterable[LoadResult]) -> None:
+        """Give back the blocks of prefetches that have ended since `abandon`."""
+        for answer in loads:
+            if answer.is_prefetch:
+                self._done += self.prefetcher.drain(answer)
         self._give_back()
 
     @property

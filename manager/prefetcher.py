@@ -69,7 +69,6 @@ class Prefetcher(Generic[B]):
         self._look_after = 0.0
         self._must_look = False
         self._was_settled = False
-        self._abandoned = 0  # ranks that have ended the load under way since an error
 
     # -- requests -------------------------------------------------------------------------------------
 
@@ -142,14 +141,18 @@ class Prefetcher(Generic[B]):
             self._under_way.is_stale = True
 
     def abandon(self) -> list[B]:
-        """Forget the load under way, which a rank has ended; returns its blocks once all ranks have."""
+        """Forget the load under way. Return its blocks."""
+        ended, self._under_way = self._under_way, None
+        return [] if ended is None else [*ended.beside.values(), *ended.blocks.values()]
+
+    def drain(self, answer: LoadResult) -> list[B]:
+        """Forget the load under way once all ranks have answered, and return its blocks. An answer counts once."""
         if self._under_way is None:
             return []
-        self._abandoned += 1
-        if self._abandoned < self._ranks:
-            return []
-        ended, self._under_way = self._under_way, None
-        return [*ended.beside.values(), *ended.blocks.values()]
+        answers = self._under_way.answers
+        if all(answer is not other for other in answers):
+            answers.append(answer)
+        return self.abandon() if len(answers) >= self._ranks else []
 
     @property
     def is_busy(self) -> bool:
@@ -206,11 +209,10 @@ class Prefetcher(Generic[B]):
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:
         """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
-        self._under_way, self._was_settled = None, True
         failed = {(block.group, block.key): block.cause for answer in ended.answers for block in answer.failed}
         if not ended.is_stale:
             self._enter(ended, failed)
-        held = [*ended.beside.values(), *ended.blocks.values()]
+        held, self._was_settled = self.abandon(), True
         self._pool.give_back(list(reversed(held)))  # tails are overwritten first
         if ended.is_stale:
             return

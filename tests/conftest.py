@@ -37,18 +37,9 @@ def no_profile_stays() -> Iterator[None]:
     shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
 
 
-KNOWN_FAILURES = Path(__file__).with_name("known_failures.txt")
-
-
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start engines first, so that none of the longest is left at the end. Mark known failures."""
+    """Put tests that start engines first, so that none of the longest is left at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
-    lines = [line for line in KNOWN_FAILURES.read_text().splitlines() if line and not line.startswith("#")]
-    for item in items:
-        for line in lines:
-            if item.nodeid.startswith(line.removeprefix("hangs: ")):
-                runs = not line.startswith("hangs: ")
-                item.add_marker(pytest.mark.xfail(reason="see tests/known_failures.txt", run=runs))
 
 
 @pytest.fixture(scope="session")
@@ -68,11 +59,9 @@ SERVED = """
 """  # 671,088 bytes for pinned sessions: 25 blocks
 
 
-@pytest.fixture(scope="session")
-def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+def served(folder: Path, configuration: str) -> Iterator[VllmServer]:
     """`vllm serve` with flags and a file that they go before, which takes tenants from a header."""
-    folder = tmp_path_factory.mktemp("manthan")
-    (folder / "manthan.yaml").write_text(SERVED)
+    (folder / "manthan.yaml").write_text(configuration)
     flags = ["--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096", "--enforce-eager"]
     flags += ["--enable-scale-out", "--manthan-policy", "lru", "--manthan-config", str(folder / "manthan.yaml")]
     flags += ["--manthan-idle-after", "0.5", "--manthan-cold-bytes", "64MiB", "--enable-prompt-tokens-details"]
@@ -80,6 +69,19 @@ def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmSer
         server.wait_until_ready(START_S)
         yield server
         server.kill()
+
+
+@pytest.fixture(scope="session")
+def manthan_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Serve what is described at `served`."""
+    yield from served(tmp_path_factory.mktemp("manthan"), SERVED)
+
+
+@pytest.fixture(scope="session")
+def unguarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    """Serve the same with the codec that is configured, whatever it does to this model: blocks have its size."""
+    configuration = SERVED.replace("{", "{codec: {guard: false}, ", 1)
+    yield from served(tmp_path_factory.mktemp("unguarded"), configuration)
 
 
 STEERED = """

@@ -172,6 +172,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         scheduled = scheduler_output.total_num_scheduled_tokens, len(scheduler_output.num_scheduled_tokens)
         metadata = self._ask(self.scheduler.step, *scheduled, otherwise=None)
         if metadata is not None:
+            self.scheduler.driver.sent()
             for load in metadata.loads:
                 self._promised.pop(load.request_id, None)
             return metadata
@@ -182,9 +183,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         if isinstance(report := connector_output.kv_connector_worker_meta, ManthanWorkerMetadata):
             for name in report.errors:
                 self._count(name)
+            self._ask(self.scheduler.worker_output, report, otherwise=None)
             if self._is_broken:
                 self._try(self.scheduler.drain, report, otherwise=None)
-            self._ask(self.scheduler.worker_output, report, otherwise=None)
         if connector_output.finished_recving:
             self._ask(self.scheduler.loaded, otherwise=None)
 

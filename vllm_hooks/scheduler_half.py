@@ -247,7 +247,7 @@ class SchedulerHalf:
     def _in_flight(self) -> int:
         """Number of blocks that the workers may have in hand at a time: on the CPU, which copies them first, so many
         bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
-        config, nbytes = self.config, self._shape.pool_nbytes(None)
+        config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
         if not is_on_gpu(self._vllm_config):
             return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)
         if not config.cold_store.is_lasting:
@@ -447,9 +447,14 @@ class SchedulerHalf:
 
     def worker_output(self, report: ManthanWorkerMetadata) -> None:
         """What ended on the workers. A block or a restore is settled when every rank has answered."""
-        self.driver.copied(report.copied)
+        self._copied(report)
         self.driver.answered(report.spills, report.loads, time.monotonic(), report.verdicts)
         self._set_deadline()
+
+    def _copied(self, report: ManthanWorkerMetadata) -> None:
+        """Count the report's copies, each once, whatever is raised after that."""
+        copied, report.copied = report.copied, []
+        self.driver.copied(copied)
 
     def loaded(self) -> None:
         """Requests' loads have ended, so that a step can go on with them."""
@@ -561,9 +566,8 @@ class SchedulerHalf:
 
     def drain(self, report: ManthanWorkerMetadata) -> None:
         """Give back blocks of transfers that have ended since."""
-        copied = set(report.copied)
-        names = [*report.copied, *((s.group, s.key) for s in report.spills if (s.group, s.key) not in copied)]
-        self.driver.drain(names, any(load.is_prefetch for load in report.loads))
+        self._copied(report)
+        self.driver.drain(report.loads)
 
     def shutdown(self) -> None:
         self._sweeper.stop()

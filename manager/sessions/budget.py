@@ -133,7 +133,7 @@ class ColdBudget:
 
     def pin(self, session: Session) -> str:
         """Pin a session, or keep it pinned as it grows; returns in a sentence why not, if so."""
-        needed = sum(block.encoding.nbytes or self.bound(block) for block in session.chain) + session.beside_nbytes
+        needed = sum(map(self._pin_nbytes, session.chain)) + session.beside_nbytes
         if refused := self._refusal(session, needed):
             self.unpin(session)
             return refused
@@ -141,6 +141,14 @@ class ColdBudget:
         self._pruning.pinned.put(session, needed)
         self._table.leave_cold(session)
         return ""
+
+    def _pin_nbytes(self, block: Block) -> int:
+        """Number of bytes that a block counts in a pinned session. A head that sessions share is kept exact within the
+        heads' share, so that a pin counts only what the block would take otherwise."""
+        nbytes, exact, _ = block.encoding
+        if not nbytes:
+            return self.bound(block)
+        return min(nbytes, self.bound(block)) if exact >= self._table.shape.block_tokens else nbytes
 
     def _refusal(self, session: Session, needed: int) -> str:
         """Why the session cannot be pinned, if so: in words that tell its tenant nothing of what others have."""

@@ -69,8 +69,12 @@ class Evictions:
         self._anchors.settle(anchor)
 
     def evict(self, session: Session, now: float, is_hot: bool = True, is_pressed: bool = False) -> None:
-        """Queue what has no codes yet, tail first, so that the head stays hot for longest. is_hot: False if the pool
-        has lost what it had of it, all of which has codes. is_pressed: see Eviction."""
+        """Queue what has no codes yet, tail first, so that the head stays hot for longest.
+
+        Args:
+            is_hot: False if the pool has overwritten blocks of the session. The others stay in the prefix cache.
+            is_pressed: see Eviction.
+        """
         if self._anchors.is_needed:
             self._cut_to_anchor(session)
             if not session.chain:
@@ -97,11 +101,11 @@ class Evictions:
             self._replace(session)
             for block, encoding in self._heads.replacements(session):
                 self._orders.encode(block, encoding, block.tenant)
-        self._wait(session)
+        self._wait(session, is_hot)
         self._finish(session, now)
 
-    def _wait(self, session: Session) -> None:
-        """For what of it is queued, or being encoded; of the rest, which is cold, the bf16 copies are not needed."""
+    def _wait(self, session: Session, releases: bool) -> None:
+        """Wait for its blocks that are queued, or being encoded. releases: release the bf16 copies of the others."""
         alone, pending = (session,), 0
         for block in session.chain:
             code = block.code
@@ -111,7 +115,7 @@ class Evictions:
                 else:
                     block.waiters = alone
                 pending += 1
-            elif not block.hot:
+            elif releases and not block.hot:
                 self._orders.releases.append(block.key)
         session.pending += pending
 
@@ -171,6 +175,26 @@ class Evictions:
         has left the store, which may be the room that it needs."""
         freed, self._orders.has_freed = self._orders.has_freed, False
         self._table.take_up(now, earlier=freed)
+
+    def overwritten(self, now: float) -> None:
+        """Evict the idle sessions whose last block vLLM has overwritten.
+
+        vLLM overwrites the session that is idle for longest first, its last block before the others. A last block that
+        other sessions use tells nothing.
+        """
+        if self._table.shape.group is None:
+            return
+        found = []
+        for session in self._table.idle.values():
+            last = session.chain[-1]
+            if self._pruning.mark(last) is None:
+                found.append(session)
+            elif last.users == 1:
+                break
+        for session in found:
+            if session.state is SessionState.IDLE and session.chain:  # an eviction before may have cut it
+                self._table.hot.evicted(session.session_id)
+                self.evict(session, now, is_hot=False, is_pressed=True)
 
     def relieve(self, wanted: int, now: float) -> bool:
         """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
@@ -286,6 +310,8 @@ class Evictions:
             self._fail(block, now, is_full)
 
     def _fail(self, block: Block, now: float, is_full: bool = False) -> None:
+        if not block.waiters:
+            self._table.fresh.pop(self._ahead, None)  # it would be tried again in each step
         is_stale = block in self._stale
         self._stale.discard(block)
         if block.old is not None and not is_stale:

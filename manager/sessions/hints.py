@@ -58,7 +58,7 @@ SessionId = Annotated[
 ]
 SessionIds = Annotated[tuple[SessionId, ...], BeforeValidator(_listed), Field(max_length=MOST_PREFETCHES)]
 ToolName = Annotated[str, Strict(), StringConstraints(max_length=LONGEST_NAME), AfterValidator(_printable)]
-_SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
+SECONDS = f"a number of seconds above 0, and at most {LONGEST_S} (30 days)"
 TOOL_NAME = f"a tool's name, of at most {LONGEST_NAME} printable characters"
 
 
@@ -80,7 +80,7 @@ class Hints(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     pin: bool | None = Field(default=None, strict=True, description="true or false")
-    ttl_s: Seconds | None = Field(default=None, description=_SECONDS)
+    ttl_s: Seconds | None = Field(default=None, description=SECONDS)
     priority: int | None = Field(
         default=None,
         strict=True,
@@ -89,7 +89,7 @@ class Hints(BaseModel):
         description=f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}",
     )
     release: bool = Field(default=False, strict=True, description="true or false")
-    expect_return_s: Seconds | None = Field(default=None, description=_SECONDS)
+    expect_return_s: Seconds | None = Field(default=None, description=SECONDS)
     tool: ToolName = Field(default="", description=TOOL_NAME)
     prefetch: SessionIds = Field(
         default=(),

@@ -472,9 +472,11 @@ class SessionMemoryManager:
         return earliest(idle, ahead, self.table.put_off.first, self._wishes.next_deadline)
 
     def sweep(self, now: float) -> None:
-        """Start to evict every session that is idle for long enough, and forget those whose time to live is over."""
+        """Start to evict every session that is idle for long enough, or was overwritten in the pool, and forget those
+        whose time to live is over."""
         self._wishes.expire(now)
         self._evictions.try_again(now)
+        self._evictions.overwritten(now)
         while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
             self._evictions.evict(first, now)
 

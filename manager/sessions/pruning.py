@@ -105,16 +105,18 @@ class Pruning:
         lost = [block for block in blocks if block.code is _NONE and block.users]
         decoded = next((block for block in lost if block.hot and self.mark(block) is Mark.DECODED), None)
         if decoded is not None:
-            self._end_before(decoded, SessionState.IDLE)
+            ends = self._end_before(decoded, SessionState.IDLE)
             self._orders.releases.append(decoded.key)
+            for lost_blocks in ends:  # of which cold sessions may have had no codes
+                self.bury(lost_blocks)
         gone = next((block for block in lost if not block.hot), None)  # the idle ones may have been the last
         if gone is not None:
             self._end_before(gone, SessionState.COLD)
 
-    def _end_before(self, block: Block, state: SessionState) -> None:
-        for session in self._table.holders(block):
-            if session.state is state:
-                self._shorten(session, block.depth, DropCause.ABANDONED)
+    def _end_before(self, block: Block, state: SessionState) -> list[list[Block]]:
+        """Cut the sessions of that state before the block. Returns the blocks that each has lost."""
+        holders = [session for session in self._table.holders(block) if session.state is state]
+        return [self._shorten(session, block.depth, DropCause.ABANDONED) for session in holders]
 
     def end_before_gone(self, session: Session) -> None:
         """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""

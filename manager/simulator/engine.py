@@ -265,8 +265,7 @@ class EngineReplay:
 
     def _encoded(self, runs: Sequence[SpillBlocks]) -> None:
         self._counting.stored([key for run in runs for key in run.keys])
-        nbytes = self.manager.shape.cold_nbytes
-        stored = [StoredBlocks(run.group, run.keys, [nbytes] * len(run.keys)) for run in runs]
+        stored = [StoredBlocks(run.group, run.keys, [code.nbytes for code in run.encodings]) for run in runs]
         self._driver.answered((), (), self.now, stored=stored)
 
 

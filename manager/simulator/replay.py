@@ -36,12 +36,12 @@ class Setup:
     first_measured: int = 0
 
     def manager(self) -> SessionMemoryManager:
-        """A fresh manager whose cold store has room for `cold_blocks`."""
-        shape = MemoryShape(
-            block_tokens=self.block_tokens,
-            hot_nbytes=round(self.cost.kv_bytes_per_token * self.block_tokens),
-            bounds={0: round(self.cost.code_bytes_per_token * self.block_tokens)},
-        )
+        """A fresh manager whose cold store has room for `cold_blocks`. With a pool, heads that sessions share are kept
+        exact, as a server keeps them."""
+        hot_nbytes = round(self.cost.kv_bytes_per_token * self.block_tokens)
+        exact = {self.block_tokens: hot_nbytes} if self.hot_blocks else {}
+        bounds = {0: round(self.cost.code_bytes_per_token * self.block_tokens), **exact}
+        shape = MemoryShape(self.block_tokens, hot_nbytes, bounds)
         return SessionMemoryManager(
             self.policy,
             shape,

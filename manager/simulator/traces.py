@@ -2,16 +2,15 @@
 
 import json
 from pathlib import Path
-from typing import NamedTuple
+from typing import Annotated, NamedTuple
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from manthan.manager.config.sentences import first_mistake, must_be
-from manthan.manager.sessions.hints import TOOL_NAME, ToolName
+from manthan.manager.sessions.hints import LONGEST_S, SECONDS, TOOL_NAME, ToolName
 
 MOONCAKE_BLOCK_TOKENS = 512
 
-_SECONDS = "a number of seconds above 0"
 _COUNT = "a whole number of tokens, {} or more"
 _TIME = "a number of {}, 0 or more"
 
@@ -47,6 +46,10 @@ class Trace(NamedTuple):
     distinct_blocks: int
 
 
+_Return = Annotated[float | None, Field(gt=0, le=LONGEST_S, allow_inf_nan=False, description=SECONDS)]
+"""As a hint has it, which a replay makes of it."""
+
+
 class MooncakeLine(BaseModel):
     """A line of the traces that the Mooncake project published with its paper (FAST'25).
 
@@ -59,7 +62,7 @@ class MooncakeLine(BaseModel):
     input_length: int = Field(ge=1, strict=True, description=_COUNT.format(1))
     output_length: int = Field(ge=0, strict=True, description=_COUNT.format(0))
     hash_ids: list[int] = Field(description="a list of whole numbers, one a block of the prompt")
-    expect_return_s: float | None = Field(default=None, gt=0, allow_inf_nan=False, description=_SECONDS)
+    expect_return_s: _Return = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
 
 

@@ -149,7 +149,7 @@ class Router:
 
     def promised(self, talk: Talk) -> int:
         """How many blocks of a prompt a router would say are here, in the pool or cold: of a named session's own, since
-        others are not served decoded KV."""
+        others are not served decoded KV. What several begin with may be there for others only."""
         if self.subscriber is None or self.subscriber.is_deaf or not self.is_single or talk.name is None:
             return 0
         group, here = self.half.groups.chain.index, 0
@@ -160,7 +160,7 @@ class Router:
             if (group, key) not in self.subscriber.pool and (group, key) not in self.subscriber.cold:
                 break
             here += 1
-        return here
+        return here if here > len(self.shared) // vllm_engine.BLOCK else 0
 
     def abort(self, talk: Talk) -> None:
         request_id = self.add(talk)

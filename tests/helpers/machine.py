@@ -126,7 +126,7 @@ class Sessions(RuleBasedStateMachine):
     def end_restore(self, which: int, unreadable: set[int]) -> None:
         self.world.end_restore(self.world.restores[which % len(self.world.restores)], unreadable)
 
-    @rule(base=INDEX, more=LETTERS, answer=LETTERS, unreadable=st.sampled_from([(), (), (), (0,), (4,), (8,)]))
+    @rule(base=INDEX, more=LETTERS, answer=LETTERS, unreadable=st.sampled_from([(), (), (), (0,), (4,), (8,), (-1,)]))
     def converse(self, base: int, more: str, answer: str, unreadable: tuple[int, ...]) -> None:
         """A conversation goes on, from its question to the end of its answer; what is restored may be unreadable."""
         self.ask(base, POOL_BLOCKS, more, answer, None, "", {})

@@ -48,6 +48,8 @@ from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.progress import Bar
 
 NAME = "soak_hour"
+REDIS_ITSELF = 4 << 20
+"""Bytes that Redis takes before it has a block; with that it evicts what the disk may have lost."""
 ROUND_MINUTES = 10.0
 AGENT_TOKENS, CHAT_TOKENS, CHAT_S = 550, 140, 20.0
 """Tokens of an open session on average, and seconds that a short chat is open."""
@@ -284,7 +286,9 @@ def run(
     clock, lives, samples = Clock(), list[Life](), list[Told]()
     try:
         with (
-            RedisServer(out) as redis,
+            RedisServer(
+                out, ["--maxmemory", str(nbytes + REDIS_ITSELF), "--maxmemory-policy", "volatile-ttl"]
+            ) as redis,
             disk(out, int(2 * DISK_SHARE * nbytes), seed) as folder,
             Bar(console, "soak") as bar,
             contextlib.ExitStack() as stack,

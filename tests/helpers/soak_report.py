@@ -85,7 +85,6 @@ def failed(report: Report) -> list[str]:
         is_kept = {
             f"{is_left['pool_in_use']:.1%} of the pool is still in use": is_left["pool_in_use"],
             f"{is_left['sessions_hot']:.0f} sessions are hot": is_left["sessions_hot"],
-            "the cold store is over its budget": is_left["cold_bytes"] > is_left["cold_budget_bytes"],
         }
         sentences += [f"server {number}: {sentence}" for sentence, is_so in is_kept.items() if is_so]
     return sentences + store_failed(report) + memory_failed(report)

@@ -9,13 +9,15 @@ import os
 import random
 import sys
 import threading
+import time
+from types import SimpleNamespace
 from typing import Any
 
 import vllm_engine  # sets the environment
 from vllm import EngineArgs, SamplingParams
 from vllm.v1.engine.llm_engine import LLMEngine
 
-from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks import kv_transfer_config, scheduler_half
 
 
 class SteppedEngine:
@@ -100,7 +102,28 @@ class SteppedEngine:
             done.wait()
 
 
-def converse(engine: SteppedEngine, requests: int, seed: int) -> None:
+class ClockedEngine(SteppedEngine):
+    """Its scheduler half reads a clock that stands still but for `rest`."""
+
+    def __init__(self, blocks: int, **manthan: Any) -> None:
+        super().__init__(blocks, None, **manthan)
+        self.now = time.monotonic()
+        scheduler_half.time = SimpleNamespace(monotonic=lambda: self.now)  # type: ignore[assignment]
+        self.half._sweeper.stop()  # steps that are due are taken by `rest`
+
+    def rest(self, seconds: float) -> None:
+        """Take the steps that are due by then, each in its time."""
+        end = self.now + seconds
+        while (due := self.half.driver.next_deadline) is not None and due < end:
+            self.now = max(self.now, due)
+            self.half._rung = True
+            while self.half.has_work:
+                self.engine.step()
+                self._wait_for_threads()
+        self.now = end
+
+
+def converse(engine: ClockedEngine, requests: int, seed: int, every_s: float) -> None:
     """Sessions, some with a shared beginning, that come back in random order, longer each time, until they are long."""
     rng = random.Random(seed)
     shared = [rng.randrange(10, 200) for _ in range(100)]
@@ -115,14 +138,15 @@ def converse(engine: SteppedEngine, requests: int, seed: int) -> None:
         text = texts.setdefault(name, list(shared) if rng.random() < 0.5 else [])
         text += [rng.randrange(10, 200) for _ in range(rng.randrange(20, 200))]
         text += engine.ask(text, name if rng.random() < 0.7 else None, rng.randrange(1, 80))
+        engine.rest(every_s)
 
 
 def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    engine = SteppedEngine(job["blocks"], **job["manthan"])
-    converse(engine, job["requests"], job["seed"])
+    engine = ClockedEngine(job["blocks"], **job["manthan"])
+    converse(engine, job["requests"], job["seed"], job["every_s"])
     with report:
         cold_blocks = engine.half.manager.budget.nbytes // engine.half.manager.shape.cold_nbytes
         json.dump({"actions": engine.actions, "requests": engine.requests, "cold_blocks": cold_blocks}, report)

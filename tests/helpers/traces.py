@@ -59,16 +59,22 @@ def best_of_all(requests: Sequence[TracedRequest], capacity: int) -> int:
     return best(0, frozenset())
 
 
-def check_journal(journal: Sequence[Action], capacity: int) -> None:
-    """What is restored has been encoded and not been dropped since, and no more than `capacity` blocks ever are."""
+def check_journal(journal: Sequence[Action], capacity: int, *, again: bool = False) -> None:
+    """What is restored has been encoded and not been dropped since, and no more than `capacity` blocks ever are.
+
+    again: codes may be replaced, as those of heads that sessions come to share; nothing is encoded twice at a time.
+    """
     begun: set[bytes] = set()
+    under_way: set[bytes] = set()
     stored: set[bytes] = set()
     for action in journal:
         if action.what == "spill":
-            assert not begun & set(action.keys), "encoded twice"
+            assert not (under_way if again else begun) & set(action.keys), "encoded twice"
             begun.update(action.keys)
+            under_way.update(action.keys)
         elif action.what == "stored":
-            assert begun.issuperset(action.keys)
+            assert under_way.issuperset(action.keys)
+            under_way.difference_update(action.keys)
             stored.update(action.keys)
         elif action.what == "drop":
             begun.difference_update(action.keys)

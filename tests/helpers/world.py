@@ -17,7 +17,7 @@ from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.marks import Mark, Marks, Owner
-from manthan.manager.sessions.session import BlockName, CodeState, DropCause, MemoryShape, Place
+from manthan.manager.sessions.session import Block, BlockName, CodeState, DropCause, MemoryShape, Place
 from manthan.manager.stores.arena import room
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.manager.work import on_each
@@ -199,6 +199,8 @@ class World:
             window_tokens=WINDOW_TOKENS if exact else 0,
             mark=self.mark,
         )
+        orders = self.manager._orders
+        self._forget_codes, orders.forget_codes = orders.forget_codes, self.forget_codes
         self.weigh = on_each(ranks)
         self.stores = [HostStore(cold_blocks * BOUNDS[0]) for _ in range(ranks)]
         self.pool, self.beside_pool = Pool(pool_blocks), Pool(BESIDE_POOL_BLOCKS)
@@ -316,14 +318,14 @@ class World:
             pool.give_back([block])
 
     def end_restore(self, restore: Restore, unreadable: set[int]) -> None:
-        """The ranks have read and decoded the codes, but for those that were unreadable."""
-        failed = []
-        for i, (group, key) in enumerate([*((0, key) for key in restore.keys), *restore.beside]):
+        """The ranks have read and decoded the codes, but for those that were unreadable; -1 is the last."""
+        failed, names = [], [*((0, key) for key in restore.keys), *restore.beside]
+        for i, (group, key) in enumerate(names):
             codes = [get(store, key, group) for store in self.stores]
             if not restore.orphan:
                 assert all(buf is not None for buf in codes), f"{key!r} was dropped while it was read"
                 assert {decoded(buf) for buf in codes if buf is not None} == {self.content(key, group)}
-            if i in unreadable or any(buf is None for buf in codes):
+            if {i, i - len(names)} & unreadable or any(buf is None for buf in codes):
                 failed.append((group, key))
         self.restores.remove(restore)
         bad, beside = [key for group, key in failed if not group], [name for name in failed if name[0]]
@@ -506,5 +508,10 @@ class World:
         for key in keys:
             block = self.manager.blocks.get(key)
             assert block is None or block.hot or block.in_flight or not block.users, f"{key!r} is missed"
-            sessions = self.manager.table.by_id.values()
-            assert not any(s.pinned and block in s.chain for s in sessions), f"{key!r} is of a pinned session"
+
+    def forget_codes(self, blocks: Sequence[Block], cause: DropCause) -> None:
+        """Assert that no codes of a pinned session make room. It may be pinned before the drop is carried out."""
+        if cause is DropCause.BUDGET:
+            pinned = {block for s in self.manager.table.by_id.values() if s.pinned for block in s.chain}
+            assert pinned.isdisjoint(blocks), f"{blocks} are of a pinned session"
+        self._forget_codes(blocks, cause)

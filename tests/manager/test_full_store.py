@@ -6,7 +6,7 @@ from itertools import pairwise
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
 from manthan.manager.driver import Driver
-from manthan.manager.sessions.evictions import DOUBLINGS
+from manthan.manager.sessions.evictions import AHEAD_AFTER_S, DOUBLINGS
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.simulator.pool import SimulatedPool
@@ -16,14 +16,20 @@ from manthan.policies import get_policy
 LONGEST_S = 2**DOUBLINGS * IDLE_AFTER_S
 
 
-def tries(engine: Engine, until: float, is_full: bool = True) -> list[float]:
-    """When sessions are evicted up to then, by the clock of the sweep; nothing of them finds room."""
+def tries(engine: Engine, until: float, is_full: bool = True, ahead: int = 99) -> list[float]:
+    """Times up to then at which something is encoded, ahead or by a sweep; nothing of it finds room.
+
+    ahead: how many blocks are encoded ahead at once.
+    """
     times = []
     while (due := engine.manager.next_deadline) is not None and due <= until:
         engine.now = due
         engine.manager.sweep(due)
+        if not engine.manager.on_their_way:
+            engine.manager.encode_ahead(due, ahead)
         if orders := engine.spill():
             times.append(due)
+            assert times.count(due) < 5, "it is tried again at once"
         for key in orders:
             engine.manager.spill_failed(key, due, is_full=is_full)
         check_integrity(engine.manager)
@@ -33,7 +39,8 @@ def tries(engine: Engine, until: float, is_full: bool = True) -> list[float]:
 def test_a_session_without_room_is_tried_less_and_less_often() -> None:
     engine = Engine()
     engine.talk("a b")
-    times = tries(engine, 100 * LONGEST_S)
+    ahead, *times = tries(engine, 100 * LONGEST_S)
+    assert ahead == AHEAD_AFTER_S
     waits = [later - earlier for earlier, later in pairwise(times)]
     assert waits[:DOUBLINGS] == [IDLE_AFTER_S * 2**n for n in range(1, DOUBLINGS + 1)]
     assert set(waits[DOUBLINGS:]) == {LONGEST_S}
@@ -43,7 +50,15 @@ def test_a_session_without_room_is_tried_less_and_less_often() -> None:
 def test_other_failures_are_tried_again_as_soon_as_the_session_is_idle_again() -> None:
     engine = Engine()
     engine.talk("a b")
-    assert tries(engine, 20 * IDLE_AFTER_S, is_full=False) == [n * IDLE_AFTER_S for n in range(1, 21)]
+    ahead, *times = tries(engine, 20 * IDLE_AFTER_S, is_full=False)
+    assert ahead == AHEAD_AFTER_S
+    assert times == [n * IDLE_AFTER_S for n in range(1, 21)]
+
+
+def test_no_part_of_a_session_is_encoded_ahead_again_and_again() -> None:
+    engine = Engine()
+    engine.talk("a b c")
+    assert tries(engine, IDLE_AFTER_S, ahead=1) == [AHEAD_AFTER_S, IDLE_AFTER_S]
 
 
 def test_pressure_leaves_it_alone_as_well() -> None:
@@ -92,7 +107,7 @@ def test_a_request_ends_the_waiting_and_success_forgets_it() -> None:
     request = engine.start("a b c", "refused")
     assert not len(engine.manager.table.put_off)
     engine.finish(request, "a b c")
-    assert engine.manager.next_deadline == engine.now + IDLE_AFTER_S
+    assert engine.manager.next_deadline == engine.now + AHEAD_AFTER_S
     engine.evict()
     assert engine.session("refused").refusals == 0
 

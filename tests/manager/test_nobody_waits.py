@@ -177,6 +177,26 @@ def test_a_turn_is_encoded_ahead_two_seconds_after_it_ended_if_nothing_else_is()
     assert world.manager.blocks.cold == 6
 
 
+def test_a_session_is_cold_once_vllm_has_overwritten_its_end_and_what_is_left_stays() -> None:
+    world = World(low=0.0, high=0.0)
+    world.turn("chat", 6, 0.0)
+    for now in (2.0, 2.1):  # WINDOW blocks a step
+        work = world.driver.step(0, now)
+        world.copied(work)
+        world.stored(work, now)
+    assert world.manager.usage.hot_blocks == world.manager.blocks.cold == 6
+    world.turn("other", BLOCKS - 2, 3.0)
+    assert len(world.pool.hit(world.keys("chat", 6))) == 2
+    assert not world.driver.step(0, 3.1).spills
+    assert {session.session_id: str(session.state) for session in world.manager.sessions()} == {
+        "chat": "cold",
+        "other": "idle",
+    }
+    assert world.manager.usage.hot_blocks == BLOCKS - 2
+    assert len(world.pool.hit(world.keys("chat", 6))) == 2, "the rest is overwritten when vLLM needs it"
+    assert world.ask("chat", 6, 3.2) == 4
+
+
 def test_what_is_overwritten_before_it_was_encoded_is_counted_once() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 16, 0.0)

@@ -7,7 +7,8 @@ from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.integrity import check_integrity
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.sessions.marks import Mark
+from manthan.manager.sessions.session import BlockName, Drop, DropCause
 
 
 @pytest.fixture
@@ -44,6 +45,24 @@ def test_a_sweep_takes_what_is_due_and_nothing_else(engine: Engine) -> None:
     engine.manager.sweep(IDLE_AFTER_S)
     assert engine.states() == {"anonymous-1": "evicting", "anonymous-2": "idle"}
     assert engine.manager.has_work
+
+
+def test_what_was_overwritten_is_found_behind_a_session_whose_end_others_use() -> None:
+    lost: set[BlockName] = set()
+    engine = Engine(mark=lambda name: None if name in lost else Mark.EXACT)
+    for name, text in (("short", "a b"), ("long", "a b c"), ("other", "x y")):
+        engine.talk(text, name)
+    engine.now += AHEAD_AFTER_S
+    for _ in engine.states():
+        engine.manager.encode_ahead(engine.now, 99)
+        engine.stored(engine.spill())
+    engine.manager.sweep(engine.now)
+    assert set(engine.states().values()) == {"idle"}
+    lost |= {b"a b c", b"x y"}
+    engine.manager.sweep(engine.now)
+    assert engine.states() == {"short": "idle", "long": "cold", "other": "cold"}
+    assert engine.spill() == engine.manager.take_releases() == []
+    assert engine.manager.usage.hot_blocks == 2
 
 
 def test_running_sessions_are_not_swept(engine: Engine) -> None:

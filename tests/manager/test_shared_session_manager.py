@@ -4,7 +4,6 @@ import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
@@ -58,14 +57,18 @@ def test_of_what_is_found_a_session_is_served_its_own(engine: Shared) -> None:
     assert engine.manager.match(chain("a b c d"), request) == 0
     engine.manager.served_elsewhere(request, 3)
     assert engine.manager.match(chain("a b c d"), request) == 3
-    unnamed = engine.start("a b c d")
-    engine.manager.served_elsewhere(unnamed, 3)
-    assert engine.manager.match(chain("a b c d"), unnamed) == 0
     engine.manager.served_elsewhere("gone", 3)
 
 
+def test_a_request_without_a_name_has_nothing_at_another_engine(engine: Shared) -> None:
+    request = engine.start("a b c d")
+    engine.find(request, "a b c d")
+    engine.manager.served_elsewhere(request, 3)
+    assert engine.manager.match(chain("a b c d"), request) == 0
+
+
 def test_who_wants_exact_kv_is_served_none_of_it(engine: Shared) -> None:
-    request = engine.start("a b c d", "alice", Hints(quality="exact"))
+    request = engine.start("a b c d", "alice", quality="exact")
     engine.find(request, "a b c d")
     engine.manager.served_elsewhere(request, 3)
     assert engine.manager.match(chain("a b c d"), request) == 0

@@ -4,6 +4,7 @@ import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
+from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import PATIENCE
 from manthan.manager.sessions.session import NewsKind
@@ -62,11 +63,11 @@ def test_nothing_is_prefetched_where_that_is_off() -> None:
 
 def test_pins_end_when_they_were_to(engine: Engine) -> None:
     steering, session = engine.manager.steering, engine.session("a")
-    assert steering.pin(session, engine.now, 5.0) == ""
-    assert engine.manager.next_deadline == 5.0
-    engine.manager.sweep(4.9)
+    assert steering.pin(session, engine.now, 1.0) == ""
+    assert engine.manager.next_deadline == 1.0
+    engine.manager.sweep(0.9)
     assert session.pinned
-    engine.manager.sweep(5.0)
+    engine.manager.sweep(1.0)
     assert not session.pinned
     assert kinds(engine) == [("a", "pinned"), ("a", "unpinned")]
     assert steering.pin(session, 6.0, 5.0) == steering.pin(session, 7.0) == ""
@@ -86,10 +87,26 @@ def test_a_pin_for_a_while_lasts_over_turns_and_a_hint_makes_it_last_for_good(en
     assert session.pinned
 
 
+def test_a_pin_stays_when_others_come_to_share_its_head(engine: Engine) -> None:
+    """The head is kept exact then, at the expense of the heads' share: five times what the pin may take."""
+    session = engine.session("a")
+    assert engine.manager.steering.pin(session, engine.now) == ""
+    engine.talk("a one two b", "b")
+    engine.sweep()
+    for order in engine.manager.take_spills(99):
+        engine.stored([order.key], order.nbytes)
+    assert [block.encoding.exact for block in session.chain] == [16, 16, 16]
+    assert engine.talk("a one two", "a").refused == ""
+    assert session.pinned
+    check_integrity(engine.manager)
+    engine.talk("a one two three", "a")
+    assert not session.pinned, "its own blocks count as before"
+
+
 def test_a_pin_beyond_the_share_is_refused(engine: Engine) -> None:
     engine.talk("b one two three four", "b")
-    assert engine.manager.steering.pin(engine.session("b"), engine.now, 5.0).startswith("pin is refused: ")
-    assert engine.manager.next_deadline == IDLE_AFTER_S, "there is no pin to end"
+    assert engine.manager.steering.pin(engine.session("b"), engine.now, 1.0).startswith("pin is refused: ")
+    assert engine.manager.next_deadline == AHEAD_AFTER_S, "there is no pin to end"
     assert not engine.session("b").pinned
 
 

@@ -1,6 +1,5 @@
 """LoRA adapters are told apart by what they contain."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -8,17 +7,11 @@ import pytest
 from conversation import EXACT, run
 from draft_model import TINY
 from lora_adapter import make_adapter
-from redis_server import RedisServer, running
 from tokenizers import Tokenizer
 from vllm.lora.request import LoRARequest
 from vllm_engine import Table
 
 from manthan.vllm_hooks.adapters import Adapters
-
-
-@pytest.fixture(scope="module")
-def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServer]:
-    yield from running(tmp_path_factory.mktemp("redis"))
 
 
 def asked(folder: str, in_place: bool = False) -> LoRARequest:
@@ -60,18 +53,19 @@ def test_what_cannot_be_known_is_nobody_elses(in_place: bool, tmp_path: Path) ->
 
 
 @pytest.mark.slow
-def test_an_adapter_of_the_same_name_and_path_never_gets_anothers_kv(redis_server: RedisServer, tmp_path: Path) -> None:
-    """Engines one after the other on a Redis; the adapter's files are replaced, and put back."""
+def test_an_adapter_of_the_same_name_and_path_never_gets_anothers_kv(tmp_path: Path) -> None:
+    """Engines one after the other on a disk; the adapter's files are replaced, and put back."""
     text = Table(3).text
     prompts = [Tokenizer.from_file(str(TINY / "tokenizer.json")).encode(text).ids]
-    redis = {"cold_store": {"kind": "redis", "max_bytes": "128MiB"}, "redis": {"url": redis_server.url}}
+    (tmp_path / "cold").mkdir()
+    disk = {"cold_store": {"kind": "disk", "max_bytes": "128MiB"}, "disk": {"path": str(tmp_path / "cold")}}
 
     def turn(seed: int, manthan: dict[str, Any] | None) -> dict[str, Any]:
         folder = make_adapter(tmp_path / "adapter", seed)
         turns, _ = run(str(TINY), manthan, prompts=prompts, adapter=folder, enable_lora=True, max_lora_rank=8)
         return turns[0]
 
-    first, second, again = (turn(seed, EXACT | redis) for seed in (1, 2, 1))
+    first, second, again = (turn(seed, EXACT | disk) for seed in (1, 2, 1))
     plain = turn(2, None)
     assert [each["cached"] > 500 for each in (first, second, again)] == [False, False, True]
     assert second["cached"] == 0

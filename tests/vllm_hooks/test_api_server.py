@@ -160,14 +160,17 @@ def test_the_state_of_the_whole(api) -> None:
     api.post("/sessions/alice/evict")
     api.wait_for_state("alice", "cold")
     api.talk("alice")
+    bob = api.wait("/sessions/acme%2Fbob", lambda session: session["cold_blocks"] == BLOCKS)  # encoded ahead
     state = api.wait("/state", lambda state: state["sessions"]["idle"] == 2)
     assert (state["model"], state["version"]) == (MODEL, "0.1.0")
     assert (state["policy"]["name"], state["policy"]["options"]) == ("lru", {})
     assert state["policy"]["order"] == ["acme/bob", "alice"]
     [tier] = state["store"].pop("tiers")
-    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x"}
+    assert state["store"] == {"kind": "host", "up": True, "codec": "wht-5x", "verdict": "none"}
     assert tier == {"name": "host", "used_bytes": tier["used_bytes"], "budget_bytes": 64 << 20}
-    assert tier["used_bytes"] == api.get("/sessions/alice")["cold_bytes"] > 0
+    cold = [session["cold_bytes"] for session in (api.get("/sessions/alice"), bob)]
+    assert all(cold)
+    assert tier["used_bytes"] == sum(cold)
     pool = state["pool"]
     assert (pool["block_tokens"], pool["blocks"]) == (32, 130)
     assert pool["session_bytes"] * 130 == 2 * BLOCKS * pool["bytes"]

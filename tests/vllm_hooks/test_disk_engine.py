@@ -101,10 +101,25 @@ def test_what_was_damaged_meanwhile_is_computed(left: Path, damage: Callable[[Pa
         assert all_return(other)
 
 
+def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
+    """Folders are where files were, but for the journal, which begins with zeros."""
+    files = [path for path in left.rglob("*") if path.is_file()]
+    for file in files:
+        if file.suffix == ".sqlite":
+            file.write_bytes(bytes(4096) + file.read_bytes()[4096:])
+        else:
+            file.unlink()
+            file.mkdir()
+            (file / "in it").touch()
+    with engine(left) as other:
+        assert ask_all(other)[1] == 0
+        assert all_return(other)
+    assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.suffix in (".seg", ".sqlite"))
+
+
 @pytest.mark.parametrize(
     "changed",
     [
-        pytest.param({"codec": {"name": "k3v3", "guard": False}}, id="codec", marks=SLOW),
         pytest.param({"flags": {"dtype": "float16"}}, id="dtype"),
         pytest.param({"flags": {"block_size": 64}, "blocks": 66}, id="block size", marks=SLOW),
         pytest.param({"flags": {"hf_overrides": {"rope_theta": 20000.0}}}, id="model", marks=SLOW),
@@ -121,6 +136,14 @@ def test_another_configuration_finds_nothing_and_removes_the_old(left: Path, cha
         assert new != old
     with engine(left) as again:
         assert ask_all(again)[1] == 0
+
+
+@SLOW
+def test_another_codec_reads_what_there_is(left: Path) -> None:
+    """Each block names its own."""
+    with engine(left, codec={"name": "k3v3", "guard": False}) as other:
+        assert all_return(other)
+        assert other.failures() == 0
 
 
 def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:

@@ -121,7 +121,7 @@ def fill(engine: Engine, family: str) -> None:
     for number in range(FILLERS):
         prompt = [chance.randrange(10, 1000) for _ in range(SIZES[family].filler)]
         engine.run(engine.complete(prompt, f"filler {number}", 1))
-    engine.wait_until_cold(1 + FILLERS)
+        engine.wait_until_cold(2 + number)
 
 
 def assert_as_if_hot(conversation: Conversation, hot: Engine) -> None:

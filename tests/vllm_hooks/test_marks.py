@@ -151,7 +151,8 @@ def test_a_head_that_came_back_exact_stays_exact_before_decoded_blocks(server: V
     stranger = ask(server, [*head, *HELD[27100:27124]], "leo")
     assert stranger["cached"] == len(head)
     assert not stranger["told"]
-    assert server.metrics()["vllm:manthan_restored_blocks_total"] == restored  # it was in the pool, for all
+    more = server.metrics()["vllm:manthan_restored_blocks_total"] - restored
+    assert more in (0, len(head) // BLOCK), "it was in the pool, for all, unless judy has gone cold again"
     ask(plain, [*head, 5])
     assert stranger["logprobs"] == ask(plain, [*head, *HELD[27100:27124]])["logprobs"]
 

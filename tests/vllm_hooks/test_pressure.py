@@ -65,6 +65,17 @@ def ask_each(engine: Any, tables: Any, count: Callable[[Any], float]) -> None:
     engine.wait(lambda: encoded(engine) - stored >= blocks, "all in the store")
 
 
+def wait_until_saved(engine: Any, blocks: float) -> None:
+    """Until so many blocks were encoded since the engine was started, or the store is nearly full, which takes more
+    only where the pool has need of room."""
+    budget = engine.on_worker(store_figures)[2]
+    engine.wait(
+        lambda: encoded(engine) >= blocks or engine.metric("manthan_cold_bytes") > 0.8 * budget,
+        "a session that is saved",
+    )
+    engine.wait_until_quiet()
+
+
 def test_sessions_are_saved_before_they_are_overwritten(crowded, table) -> None:
     tables = [table(seed) for seed in range(SESSIONS)]
     ask_each(crowded, tables, encoded)
@@ -110,10 +121,13 @@ def test_the_least_recently_used_goes_first(crowded, table) -> None:
 
 
 def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) -> None:
+    blocks = encoded(crowded)
     for seed in range(30, 30 + 18):  # 18 sessions, where pool and store together hold about 15
         prompt, right = table(seed).question(2)
-        assert crowded.ask(prompt, f"user-{seed}").text == right
-    crowded.wait_until_quiet()
+        answer = crowded.ask(prompt, f"user-{seed}")
+        assert answer.text == right
+        blocks += (answer.prompt_tokens + 3) // 32
+        wait_until_saved(crowded, blocks)
     peak, used, budget = crowded.on_worker(store_figures)
     assert 0.8 * budget < used <= peak <= budget
     assert crowded.metric("manthan_dropped_blocks_total", cause="budget") > 0
@@ -127,18 +141,13 @@ def test_the_budget_is_never_exceeded_and_the_oldest_goes_first(crowded, table) 
 
 def test_a_shared_prefix_is_dropped_last(crowded, table) -> None:
     head = table(1000).text  # 17 blocks that all share, before 18 of their own
-    before, dropped, blocks = encoded(crowded), crowded.metric("manthan_dropped_blocks_total", cause="budget"), 0
-    budget = crowded.on_worker(store_figures)[2]
+    dropped, blocks = crowded.metric("manthan_dropped_blocks_total", cause="budget"), encoded(crowded)
     for seed in range(50, 64):
         prompt, right = table(seed, head).question(1)
         answer = crowded.ask(prompt, f"tenant-{seed}")
         assert answer.text == right
         blocks += (answer.prompt_tokens + 3 - answer.cached_tokens) // 32
-        crowded.wait(  # a store that is nearly full takes more only where the pool has need of room
-            lambda: encoded(crowded) - before >= blocks or crowded.metric("manthan_cold_bytes") > 0.8 * budget,  # noqa: B023
-            "a session that is saved",
-        )
-    crowded.wait_until_quiet()
+        wait_until_saved(crowded, blocks)
     assert crowded.metric("manthan_dropped_blocks_total", cause="budget") > dropped
     prompt, right = table(50, head).question(1)
     answer = crowded.ask(prompt, "tenant-50")

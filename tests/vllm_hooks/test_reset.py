@@ -256,6 +256,23 @@ def slow_store(worker: Any) -> None:
         blocks.encode_all = encode_all
 
 
+def stop_reads(worker: Any) -> None:
+    """Reading hangs until `let_reads_go`."""
+    import threading
+
+    path, gate = get_kv_transfer_group().worker.path, threading.Event()
+
+    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+        gate.wait()
+        yield from type(path.store).read(path.store, group, keys)
+
+    path.store.read, path.gate = read, gate
+
+
+def let_reads_go(worker: Any) -> None:
+    get_kv_transfer_group().worker.path.gate.set()
+
+
 class Traffic:
     """Requests that run at once."""
 
@@ -312,6 +329,19 @@ def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bo
     assert engine.reset(running, cold)
     assert not any(asked.done() for asked in loading)
     assert (loading[0].result(60).cached_tokens == 0) == cold
+
+
+def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffic) -> None:
+    go_cold(engine, 1)
+    engine.on_worker(stop_reads)
+    loading = traffic.ask(1)
+    engine.wait(lambda: engine.metric("num_requests_waiting") == 1, "a load")
+    try:
+        assert not engine.reset()
+        assert not loading.done()
+        assert engine.ask(Table(2).question(0)[0]).text == Table(2).question(0)[1]
+    finally:
+        engine.on_worker(let_reads_go)
 
 
 def test_while_a_session_is_prefetched(engine: Engine, traffic: Traffic) -> None:

@@ -79,8 +79,8 @@ def test_every_metric_is_on_the_metrics_page(server) -> None:
     assert metrics["vllm:manthan_restored_blocks_total"] >= 3 * 17
     assert metrics["vllm:manthan_encode_seconds_count"] == metrics["vllm:manthan_encoded_blocks_total"]
     restored = metrics["vllm:manthan_restored_blocks_total"]
-    nbytes = [pytest.approx(restored * each, rel=0.05) for each in (27_000, 32_400)]  # of wht-5x and wht-4x
-    assert metrics["vllm:manthan_restore_bytes_sum"] in nbytes
+    nbytes = metrics["vllm:manthan_restore_bytes_sum"]  # of wht-5x, wht-4x, and exact blocks of what sessions share
+    assert 0.95 * 27_000 * restored < nbytes < 0.75 * 131_072 * restored
 
 
 def test_reset_prefix_cache_empties_the_cold_store_where_that_is_asked_for(server, table) -> None:

@@ -1,0 +1,27 @@
+"""Log lines: the name of a session cannot end a line, nor tell a terminal what to do."""
+
+import logging
+
+import pytest
+
+from manthan.manager.observer import Restored
+from manthan.manager.sessions.session import Eviction, MemoryShape
+from manthan.vllm_hooks.telemetry.log import tell_eviction, tell_restore
+
+SHAPE = MemoryShape(block_tokens=16, hot_nbytes=500, bounds={0: 100})
+
+
+@pytest.fixture
+def lines(caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    monkeypatch.setattr(logging.getLogger("vllm"), "propagate", True)
+    caplog.set_level(logging.INFO, "vllm.manthan")
+    name = "alice\n\x1b[2Jroot: all is well\x9b\u202e"
+    tell_eviction(Eviction(name, 1, 0, 16, 500, 1, 100, 100, 1.0, 0.1, 0))
+    tell_restore(Restored(name, 1, 1, [], []), SHAPE)
+    return sorted({*caplog.messages})  # each comes twice where other tests have changed handlers
+
+
+def test_names_are_escaped(lines: list[str]) -> None:
+    assert len(lines) == 2
+    assert all("session alice\\n\\x1b[2Jroot: all is well\\x9b\\u202e " in line for line in lines)
+    assert all(line.isprintable() for line in lines)
