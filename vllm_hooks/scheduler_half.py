@@ -159,7 +159,6 @@ class SchedulerHalf:
             ),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
-            window_tokens=config.codec.window_tokens,
             shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )

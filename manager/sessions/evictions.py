@@ -82,7 +82,6 @@ class Evictions:
         self._table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         session.evict_pressed = is_pressed
-        self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is _NONE]
         decoded = next((block for block in needed if self._pruning.mark(block) is Mark.DECODED), None)
         if decoded is not None:  # its compressed copy is gone: it may not be encoded again
@@ -98,7 +97,6 @@ class Evictions:
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if is_hot:
-            self._replace(session)
             for block, encoding in self._heads.replacements(session):
                 self._orders.encode(block, encoding, block.tenant)
         self._wait(session, is_hot)
@@ -160,16 +158,6 @@ class Evictions:
             found.append(encoding)
         return found
 
-    def _replace(self, session: Session) -> None:
-        """What is no longer at the session's end need not be exact; the old codes stay until there are others.
-
-        This loses no more than once either: what was exact came back as it was.
-        """
-        for block in self._exact.finer(session):
-            wanted = self.wanted(block)
-            if wanted.nbytes <= min(self._budget.free, self._budget.left(block.tenant)):
-                self._orders.encode(block, wanted, block.tenant)
-
     def try_again(self, now: float) -> None:
         """Sessions that were refused are idle again when they have waited for long enough; and one of them if something
         has left the store, which may be the room that it needs."""
@@ -223,7 +211,6 @@ class Evictions:
             session = next(iter(self._table.fresh.values()))
             needed: list[Block] = []
             if self._table.shape.group is not None:
-                self._exact.move_window(session)
                 chain = session.chain[: self._pruning.usable(session, len(session.chain))]
                 needed = [block for block in chain if block.code is _NONE]
                 marks = [self._pruning.mark(block) for block in needed]

@@ -79,26 +79,23 @@ def _totals(manager: SessionMemoryManager) -> Findings:
 
 def _blocks(manager: SessionMemoryManager) -> Findings:
     users: dict[bytes, list[Session]] = {}
-    windows: Counter[bytes] = Counter()
     for session in manager.table.by_id.values():
         for depth, block in enumerate(session.chain):
             same = manager.blocks.get(block.key) is block and block.depth == depth
             yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
             users.setdefault(block.key, []).append(session)
-        windows.update(session.chain[depth].key for depth in session.window)
     pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
     for block in manager.blocks:
         if block.group is not None:
             continue
         states = [session.state for session in users.get(block.key, [])]
         running = states.count(SessionState.HOT)
-        counts = (block.users, block.running, block.hot, block.pins, block.windows)
+        counts = (block.users, block.running, block.hot, block.pins)
         found = (
             len(states),
             running,
             sum(state in HOT_STATES for state in states),
             pins[block],
-            windows[block.key],
         )
         yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
         yield from _leaks(manager, block)

@@ -129,7 +129,7 @@ class SessionMemoryManager:
     shares: of the budget, for pinned sessions and for tenants.
     fast: the tiers in front of the last one, the fastest first.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
-    sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
+    sink_tokens: how many of each session's first tokens are kept exact.
     shared_ttl_s: seconds that blocks live in a store which engines share; None for one of this engine's own.
     quality: of requests that do not say it.
     mark: returns the mark of the block that the pool has under a name; None if it has none. A driver sets it.
@@ -148,7 +148,6 @@ class SessionMemoryManager:
         fast: Sequence[Fast] = (),
         prefetch_lead_s: float | None = None,
         sink_tokens: int = 0,
-        window_tokens: int = 0,
         shared_ttl_s: float | None = None,
         quality: Quality = "any",
         mark: Callable[[BlockName], Mark | None] = lambda name: Mark.EXACT,
@@ -164,8 +163,8 @@ class SessionMemoryManager:
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks, shape.group)
         self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
-        self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
-        self._pruning = Pruning(self.table, self._orders, exact, self._anchors, lambda name: self.mark(name))
+        self._exact = exact = ExactTokens(shape, sink_tokens)
+        self._pruning = Pruning(self.table, self._orders, self._anchors, lambda name: self.mark(name))
         self.remote = RemoteBlocks(self.table, self._anchors, self._running)
         if self._is_shared:
             self.table.changed = {}

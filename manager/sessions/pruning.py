@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pins import Pins
@@ -30,11 +29,10 @@ class Pruning:
         self,
         table: SessionTable,
         orders: Orders,
-        exact: ExactTokens,
         anchors: Anchors,
         mark: Callable[[BlockName], Mark | None],
     ) -> None:
-        self._table, self._orders, self._exact, self._anchors, self._mark = table, orders, exact, anchors, mark
+        self._table, self._orders, self._anchors, self._mark = table, orders, anchors, mark
         self.pinned = Pins()
 
     def mark(self, block: Block) -> Mark | None:
@@ -74,7 +72,6 @@ class Pruning:
         cut = session.chain[length:]
         self._tell(session, cut, cause)
         self.unwait(session, cut)
-        self._exact.cut(session, length)
         self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:

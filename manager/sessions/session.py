@@ -155,8 +155,6 @@ class Block:
     """Whose share of the cold store its codes count towards."""
     moved: int = 0
     """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
-    windows: int = 0
-    """Sessions that have it among their last tokens, which are kept exact."""
     mark: Mark = Mark.EXACT
     """Of the copy that its compressed block was made of."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()
@@ -259,8 +257,6 @@ class Session:
     """How often the cold store had no room for it, one time after the other."""
     pending: int = 0
     """Blocks that an eviction under way still waits for."""
-    window: range = range(0)
-    """Places in the chain of its last tokens, when it was evicted last."""
     anchors: list[Anchor] = field(default_factory=list)
     """Where it can go on from, the deepest last; those that are still being made included."""
     prompt_depth: int = 0
