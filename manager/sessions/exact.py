@@ -16,11 +16,6 @@ class ExactTokens:
         self._sink = sys.maxsize if all_exact else self._wanted_sink
 
     @property
-    def sink_blocks(self) -> int:
-        """Number of a chain's first blocks that have some of a session's first tokens."""
-        return -(-self._sink // self._shape.block_tokens)
-
-    @property
     def are_none(self) -> bool:
         """True if no token of any session is kept exact."""
         return not self._sink

@@ -25,7 +25,7 @@ from manthan.policies import get_policy
 
 BOUNDS = {0: 1024, 10: 1536, 16: 2048}
 """Of one rank's block, by how many of its tokens are kept exact: none, the first ten, all."""
-SINK_TOKENS, WINDOW_TOKENS = 10, 20  # ten of one block, and two blocks
+SINK_TOKENS = 26  # a block, and ten of the next
 IDLE_AFTER_S = 10.0
 BESIDE = {1: 2, 2: 1}
 """Groups beside the chains', a window and a state: how many of the last blocks whoever goes on needs of each."""
@@ -196,7 +196,6 @@ class World:
             fast=[Fast(tier * self.shape.cold_nbytes, True) for tier in (fast_blocks, 2 * fast_blocks) if tier],
             prefetch_lead_s=None if self.beside else 1.0,
             sink_tokens=SINK_TOKENS if exact else 0,
-            window_tokens=WINDOW_TOKENS if exact else 0,
             mark=self.mark,
         )
         orders = self.manager._orders

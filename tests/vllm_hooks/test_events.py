@@ -30,7 +30,7 @@ def sockets() -> Iterator[str]:
 def live(folder: str, seed: int, store: dict[str, Any], **more: Any) -> dict[str, Any]:
     """One engine's life; it is killed at the end."""
     environment = {"VLLM_KV_EVENTS_USE_INT_BLOCK_HASHES": str(seed % 2)}
-    codec = {"name": "k3v3", "sink_tokens": 0, "window_tokens": 64 if seed % 3 == 0 else 0, "guard": False}
+    codec = {"name": "k3v3", "sink_tokens": 0, "guard": False}
     manthan = {"min_tokens": 64, "codec": codec} | store
     job = {"model": MODEL, "blocks": 100, "actions": 25, "seconds": 0, "resets": False} | more
     out, _ = run_script(SCRIPT, job | {"folder": folder, "seed": seed, "manthan": manthan}, **environment)
