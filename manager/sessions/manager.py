@@ -26,7 +26,6 @@ from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.remote import RemoteBlocks
-from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
@@ -190,7 +189,6 @@ class SessionMemoryManager:
             shared_ttl_s,
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
-        self.restorable = Restorable(self.table, self._anchors)
         self.listing = Listing(self.table)
         self.steering = Steering(
             self._evictions,

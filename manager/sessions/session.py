@@ -175,6 +175,11 @@ class Block:
         return self.code is not _NONE
 
     @property
+    def has_codes(self) -> bool:
+        """True if the cold store has codes of it, be it those that are being replaced."""
+        return self.code is _COLD or self.old is not None
+
+    @property
     def in_flight(self) -> bool:
         """Whether its bf16 copy is about to be encoded, or being encoded."""
         return self.code is _QUEUED or self.code is _SPILLING

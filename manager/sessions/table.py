@@ -35,8 +35,6 @@ class SessionTable:
         """Ids of sessions that are not what they were, where somebody asks for them."""
         self.forgotten: list[Callable[[str], None]] = []
         """Each is told of sessions that are gone, by id."""
-        self.grown: Callable[[Sequence[Block], int], None] | None = None
-        """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
@@ -160,8 +158,6 @@ class SessionTable:
         start = len(session.chain)
         self.blocks.join(keys, session)
         self.chains.grow(session, start)
-        if self.grown is not None:
-            self.grown(session.chain, start)
 
     def truncate(self, session: Session, length: int) -> None:
         """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""

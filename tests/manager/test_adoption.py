@@ -11,13 +11,13 @@ import pytest
 from examples import examples
 from hypothesis import Phase, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
+from integrity import check_integrity
 from machine import POOL_BLOCKS, PROFILE, Sessions
 from world import BESIDE, IDLE_AFTER_S, World, chain
 
 from manthan.manager.journal_link import JournalLink
 from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, Drop, DropCause, Encoding, MemoryShape, Session, SessionState
 from manthan.manager.stores.disk.journal import Journal, JournalSession
@@ -101,8 +101,9 @@ class Restarts(Sessions):
         self.manager = self.world.manager
         self.world.stores, self.world.seen = dead.stores, dead.seen
         self.world.now, self.world.epoch, self.world.count = dead.now, dead.epoch, dead.count
-        self.manager.restorable.listen()
+        self.manager.blocks.changed = {}
         self.told.clear()
+        self.noted.clear()
         self.begin()
         ranks = [{name: store.room(kept.nbytes) for name, kept in store._blocks.items()} for store in dead.stores]
         found = self.link.adopt(ranks, self.world.now)

@@ -3,9 +3,9 @@
 from dataclasses import replace
 
 import pytest
+from integrity import check_integrity
 
 from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Outcome, Place, SessionState
 from manthan.policies import get_policy

@@ -2,9 +2,9 @@
 
 import pytest
 from engine import SHAPE, Engine
+from integrity import check_integrity
 
 from manthan.manager.integrity import IntegrityError
-from manthan.manager.sessions.integrity import check_integrity
 
 
 def test_what_codes_did_not_take_is_free_again() -> None:

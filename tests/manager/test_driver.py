@@ -5,12 +5,12 @@ from dataclasses import replace
 
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
+from integrity import check_integrity
 
 from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.observer import Observer
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Place
 from manthan.manager.simulator.pool import SimulatedPool

@@ -4,10 +4,10 @@ import math
 from itertools import pairwise
 
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S, DOUBLINGS
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.work import SpillResult, on_each

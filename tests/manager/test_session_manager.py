@@ -4,9 +4,9 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import BlockName, Drop, DropCause
 

@@ -1,9 +1,9 @@
 """Anchors in a store that engines share, and anchors of sessions that are expected: the manager by example."""
 
 import pytest
+from integrity import check_integrity
 
 from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import FoundAnchor, MemoryShape, Place, Prefetch, SessionState
 from manthan.policies import get_policy

@@ -2,9 +2,9 @@
 
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Session

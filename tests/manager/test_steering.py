@@ -2,10 +2,10 @@
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import PATIENCE
 from manthan.manager.sessions.session import NewsKind
 from manthan.policies import get_policy, policy_names

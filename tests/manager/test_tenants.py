@@ -11,9 +11,9 @@ import pytest
 from engine import Engine, chain
 from examples import examples
 from hypothesis import given, settings
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.session import Drop, DropCause, Prefetch, qualified
 from manthan.policies import policy_names
 

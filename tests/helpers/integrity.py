@@ -1,6 +1,6 @@
 """Whether a manager's books agree with each other: every total counted again, every link followed both ways.
 
-For tests, after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
+It takes time linear in blocks and sessions.
 """
 
 from collections import Counter
@@ -14,7 +14,7 @@ from manthan.manager.work import Name
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order, _restorable):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order):
         for right, sentence in checks(manager):
             if not right:
                 raise IntegrityError(sentence)
@@ -212,23 +212,9 @@ def _order(manager: SessionMemoryManager) -> Findings:
     yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"
 
 
-def _restorable(manager: SessionMemoryManager) -> Findings:
-    """What whoever listens was told of, up to the last news."""
-    if not manager.restorable.is_listened_to or manager.restorable.has_news:
-        return
-    told, found = set(manager.restorable.all()), set(restorable(manager))
-    yield told == found, f"{found - told} can be restored and was not told of, and {told - found} the other way round"
-
-
-def restorable(manager: SessionMemoryManager) -> Iterator[Name]:
-    """By group and key, the blocks that the cold store gives back, found anew."""
+def stored(manager: SessionMemoryManager) -> Iterator[Name]:
+    """By group and key, the blocks that the cold store has."""
     group = manager.shape.group
-    for session in manager.table.by_id.values():
-        keys = [block.key for block in session.chain]
-        length = manager.match(keys)
-        if group is not None:
-            yield from ((group, key) for key in keys[:length])
-        anchors = (manager._anchors.at(key) for key in keys[:length])
-        for anchor in anchors:
-            if anchor is not None and anchor.stands:
-                yield from ((part.group, part.key) for part in anchor.parts if part.group is not None)
+    for block in manager.blocks:
+        if block.has_codes and (named := group if block.group is None else block.group) is not None:
+            yield named, block.key
