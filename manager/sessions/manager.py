@@ -15,7 +15,6 @@ from manthan.manager.sessions.adoption import Adoption, LeftSession
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
-from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
@@ -45,6 +44,7 @@ from manthan.manager.sessions.session import (
     Session,
     SessionInfo,
     SessionState,
+    common_prefix,
 )
 from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
@@ -322,13 +322,13 @@ class SessionMemoryManager:
             return 0
         if session.asked_id is None:
             if not session.chain:
-                known, origin = self.table.chains.of(session.tenant).nearest(keys)
-                end = _end(keys, tail)
-                if origin is not None and end and known == len(keys) and origin.prompt_end == end:
-                    session.kin = origin.owner
-                    return known
+                end, last = _end(keys, tail), self.blocks.get(keys[-1]) if keys else None
+                for origin in self.table.tips.holders(last, session.tenant) if end and last is not None else ():
+                    if origin.prompt_end == end:
+                        session.kin = origin.owner
+                        return len(keys)
             return common_prefix(session.chain, keys)
-        return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
+        return self.table.tips.nearest(keys, session.asked_id, session.tenant)[0]
 
     def served_elsewhere(self, request_id: str, blocks: int) -> None:
         """Another engine has served the request's session, which has so many blocks of its prompt from there."""

@@ -124,7 +124,7 @@ class Pruning:
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Nothing of it is to be kept, neither codes nor bf16, nor that it be known again."""
         keys = [block.key for block in session.chain]
-        self._table.remembered.forget(session)
+        self._table.tips.forget(session)
         self.cut(session, 0, cause)
         self._orders.releases += keys
 

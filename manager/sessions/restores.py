@@ -4,10 +4,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.pruning import Pruning
-from manthan.manager.sessions.session import Block, CodeState, DropCause, Session
+from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, common_prefix
 from manthan.manager.sessions.table import SessionTable
 
 

@@ -1,5 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -321,6 +322,18 @@ class Session:
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
         return self.session_id.removeprefix(_owner(self.tenant, self.session_id))
+
+
+def common_prefix(chain: Sequence[Block], keys: Sequence[bytes], known: int = 0) -> int:
+    """Length of the leading run that a chain and a list of keys share, of which so much is known. O(log n).
+
+    A block key covers the whole prefix before it, so one that agrees settles all before it.
+    """
+    most = min(len(chain), len(keys))
+    if most <= known or chain[most - 1].key == keys[most - 1]:  # mostly all of it
+        return max(most, known)
+    both = range(known, most - 1)
+    return known + bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
 
 
 def qualified(told_id: str, tenant: str) -> str:

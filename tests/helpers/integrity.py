@@ -167,28 +167,19 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
 
 
 def _chains(manager: SessionMemoryManager) -> Findings:
-    table = manager.table
-    trees = dict.fromkeys(tree for session in table.by_id.values() for tree in table.chains.trees(session) if tree)
-    ends: Counter[Session] = Counter()
-    for tree in trees:
-        for node in tree.nodes():
-            ends.update(node.ends)
-            fits = node.parent is None or (node.some is not None and len(node.some.chain) >= node.depth)
-            yield fits, f"a place at {node.depth} names {node.some and node.some.session_id}, whose chain is shorter"
-            whole = node.parent is None or bool(node.ends) or len(node.children) > 1
-            yield whole, f"a place at {node.depth} is neither an end nor a fork"
-            for key, child in node.children.items():
-                way = child.some is not None and child.some.chain[node.depth].key == key
-                right = way and child.parent is node and child.depth > node.depth
-                yield right, f"the way from {node.depth} to {child.depth} is not that of {key!r}"
-            for session in node.ends:
-                known = len(session.chain) == node.depth and table.by_id.get(session.session_id) is session
-                yield known, f"{session.session_id} is entered with {node.depth} blocks, and has {len(session.chain)}"
-                keys = [block.key for block in session.chain]
-                yield tree.first(keys) in node.ends, f"{session.session_id} is not found by its keys"
-                yield tree.end(session) is node, f"{session.session_id} is said to end elsewhere than it does"
-    entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
-    yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
+    table, tips = manager.table, manager.table.tips
+    sessions = list(table.by_id.values())
+    ends = {((s.tenant, s.chain[-1].key), s) for s in sessions if s.chain}
+    found = {(place, session) for place, some in tips._ending.items() for session in some or [None]}
+    yield ends == found, f"{len(ends)} chains end, and {len(found)} tips are kept"
+    names = {((s.tenant, name), s) for s in sessions for name in {s.asked_id, None}}
+    named = {(place, session) for place, some in tips._named.items() for session in some or [None]}
+    yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
+    for session in sessions:
+        if session.chain:
+            longest = tips.longest([block.key for block in session.chain], session.asked_id, session.tenant)
+            same = longest is not None and longest.chain == session.chain
+            yield same, f"{session.session_id} is not found by its keys"
 
 
 def _order(manager: SessionMemoryManager) -> Findings:
