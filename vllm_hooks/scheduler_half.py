@@ -440,7 +440,7 @@ class SchedulerHalf:
         self._step += 1
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
-        orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
+        orders = work.drops, work.spills, work.loads, scheduled_tokens
         rests = not scheduled_tokens
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 

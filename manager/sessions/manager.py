@@ -567,14 +567,9 @@ class SessionMemoryManager:
         tokens = self.shape.tokens_of(group)
         return SpillRun([b.key for b in blocks], [b.depth * tokens for b in blocks], encodings, group, tenant)
 
-    @property
-    def has_fast_tiers(self) -> bool:
-        """Whether there are tiers in front of the last one."""
-        return bool(self.table.fronts)
-
-    def take_moves(self) -> list[list[bytes]]:
-        """Of each fast tier, blocks that are to leave it first, if it gets too small for the spills that were taken."""
-        return self.table.fronts.choose(self.table.by_id)
+    def settle_tiers(self) -> None:
+        """Reckon what leaves the fast tiers for what is being encoded."""
+        self.table.fronts.settle(self.table.by_id)
 
     def take_evictions(self) -> list[Eviction]:
         """Evictions that ended since the last call, for logs and metrics."""

@@ -155,7 +155,7 @@ class Block:
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
     moved: int = 0
-    """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
+    """Which fast tiers its codes have left, as is reckoned: bit n is for tier n, the fastest 0. See `FastTiers`."""
     mark: Mark = Mark.EXACT
     """Of the copy that its compressed block was made of."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()

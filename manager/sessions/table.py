@@ -51,7 +51,7 @@ class SessionTable:
         self.cold_of: dict[str, Place] = {}
         """The same for each tenant that has a quota, and sessions."""
         self._sessions_of: Counter[str] = Counter()  # by tenant
-        self.fronts = FastTiers(make_policy, self.blocks, fast)
+        self.fronts = FastTiers(self.blocks, fast)
         """Sessions that have codes in fast tiers, where there are some in front of a slower one."""
 
     # -- sessions -------------------------------------------------------------------------------------
@@ -112,8 +112,8 @@ class SessionTable:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         elif (state is _EVICTING or state is _COLD) and session.session_id not in self.cold:
             self.enter_cold(session)
-        if state is _COLD and self.fronts:
-            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
+        if state is _COLD:
+            self.fronts.used(session.session_id)
 
     def put_off_until(self, session: Session, when: float) -> None:
         """An IDLE session is as one that has become so then."""
@@ -146,8 +146,6 @@ class SessionTable:
             self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         if session.session_id in self.cold:
             self.enter_cold(session)
-        if session.state is _COLD and self.fronts:
-            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
 
     # -- chains ---------------------------------------------------------------------------------------
 

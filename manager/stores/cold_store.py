@@ -72,12 +72,6 @@ class ColdStore(ABC):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
-    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:  # noqa: B027 most have one tier
-        """A store with tiers in front of another moves these blocks out of one before all others, in this order.
-
-        tier: of that one, how many are in front of it.
-        """
-
     def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
         """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank.
 

@@ -7,7 +7,6 @@ Behind decoded blocks it is marked as lossy, in the pool and in the stores, apar
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as concat
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +16,7 @@ from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.marks import Mark, Marks, Owner
-from manthan.manager.sessions.session import Block, BlockName, CodeState, DropCause, MemoryShape, Place
+from manthan.manager.sessions.session import Block, BlockName, DropCause, MemoryShape, Place
 from manthan.manager.stores.arena import room
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.manager.work import on_each
@@ -405,10 +404,7 @@ class World:
         self.hold(limit)
         self.spills += self.held
         self.held.clear()
-        for key in concat.from_iterable(self.manager.take_moves()):
-            moved = self.manager.blocks.get(key)
-            assert moved is not None
-            assert moved.code is CodeState.COLD
+        self.manager.settle_tiers()
 
     def hold(self, limit: int) -> None:
         """Take references on blocks to be encoded; some are not there any more."""

@@ -117,10 +117,10 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         engine = Engine(fast=[Fast(2 * SHAPE.cold_nbytes, fills_on_read=keeps)])
         engine.talk("a one two", "a")
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
         engine.talk("b one", "b")
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
         infos = {info.session_id: info for info in engine.manager.listing.page(Query()).sessions}
         three, two = (Held(blocks, blocks * SHAPE.cold_nbytes) for blocks in (3, 2))
         behind = {"a": three, "b": two if keeps else NOTHING}
@@ -138,7 +138,7 @@ def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
     for text, name in (("a one", "a"), ("b one two", "b"), ("c", "c")):
         engine.talk(text, name)
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
     infos = {info.session_id: info for info in engine.manager.listing.page(Query()).sessions}
     assert {name: [held.blocks for held in info.tiers] for name, info in infos.items()} == {
         "a": [0, 0, 2],

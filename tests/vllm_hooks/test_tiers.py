@@ -199,12 +199,6 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers.drop(group, keys)
         self.bytes = {name: kept for name, kept in self.bytes.items() if name[0] != group or name[1] not in keys}
 
-    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
-    def go_first(self, group: int, keys: list[bytes]) -> None:
-        self.tiers.go_first(group, keys)
-        there = [key for key in keys if (group, key) in self.tiers.first.blocks()]
-        assert [name for name, _ in zip(self.tiers.first.blocks(), there, strict=False)] == [(group, k) for k in there]
-
     @rule()
     def clear(self) -> None:
         self.tiers.clear()
