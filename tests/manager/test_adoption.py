@@ -180,15 +180,6 @@ def left(name: str, text: str, last_used: float, nbytes: int = 100, **facts: obj
     return LeftSession(session_id=name, asked_id=asked, last_used=last_used, chain=chain(text), **known)
 
 
-def test_those_used_last_go_first_where_there_is_no_room_for_all() -> None:
-    mine = manager(450)
-    found = mine.adopt([left("old", "aaa", 1.0), left("new", "bbb", 3.0), left("middle", "baab", 2.0)], 5.0)
-    assert found == {"new": 3, "middle": 2}  # of which one is the other's too
-    assert mine.blocks.reserved == 400
-    check_integrity(mine)
-    assert [session.session_id for session in mine.table.cold_victims()] == ["middle", "new"]
-
-
 def test_a_tenant_s_share_holds_and_a_pin_that_still_fits() -> None:
     mine = manager(1000)
     sessions = [left("small/a", "aaaaa", 1.0, tenant="small"), left("b", "bbb", 2.0, pinned=True)]
@@ -205,20 +196,6 @@ def test_a_time_to_live_that_ended_meanwhile() -> None:
     mine.sweep(5.0)
     assert [info.session_id for info in mine.sessions()] == ["b"]
     assert mine.take_drops() == [Drop(0, chain("aa"), DropCause.EXPIRED)]
-
-
-def test_with_windows_it_ends_with_an_anchor() -> None:
-    keys = chain("aaaa")
-    anchors = [LeftAnchor(2, [(1, keys[1], 1)]), LeftAnchor(4, [(1, keys[3], 3)])]
-    mine = manager(430, beside=True)
-    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors)], 5.0) == {"a": 2}
-    assert mine.match(keys) == 2
-    check_integrity(mine)
-    whole = manager(450, beside=True)
-    assert whole.adopt([left("a", "aaaa", 1.0, anchors=anchors)], 5.0) == {"a": 4}
-    assert whole.match(keys) == 4
-    assert [anchor.depth for anchor in whole.table.by_id["a"].anchors] == [4]
-    check_integrity(whole)
 
 
 def test_what_stands_where_the_prompt_ends_comes_too() -> None:

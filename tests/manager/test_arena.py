@@ -27,12 +27,6 @@ def test_a_block_takes_whole_granules(nbytes: int, takes: int) -> None:
     assert total(Arena(1 << 20).allocate(nbytes)) == takes
 
 
-def test_an_arena_has_no_part_of_a_granule() -> None:
-    arena = Arena(1000)
-    assert (arena.nbytes, arena.available, arena.used) == (768, 768, 0)
-    assert Arena(100).allocate(1) is None
-
-
 def test_the_smallest_hole_that_is_large_enough_is_taken_and_of_equal_ones_the_lowest() -> None:
     arena = Arena(20 * GRANULE)
     blocks = [arena.allocate(size * GRANULE) for size in (3, 1, 2, 1, 4, 1, 2, 1, 5)]
@@ -54,20 +48,6 @@ def test_where_no_hole_is_large_enough_the_largest_make_up_a_block() -> None:
     assert arena.allocate(3 * GRANULE) is None
     assert arena.allocate(2 * GRANULE) == (Extent(2 * GRANULE, 2 * GRANULE),)
     assert arena.available == 0
-    arena.check()
-
-
-def test_what_a_block_turns_out_not_to_need_is_free_at_once() -> None:
-    arena = Arena(12 * GRANULE)
-    blocks = [arena.allocate(size * GRANULE) for size in (3, 1, 3, 5)]
-    arena.free(blocks[0])
-    arena.free(blocks[2])
-    pieces = arena.allocate(6 * GRANULE)
-    assert pieces == (Extent(0, 3 * GRANULE), Extent(4 * GRANULE, 3 * GRANULE))
-    assert arena.shrink(pieces, 4 * GRANULE - 1) == (Extent(0, 3 * GRANULE), Extent(4 * GRANULE, GRANULE))
-    assert arena.shrink(pieces[:1], 2 * GRANULE) == (Extent(0, 2 * GRANULE),)
-    assert arena.shrink((Extent(0, 2 * GRANULE),), 0) == ()
-    assert arena.available == 5 * GRANULE
     arena.check()
 
 

@@ -25,12 +25,6 @@ def test_a_name_finds_its_session(engine: Engine) -> None:
     assert engine.chains() == {"alice": "a b c d", "bob": "x y"}
 
 
-def test_another_name_does_not_continue_a_session(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    engine.talk("a b c d", "bob")
-    assert engine.chains() == {"alice": "a b", "bob": "a b c d"}
-
-
 def test_a_request_without_a_name_may_continue_a_named_session(engine: Engine) -> None:
     engine.talk("a b", "alice")
     engine.talk("a b c d")
@@ -117,11 +111,6 @@ def test_an_abort_before_anything_was_computed_leaves_no_trace(engine: Engine) -
     assert len(engine.manager.blocks) == 0
     assert +engine.manager.table.states == {}
     assert engine.manager.next_deadline is None
-
-
-def test_the_end_of_an_unknown_request_is_ignored(engine: Engine) -> None:
-    engine.finish("nobody", "a b")
-    assert engine.chains() == {}
 
 
 def test_short_sessions_are_not_tracked() -> None:

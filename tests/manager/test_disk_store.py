@@ -126,15 +126,6 @@ def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> Non
     assert store.put_all(0, {b"x" * 32: numbers(0, store.max_bytes)}) == {b"x" * 32: STORE_FULL}
 
 
-def test_what_is_read_stays_as_it_was(store: DiskStore) -> None:
-    store.put_all(0, {KEYS[0]: numbers(0)})
-    found = get(store, KEYS[0])
-    store.put_all(0, {KEYS[0]: numbers(1)})
-    store.cleared("")
-    assert np.array_equal(found, numbers(0))
-    assert get(store, KEYS[0]) is None
-
-
 def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_since(store: DiskStore) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     assert store.cleared("elsewhere") is store
@@ -241,34 +232,11 @@ def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskSt
     store.close()
 
 
-def test_a_file_that_was_removed_is_a_miss_for_the_next_process(store: DiskStore) -> None:
-    store.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
-    gone = files(store.folder)[1]
-    gone.unlink()
-    assert all(np.array_equal(get(store, key), numbers(n, 60_000)) for n, key in enumerate(KEYS))  # it is open
-    store = again(store)
-    there = [n for n in range(50) if (0, KEYS[n]) in store.blocks()]
-    assert 0 < len(there) < 50
-    assert all(np.array_equal(get(store, KEYS[n]), numbers(n, 60_000)) for n in there)
-    store.close()
-
-
 def test_a_file_that_was_cut_is_a_miss(store: DiskStore) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     for path in files(store.folder):
         os.truncate(path, PAGE)
     assert [get(store, key) for key in KEYS] == [None] * 50
-
-
-def test_what_is_no_segment_is_left_alone(store: DiskStore) -> None:
-    (store.folder / "notes.seg").write_bytes(b"MNDS" * 5000)
-    (store.folder / "00000099.seg").write_bytes(b"MNDS" * 5000)
-    store = again(store)
-    assert store.blocks() == {}
-    assert store.put_all(0, {KEYS[0]: numbers(0)}) == {}
-    store = again(store)
-    assert np.array_equal(get(store, KEYS[0]), numbers(0))
-    store.close()
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
@@ -321,24 +289,6 @@ def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
         with pytest.raises(DiskError, match=r"00000001\.seg: Input/output error"):
             get(store, KEYS[0])
     assert np.array_equal(get(store, KEYS[0]), numbers(0))
-
-
-def test_a_disk_that_takes_nothing_is_named_once_with_a_count(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", fail)
-        for n in range(20):
-            assert store.put_all(0, {KEYS[n]: numbers(n)}) == {KEYS[n]: "disk"}
-        assert [record.getMessage() for record in caplog.records] == [
-            f"Manthan: {store.folder}: a block could not be written: Input/output error"
-        ]
-        store._sparing._quiet_until.clear()
-        store.put_all(0, {KEYS[0]: numbers(0)})
-    assert "a block could not be written: Input/output error (20 times)" in caplog.text
 
 
 def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -395,28 +345,6 @@ def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(
     store.close()
 
 
-def test_who_writes_much_to_a_slow_disk_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = DiskStore(folder, 4 * MIB, timeout_s=1.0), os.pwritev
-
-    def slow(*arguments: object) -> int:
-        time.sleep(0.1)
-        return real(*arguments)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", slow)
-        assert store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:15])}) == {}
-    store.close()
-
-
-def test_a_disk_that_hangs_does_not_keep_a_store_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, hung = DiskStore(folder, 4 * MIB, timeout_s=0.1), threading.Event()
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", lambda *_: hung.wait(60))
-        assert store.put_all(0, {KEYS[0]: numbers(0)}) == {KEYS[0]: "store_down"}
-        store.close()
-        hung.set()
-
-
 # -- a process that is killed ---------------------------------------------------------------------------
 
 
@@ -448,8 +376,3 @@ def survives(folder: Path, kills: int) -> int:
 
 def test_what_was_confirmed_survives_kills(folder: Path) -> None:
     assert survives(folder, 40) > 40
-
-
-@pytest.mark.slow
-def test_what_was_confirmed_survives_a_thousand_kills(folder: Path) -> None:
-    assert survives(folder, 1000) > 1000

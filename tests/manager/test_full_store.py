@@ -112,15 +112,6 @@ def test_a_request_ends_the_waiting_and_success_forgets_it() -> None:
     assert engine.session("refused").refusals == 0
 
 
-def test_a_reset_forgets_who_waits() -> None:
-    engine = Engine()
-    engine.talk("a b")
-    tries(engine, 5 * LONGEST_S)
-    engine.manager.reset()
-    assert engine.manager.next_deadline is None
-    check_integrity(engine.manager)
-
-
 class Uneven:
     """Two ranks, each with half of a store of so many bytes, of which one takes more for every block."""
 

@@ -91,17 +91,6 @@ def test_sorted(engine: Engine, sort: Sort, rising: list[str]) -> None:
     assert ids(engine, sort=sort) == rising[::-1]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
-def test_pages_are_parts_of_the_whole(engine: Engine, limit: int) -> None:
-    whole = ids(engine, sort=Sort.STATE)
-    pages = [engine.manager.listing.page(Query(sort=Sort.STATE, limit=limit, offset=at)) for at in range(0, 9, limit)]
-    assert [info.session_id for page in pages for info in page.sessions] == whole
-    assert {page.total for page in pages} == {5}
-    assert sorted((key for page in pages for key in page.keys), reverse=True) == [
-        key for page in pages for key in page.keys
-    ]
-
-
 def test_what_is_told_of_a_session(engine: Engine) -> None:
     listing = engine.manager.listing
     cold, idle = listing.info(engine.session("b")), listing.info(engine.session("acme/c"))

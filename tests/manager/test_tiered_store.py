@@ -109,22 +109,6 @@ def test_what_is_refused_behind_is_not_in_ram_either(tiered: TieredStore, behind
     assert tiered.absent(0, list(blocks)) == [first]
 
 
-def test_a_block_larger_than_ram_is_only_behind(tiered: TieredStore) -> None:
-    blocks = blocks_of(100, 11 * GRANULE)
-    tiered.put_all(0, blocks)
-    assert in_ram(tiered, blocks) == [0]
-    assert same(tiered.read(0, list(blocks)), blocks, list(blocks))
-
-
-def test_groups_share_the_ram_but_not_the_blocks(tiered: TieredStore) -> None:
-    zero, three = blocks_of(6 * GRANULE), blocks_of(5 * GRANULE)
-    tiered.put_all(0, zero)
-    tiered.put_all(3, three)
-    assert (in_ram(tiered, zero, 0), in_ram(tiered, three, 3)) == ([], [0])
-    assert same(tiered.read(0, list(zero)), zero, list(zero))
-    assert (in_ram(tiered, zero, 0), in_ram(tiered, three, 3)) == ([0], [])
-
-
 def test_while_it_is_down_behind_what_is_in_ram_is_read(tiered: TieredStore, behind: Behind) -> None:
     blocks = blocks_of(GRANULE, GRANULE)
     tiered.put_all(0, blocks)
