@@ -128,7 +128,11 @@ class BlockTable:
         return cast("list[Block]", found[:end])
 
     def safe(self, names: Iterable[BlockName | None], most: int) -> int:
-        """See the manager's. Written for speed: it is asked of thousands of blocks."""
+        """Return how many of these blocks, so many at most, come before the first that is at risk: whose only copy is
+        bf16 that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block.
+
+        Written for speed: it is asked of thousands of blocks.
+        """
         find, count = self._blocks.get, 0
         for count, name in enumerate(islice(names, most), 1):
             if name is not None and (block := find(name)) is not None:

@@ -185,7 +185,8 @@ class Evictions:
                 self.evict(session, now, is_hot=False, is_pressed=True)
 
     def relieve(self, wanted: int, now: float) -> bool:
-        """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
+        """Evict idle sessions in policy order until `wanted` exposed blocks are under way, because memory is short.
+        Returns whether any was chosen."""
         goal = max(0, self._blocks.exposed - wanted)
         chosen = False
         if self._blocks.exposed > goal:
@@ -246,7 +247,7 @@ class Evictions:
             if not left or (most := most - fits) <= 0:
                 return
 
-    def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None) -> None:
+    def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
         """Every rank has put the codes of these blocks of a group into its tier, where they take so many bytes."""
         names = keys if group is None else zip(repeat(group), keys)
         stale, run, nbytes = self._stale, list[Block](), list[int]()
@@ -292,7 +293,12 @@ class Evictions:
                 self._pruning.drop([block], DropCause.ABANDONED)
 
     def failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
-        """A rank could not store this block: its sessions stay hot, unless there are older codes of it."""
+        """A rank could not store this block: its sessions stay hot, unless there are older codes of it. Pressure leaves
+        them be for a while.
+
+        is_full: for lack of room. Each time that this happens to a session it is left alone for twice as long, or until
+        something else has left the store.
+        """
         if (block := self._spilling(key, group)) is not None:
             self._fail(block, now, is_full)
 

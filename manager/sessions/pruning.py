@@ -115,12 +115,6 @@ class Pruning:
         holders = [session for session in self._table.holders(block) if session.state is state]
         return [self._shorten(session, block.depth, DropCause.ABANDONED) for session in holders]
 
-    def end_before_gone(self, session: Session) -> None:
-        """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""
-        gone = next((block for block in session.chain if block.gone), None)
-        if gone is not None:
-            self._shorten(session, gone.depth, DropCause.ABANDONED)
-
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Nothing of it is to be kept, neither codes nor bf16, nor that it be known again."""
         keys = [block.key for block in session.chain]

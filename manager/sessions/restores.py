@@ -56,7 +56,7 @@ class Restores:
         self._blocks.pin(blocks, +1)
         self.under_way[request_id] = blocks
 
-    def finished(self, request_id: str, failed: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()) -> None:
+    def finished(self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()) -> None:
         """failed: blocks of the chain that could not be read. beside: those of other groups, by group and key."""
         blocks = self.under_way.pop(request_id, [])
         self._blocks.pin(blocks, -1)

@@ -117,9 +117,10 @@ class Restarts(Sessions):
             self.all_that_were_cold_are(list(before.values()))
 
     def all_that_were_cold_are(self, before: list[Session]) -> None:
-        """But for what is beyond the budget of those that came later."""
+        """But for what is beyond the budget of those that came later, and for those of which another has a block hot
+        without codes."""
         for session in before:
-            if session.state is SessionState.COLD:
+            if session.state is SessionState.COLD and all(block.has_codes for block in session.chain):
                 found = self.manager.table.by_id[session.session_id]
                 assert [block.key for block in found.chain] == [block.key for block in session.chain]
                 assert [anchor.depth for anchor in found.anchors] == [anchor.depth for anchor in session.anchors]
