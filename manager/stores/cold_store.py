@@ -239,11 +239,6 @@ class HostStore(FrontStore):
         with self._lock:
             return list(self._blocks)
 
-    def check(self) -> None:
-        """Raise IntegrityError if the books of its memory do not agree with themselves."""
-        with self._lock:
-            self._arena.check()
-
     def _remove(self, block: tuple[int, bytes]) -> None:
         kept = self._blocks.pop(block, None)
         if kept is None:

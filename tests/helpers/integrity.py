@@ -1,26 +1,75 @@
-"""Whether a manager's books agree with each other: every total counted again, every link followed both ways.
+"""Whether books agree with each other: every total counted again, every link followed both ways.
 
 It takes time linear in blocks and sessions.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
-from manthan.manager.integrity import IntegrityError
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
+from manthan.manager.stores.arena import GRANULE, Arena
+from manthan.manager.stores.cold_store import HostStore
+from manthan.manager.stores.disk.store import DiskStore
 from manthan.manager.work import Name
+
+
+class IntegrityError(AssertionError):
+    """Says in one sentence what does not agree."""
+
+
+Findings = Iterator[tuple[bool, str]]
 
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
     for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order):
-        for right, sentence in checks(manager):
-            if not right:
-                raise IntegrityError(sentence)
+        _raise_for(checks(manager))
 
 
-Findings = Iterator[tuple[bool, str]]
+def check_store(store: Arena | HostStore | DiskStore) -> None:
+    """The same of a store's own books. Nothing may be under way there."""
+    if isinstance(store, Arena):
+        _raise_for(_holes(store))
+    elif isinstance(store, HostStore):
+        with store._lock:
+            _raise_for(_holes(store._arena))
+    else:
+        with store._lock:
+            _raise_for(_segments(store))
+
+
+def _raise_for(findings: Findings) -> None:
+    for right, sentence in findings:
+        if not right:
+            raise IntegrityError(sentence)
+
+
+def _holes(arena: Arena) -> Findings:
+    holes = sorted(arena._size_at.items())
+    for (start, size), (following, _) in pairwise(holes):
+        yield start + size < following, f"the hole of {size} bytes at {start} reaches the one at {following}"
+    yield not holes or sum(holes[-1]) <= arena._end, f"a hole ends behind the arena's end at {arena._end}"
+    whole = all(size > 0 and not (size % GRANULE or start % GRANULE) for start, size in holes)
+    yield whole, f"a hole does not begin or end at a multiple of {GRANULE}"
+    free = sum(size for _, size in holes)
+    yield free == arena.available, f"{arena.available} bytes count as free, but the holes differ"
+    by_size = sorted((start, size) for size, starts in arena._starts.items() for start in starts)
+    by_end = sorted((start, end - start) for end, start in arena._start_before.items())
+    same = by_size == by_end == holes and arena._sizes == sorted(arena._starts)
+    yield same, "the holes by size, by start and by end are not the same"
+    in_order = all(starts and starts == sorted(starts) for starts in arena._starts.values())
+    yield in_order, "the holes of one size are not in order"
+
+
+def _segments(store: DiskStore) -> Findings:
+    alive = dict.fromkeys(store._logs, 0)
+    for kept in store._index.values():
+        alive[kept.segment.number] += kept.record.room
+    counted = {number: log.alive for number, log in store._logs.items()}
+    yield counted == alive, f"alive are {alive} bytes by segment, but {counted} count"
+    yield store._on_disk() <= store.max_bytes, f"files take {store._on_disk()} of {store.max_bytes} bytes"
 
 
 def _budget(manager: SessionMemoryManager) -> Findings:

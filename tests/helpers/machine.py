@@ -8,7 +8,7 @@ import hypothesis.strategies as st
 from examples import examples
 from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-from integrity import check_integrity
+from integrity import check_integrity, check_store
 from world import BESIDE_BOUNDS, IDLE_AFTER_S, SINK_TOKENS, World
 
 from manthan.manager.sessions.evictions import DOUBLINGS
@@ -205,7 +205,7 @@ class Sessions(RuleBasedStateMachine):
     def stores_keep_their_budget(self) -> None:
         for store in self.world.stores:
             assert store.peak <= store.max_bytes
-            store.check()
+            check_store(store)
         assert sum(store.used for store in self.world.stores) <= self.manager.budget.nbytes
 
     @invariant()

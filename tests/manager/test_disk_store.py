@@ -13,6 +13,7 @@ from pathlib import Path
 import disk_writer
 import numpy as np
 import pytest
+from integrity import check_store
 from numpy.typing import NDArray
 
 from manthan.manager.stores.cold_store import STORE_FULL
@@ -69,7 +70,7 @@ def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
     store.drop(0, KEYS)
     assert get(store, KEYS[0]) is None
     assert np.array_equal(get(store, KEYS[0], 3), numbers(3))
-    store.check()
+    check_store(store)
 
 
 def test_what_is_put_again_is_replaced(store: DiskStore) -> None:
@@ -88,7 +89,7 @@ def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
     store = again(store)
     assert store.blocks() == {(0, key): 5000 for key in KEYS} | {(7, KEYS[0]): 5000}
     assert all(np.array_equal(get(store, key), numbers(n)) for n, key in enumerate(KEYS))
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -107,7 +108,7 @@ def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskStore)
                 there[key] = (number, nbytes)
         assert store.on_disk <= store.max_bytes
         assert sum(path.stat().st_size for path in files(store.folder)) <= store.max_bytes
-    store.check()
+    check_store(store)
     assert {key for _, key in store.blocks()} == set(there)
     for key, made in there.items():
         assert np.array_equal(get(store, key), numbers(*made))
@@ -133,7 +134,7 @@ def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_sinc
     store.put_all(0, {KEYS[3]: numbers(33)})
     assert np.array_equal(get(store, KEYS[3]), numbers(33))
     assert files(store.folder) == []
-    store.check()
+    check_store(store)
     store = again(store)
     assert store.blocks() == {}
     assert [path.name for path in store.folder.iterdir()] == ["lock"]
@@ -252,7 +253,7 @@ def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     assert store.put_all(0, {KEYS[2]: numbers(2)}) == {}
     store = again(store)
     assert set(store.blocks()) == {(0, KEYS[0]), (0, KEYS[2])}
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -341,7 +342,7 @@ def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(
     while store.put_all(0, {KEYS[5]: numbers(5)}):
         time.sleep(0.01)
     assert set(store.blocks()) == {(0, KEYS[number]) for number in (0, 1, 5)}
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -369,7 +370,7 @@ def survives(folder: Path, kills: int) -> int:
             assert found is not None or key not in sure
             if found is not None:
                 assert disk_writer.version_of(key, found) == sure.get(key, disk_writer.version_of(key, found))
-        store.check()
+        check_store(store)
         store.close()
     return confirmed
 

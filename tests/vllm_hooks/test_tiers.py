@@ -11,6 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_store
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Extent, room
@@ -226,7 +227,7 @@ class TierMachine(RuleBasedStateMachine):
         assert {name for one in self.tiers.all for name in one.blocks()} == self.bytes.keys()
         assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
         for one in self.tiers.all:
-            one.arena.check()
+            check_store(one.arena)
             stored = [extent for block in one.blocks().values() for extent in block.extents]
             stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
             stored.sort()
