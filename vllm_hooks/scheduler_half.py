@@ -159,7 +159,6 @@ class SchedulerHalf:
             ),
             prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
-            window_tokens=config.codec.window_tokens,
             shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )
@@ -441,7 +440,7 @@ class SchedulerHalf:
         self._step += 1
         if self._is_near and any(not load.is_prefetch for load in work.loads):
             self._brisk = BRISK_STEPS
-        orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
+        orders = work.drops, work.spills, work.loads, scheduled_tokens
         rests = not scheduled_tokens
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 

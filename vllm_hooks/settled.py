@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
 """Beside the configuration, in what vLLM carries to its processes."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False}
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """The codec of blocks that are kept as they are."""
 
 

@@ -2,6 +2,7 @@
 
 REMOVED = {
     "codec.calibrate": "a profile comes from `manthan calibrate MODEL`",
+    "codec.window_tokens": "a session's last tokens are in vLLM's pool, exact, until it needs their room",
     "log": "for logs as JSON, see vLLM's VLLM_LOGGING_CONFIG_PATH",
     "log.format": "for logs as JSON, see vLLM's VLLM_LOGGING_CONFIG_PATH",
     "redis.connections": "each process has as many connections as threads that use them",

@@ -50,7 +50,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     out = tmp_path_factory.mktemp("quality")
     sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", 3, "--tables", 2)
     sizes += ("--needle", 2000, "--chats", 6, "--document", 400)
-    exact = ("--exact", f"0+0,4+128,{PREFIX}+0")
+    exact = ("--exact", f"0,128,{PREFIX}")
     result = run(MODEL, "--engine", "transformers", "--codec", ",".join(CODECS), *exact, *sizes, "--out", out)
     assert result.exit_code == 0, result.output
     return out
@@ -69,7 +69,7 @@ def found(report: dict[str, Any]) -> dict[str, Any]:
 @pytest.mark.slow
 def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
     arms = report["arms"]["transformers"]
-    names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 4+128", f" {PREFIX}+0")]
+    names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 128", f" {PREFIX}")]
     assert list(arms) == ["exact", "recomputed", *names]
     for name, arm in arms.items():
         long = [] if name == "recomputed" else [2000]
@@ -98,7 +98,7 @@ def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) 
 def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
     """Left exact through the same code, to the bit; computed in one go, but for the rounding of bf16."""
     for codec in CODECS:
-        whole = found[f"{codec} {PREFIX}+0"]
+        whole = found[f"{codec} {PREFIX}"]
         assert whole["added"]["mean"] == 0
         assert abs(whole["kl"]["mean"]) < 1e-6  # of float32
         assert whole["top1"]["mean"] == 1
@@ -114,7 +114,7 @@ def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, A
     assert needles["exact"]["2000"] > 0.3
     assert needles["recomputed"] == {}
     assert answers["recomputed"] is None
-    for name in ("exact", *(f"{codec} {PREFIX}+0" for codec in CODECS)):
+    for name in ("exact", *(f"{codec} {PREFIX}" for codec in CODECS)):
         assert answers[name]["answers"] == 6
         assert answers[name] == answers["exact"]
     assert all(answers[codec]["same"] <= answers["exact"]["same"] for codec in CODECS)
@@ -134,7 +134,7 @@ def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
 
 @pytest.mark.slow
 def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) -> None:
-    part, none = found["k3v3 4+128"], found["k3v3"]
+    part, none = found["k3v3 128"], found["k3v3"]
     assert part["kl"]["mean"] < none["kl"]["mean"]
     assert part["cosines"][0] > none["cosines"][0]
     assert part["bits"] > none["bits"]
@@ -149,7 +149,7 @@ def test_the_report_is_shown_again(folder: Path) -> None:
     result = run("--plot-only", folder / "quality.json")
     assert result.exit_code == 0, result.output
     assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "k3v3 4+128" in result.output
+    assert "k3v3 128" in result.output
     assert "512 tokens of prefix" in result.output
 
 
@@ -157,7 +157,7 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
     """One codec and little text: what is left out above is measured in `make test-all`."""
     sizes = ("--prefix", 128, "--continuation", 64, "--pieces", 2, "--tables", 0)
     more = ("--needle", "800,8192", "--chats", 2, "--document", 100)
-    codecs = ("--codec", "k3v3,exact", "--exact", "0+0")
+    codecs = ("--codec", "k3v3,exact", "--exact", "0")
     result = run(MODEL, "--engine", "transformers", *codecs, *sizes, *more, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "  transformers: the model is loaded\n" in result.output  # a line, where there is no terminal
@@ -180,21 +180,19 @@ def test_first_tokens_are_exact_and_whole_blocks_of_the_last_ones() -> None:
     assert Setting("k3v3", 4, 128).exact_tokens(8, 32).tolist() == [4, 0, 0, 0, 32, 32, 32, 32]
     assert Setting("k3v3", 33, 1).exact_tokens(4, 32).tolist() == [32, 1, 0, 32]
     assert Setting("k3v3").exact_tokens(2, 32).tolist() == [0, 0]
-    assert Setting("k3v3", 0, 999).exact_tokens(2, 32).tolist() == [32, 32]
+    assert Setting("k3v3", 999).exact_tokens(2, 32).tolist() == [32, 32]
 
 
-@pytest.mark.parametrize(("sink", "window"), [(0, 0), (4, 128), (40, 1)])
-def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int, window: int) -> None:
-    manager = SessionMemoryManager(
-        get_policy("lru"), MemoryShape(32, 1, dict.fromkeys(range(33), 1)), 100, 1.0,
-        sink_tokens=sink, window_tokens=window,
-    )  # fmt: skip
+@pytest.mark.parametrize("sink", [0, 4, 40])
+def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int) -> None:
+    shape = MemoryShape(32, 1, dict.fromkeys(range(33), 1))
+    manager = SessionMemoryManager(get_policy("lru"), shape, 100, 1.0, sink_tokens=sink)
     keys = [bytes([number]) for number in range(8)]
     manager.request_started("request", keys, None, 0.0)
     manager.request_finished("request", keys, 0.0)
     manager.sweep(2.0)
     orders = sorted(manager.take_spills(99), key=lambda order: order.first_token)
-    assert [order.exact for order in orders] == Setting("k3v3", sink, window).exact_tokens(8, 32).tolist()
+    assert [order.exact for order in orders] == Setting("k3v3", sink).exact_tokens(8, 32).tolist()
 
 
 def coded(codec: str, blocks: int) -> CodedPrefix:
@@ -256,11 +254,11 @@ def test_an_answer_counts_up_to_its_first_difference() -> None:
 def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
     without_profile = [name for name in codec_names() if not needs_profile(name)]
     assert (
-        [setting.codec for setting in parse_settings("", "0+0", 128)] == without_profile == ["wht-5x", "wht-4x", "k3v3"]
+        [setting.codec for setting in parse_settings("", "0", 128)] == without_profile == ["wht-5x", "wht-4x", "k3v3"]
     )
-    assert parse_settings("exact", "0+0", 128)[0].name == "exact, encoded"  # "exact" is what is not encoded
-    assert parse_settings("wht-5x, k3v3", "0+0, 4+128", 128) == [
-        Setting("wht-5x"), Setting("wht-5x", 4, 128), Setting("k3v3"), Setting("k3v3", 4, 128)
+    assert parse_settings("exact", "0", 128)[0].name == "exact, encoded"  # "exact" is what is not encoded
+    assert parse_settings("wht-5x, k3v3", "0, 4", 128) == [
+        Setting("wht-5x"), Setting("wht-5x", 4), Setting("k3v3"), Setting("k3v3", 4)
     ]  # fmt: skip
 
 
@@ -342,7 +340,7 @@ def test_chats_are_about_passages_that_do_not_overlap() -> None:
         ((MODEL, "--prefix", 64000), "held_tokens.u16 has 60,000 tokens, fewer than --prefix 64000 "),
         ((MODEL, "--codec", "k3v4"), "--codec k3v4: codec 'k3v4' is unknown: did you mean 'k3v3'?"),
         ((MODEL, "--needle", "far"), "--needle far is no list of lengths in tokens, such as 4000,8000 (0 for none)."),
-        ((MODEL, "--exact", "4"), "--exact 4: '4' is not SINK+WINDOW in tokens, such as 4+128 (0+0 for none)."),
+        ((MODEL, "--exact", "4+1"), "--exact 4+1: '4+1' is not a number of tokens, such as 4 (0 for none)."),
         ((MODEL, "--text", "nowhere.txt"), "--text nowhere.txt cannot be read: No such file or directory."),
         ((MODEL, "--text", MODEL / "model.safetensors"), "is not UTF-8: give it as plain text."),
         (("--plot-only", MODEL / "config.json"), "is not a report of this benchmark."),
@@ -389,13 +387,13 @@ def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None
     made = CliRunner().invoke(app, ["calibrate", str(MODEL), "--tokens", "4096", "--out", str(profile)])
     assert made.exit_code == 0, made.output
     sizes = ("--prefix", 256, "--continuation", 64, "--pieces", 1, "--tables", 0, "--needle", 0, "--chats", 0)
-    words = (MODEL, "--engine", "transformers", "--codec", "klt-5x,klt-12x,k3v3", "--exact", "4+0", *sizes)
+    words = (MODEL, "--engine", "transformers", "--codec", "klt-5x,klt-12x,k3v3", "--exact", "4", *sizes)
     result = run(*words, "--profile", profile, "--out", out)
     assert result.exit_code == 0, result.output
     found = json.loads((out / "quality.json").read_text())["summary"]["transformers"]
-    assert found["klt-5x 4+0"]["kl"]["mean"] < found["k3v3 4+0"]["kl"]["mean"]
-    assert found["klt-5x 4+0"]["kl"]["mean"] < found["klt-12x 4+0"]["kl"]["mean"] < 0.05
-    assert 4.3 < found["klt-5x 4+0"]["ratio"] < found["klt-12x 4+0"]["ratio"]
+    assert found["klt-5x 4"]["kl"]["mean"] < found["k3v3 4"]["kl"]["mean"]
+    assert found["klt-5x 4"]["kl"]["mean"] < found["klt-12x 4"]["kl"]["mean"] < 0.05
+    assert 4.3 < found["klt-5x 4"]["ratio"] < found["klt-12x 4"]["ratio"]
     refused = run(*words, "--profile", tmp_path / "none", "--out", out)
     assert refused.exit_code == 1
     assert re.search(r"^--profile .*none: the profile .*none cannot be read: No such file", refused.output)
@@ -411,11 +409,10 @@ def test_a_profile_is_looked_for_only_where_a_codec_takes_one(tmp_path: Path, mo
     assert load_facts(str(MODEL), shape, "k3v3", None) == (ModelFacts(shape.rope), "")
     with pytest.raises(QualityError, match="is no profile, or a damaged one"):
         load_facts(str(MODEL), shape, "k3v3, klt-5x", None)
-    assert Setting("klt-5x", 4, 0, "p").config == {
+    assert Setting("klt-5x", 4, "p").config == {
         "name": "klt-5x",
         "guard": False,
         "calibrate": False,
         "sink_tokens": 4,
-        "window_tokens": 0,
         "profile": "p",
     }

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from integrity import check_store
 from redis_server import RedisServer
 from redis_server import running as redis_running
 from store_world import GROUP, StoreWorld
@@ -72,7 +73,7 @@ def test_blocks_go_and_come_back(
             assert world.load(world.keys[-count:], is_prefetch=True).failed == []
         if isinstance(world.store, TieredStore):
             assert world.store.front.used > 0
-            world.store.front.check()  # type: ignore[attr-defined]
+            check_store(world.store.front)
             world.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, world.keys)]))
             assert world.store.front.used == 0, "all that was lent is given back"
     finally:

@@ -11,7 +11,7 @@ import torch
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, Moves, SpillBlock
+from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, SpillBlock
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
 from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.tiers import Tier, Tiers
@@ -95,16 +95,14 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
         drops = [key for key in stored if rng.random() < 0.03]
         for key in drops:
             del stored[key]
-        loads, go_first = [], []
+        loads = []
         if stored and len(free) > 40 and rng.random() < 0.7:
             keys = rng.sample(sorted(stored), min(len(stored), rng.randrange(1, 30)))
             targets = [free.pop(rng.randrange(len(free))) for _ in keys]
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
             loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
-        if rng.random() < 0.3 and stored:
-            go_first.append(Moves(0, GROUP, rng.sample(sorted(stored), min(3, len(stored)))))
         rests = rng.random() < 0.3
-        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], go_first, loads=loads, model_rests=rests))
+        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], loads=loads, model_rests=rests))
         spills = []
         for _ in range(rng.randrange(6)):
             key = rng.randbytes(32)

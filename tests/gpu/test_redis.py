@@ -71,17 +71,17 @@ def test_codes_of_the_kernels_are_read_by_numpy(
 
 @pytest.mark.parametrize("kind", ["redis", "tiered"])
 @pytest.mark.parametrize("backend", ["cuda", "numpy"])
-def test_first_and_last_tokens_come_back_bit_for_bit(
+def test_first_tokens_come_back_bit_for_bit(
     start: Callable[..., Iterator[Engine]], redis_server: RedisServer, kind: str, backend: str
 ) -> None:
     """Kernels write them, and kernels or numpy read them, at another engine."""
     redis_server.client.flushall()
-    codec, (prompt, right) = {"sink_tokens": 4, "window_tokens": 40}, Table(7).question(3)
+    codec, (prompt, right) = {"sink_tokens": 36}, Table(7).question(3)
     for engine in start(kind, codec=codec):
         assert engine.ask(prompt, "exact").text == right
         whole, beginnings = (set(engine.on_worker(gpu_worker.digests, tokens)) for tokens in (BLOCK, 4))
         engine.wait_until_cold(1)
-        assert engine.metric("manthan_exact_blocks") == 3
+        assert engine.metric("manthan_exact_blocks") == 2
         encoded = engine.metric("manthan_encoded_blocks_total")
     for engine in start(kind, codec=codec, backend=backend):
         empty, no_beginnings = (set(engine.on_worker(gpu_worker.digests, tokens)) for tokens in (BLOCK, 4))
@@ -89,8 +89,8 @@ def test_first_and_last_tokens_come_back_bit_for_bit(
         restored = engine.metric("manthan_restored_blocks_total")
         computed = int(encoded - restored)
         assert computed <= 1 < 15 < restored
-        assert len(set(engine.on_worker(gpu_worker.digests, BLOCK)) & whole - empty) == 2 - computed
-        assert len(set(engine.on_worker(gpu_worker.digests, 4)) & beginnings - no_beginnings) == 3 - computed
+        assert len(set(engine.on_worker(gpu_worker.digests, BLOCK)) & whole - empty) == 1
+        assert len(set(engine.on_worker(gpu_worker.digests, 4)) & beginnings - no_beginnings) == 2
         assert engine.failures() == 0
 
 

@@ -125,7 +125,7 @@ class ExactSessions:
         self.report |= {"stored": self.stored("user"), "usage": self.usage()}
 
     def damage(self) -> None:
-        """A byte among a block's exact tokens changes: the last block but one of a session's."""
+        """A byte of the last block but one of a session's changes."""
         table = vllm_engine.Table(2)
         conversation, before = self.ask(table, 0, "unlucky", []), self.pool("unlucky")
         self.go_cold()

@@ -58,7 +58,6 @@ def test_defaults_are_the_documented_ones() -> None:
             "name": "auto",
             "profile": "",
             "sink_tokens": 4,
-            "window_tokens": 0,
             "state": "exact",
             "guard": True,
             "quality": "any",
@@ -337,24 +336,20 @@ def test_shorthands(write: WriteYaml) -> None:
 
 def test_what_is_kept_exact_comes_from_all_sources(write: WriteYaml) -> None:
     path = write("codec: {name: one, sink_tokens: 4}")
-    env = {"MANTHAN_CODEC__WINDOW_TOKENS": "128"}
+    env = {"MANTHAN_CODEC__GUARD": "false"}
     config, sources = resolve_config(path, env=env, flags={"--manthan-codec": "two"})
-    assert (config.codec.name, config.codec.sink_tokens, config.codec.window_tokens) == ("two", 4, 128)
+    assert (config.codec.name, config.codec.sink_tokens, config.codec.guard) == ("two", 4, False)
     assert sources["codec.sink_tokens"] == str(path)
-    assert sources["codec.window_tokens"] == "MANTHAN_CODEC__WINDOW_TOKENS"
-    assert config.codec.keeps_exact
-    assert load(codec={"window_tokens": 1}).codec.keeps_exact
+    assert sources["codec.guard"] == "MANTHAN_CODEC__GUARD"
     assert load(env={"MANTHAN_CODEC": "two"}).codec.sink_tokens == 4
-    assert not load(codec={"sink_tokens": 0}).codec.keeps_exact
 
 
 @pytest.mark.parametrize("value", [-1, 0.5, "few", True, False, None])
 def test_bad_counts_of_exact_tokens_are_refused(write: WriteYaml, value: object) -> None:
     shown = "empty" if value is None else repr(value)
-    for key, which in (("sink_tokens", "first"), ("window_tokens", "last")):
-        assert refusal(write(yaml.safe_dump({"codec": {key: value}}))) == (
-            f"x.yaml: codec.{key} must be a whole number of a session's {which} tokens, 0 for none, not {shown}"
-        )
+    assert refusal(write(yaml.safe_dump({"codec": {"sink_tokens": value}}))) == (
+        f"x.yaml: codec.sink_tokens must be a whole number of a session's first tokens, 0 for none, not {shown}"
+    )
 
 
 def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(write: WriteYaml) -> None:

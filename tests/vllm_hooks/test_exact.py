@@ -13,14 +13,14 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.manager.stores.arena import room
 
 SCRIPT = "exact_sessions.py"
-SINK, WINDOW = 4, 2
-"""In tokens, and in blocks."""
+SINK = BLOCK + 4
+"""A whole block, and the beginning of the next."""
 CODEC = "k3v3"
 """Of fixed rate: what a block takes is known."""
-EXACT = {"name": CODEC, "sink_tokens": SINK, "window_tokens": 40, "guard": False}
+EXACT = {"name": CODEC, "sink_tokens": SINK, "guard": False}
 FORM = BlockFormat(CODEC, BlockShape(4, 2, BLOCK, 128), bytes(16))
 SMALL = 100 * room(FORM.max_nbytes(0))
-"""Bytes for not quite four sessions."""
+"""Bytes for not quite five sessions."""
 
 
 def run(*what: str, **manthan: Any) -> dict[str, Any]:
@@ -54,8 +54,8 @@ def in_redis(redis_server: RedisServer) -> dict[str, Any]:
 
 
 def exact_of(blocks: int) -> list[int]:
-    """How many tokens of each block of a session are exact, where its window is at its end."""
-    return [SINK] + [0] * (blocks - WINDOW - 1) + [BLOCK] * WINDOW
+    """How many tokens of each block of a session are exact."""
+    return [BLOCK, SINK - BLOCK] + [0] * (blocks - 2)
 
 
 def tokens_of(exact: list[int]) -> list[int]:
@@ -67,39 +67,16 @@ def sizes_of(exact: list[int]) -> list[int]:
     return [FORM.max_nbytes(tokens) for tokens in exact]
 
 
-def changed(now: dict[str, Any]) -> list[int]:
-    """Places of tokens that came back as their codes say, which was not what had been there."""
-    return [n for n in range(now["restored"] * BLOCK) if n not in now["same"]]
-
-
-def test_the_first_tokens_and_the_last_blocks_come_back_bit_for_bit_and_no_others(roomy: dict[str, Any]) -> None:
+def test_the_first_tokens_come_back_bit_for_bit_and_no_others(roomy: dict[str, Any]) -> None:
     first = roomy["rounds"][0]
     assert first["restored"] == len(first["exact"]) > 16
     assert first["exact"] == exact_of(first["restored"])
     assert first["same"] == tokens_of(first["exact"])
 
 
-def test_the_window_moves_as_the_session_grows(roomy: dict[str, Any]) -> None:
-    """What has fallen out of it comes back as its codes say, and is the same from then on."""
-    assert len(roomy["rounds"]) == 3
-    for last, now in zip(roomy["rounds"], roomy["rounds"][1:], strict=False):
-        old, blocks = last["restored"], now["restored"]
-        assert blocks == len(now["exact"]) >= old + 4
-        assert now["exact"] == exact_of(blocks)
-        assert changed(now) == list(range((old - WINDOW) * BLOCK, (blocks - WINDOW) * BLOCK))
-
-
-def test_what_the_window_has_left_takes_fewer_bytes(roomy: dict[str, Any]) -> None:
-    for last, now in zip(roomy["rounds"], roomy["rounds"][1:], strict=False):
-        left = slice(last["restored"] - WINDOW, last["restored"])
-        assert last["sizes"][left] == [FORM.max_nbytes(BLOCK)] * WINDOW
-        assert now["sizes"][left] == [FORM.max_nbytes(0)] * WINDOW
-    assert 4 * FORM.max_nbytes(0) < FORM.max_nbytes(BLOCK)
-
-
 def test_what_is_stored_is_what_the_manager_counts(roomy: dict[str, Any]) -> None:
     for now in roomy["rounds"]:
-        assert now["exact_blocks"] == 1 + WINDOW
+        assert now["exact_blocks"] == 2
         assert now["sizes"] == sizes_of(now["exact"])
         assert now["cold_bytes"] == now["used"] == sum(map(room, now["sizes"]))
 
@@ -110,16 +87,14 @@ def test_a_prefetched_session_is_exact_in_the_same_places(roomy: dict[str, Any])
     assert now["same"] == tokens_of(exact_of(now["blocks"]))
 
 
-def test_a_damaged_block_is_computed_anew_and_is_exact_again(roomy: dict[str, Any]) -> None:
+def test_a_damaged_block_is_computed_anew_and_the_first_tokens_stay_exact(roomy: dict[str, Any]) -> None:
     now, blocks = roomy["damage"], roomy["damage"]["blocks"]
     assert roomy["failures"] == ["checksum"]  # and nothing else in any job
-    assert now["same"] == list(range(SINK))  # the last two were computed from what the others' codes say
+    assert now["same"] == now["as_first"] == list(range(SINK))  # the others are as their codes say
     assert now["exact"] == exact_of(len(now["exact"]))
     assert now["sizes"] == sizes_of(now["exact"])
     assert now["restored"] == [blocks, blocks]
-    last = list(range((blocks - 1) * BLOCK, blocks * BLOCK))  # its codes had never been read, and were good
-    assert now["as_computed"] == list(range((blocks - 1) * BLOCK))
-    assert now["as_first"] == list(range(SINK)) + last
+    assert now["as_computed"] == list(range((blocks - 2) * BLOCK))
 
 
 def test_every_answer_is_right(roomy: dict[str, Any], crowded: dict[str, Any], in_redis: dict[str, Any]) -> None:
@@ -140,8 +115,8 @@ def test_a_store_that_is_too_small_is_never_over_its_budget(crowded: dict[str, A
             sizes += cold["sizes"]
         assert now["cold_bytes"] == now["used"] == sum(map(room, sizes)) <= now["peak"] <= SMALL
         assert f"user-{number}" in whole[-1]
-    assert [len(names) for names in whole] == [1, 2, 3, 3, 3, 3, 3, 3]
-    assert whole[-1] == ["user-5", "user-6", "user-7"]
+    assert [len(names) for names in whole] == [1, 2, 3, 4, 4, 4, 4, 4]
+    assert whole[-1] == ["user-4", "user-5", "user-6", "user-7"]
 
 
 def test_redis_holds_what_the_manager_counts(in_redis: dict[str, Any], redis_server: RedisServer) -> None:

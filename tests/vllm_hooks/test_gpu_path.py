@@ -20,7 +20,6 @@ from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
     ManthanMetadata,
-    Moves,
     SpillBlock,
     SpillResult,
 )
@@ -255,16 +254,6 @@ def test_a_new_place_is_empty(make: Callable[..., World]) -> None:
     world.path.submit_loads(ManthanMetadata(place="another"))
     assert world.tiers.used == 0
     assert world.load([key(1)], [40]).failed == [(GROUP, key(1), "missing")]
-
-
-def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, (1 << 14, 1 << 16))
-    fit = (1 << 14) // room(world.nbytes(0))
-    world.spill(*(order(n) for n in range(fit)))
-    world.path.submit_loads(ManthanMetadata(go_first=[Moves(0, GROUP, [key(3), key(1)])]))
-    world.spill(order(100, block_id=9), order(101, block_id=9))
-    assert sorted(world.tiers.host.blocks()) == [(GROUP, key(1)), (GROUP, key(3))]
-    assert world.load([key(3), key(1)], [40, 41]).failed == []
 
 
 # -- answers ------------------------------------------------------------------------------------------

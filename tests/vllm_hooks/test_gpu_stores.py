@@ -10,6 +10,7 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
+from integrity import check_store
 from key_files import write_keys
 from store_world import GROUP, StoreWorld
 
@@ -92,7 +93,7 @@ def test_blocks_go_and_come_back(start: Start, kind: str, varies: bool, slots: i
         assert world.load(world.keys[-count:], is_prefetch=True).failed == []
     if "ram" in kind:
         assert nothing_is_lent(world)
-        front(world).check()
+        check_store(front(world))
 
 
 @pytest.mark.parametrize("room", [2, 3, 7])
@@ -105,7 +106,7 @@ def test_what_is_not_in_ram_comes_from_behind_and_makes_room_there(start: Start,
         assert world.load(some).failed == []
         assert nothing_is_lent(world)
         assert front(world).used <= front(world).usable
-        front(world).check()
+        check_store(front(world))
     assert 0 < len(front(world).names()) < SOURCES
 
 
@@ -151,7 +152,7 @@ def test_a_block_that_is_dropped_while_the_gpu_reads_it_stays_until_then(
     assert dropped == [0]
     assert front(world).used == 10 * front(world).room(20_000)
     assert nothing_is_lent(world)
-    front(world).check()
+    check_store(front(world))
 
 
 def test_whatever_fails_what_was_lent_is_given_back(start: Start, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -252,7 +253,7 @@ def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> 
     for key, buf in zip(blocks, store.read(0, list(blocks)), strict=True):
         assert buf is not None
         assert set(buf.tolist()) == {key[0]}
-    store.check()
+    check_store(store)
 
 
 def test_who_stops_does_not_wait_for_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -149,7 +149,7 @@ def coded(model: str) -> dict[str, Any]:
 
 
 def test_exact_sections_give_the_tokens_of_the_hot_cache(model: str) -> None:
-    said = run(model, "come_back", codec={"window_tokens": 4096})
+    said = run(model, "come_back", codec={"sink_tokens": 4096})
     assert said["hot"]["found"] == [FILLED, 0]
     assert said["cold"]["found"] == [0, FILLED]
     assert said["same_tokens"] == list(range(FILLED * BLOCK))

@@ -19,7 +19,7 @@ def pair(start_engine: Any) -> Iterator[Any]:
         idle_after_s=0.5,
         sweep_interval_s=0.1,
         cold_store={"max_bytes": "64MiB"},
-        codec={"sink_tokens": 4, "window_tokens": 40},
+        codec={"sink_tokens": 36},
     )
 
 

@@ -155,8 +155,6 @@ class GpuPath(WorkerPath):
             self.tiers.clear()
         for group, keys in metadata.drops:
             self.tiers.drop(group, keys)
-        for _, group, keys in metadata.go_first:
-            self.tiers.go_first(group, keys)
         for load in metadata.loads:
             restore = Restore(load)  # from here on it is answered once, by those who poll
             (self._prefetches if load.is_prefetch else self._restores).append(restore)

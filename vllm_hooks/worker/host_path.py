@@ -79,8 +79,6 @@ class HostPath(WorkerPath):
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
             self.store.drop(group, keys)
-        for tier, group, keys in metadata.go_first:
-            self.store.go_first(group, keys, tier)
         self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:
