@@ -185,7 +185,7 @@ def test_the_configuration_as_it_was_resolved(api) -> None:
     found = api.get("/config")
     assert found["cold_store.max_bytes"] == {"value": 64 << 20, "from": "flag"}
     assert found["idle_after_s"] == {"value": 3600, "from": "file"}
-    assert found["prefetch.lead_s"] == {"value": 2, "from": "default"}
+    assert found["redis.ttl_s"] == {"value": 86400, "from": "default"}
     assert KEY not in json.dumps(found)
 
 
