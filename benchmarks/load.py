@@ -76,7 +76,7 @@ def load(
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[
-        str, typer.Option(help="Further keys of Manthan's, as YAML: '{hot_pool: {low_watermark: 0.2}}'.")
+        str, typer.Option(help="Further keys of Manthan's, as YAML: '{quotas: {pinned_share: 0.5}}'.")
     ] = "",
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")

@@ -21,7 +21,7 @@ from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
 from manthan.manager.sessions.marks import Mark, Owner
-from manthan.manager.sessions.pressure import Pressure
+from manthan.manager.sessions.pressure import HIGH_WATERMARK, LOW_WATERMARK, Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
@@ -100,8 +100,8 @@ class Driver(Generic[B]):
         manager: SessionMemoryManager,
         pool: Pool[B],
         blocks: int,
-        low: float,
-        high: float,
+        low: float = LOW_WATERMARK,
+        high: float = HIGH_WATERMARK,
         ranks: int = 1,
         observer: Observer | None = None,
         redis: "RedisLink | None" = None,

@@ -111,27 +111,3 @@ def test_what_is_imported_is_declared(bare: Bare) -> None:
     missing = [line.split() for line in result.stdout.splitlines()]
     assert {package for _, package in missing} <= FROM_VLLM
     assert {module for module, _ in missing if not module.startswith(OF_VLLM)} == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        ("print('loaded'); import there_is_none", "ModuleNotFoundError: No module named 'there_is_none'"),
-        ("print('loaded'); raise SystemError('two\\nlines')", "SystemError: two lines"),
-        ("print('loaded'); group = 7", "TypeError: it must be a typer.Typer, not 7"),
-    ],
-)
-def test_another_package_s_broken_command_breaks_no_other(bare: Bare, module: str, why: str) -> None:
-    info = bare.site / "theirs-1.0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[manthan.commands]\nlook = theirs:group\n")
-    (bare.site / "theirs.py").write_text(module)
-    try:
-        assert bare.manthan("version").stdout == f"{version('manthan-kv')}\n"
-        assert bare.manthan("--help").returncode == 0
-        asked = bare.manthan("look", "--at", "it")
-        assert (asked.returncode, asked.stdout) == (1, "loaded\n")
-        assert asked.stderr == f"manthan look of the package theirs cannot be loaded: {why}\n"
-    finally:
-        (info / "entry_points.txt").unlink()

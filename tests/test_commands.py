@@ -234,7 +234,7 @@ def serve(command: Command) -> Serve:
         else:
             flags[name] = f"{flags[name]} {word}".strip()
     flags |= {name: value for name, value in TABLE["server_values"].items() if name in flags}
-    if "redis" not in command.text and "tiered" not in command.text:
+    if "redis" not in command.text:
         del flags["--manthan-redis-url"]
     return Serve(frozenset(variables), frozenset(flags.items()))
 

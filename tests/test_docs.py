@@ -113,15 +113,14 @@ def test_every_hint_is_explained_and_has_an_example() -> None:
     assert given == set(Hints.model_fields)
 
 
-def test_quotas_and_prefetch_are_explained(tmp_path: Path) -> None:
+def test_quotas_are_explained(tmp_path: Path) -> None:
     path = tmp_path / "manthan.yaml"
     path.write_text("".join(blocks(HINTS, "yaml")), encoding="utf-8")
     config = load_config(path, env={})
     assert config.quotas.header == "X-Tenant-ID"
-    for key in ("quotas", "prefetch"):
-        names = set(GROUPS[key].model_fields)
-        assert getattr(config, key).model_fields_set == names  # each is in the example
-        assert set(re.findall(rf"`{key}\.(\w+)`", HINTS)) <= names
+    names = set(GROUPS["quotas"].model_fields)
+    assert config.quotas.model_fields_set == names  # each is in the example
+    assert set(re.findall(r"`quotas\.(\w+)`", HINTS)) <= names
 
 
 def test_causes_of_dropping_after_hints_are_those_of_the_code() -> None:

@@ -62,6 +62,7 @@ from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import (
     COPIES_BYTES,
+    CPU_ENCODE_THREADS,
     ENCODE_THREADS,
     STAGING_BYTES,
     fast_tiers,
@@ -84,6 +85,9 @@ logger = init_logger("vllm.manthan")
 BRISK_STEPS = 3
 """Steps that follow each other at once when codes in GPU memory are to be decoded: one orders it, the next hears of it,
 the third computes. That takes them less time than vLLM's pause between steps in which nothing is computed."""
+LEAD_S = 2.0
+"""A session that is expected is restored so many seconds before, or half its idle time where that is less: it would be
+idle for too long again before its request comes."""
 BEDTIME_S = 10.0
 """So long, at most, idle sessions go cold before the engine sleeps."""
 SOURCES = {
@@ -141,7 +145,8 @@ class SchedulerHalf:
         if vllm_config.lora_config is not None:
             tell_adapters_apart(Adapters())
         salt_requests(salts_of(config).of, PARAMS)
-        chosen = choose_policy(config.policy)
+        chosen, quotas = choose_policy(config.policy), config.quotas
+        shares = Shares(quotas.pinned_share, quotas.others_share, quotas.tenants)
         self.manager = SessionMemoryManager(
             chosen.policy,
             self._shape,
@@ -151,13 +156,8 @@ class SchedulerHalf:
             label=owner if shared else "",
             options=chosen.options,
             fast=fast_tiers(config.cold_store, self._ranks),
-            shares=Shares(
-                config.quotas.pinned_share,
-                config.quotas.default_share,
-                config.quotas.tenants,
-                0.0 if shared else config.quotas.shared_heads_share,
-            ),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
+            shares=shares._replace(heads=0.0) if shared else shares,
+            prefetch_lead_s=min(LEAD_S, config.idle_after_s / 2) if self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
             shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
@@ -175,7 +175,7 @@ class SchedulerHalf:
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._redis = RedisLink(sessions, self.manager, self.telemetry, config.redis.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, sessions.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -197,9 +197,7 @@ class SchedulerHalf:
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
-        self._sweeper = Sweeper(
-            config.sweep_interval_s, min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring
-        )
+        self._sweeper = Sweeper(min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
         self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
@@ -208,13 +206,10 @@ class SchedulerHalf:
         """The pool exists: from now on there is something to watch."""
         event = None if self._events is None else self._events.event
         self.pool = VllmPool(pool, self._group, self._block_size, event)
-        marks = self.config.hot_pool
         self.driver = Driver(
             self.manager,
             self.pool,
             self.pool.usable_blocks,
-            low=marks.low_watermark,
-            high=marks.high_watermark,
             ranks=self._ranks,
             observer=self.telemetry,
             redis=self._redis,
@@ -248,7 +243,7 @@ class SchedulerHalf:
         bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
         config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
         if not is_on_gpu(self._vllm_config):
-            return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)
+            return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
         if not config.cold_store.is_lasting:
             return A_STEP
         return max(1, ENCODE_THREADS * STAGING_BYTES * self._ranks // nbytes)

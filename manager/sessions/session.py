@@ -349,40 +349,46 @@ def _owner(tenant: str, name: str) -> str:
     return "/" if "/" in name else ""
 
 
-class Held(NamedTuple):
-    """What a tier has of a session: blocks of its chain, and bytes of these and of its anchors."""
+@dataclass(frozen=True)
+class Held:
+    """What a tier has of a session. tokens, blocks: of its chain. bytes: of these and of its anchors."""
 
+    tokens: int
     blocks: int
-    nbytes: int
+    bytes: int
 
 
-class SessionInfo(NamedTuple):
-    """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as everybody outside sees it. Times are seconds on the manager's clock, or on the one that was asked
+    for; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool, where they take hot_nbytes. cold_blocks: with
-    codes. cold_nbytes: of these, and of what its anchors have in the cold store. tiers: of all that, what each has, the
-    fastest first. told_id: its id as its tenant is told it. awaits: the tool that its client waits for.
+    id: its tenant's own name for it, for a tenant. tokens, blocks: of its chain. hot_blocks: believed to be in the
+    pool, where they take hot_bytes. cold_blocks: with codes. cold_bytes: of these, and of what its anchors have in
+    the cold store. tiers: those that have some of that, by name, the fastest first. expected_return: as its client
+    said, or as long as its tool takes. tool: what its client waits for. lossy_tokens: cached tokens of its last
+    request that were decoded, or computed behind decoded ones. engine: which data-parallel engine has it.
     """
 
-    session_id: str
+    id: str
     tenant: str
-    state: str
+    state: SessionState
     tokens: int
     blocks: int
     hot_blocks: int
     cold_blocks: int
-    cold_nbytes: int
+    hot_bytes: int
+    cold_bytes: int
+    tiers: Mapping[str, Held]
     created: float
     last_used: float
     requests: int
     pinned: bool
     priority: int
-    expected: float | None
-    hot_nbytes: int
-    tiers: Sequence[Held]
-    told_id: str
-    awaits: str = ""
-    lossy_tokens: int = 0
+    expected_return: float | None
+    tool: str
+    lossy_tokens: int
+    engine: int = 0
 
 
 class Outcome(NamedTuple):

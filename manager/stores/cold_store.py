@@ -257,5 +257,5 @@ class HostStore(FrontStore):
             self._spans += 1
 
 
-COLD_STORES = ("host", "device", "disk", "redis", "tiered")
+COLD_STORES = ("host", "device", "disk", "redis")
 """What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

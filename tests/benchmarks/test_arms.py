@@ -187,6 +187,6 @@ def test_stores_on_disk_have_room_for_all_sessions_in_a_folder_of_their_own(sett
     assert len(paths) == 3
     assert all(Path(path).is_dir() for path in paths)
     assert {store(arm)["max_bytes"] for arm in arms.values()} == {store(latency_arm("host", setting))["max_bytes"]}
-    assert [store(arm)["kind"] for arm in arms.values()] == ["disk", "disk", "tiered"]
-    assert store(arms["host-disk"])["tiers"] == ["host", "disk"]
+    assert [store(arm)["kind"] for arm in arms.values()] == ["disk", "disk", "disk"]
+    assert store(arms["host-disk"])["host_bytes"] == store(arms["disk"])["max_bytes"]
     assert [name for name, arm in arms.items() if arm.parameters.get("forgotten")] == ["disk"]

@@ -253,7 +253,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         2000,
         4,
         1.0,
-        {"hot_pool": {"low_watermark": 0.2}},
+        {"min_tokens": 32},
         tmp_path / "profile",
         False,
         redis,
@@ -269,7 +269,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         assert one.kind == kind
         assert {"--seed", "--enable-per-request-metrics"} <= {*one.flags}
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
-    assert made["host"].manthan["hot_pool"] == {"low_watermark": 0.2}
+    assert made["host"].manthan["min_tokens"] == 32
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
     assert Path(made["disk"].manthan["disk"]["path"]).is_dir()
@@ -293,7 +293,7 @@ def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
             "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
         ),
         (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are wht-5x,"),
-        (("--manthan", "{hot_pool: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
+        (("--manthan", "{quotas: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
         (
             ("--tokens", "9000"),

@@ -22,7 +22,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 @pytest.fixture
 def start(redis_server: RedisServer) -> Callable[..., Iterator[Engine]]:
     def start_one(kind: str, **more: Any) -> Iterator[Engine]:
-        store = {"kind": kind, "max_bytes": "64MiB"}
+        store = {"kind": "redis", "max_bytes": "64MiB", "host_bytes": "16MiB" if kind == "host, redis" else 0}
         options = {"blocks": 131, "idle_after_s": 0.3, "sweep_interval_s": 0.1} | more
         yield from running(cold_store=store, redis={"url": redis_server.url}, **options)
 
@@ -38,7 +38,7 @@ def ask_all(engine: Engine, seeds: range, index: int, least: float) -> None:
         assert answer.cached_tokens >= least * (answer.full_blocks - 1) * 32
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiered"])
+@pytest.mark.parametrize("kind", ["redis", "host, redis"])
 def test_sessions_return_at_the_same_engine_and_at_the_next(
     start: Callable[..., Iterator[Engine]], redis_server: RedisServer, kind: str
 ) -> None:
@@ -69,7 +69,7 @@ def test_codes_of_the_kernels_are_read_by_numpy(
         assert engine.failures() == 0
 
 
-@pytest.mark.parametrize("kind", ["redis", "tiered"])
+@pytest.mark.parametrize("kind", ["redis", "host, redis"])
 @pytest.mark.parametrize("backend", ["cuda", "numpy"])
 def test_first_tokens_come_back_bit_for_bit(
     start: Callable[..., Iterator[Engine]], redis_server: RedisServer, kind: str, backend: str

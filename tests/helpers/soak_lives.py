@@ -26,12 +26,9 @@ HOST_SHARE, DISK_SHARE = 0.25, 0.5
 MANTHAN: dict[str, Any] = {
     "policy": "lru",
     "idle_after_s": 1,
-    "sweep_interval_s": 0.25,
     "min_tokens": 64,
-    "quotas": {"header": HEADER, "default_share": 0.5, "pinned_share": 0.05},
-    "prefetch": {"lead_s": 1},
+    "quotas": {"header": HEADER, "tenants": {"*": 0.5}, "pinned_share": 0.05},
 }
-DISK_SETTINGS = {"timeout_s": 0.5, "sync_s": 1}
 START_S = 1800.0
 SAMPLE_S = 2.0
 RESET_S, SLEEP_S = 30.0, 60.0
@@ -244,8 +241,7 @@ class Server:
         setting, folder = self._setting, self._setting.disk / self.name
         folder.mkdir(exist_ok=True)
         store = {
-            "kind": "tiered",
-            "tiers": ["host", "disk", "redis"],
+            "kind": "redis",
             "host_bytes": int(HOST_SHARE * setting.store_bytes),
             "disk_bytes": int(DISK_SHARE * setting.store_bytes),
             "max_bytes": setting.store_bytes,
@@ -253,7 +249,7 @@ class Server:
         path = setting.run / f"{self.name}.yaml"
         more = {
             "cold_store": store,
-            "disk": {"path": str(folder)} | DISK_SETTINGS,
+            "disk": {"path": str(folder)},
             "redis": {"url": setting.redis_url},
             "codec": {"name": setting.codec, "guard": False},
         }

@@ -177,7 +177,7 @@ def test_a_session_is_cold_once_vllm_has_overwritten_its_end_and_what_is_left_st
     world.turn("other", BLOCKS - 2, 3.0)
     assert len(world.pool.hit(world.keys("chat", 6))) == 2
     assert not world.driver.step(0, 3.1).spills
-    assert {session.session_id: str(session.state) for session in world.manager.sessions()} == {
+    assert {session.id: str(session.state) for session in world.manager.sessions()} == {
         "chat": "cold",
         "other": "idle",
     }

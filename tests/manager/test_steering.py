@@ -49,10 +49,10 @@ def test_a_cold_session_is_prefetched_while_that_is_worth_it(engine: Engine) -> 
     assert manager.prefetch_blocks(engine.now + PATIENCE * IDLE_AFTER_S + 0.1) == 0
 
 
-def test_nothing_is_prefetched_where_that_is_off() -> None:
+def test_nothing_is_prefetched_of_a_model_whose_sessions_cannot_be() -> None:
     engine = Engine()
     engine.talk("a one", "a")
-    assert engine.manager.steering.prefetch(engine.session("a"), 0.0).startswith("prefetch.enabled is false")
+    assert engine.manager.steering.prefetch(engine.session("a"), 0.0) == "sessions of this model cannot be prefetched"
 
 
 def test_pins_end_when_they_were_to(engine: Engine) -> None:

@@ -49,7 +49,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 
 @pytest.fixture(scope="module")
 def in_redis(redis_server: RedisServer) -> dict[str, Any]:
-    redis = {"url": redis_server.url, "timeout_s": 30, "ttl_s": 36000}
+    redis = {"url": f"{redis_server.url}?socket_timeout=30", "ttl_s": 36000}
     return run("grow", cold_store={"kind": "redis", "max_bytes": "64MiB"}, redis=redis)
 
 

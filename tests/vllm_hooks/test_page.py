@@ -474,7 +474,7 @@ def test_a_browser_is_told_to_run_and_load_only_what_is_of_the_page(server) -> N
 
 @pytest.mark.parametrize(
     ("api", "statuses"),
-    [({}, [200, 200, 200]), ({"page": False}, [404, 404, 200]), ({"enabled": False}, [404, 404, 404])],
+    [({}, [200, 200, 200]), ({"enabled": False}, [404, 404, 404])],
     ids=str,
 )
 def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> None:

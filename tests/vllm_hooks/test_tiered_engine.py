@@ -34,13 +34,12 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def engine(tiers: str, folder: Path, redis_server: RedisServer) -> Iterator[Engine]:
     """It is killed at the end, not stopped."""
     last = tiers.split(",")[-1]
-    store = {"kind": "tiered", "tiers": tiers, "max_bytes": "64MiB"}
+    store = {"kind": last, "max_bytes": "64MiB"}
     store |= {"host_bytes": RAM} if "host" in tiers else {}
     store |= {"disk_bytes": DISK} if "disk" in tiers and last != "disk" else {}
     more: dict[str, Any] = {
         "disk": {"path": str(folder)},
         "redis": {"url": redis_server.url},
-        "prefetch": {"lead_s": 1},
         "codec": {"guard": False},
     }
     made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, **more)

@@ -37,7 +37,7 @@ from manthan.vllm_hooks.worker.blocks import (
     PagedMemory,
 )
 from manthan.vllm_hooks.worker.capacity import (
-    ENCODE_THREADS,
+    CPU_ENCODE_THREADS,
     RESTORE_STAGING_BYTES,
     RESTORE_STAGINGS,
     STAGING_BYTES,
@@ -259,7 +259,7 @@ class WorkerHalf:
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
         cache in its memory or a GPU's. store: None for one of this engine alone.
         """
-        device, threads = chain.layers[0].rows.device, self._config.encode_threads
+        device = chain.layers[0].rows.device
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
@@ -274,11 +274,12 @@ class WorkerHalf:
         intakes = None
         if on_gpu:
             blocks = paged = {index: _paged_blocks(each) for index, each in groups.items()}
-            threads, intakes = min(threads, ENCODE_THREADS), _intakes(list(paged.values()), device)
+            intakes = _intakes(list(paged.values()), device)
         else:
             blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
         if store is None:
             store = HostStore(tier_bytes.host)
+        threads = 1 if on_gpu or device.type == "cpu" else CPU_ENCODE_THREADS
         return HostPath(blocks, store, threads, device, self._fails_whole, intakes)
 
 
