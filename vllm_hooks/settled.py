@@ -60,7 +60,8 @@ def kernel_fault() -> str:
 
     capability = current_platform.get_device_capability()
     if capability is None or capability.major < 8:
-        return f"compute capability {capability} is below 8.0"
+        known = "not known" if capability is None else f"{capability.as_version_str()}, below 8.0"
+        return f"its compute capability is {known}"
     try:
         cubin('extern "C" __global__ void nothing() {}', f"sm_{capability.major}{capability.minor}")
     except CompileError as error:  # one that shares the CPU's memory has the codec on the CPU anyway
