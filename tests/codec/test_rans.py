@@ -20,7 +20,7 @@ class PlainCoder(Coder):
 
 CODERS = {False: PlainCoder(family()), True: Coder(family())}
 for coder in CODERS.values():
-    coder.warm_up()
+    coder._kernels()
 WIDE = int(np.searchsorted(DEVIATIONS, 4))
 """A table in which the sample's numbers are no escapes."""
 each = pytest.mark.parametrize("fused", CODERS)

@@ -17,7 +17,7 @@ from vllm_engine import MODEL
 from manthan.vllm_hooks import kv_transfer_config
 
 SCHEDULER = (
-    *("new_request", "match", "allocated", "step", "worker_output", "finished", "take_events", "loaded"),
+    *("new_request", "match", "allocated", "step", "worker_output", "finished", "take_events"),
     *("asker", "found", "computed"),
 )
 WORKER = (

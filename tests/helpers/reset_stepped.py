@@ -9,7 +9,6 @@ import os
 import time
 from typing import Any
 
-from nap import slow
 from stepped_engine import SteppedEngine
 from vllm import SamplingParams
 
@@ -35,6 +34,22 @@ class Stepped(SteppedEngine):
     def reset(self) -> bool:
         """What is computed next is computed from nothing."""
         return self.engine.reset_prefix_cache(reset_running_requests=True, reset_connector=True)
+
+
+def slow(stepped: SteppedEngine) -> None:
+    """Encoding takes a while, so that a session is amid it when the cache is reset."""
+    from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+    for blocks in get_kv_transfer_group().worker.path.blocks.values():
+        encode_all = blocks.encode_all
+
+        def later(*args: Any, encode_all: Any = encode_all) -> Any:
+            time.sleep(0.2)
+            return encode_all(*args)
+
+        blocks.encode_all = later
+    stepped.half.manager.relieve(1, time.monotonic())
+    stepped.engine.step()
 
 
 def main() -> None:

@@ -19,7 +19,7 @@ STORES = [
 
 @pytest.fixture(scope="module", params=STORES)
 def engine(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Engine]:
-    options: dict[str, Any] = {"blocks": 131, "idle_after_s": 600.0}  # nobody goes cold but for sleep
+    options: dict[str, Any] = {"blocks": 131, "idle_after_s": 0.2, "sweep_interval_s": 0.1}
     if request.param == "redis":
         with RedisServer(tmp_path_factory.mktemp("redis"), ()) as server:
             yield from running(**options, cold_store={"kind": "redis"}, redis={"url": server.url})
@@ -35,9 +35,8 @@ def afresh(engine: Engine) -> None:
     engine.start_afresh()
 
 
-def test_what_was_hot_goes_cold_before_and_is_restored_after(engine: Engine) -> None:
+def test_what_was_cold_is_restored_after(engine: Engine) -> None:
     told = converse(engine)
-    assert engine.sessions("idle") == 3
     local = engine.metric("prefix_cache_hits_total")
     sleep(engine)
     assert engine.run(engine.llm.is_sleeping())
