@@ -1,6 +1,5 @@
 """`manthan bench load` on real servers, at a small size: who waits for what, mistakes, what is left out."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,10 @@ from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
 from manthan.benchmarks.load_arms import ARMS, Arms, cannot_run, read_arms
 from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, Replay, made_up, replayed, writer
-from manthan.benchmarks.load_report import PARTS, Found, merged
+from manthan.benchmarks.load_report import PARTS, Found
 from manthan.benchmarks.load_run import as_report
 from manthan.benchmarks.load_talk import Asked, Talk, Talker
 from manthan.benchmarks.load_waits import Lines, explain, read_log
-from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
 from manthan.codec import DEFAULT
 
@@ -81,11 +79,6 @@ def test_columns_are_consistent(found: dict[str, Any]) -> None:
         assert of.slow.mean_ms >= max(of.returns) / 2
 
 
-def test_an_arm_that_cannot_run_is_left_out_with_a_sentence(found: dict[str, Any]) -> None:
-    assert found["left_out_arms"] == {"offload": "Arm offload is left out: it needs a GPU, and none was found here."}
-    assert [one["arm"] for one in found["runs"]] == ["plain", OURS]
-
-
 def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     plot = found["folder"] / "load.png"
     assert is_png(plot)
@@ -97,16 +90,6 @@ def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     for name in ("plain", OURS):
         assert len([line for line in lines if line.strip().startswith(f"{name} ")]) == 2
     assert "Arm offload is left out" in result.output
-
-
-def test_runs_are_merged_if_they_were_asked_the_same(found: dict[str, Any], tmp_path: Path) -> None:
-    first, other, alien = (tmp_path / name for name in ("first.json", "other.json", "alien.json"))
-    known = {key: value for key, value in found.items() if key != "folder"}
-    first.write_text(json.dumps(known | {"runs": found["runs"][:1]}))
-    other.write_text(json.dumps(known | {"runs": found["runs"][1:]}))
-    assert [one["arm"] for one in merged([first, other])["runs"]] == ["plain", OURS]
-    alien.write_text(json.dumps(known | {"made": found["made"] | {"seed": 7}}))
-    assert "its made is" in refusal("load", "--plot-only", first, alien)
 
 
 # -- a server that runs already -------------------------------------------------------------------------
@@ -132,20 +115,6 @@ def test_what_a_server_refuses_counts_as_errors(plain_server: VllmServer) -> Non
     assert {asked.error[:23] for asked in talk.asked if asked.turn == 2} == {"The server answered 400"}
 
 
-def test_after_its_time_nothing_more_is_sent(plain_server: VllmServer) -> None:
-    chats = made_up(replace(MADE, chats=2, tokens=64, turns=2, think_s=1), writer(None, 1000, 0))
-    talk = Talker(plain_server, lambda: None, 0).run(
-        [replace(chat, starts_s=0.0, turns=chat.turns[:1]) for chat in chats]
-    )
-    assert (talk.planned, talk.asked) == (2, [])
-
-
-def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    result = run("load", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
-
-
 # -- who says what, and when ----------------------------------------------------------------------------
 
 
@@ -162,15 +131,6 @@ def test_the_same_seed_is_the_same_chats() -> None:
     spread = [turn.pause_s for chat in made_up(replace(MADE, thinking=EXPONENTIAL), say) for turn in chat.turns[1:]]
     assert len(set(spread)) == len(spread)
     assert MADE.longest == 600 + 3 * 8 + 2 * 40
-
-
-def test_a_model_that_reads_is_asked_for_entries_of_a_table(tmp_path: Path) -> None:
-    served = Served.choose(None, 0, tmp_path, on_gpu=False)
-    (first, *later), (other, *_) = (chat.turns for chat in made_up(replace(MADE, chats=2), writer(served, 0, 0)))
-    assert 560 < len(first.said.tokens) <= 600
-    assert all(8 < len(turn.said.tokens) <= 44 and turn.said.right for turn in later)
-    assert first.said.tokens[:32] != other.said.tokens[:32]
-    assert later[0].said.tokens[0] != first.said.tokens[0]  # which begins every text
 
 
 def test_a_trace_keeps_what_prompts_share_and_when_they_come() -> None:

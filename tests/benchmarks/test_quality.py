@@ -14,21 +14,15 @@ from typer.testing import CliRunner
 from manthan.benchmarks.cli import evaluate
 from manthan.benchmarks.quality_answers import Agreement
 from manthan.benchmarks.quality_blocks import CodedPrefix
-from manthan.benchmarks.quality_pieces import NEEDLES, QUESTIONS, Chat, Text
+from manthan.benchmarks.quality_pieces import NEEDLES, Chat, Text
 from manthan.benchmarks.quality_scores import kl_of_top
 from manthan.benchmarks.quality_settings import (
-    QualityError,
     Setting,
     Shape,
-    Storage,
-    load_facts,
-    long_nbytes,
     parse_settings,
 )
 from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names
-from manthan.codec.model import ModelFacts
 from manthan.codec.registry import needs_profile
-from manthan.manager.calibration.places import profile_path
 from manthan.manager.cli import app
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
@@ -79,32 +73,10 @@ def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
 
 
 @pytest.mark.slow
-def test_the_means_are_those_of_the_text(report: dict[str, Any], found: dict[str, Any]) -> None:
-    """Not of tables, whose lookups the model is surer of."""
-    pieces = report["arms"]["transformers"]["k3v3"]["pieces"][:3]
-    for name in ("nll", "kl", "top1"):
-        values = [piece[name] for piece in pieces]
-        assert found["k3v3"][name] == pytest.approx({"mean": np.mean(values), "error": np.std(values, ddof=1) / 3**0.5})
-
-
-@pytest.mark.slow
 def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) -> None:
     assert found["exact"]["nll"]["mean"] < 2.5
     assert found["exact"]["perplexity"] == pytest.approx(np.exp(found["exact"]["nll"]["mean"]))
     assert found["exact"]["recall"]["mean"] == 1
-
-
-@pytest.mark.slow
-def test_an_exact_prefix_costs_nothing(found: dict[str, Any]) -> None:
-    """Left exact through the same code, to the bit; computed in one go, but for the rounding of bf16."""
-    for codec in CODECS:
-        whole = found[f"{codec} {PREFIX}+0"]
-        assert whole["added"]["mean"] == 0
-        assert abs(whole["kl"]["mean"]) < 1e-6  # of float32
-        assert whole["top1"]["mean"] == 1
-        assert whole["cosines"] == pytest.approx([1, 1], abs=1e-5)
-    assert abs(found["recomputed"]["added"]["mean"]) < 0.002
-    assert found["recomputed"]["kl"]["mean"] < 0.0005
 
 
 @pytest.mark.slow
@@ -176,13 +148,6 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
 # -- sizes and scores -----------------------------------------------------------------------------------
 
 
-def test_first_tokens_are_exact_and_whole_blocks_of_the_last_ones() -> None:
-    assert Setting("k3v3", 4, 128).exact_tokens(8, 32).tolist() == [4, 0, 0, 0, 32, 32, 32, 32]
-    assert Setting("k3v3", 33, 1).exact_tokens(4, 32).tolist() == [32, 1, 0, 32]
-    assert Setting("k3v3").exact_tokens(2, 32).tolist() == [0, 0]
-    assert Setting("k3v3", 0, 999).exact_tokens(2, 32).tolist() == [32, 32]
-
-
 @pytest.mark.parametrize(("sink", "window"), [(0, 0), (4, 128), (40, 1)])
 def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int, window: int) -> None:
     manager = SessionMemoryManager(
@@ -217,21 +182,6 @@ def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
     assert prefix.long_nbytes(Setting("k3v3", 4, 128)) == 251 * encoded + first + 4 * exact
     assert prefix.nbytes(Setting("k3v3", 256, 0)) == 8 * exact
     assert prefix.long_nbytes(Setting("k3v3", 256, 0)) == 248 * encoded + 8 * exact  # not in the prefix
-
-
-def test_ratios_follow_from_bytes() -> None:
-    assert Storage.of_bf16(SHAPE) == Storage(4096, 16, 1, 1)
-    size = Storage.of_bytes(1536 * 808, 1536, 8192 * 1024, SHAPE)
-    assert (size.bytes_per_token, size.bits, size.ratio_long) == (808, 808 * 8 / 2048, 4)
-    assert size.ratio == pytest.approx(5.07, abs=0.005)
-    assert Storage.of_bytes(808, 1, None, SHAPE).ratio_long is None
-
-
-def test_without_blocks_bytes_of_a_long_session_follow_from_its_tokens() -> None:
-    assert long_nbytes(Setting("k3v3"), 512 * 808, 512, 32, SHAPE) == 8192 * 808
-    nbytes = 132 * 4096 + 380 * 808
-    assert long_nbytes(Setting("k3v3", 4, 128), nbytes, 512, 32, SHAPE) == 132 * 4096 + 8060 * 808
-    assert long_nbytes(Setting("k3v3", 512, 0), 512 * 4096, 512, 32, SHAPE) is None
 
 
 def test_what_comes_back_is_exact_where_it_should_be() -> None:
@@ -283,22 +233,6 @@ def test_a_divergence_over_fewer_tokens_is_a_lower_bound() -> None:
     np.testing.assert_allclose(kl_of_top(*2 * (np.argsort(-p, 1)[:, :7], np.sort(p, 1)[:, :-8:-1]), 100), 0, atol=1e-12)
 
 
-def test_a_text_of_ones_own_is_cut_into_pieces(tmp_path: Path) -> None:
-    file = tmp_path / "text.txt"
-    file.write_text("".join(f"x{number} = {number} * {number}\n" for number in range(1000)))
-    text = Text(str(MODEL), file)
-    pieces = text.pieces(64, 32, 5)
-    assert len(pieces) == 5
-    assert all(len(piece.prefix) == 64 and len(piece.rest) == 32 for piece in pieces)
-    assert {piece.prefix[0] for piece in pieces} == {0}  # <|bos|>
-    assert len({tuple(piece.tokens) for piece in pieces}) == 5
-    table = text.tables(256, 1, 0)[0]
-    assert len(table.prefix) == 256
-    assert len(table.values) % 4 == 0  # the tokenizer has a token for each digit
-    assert len({table.rest[at] for at in table.values}) <= 10
-    assert not text.tables(32, 1, 0)  # no room
-
-
 def test_needles_are_spread_over_a_long_context_and_all_looked_up() -> None:
     tokenizer, text = AutoTokenizer.from_pretrained(MODEL), Text(str(MODEL), None)
     piece = text.needles(4000, 32, 0)
@@ -313,16 +247,6 @@ def test_needles_are_spread_over_a_long_context_and_all_looked_up() -> None:
     assert np.histogram(places, 4, (0, 1))[0].min() >= NEEDLES // 8
     assert len(piece.values) == 4 * NEEDLES
     assert text.needles(70000, 32, 0) is None  # more than the text has
-
-
-def test_chats_are_about_passages_that_do_not_overlap() -> None:
-    tokenizer, text = AutoTokenizer.from_pretrained(MODEL), Text(str(MODEL), None)
-    chats = [tokenizer.decode(chat.prompt) for chat in text.chats(6, 200)]
-    assert len(set(chats)) == 6
-    assert all(QUESTIONS[number % len(QUESTIONS)] in chat for number, chat in enumerate(chats))
-    assert all(chat.startswith("<|bos|>") for chat in chats)
-    assert len(text.chats(6, 20000)) == 3
-    assert not text.chats(0, 200)
 
 
 # -- refusals -------------------------------------------------------------------------------------------
@@ -376,13 +300,6 @@ def test_a_model_that_manthan_does_not_serve_is_refused(config: dict[str, Any], 
     assert result.stderr == f"{tmp_path} cannot be measured, for Manthan serves full attention only: {why}\n"
 
 
-def test_a_model_without_a_text_asks_for_one(tmp_path: Path) -> None:
-    for name in ("config.json", "tokenizer.json", "tokenizer_config.json"):
-        (tmp_path / name).write_bytes((MODEL / name).read_bytes())
-    result = run(tmp_path)
-    assert result.stderr == f"{tmp_path} brings no text to be measured on: name one, --text FILE (UTF-8).\n"
-
-
 def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None:
     """The one that is named, or else that of the cache folder."""
     profile, out = tmp_path / "p.safetensors", tmp_path / "out"
@@ -399,23 +316,3 @@ def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None
     refused = run(*words, "--profile", tmp_path / "none", "--out", out)
     assert refused.exit_code == 1
     assert re.search(r"^--profile .*none: the profile .*none cannot be read: No such file", refused.output)
-
-
-def test_a_profile_is_looked_for_only_where_a_codec_takes_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    shape = Shape.of(str(MODEL))
-    assert load_facts(str(MODEL), shape, "klt-5x", None) == (ModelFacts(shape.rope), "")
-    path = profile_path(str(MODEL))
-    path.parent.mkdir(parents=True)
-    path.write_bytes(b"damaged")
-    assert load_facts(str(MODEL), shape, "k3v3", None) == (ModelFacts(shape.rope), "")
-    with pytest.raises(QualityError, match="is no profile, or a damaged one"):
-        load_facts(str(MODEL), shape, "k3v3, klt-5x", None)
-    assert Setting("klt-5x", 4, 0, "p").config == {
-        "name": "klt-5x",
-        "guard": False,
-        "calibrate": False,
-        "sink_tokens": 4,
-        "window_tokens": 0,
-        "profile": "p",
-    }

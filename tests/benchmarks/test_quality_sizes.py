@@ -33,16 +33,3 @@ def test_a_panel_for_each_model_and_a_point_for_each_codec(tmp_path: Path) -> No
     result_of = CliRunner().invoke(command, [*map(str, files), "--out", str(out)])
     assert result_of.exit_code == 0, result_of.output
     assert out.read_bytes().startswith(b"\x89PNG")
-
-
-def test_exact_kv_is_no_point(tmp_path: Path) -> None:
-    file = result(tmp_path / "a.json", "plain", recomputed=0.0, one=0.02)
-    found = quality_sizes.points(json.loads(file.read_text()))
-    assert found == {"one": quality_sizes.Point(5.0, 0.02, 0.001)}
-
-
-def test_panels_have_their_models_names() -> None:
-    point = quality_sizes.Point(5.0, 0.02, 0.001)
-    figure = quality_sizes.draw({"plain": {"one": point}, "biased": {"one": point, "two": point}})
-    assert [axes.get_title("left") for axes in figure.axes] == ["plain", "biased"]
-    assert [[text.get_text() for text in axes.texts] for axes in figure.axes] == [["one"], ["one", "two"]]

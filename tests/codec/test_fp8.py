@@ -110,13 +110,6 @@ def test_a_block_whose_codes_are_larger_is_kept_as_it_is(dtype: Dtype) -> None:
     assert np.array_equal(np.stack(back), np.stack([keys, values]))
 
 
-def test_bf16_that_a_codec_does_not_take_is_still_refused() -> None:
-    shape = BlockShape(2, 2, 32, 64)
-    numbers = np.full(shape.numbers, 0x7FC0, np.uint16)
-    with pytest.raises(ValueError, match="NaN"):
-        BlockFormat("wht-5x", shape, PRINT).encode(numbers, numbers, key=KEY, first_token=0, exact=0)
-
-
 def test_bytes_are_one_section_and_come_back() -> None:
     shape = BlockShape(1, 7, 32, 16, Dtype.UINT8)
     keys = np.random.default_rng(2).integers(0, 256, shape.numbers, dtype=np.uint8)

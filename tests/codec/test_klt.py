@@ -76,14 +76,6 @@ def test_a_mean_however_large_costs_nothing():
     assert error(get_codec("klt-8x", profiles.HEAD_DIM, FACTS), section) < 0.1
 
 
-def test_layers_of_a_section_may_be_some_of_the_profile_s():
-    whole = get_codec("klt-5x", profiles.HEAD_DIM, FACTS)
-    x, positions = data(SECTION)
-    part = replace(SECTION, first_layer=1, layers=2)
-    back = whole.decode(encoded(whole, x[1:], part, positions), part, positions)
-    assert np.array_equal(back, whole.decode(encoded(whole, x, SECTION, positions), SECTION, positions)[1:])
-
-
 @pytest.mark.parametrize("dtype", [Dtype.BFLOAT16, Dtype.FLOAT16, Dtype.FLOAT32])
 @pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES, SectionKind.BOTH])
 @pytest.mark.parametrize("scale", [30, 1e3])
@@ -156,31 +148,6 @@ def test_a_section_takes_what_is_expected_and_never_much_more(name, kind, tokens
     sizes = [encoded(codec, *_swap(data(section, seed), section)).size for seed in range(8)]
     assert np.mean(sizes) == pytest.approx(expected, rel=0.12)
     assert max(sizes) <= most
-
-
-def test_the_sizes_of_some_layers_are_theirs():
-    codec = get_codec("klt-5x", profiles.HEAD_DIM, FACTS)
-    parts = [replace(SECTION, first_layer=layer, layers=1) for layer in range(profiles.LAYERS)]
-    assert sum(codec.expected_nbytes(part) - 4 for part in parts) == pytest.approx(
-        codec.expected_nbytes(SECTION), abs=4
-    )
-
-
-@pytest.mark.parametrize("kind", [SectionKind.KEYS, SectionKind.VALUES, SectionKind.BOTH])
-@pytest.mark.parametrize("bits", [0x4F00, 0x6000, 0x7E00, 0x7F7F, 0xFF7F])
-def test_finite_numbers_of_any_size_are_encoded(kind, bits):
-    """One vector of them, and nothing but them."""
-    codec, section = get_codec("klt-5x", profiles.HEAD_DIM, FACTS), replace(SECTION, kind=kind)
-    some, positions = data(section)
-    some[..., 1, :, 5, :] = bits
-    for x in (some, np.full(section.shape, bits, np.uint16)):
-        codes = encoded(codec, x, section, positions)
-        assert codes[1] > 16
-        back = as_floats(codec.decode(codes, section, positions))
-        assert np.isfinite(back).all()
-        if kind is SectionKind.VALUES and bits < 0x7F00:  # others may be turned or rounded beyond the largest number
-            in_floats = codec.decode(codes, replace(section, dtype=Dtype.FLOAT32), positions)
-            assert_rounded_once(section, positions, codes[1], as_floats(x), in_floats)
 
 
 @pytest.mark.parametrize("bad", [0x7FC0, 0x7F80, 0xFF80])

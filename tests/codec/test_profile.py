@@ -165,20 +165,6 @@ def test_heads_of_ranks(heads, ranks, each):
     assert [rank_heads(heads, rank, ranks) for rank in range(ranks)] == each
 
 
-def test_components_do_not_correlate_and_come_largest_first():
-    keys, _, positions = profiles.kv(2000, seed=5)
-    layer = PROFILE.layers[0].keys
-    x = profiles.ROPE.turn_back(keys, positions)[0].transpose(1, 0, 2).reshape(2000, -1)
-    y = (x - layer.mean) @ layer.forward
-    deviations = y.std(0)
-    assert np.abs(y.mean(0)).max() < 0.2 * deviations.max()
-    large = deviations > 0.05 * deviations.max()
-    correlations = np.corrcoef(y.T)[np.ix_(large, large)] - np.eye(large.sum())
-    assert np.abs(correlations).max() < 0.2
-    assert (np.diff(deviations[large]) < 0.15 * deviations[large][:-1]).all()
-    assert np.allclose(layer.forward @ layer.inverse, np.eye(profiles.SIZE), atol=1e-3)
-
-
 def test_a_metric_moves_errors_to_where_they_weigh_little():
     """Of the same size, but the heavy numbers come back better than the light ones."""
     made = profiles.built(metric=True)

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manthan.codec.cpu.rans import STREAMS_MAX, Coded, Coder, Rows, streams_of
+from manthan.codec.cpu.rans import Coded, Coder, Rows
 from manthan.codec.errors import DamagedError
 from manthan.codec.tables.frequencies import DEVIATIONS, SCALE, costs, family
 
@@ -127,14 +127,6 @@ def test_what_finds_no_room(fused):
     assert CODERS[fused].encode(numbers, rows, exact - 1) is None
 
 
-@each
-def test_no_numbers(fused):
-    rows = Rows(np.zeros(2, np.int64), np.zeros(0, np.uint8), 16, 1)
-    coded = CODERS[fused].encode(np.zeros(0, np.int16), rows, 8)
-    assert coded.words.size == 0
-    assert CODERS[fused].decode(coded, rows).size == 0
-
-
 def test_it_takes_what_the_tables_say():
     """Within a percent of the entropy, for numbers that are as their table says."""
     rng = np.random.default_rng(0)
@@ -159,10 +151,3 @@ def test_the_family_of_tables():
     bits = costs(family())
     assert bits[0, 127] < 0.01
     assert bits[0, 0] == bits[0, 255] > 16
-
-
-@pytest.mark.parametrize(
-    ("numbers", "streams"), [(1, 1), (1024, 1), (1025, 2), (3072, 4), (16384, 16), (10**6, STREAMS_MAX)]
-)
-def test_streams(numbers, streams):
-    assert streams_of(numbers) == streams

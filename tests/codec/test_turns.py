@@ -1,7 +1,5 @@
 """Cosines and sines for a GPU's codec are numpy's, whichever blocks are asked for."""
 
-from concurrent.futures import ThreadPoolExecutor
-
 import numpy as np
 import pytest
 import torch
@@ -41,13 +39,6 @@ def test_they_are_those_of_the_places(first_tokens: list[int], before: list[int]
     np.testing.assert_array_equal(found.numpy(), expected(first_tokens))
 
 
-def test_those_of_a_session_are_not_copied_and_not_reckoned_twice(monkeypatch: pytest.MonkeyPatch) -> None:
-    made = Turns(ROPE, TOKENS, pinned=False)
-    first = made.of([0, 16, 32, 48])
-    monkeypatch.setattr(Rope, "tables", None)
-    assert made.of([16, 32]).data_ptr() == first[1].data_ptr()
-
-
 def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(turns, "KEPT_BYTES", 10 * 1024)
     made = Turns(ROPE, TOKENS, pinned=False)
@@ -61,10 +52,3 @@ def test_what_is_kept_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_without_rope_there_are_none(rope: Rope | None) -> None:
     made = Turns(rope, TOKENS, pinned=False)
     assert made.of([0, 16, 2**40]).shape == (3, 2, TOKENS, 0)
-
-
-def test_several_threads_may_ask() -> None:
-    made, asked = Turns(ROPE, TOKENS, pinned=False), [[16 * n, 16 * n + 16] for n in range(200)]
-    with ThreadPoolExecutor(4) as pool:
-        for places, found in zip(asked, pool.map(made.of, asked), strict=True):
-            np.testing.assert_array_equal(found.numpy(), expected(places))

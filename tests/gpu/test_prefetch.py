@@ -77,17 +77,3 @@ def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> Non
     assert engine.failures() == failures
     engine.start_afresh()
     assert engine.on_worker(gpu_worker.stored) == 0
-
-
-def test_a_reset_meanwhile_leaves_nothing(engine: Engine) -> None:
-    prompt, right = Table(360).question(2)
-    for _ in range(5):
-        engine.ask(prompt, "alice")
-        engine.wait_until_cold(1)
-        asked = engine.start(engine.generate("x", hints={"prefetch": ["alice"]}))
-        engine.run(engine.llm.reset_prefix_cache(reset_connector=True))
-        asked.result(60)
-        engine.start_afresh()
-        answer = engine.ask(prompt, "alice")
-        assert (answer.text, answer.cached_tokens) == (right, 0)
-        engine.start_afresh()

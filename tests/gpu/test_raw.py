@@ -54,12 +54,3 @@ def test_encoded_blocks_are_the_cpus_and_come_back(sizes: tuple[int, ...], strid
         for n in (0, 1, 3):
             right[TARGETS[n]] = then[SOURCES[n]]
         assert torch.equal(now, right)
-
-
-def test_another_block_than_was_asked_for_is_refused() -> None:
-    of, other = codec((128, 64), 192, "cuda"), codec((128, 64), 192, "cuda", group=3)
-    codes = torch.zeros(of.form(0).nbytes, dtype=torch.uint8, device="cuda")
-    of.encode(of.batch(0, [bytes(32)], [5], [0], [0]), codes)
-    for wanted in (of.batch(0, [b"x" * 32], [1], [0], [0]), other.batch(0, [bytes(32)], [1], [0], [0])):
-        of.verify(wanted, codes)
-        assert status_cause(wanted.status.tolist()[0]) == "key"

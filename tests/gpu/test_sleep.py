@@ -59,17 +59,6 @@ def test_three_sleeps_in_parts(engine: Engine) -> None:
         assert min(asked_again(engine, told)) > 400
 
 
-def test_the_cache_s_memory_alone_may_go(engine: Engine) -> None:
-    told = converse(engine)
-    sleep(engine)
-    wake(engine)
-    sleep(engine, level=0)
-    engine.run(engine.llm.release_kv_cache_memory())
-    wake(engine, "kv_cache")
-    engine.on_worker(garble)
-    assert min(asked_again(engine, told)) > 400
-
-
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None:
     assert asked_again_of_other_weights(engine, moment) == [0]

@@ -47,9 +47,3 @@ def test_its_option_is_checked(option: str, sentence: str, site: Path, tmp_path:
     (tmp_path / "x.yaml").write_text(f"policy: {{name: largest, {option}}}")
     checked = run(site, tmp_path, MANTHAN, "config", "check", "x.yaml")
     assert (checked.returncode, checked.stdout, checked.stderr.strip()) == (1, "", f"x.yaml: {sentence}")
-
-
-def test_it_is_listed(site: Path, tmp_path: Path) -> None:
-    listed = run(site, tmp_path, MANTHAN, "policies").stdout
-    assert "The largest session goes first." in listed
-    assert "spared_tokens=4096" in listed
