@@ -76,8 +76,9 @@ def test_queries_name_metrics_that_there_are() -> None:
 
 
 def test_labels_in_queries_are_those_of_the_metrics() -> None:
-    for name, label in re.findall(r"vllm:manthan_(\w+?)(?:_total)?\{(\w+)=", METRICS_MD):
-        assert METRICS[name].label == label
+    named = re.findall(r"vllm:manthan_(\w+?)(?:_total)?\{(\w+)=", METRICS_MD)
+    assert named
+    assert [METRICS[name].label for name, _ in named] == [label for _, label in named]
 
 
 def test_values_of_labels_are_those_of_the_code() -> None:

@@ -1,16 +1,13 @@
 """The other files of deploy/: what they name is there, and whoever reads them takes them, where that can be tried."""
 
 import argparse
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from deployment import DEPLOY, REPO, load, served_with
 from prometheus_server import program
 from vllm.engine.arg_utils import AsyncEngineArgs
@@ -59,20 +56,6 @@ def test_redis_has_room_for_the_budget() -> None:
     [budget] = [flag.split("=")[1] for flag in served_with()["compose"] if "cold-bytes" in flag]
     assert settings["--maxmemory-policy"] == "volatile-ttl"
     assert int(settings["--maxmemory"].removesuffix("gb")) == 1.25 * int(budget.removesuffix("GiB"))
-
-
-def test_the_compose_file_is_taken(tmp_path: Path) -> None:
-    """By `docker compose config`, or by Compose 1, which knows no project name in the file."""
-    text, command = (DEPLOY / "compose.yaml").read_text(encoding="utf-8"), ["docker", "compose"]
-    if not shutil.which("docker") or subprocess.run([*command, "version"], capture_output=True).returncode:
-        text, command = text.replace("name: manthan\n", "", 1), [program("docker-compose")]
-    (tmp_path / "compose.yaml").write_text(text)
-    env = os.environ | {"MODEL": "m", "GRAFANA_PASSWORD": "p"}
-    done = subprocess.run(
-        [*command, "-f", tmp_path / "compose.yaml", "config"], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["services"].keys() == COMPOSE["services"].keys()
 
 
 def test_what_is_mounted_and_built_is_there() -> None:
