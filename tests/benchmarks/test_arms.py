@@ -1,14 +1,12 @@
 """The benchmarks' arithmetic: budgets are equal, and an answer from the wrong place is refused."""
 
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
-import typer
 
 from manthan.benchmarks.engines import Answer, WrongPathError
-from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms, latency_arm, made_up
+from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms
 from manthan.benchmarks.restore_report import latency_ratios, latency_rows
 from manthan.benchmarks.shapes import PUBLIC, Shape, write_model
 
@@ -73,21 +71,6 @@ def test_transformers_and_vllm_take_a_shape(name: str, tmp_path: Path) -> None:
     assert model.get_head_size() == (576 if model.use_mla else config["head_dim"])
 
 
-def test_layers_that_a_shape_has_not_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(typer.BadParameter, match="--layers: 25 layers cannot be had: the model has 24"):
-        made_up(tmp_path, "gpt-oss-20b", 25)
-    with pytest.raises(typer.BadParameter, match=r"--shape is llama; there are qwen3-8b, "):
-        made_up(tmp_path, "llama", 0)
-
-
-def test_the_pool_has_room_for_what_groups_beside_have_in_use(setting: Setting, tmp_path: Path) -> None:
-    gemma = replace(setting, model=write_model(tmp_path / "gemma", "gemma3-12b"))
-    [plain, other] = (latency_arm("recompute", each).engine.blocks for each in (setting, gemma))
-    assert other == plain + 5 * ((1024 + 2 * 8192) // 16 + 2)
-    latents = replace(setting, model=write_model(tmp_path / "latents", "deepseek-v2-lite"))
-    assert store(latency_arm("host", latents))["max_bytes"] == 4 * 32000 * 27 * 576 * 2, "kept as they are on a GPU"
-
-
 def test_both_arms_of_a_capacity_have_the_same_bytes(setting: Setting) -> None:
     block = 16 * 144 * 1024
     budget = 16 * 8000 * 144 * 1024
@@ -139,19 +122,3 @@ def test_the_warm_up_does_not_count() -> None:
     rows = latency_rows({"arms": dict(reversed(arms.items()))})
     assert [row.name for row in rows] == ["vllm-offload", "host klt-8x", "host"]
     assert latency_ratios(rows) == {"host klt-8x / vllm-offload": 1, "host / vllm-offload": 0.5}
-
-
-def test_stores_in_redis_are_compared_with_the_host(setting: Setting) -> None:
-    def seconds(*times: float) -> list[dict[str, float]]:
-        return [{"ttft_s": time, "cached_tokens": 16} for time in times]
-
-    arms = {
-        "latency host": {"returns": seconds(9, 1)},
-        "latency redis": {"returns": seconds(9, 3), "hot": seconds(9, 1)},
-        "latency tiered": {"returns": seconds(9, 2)},
-    }
-    rows = latency_rows({"arms": arms})
-    assert [row.name for row in rows] == ["host", "redis", "redis, hot", "tiered"]
-    assert latency_ratios(rows) == {"tiered / host": 2}
-    redis, tiered = (latency_arm(name, setting).engine.manthan["redis"] for name in ("redis", "tiered"))
-    assert (redis["url"], redis["prefix"], tiered["prefix"]) == ("redis://there", "manthan-redis:", "manthan-tiered:")

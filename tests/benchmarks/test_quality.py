@@ -15,7 +15,6 @@ from manthan.benchmarks.cli import evaluate
 from manthan.benchmarks.quality_answers import Agreement
 from manthan.benchmarks.quality_blocks import CodedPrefix
 from manthan.benchmarks.quality_pieces import NEEDLES, Chat, Text
-from manthan.benchmarks.quality_scores import kl_of_top
 from manthan.benchmarks.quality_settings import (
     Setting,
     Shape,
@@ -24,9 +23,6 @@ from manthan.benchmarks.quality_settings import (
 from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names
 from manthan.codec.registry import needs_profile
 from manthan.manager.cli import app
-from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import MemoryShape
-from manthan.policies import get_policy
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
@@ -80,37 +76,15 @@ def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) 
 
 
 @pytest.mark.slow
-def test_the_same_is_found_and_answered_after_an_exact_prefix(found: dict[str, Any]) -> None:
-    """A chat's prompt is shorter than the tokens that are exact here, a long context longer."""
-    needles, answers = ({name: found[name][what] for name in found} for what in ("needles", "answers"))
-    assert needles["exact"]["2000"] > 0.3
-    assert needles["recomputed"] == {}
-    assert answers["recomputed"] is None
-    for name in ("exact", *(f"{codec} {PREFIX}+0" for codec in CODECS)):
-        assert answers[name]["answers"] == 6
-        assert answers[name] == answers["exact"]
-    assert all(answers[codec]["same"] <= answers["exact"]["same"] for codec in CODECS)
-
-
-@pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
-    """tests/codec/test_quality.py has the bounds for longer pieces."""
     coarse, fine = found["k3v3"], found["wht-4x"]
+    assert coarse["added"]["mean"] < 0.03
     assert 0.0005 < coarse["kl"]["mean"] < 0.03
     assert coarse["top1"]["mean"] < 1
     assert coarse["recall"]["mean"] > 0.97
     assert found["wht-5x"]["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]  # in as many bytes
     assert fine["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]
     assert fine["cosines"][0] > 0.99 > coarse["cosines"][0] > 0.98
-
-
-@pytest.mark.slow
-def test_leaving_blocks_exact_costs_bytes_and_saves_loss(found: dict[str, Any]) -> None:
-    part, none = found["k3v3 4+128"], found["k3v3"]
-    assert part["kl"]["mean"] < none["kl"]["mean"]
-    assert part["cosines"][0] > none["cosines"][0]
-    assert part["bits"] > none["bits"]
-    assert part["ratio"] < part["ratio_long"] < none["ratio_long"] == pytest.approx(none["ratio"])
 
 
 @pytest.mark.slow
@@ -148,20 +122,6 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
 # -- sizes and scores -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("sink", "window"), [(0, 0), (4, 128), (40, 1)])
-def test_the_same_tokens_are_exact_as_in_the_cold_store(sink: int, window: int) -> None:
-    manager = SessionMemoryManager(
-        get_policy("lru"), MemoryShape(32, 1, dict.fromkeys(range(33), 1)), 100, 1.0,
-        sink_tokens=sink, window_tokens=window,
-    )  # fmt: skip
-    keys = [bytes([number]) for number in range(8)]
-    manager.request_started("request", keys, None, 0.0)
-    manager.request_finished("request", keys, 0.0)
-    manager.sweep(2.0)
-    orders = sorted(manager.take_spills(99), key=lambda order: order.first_token)
-    assert [order.exact for order in orders] == Setting("k3v3", sink, window).exact_tokens(8, 32).tolist()
-
-
 def coded(codec: str, blocks: int) -> CodedPrefix:
     """Of random KV of the tiny model's shape."""
     rng = np.random.default_rng(0)
@@ -184,14 +144,6 @@ def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
     assert prefix.long_nbytes(Setting("k3v3", 256, 0)) == 248 * encoded + 8 * exact  # not in the prefix
 
 
-def test_what_comes_back_is_exact_where_it_should_be() -> None:
-    prefix, plain = coded("k3v3", 4), coded("exact", 4)
-    (keys, values), (exact_keys, _) = prefix.kv(Setting("k3v3", 4, 32)), plain.kv(Setting("exact"))
-    same = (keys == exact_keys).all((0, 1, 3))
-    assert keys.shape == values.shape == exact_keys.shape
-    assert same.tolist() == [True] * 4 + [False] * 92 + [True] * 32
-
-
 def test_an_answer_counts_up_to_its_first_difference() -> None:
     hot = [1, 2, 3, 4]
     answers = [{"hot": hot, "later": later} for later in (hot, [1, 2, 9, 4], [1, 2, 3], [9, 2, 3, 4], [1, 2, 3, 4, 5])]
@@ -212,25 +164,6 @@ def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
     assert parse_settings("wht-5x, k3v3", "0+0, 4+128", 128) == [
         Setting("wht-5x"), Setting("wht-5x", 4, 128), Setting("k3v3"), Setting("k3v3", 4, 128)
     ]  # fmt: skip
-
-
-def test_a_divergence_over_fewer_tokens_is_a_lower_bound() -> None:
-    rng = np.random.default_rng(0)
-    logits = 3 * rng.standard_normal((20, 100))
-    p, q = (
-        x - np.log(np.exp(x).sum(1, keepdims=True)) for x in (logits, logits + 0.2 * rng.standard_normal((20, 100)))
-    )
-    true = (np.exp(p) * (p - q)).sum(1)
-
-    def top(k: int) -> Any:
-        (a, b) = (np.argsort(-x, 1)[:, :k] for x in (p, q))
-        return kl_of_top(a, np.take_along_axis(p, a, 1), b, np.take_along_axis(q, b, 1), 100)
-
-    np.testing.assert_allclose(top(100), true, rtol=1e-9)
-    assert (top(10) <= top(50) + 1e-9).all()
-    assert (top(50) <= true + 1e-9).all()
-    assert true.mean() > top(50).mean() > 0.9 * true.mean() > top(2).mean()
-    np.testing.assert_allclose(kl_of_top(*2 * (np.argsort(-p, 1)[:, :7], np.sort(p, 1)[:, :-8:-1]), 100), 0, atol=1e-12)
 
 
 def test_needles_are_spread_over_a_long_context_and_all_looked_up() -> None:

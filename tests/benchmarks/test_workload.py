@@ -4,14 +4,10 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from statistics import median
-
-import pytest
 
 from manthan.benchmarks.workload import (
     CONTEXT_TOKENS,
     LIE_S,
-    TOOLS,
     make_workload,
 )
 from manthan.manager.simulator.traces import read_trace
@@ -52,24 +48,6 @@ def test_agents_say_when_they_will_be_back_and_others_lie() -> None:
         pause = (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
         assert before.expect_return_s is not None
         assert pause / 4 < before.expect_return_s < pause * 4
-
-
-def test_agents_that_name_their_tools_pause_for_these() -> None:
-    plain = make_workload(60, seed=4, agent=50, chat=50, single=0)
-    lines = make_workload(60, seed=4, agent=50, chat=50, single=0, tools=1)
-    assert sorted((line.input_length, line.output_length) for line in lines) == sorted(
-        (line.input_length, line.output_length) for line in plain
-    )
-    assert {line.tool for line in lines} == {"", *TOOLS}
-    pauses: dict[str, list[float]] = {name: [] for name in TOOLS}
-    for seed in range(80):
-        agent = make_workload(1, seed, tools=1, **(ONLY | {"agent": 1.0}))
-        assert agent[-1].tool == "", "it does not come back"
-        for before, after in pairwise(agent):
-            pause = (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
-            pauses[before.tool].append(pause)
-    for name, (_, spread) in TOOLS.items():
-        assert median(pauses[name]) == pytest.approx(spread.median, rel=0.5)
 
 
 def test_it_reads_back(tmp_path: Path) -> None:

@@ -1,6 +1,5 @@
 """Profiles: files, digests, cuts, what is refused; and what a builder makes of keys and values."""
 
-import builtins
 from dataclasses import replace
 
 import numpy as np
@@ -120,20 +119,6 @@ def test_another_version(tmp_path, monkeypatch):
     monkeypatch.setattr("manthan.codec.profile.FORMAT", "manthan profile 9")
     with pytest.raises(ProfileError, match=f"is '{FORMAT}': this version reads 'manthan profile 9'"):
         Profile.load(path)
-
-
-def test_without_safetensors(tmp_path, monkeypatch):
-    path, real = saved(tmp_path), builtins.__import__
-
-    def import_(name, *args):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", import_)
-    for use in (lambda: Profile.load(path), lambda: PROFILE.save(path)):
-        with pytest.raises(ProfileError, match="take the package safetensors, which is not installed"):
-            use()
 
 
 def test_a_transform_that_cannot_be_undone():

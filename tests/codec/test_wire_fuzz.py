@@ -9,7 +9,7 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from manthan.codec import CodecError, wire
+from manthan.codec import wire
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import WireError
@@ -168,12 +168,3 @@ def test_whatever_is_packed_is_parsed(sections, key, fingerprint, tokens, group,
     found = wire.parse(block.tobytes(), key=key, fingerprint=fingerprint, group=group)
     assert found.header == header
     assert [payload.tobytes() for payload in found.payloads] == [payload for _, payload in sections]
-
-
-@settings(deadline=None)
-@given(data=st.binary(max_size=300), version=st.sampled_from([0, 1, 2, 3]))
-def test_nothing_but_a_refusal_comes_of_noise(data, version):
-    form = formats()[0]
-    for noise in (data, b"MNTH" + version.to_bytes(2, "little") + data):
-        with pytest.raises(CodecError):
-            form.decode(noise, key=key_of(0))

@@ -98,13 +98,6 @@ def test_a_panel_has_data(title: str, expression: str, prometheus: PrometheusSer
     assert all(map(math.isfinite, values)), f"{title}: {values}"
 
 
-@pytest.mark.parametrize("variable", ["model_name", "instance"])
-def test_a_variable_of_the_board_has_values(variable: str, prometheus: PrometheusServer) -> None:
-    [listed] = [one for one in BOARD["templating"]["list"] if one["name"] == variable]
-    assert listed["query"]["query"] == f"label_values(vllm:manthan_sessions, {variable})"
-    assert prometheus.ask(f"label/{variable}/values", **{"match[]": "vllm:manthan_sessions"})
-
-
 @pytest.mark.parametrize("alert", alerts(), ids=lambda alert: alert["alert"])
 def test_what_an_alert_looks_at_has_data(alert: dict[str, Any], prometheus: PrometheusServer) -> None:
     value = re.sub(r" [<>=!]+ [\d.e-]+$", "", alert["expr"])

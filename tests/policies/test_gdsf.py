@@ -21,11 +21,6 @@ def test_long_chains_are_kept_for_they_save_more_per_byte() -> None:
     assert order(view("long", 32_000), view("short", 500)) == ["short", "long"]
 
 
-def test_a_session_as_long_as_attention_weighs_is_worth_twice_its_tokens() -> None:
-    assert order(view("long", 1000), view("two", 1, uses=2), attention_tokens=1000) == ["long", "two"]
-    assert order(view("long", 1003), view("two", 1, uses=2), attention_tokens=1000) == ["two", "long"]
-
-
 def test_who_is_not_used_is_overtaken_by_newcomers() -> None:
     policy = GDSF()
     policy.used(view("often", 1000, uses=5))

@@ -116,18 +116,6 @@ def test_hazards_are_found_that_made_the_data() -> None:
     assert 0.024 < model.base[0, piece] * factors[0] < 0.036
 
 
-def test_the_window_is_a_ring() -> None:
-    model = ReturnModel(window=64, refit_every=1000, prior=1.0)
-    for i in range(200):
-        session = view(f"s{i}", float(i))
-        model.observe(session, buckets(session))
-    assert sorted(model._window.began) == [float(i) for i in range(136, 200)]
-    late = view("s0", 300.0, 2, 300.0)
-    model.observe(late, buckets(late))
-    assert np.isnan(model._window.returned).all(), "s0 has left the window long ago"
-    assert len(model._open) <= 2 * 64 + 1
-
-
 def said(policy: Returns, true: bool, sessions: int = 400) -> float:
     """Half of the sessions say that they will be back in 30 s, the others nothing. If that is true, those who said it
     are, and nobody else; if not, the others are after 40 s, and they never. Returns the time at which it ends."""
