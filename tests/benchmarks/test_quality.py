@@ -78,7 +78,6 @@ def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) 
 @pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
     coarse, fine = found["k3v3"], found["wht-4x"]
-    assert coarse["added"]["mean"] < 0.03
     assert 0.0005 < coarse["kl"]["mean"] < 0.03
     assert coarse["top1"]["mean"] < 1
     assert coarse["recall"]["mean"] > 0.97

@@ -237,7 +237,8 @@ class Traffic:
         seed: Seed of all texts and choices.
         plain_url: Server that answers are compared with.
 
-    `phase` is set from outside: it is in the messages of what went wrong. All else belongs to the loop that runs it.
+    `phase` is set from outside: it is in the messages of what went wrong. What happens to servers is told from any
+    thread, and all else belongs to the loop that runs it.
     """
 
     def __init__(
@@ -256,23 +257,21 @@ class Traffic:
         """Sessions that think, with their tenants."""
         self._tasks: set[asyncio.Task[None]] = set()
 
-    # -- from outside, on its loop ------------------------------------------------------------------------
-
-    async def goes_up(self, number: int, url: str, life: int) -> None:
+    def goes_up(self, number: int, url: str, life: int) -> None:
         """Say that a server answers, in which life."""
         backend = self._backends[number]
         backend.url, backend.life, backend.epoch, backend.is_up = url, life, 0, True
 
-    async def goes_down(self, number: int) -> None:
+    def goes_down(self, number: int) -> None:
         """Say that connections to a server may break from now on."""
         self._backends[number].is_up = False
 
-    async def was_reset(self, number: int) -> None:
+    def was_reset(self, number: int) -> None:
         """Say that a server has dropped all that was before."""
         backend = self._backends[number]
         backend.epoch, backend.reset_at = backend.epoch + 1, time.monotonic()
 
-    async def ends(self) -> None:
+    def ends(self) -> None:
         """Begin no session or turn any more; requests that were sent are answered."""
         self._over.set()
 

@@ -13,10 +13,9 @@ docs/benchmarks.md.
 
 import asyncio
 import contextlib
-import threading
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Annotated, Any
@@ -28,7 +27,7 @@ from rich.console import Console
 from soak_chats import Traffic
 from soak_chats import agents as sessions
 from soak_faults import FELT_LATER, Disk, Event, Fault, Order, disk, schedule
-from soak_lives import CODE_BYTES, DISK_SHARE, MIB, MODEL, Clock, Life, Server, Setting, Told, pause, rise, wait_for
+from soak_lives import CODE_BYTES, DISK_SHARE, MIB, MODEL, Life, Server, Setting, Told, pause, rise, wait_for
 
 from manthan.benchmarks.arms import leave_on_signals, make_console, new_report, tell_codec, where, write_report
 from manthan.benchmarks.endpoint import ServerError
@@ -77,25 +76,28 @@ def failures(before: Sequence[Told], now: Sequence[Told]) -> dict[str, int]:
 class Weather:
     """Has all that was scheduled happen to the servers, one thing after the other. events: what came of it."""
 
-    def __init__(self, servers: Sequence[Server], disk: Disk, clock: Clock, traffic: "Running") -> None:
-        self._servers, self._disk, self._clock, self._traffic = servers, disk, clock, traffic
+    def __init__(self, servers: Sequence[Server], disk: Disk, traffic: Traffic) -> None:
+        self._servers, self._disk, self._traffic = servers, disk, traffic
         self.events: list[dict[str, Any]] = []
 
-    def wait_until_used(self) -> None:
-        """Wait until there is something to lose. Raises ServerError."""
+    def play(self, events: Sequence[Event], bar: Bar) -> None:
+        """Begin when there is something to lose. Raises ServerError."""
         if not self._used_again(self._servers, [{} for _ in self._servers]):
             raise self._servers[0].server.error(f"The cold stores were not in use after {USED_AGAIN_S:.0f} s.")
+        for number, event in enumerate(events, 1):
+            bar.begin(f"{number} of {len(events)}, {event.what}; {so_far(self._traffic.counts)}")
+            self._let(event)
 
-    def let(self, event: Event) -> None:
-        """Takes longer than the event if the store is not in use again by its end. Raises ServerError."""
+    def _let(self, event: Event) -> None:
+        """Takes longer than the event if the store is not in use again by its end."""
         until = time.monotonic() + event.seconds
         pause(self._servers, event.calm_s)
-        self._traffic.of.phase = str(event.what)
+        self._traffic.phase = str(event.what)
         self._fail(event.what, event.lasts_s) if isinstance(event.what, Fault) else self._order(event)
         pause(self._servers, until - time.monotonic())
 
     def _fail(self, fault: Fault, lasts_s: float) -> None:
-        before, began = self._look(self._servers), self._clock.now()
+        before, began = self._look(self._servers), time.monotonic()
         with self._disk.failing(fault):
             pause(self._servers, lasts_s)
             if fault not in FELT_LATER:
@@ -110,14 +112,14 @@ class Weather:
         return is_felt
 
     def _order(self, event: Event) -> None:
-        server, before, began = self._servers[event.server], self._look(self._servers), self._clock.now()
+        server, before, began = self._servers[event.server], self._look(self._servers), time.monotonic()
         if event.what is Order.kill:
-            self._traffic.call(self._traffic.of.goes_down(event.server))
+            self._traffic.goes_down(event.server)
             server.end(kill=True)
             server.start()
             life = server.wait()
             before[event.server] = server.look()
-            self._traffic.call(self._traffic.of.goes_up(event.server, server.server.url, life))
+            self._traffic.goes_up(event.server, server.server.url, life)
         elif event.what is Order.sleep:
             server.sleep()
             pause(self._servers, min(event.lasts_s, 10.0))
@@ -125,15 +127,15 @@ class Weather:
         else:
             server.reset(drop_all=event.what is Order.reset_all, stop_running=True)
             if event.what is Order.reset_all:
-                self._traffic.call(self._traffic.of.was_reset(event.server))
+                self._traffic.was_reset(event.server)
         self._note(str(event.what), [server], began, [before[event.server]])
 
     def _note(self, what: str, servers: Sequence[Server], began: float, before: list[Told]) -> None:
-        ended = self._clock.now()
+        ended = time.monotonic()
         now = self._used_again(servers, self._look(servers))
-        again_s = self._clock.now() - ended if now else None
-        event = {"what": what, "began_s": began, "ended_s": ended, "used_again_s": again_s}
-        self.events.append(event | {"failures": failures(before, now or self._look(servers))})
+        again_s = time.monotonic() - ended if now else None
+        felt = failures(before, now or self._look(servers))
+        self.events.append({"what": what, "lasted_s": ended - began, "used_again_s": again_s, "failures": felt})
 
     def _used_again(self, servers: Sequence[Server], before: list[Told]) -> list[Told] | None:
         return wait_for(servers, lambda now: all(map(is_used_again, before, now)), USED_AGAIN_S)
@@ -142,53 +144,27 @@ class Weather:
         return [server.look() for server in servers]
 
 
-class Running:
-    """The traffic, on a loop and a thread of its own."""
-
-    def __init__(self, traffic: Traffic) -> None:
-        self.of = traffic
-        self._loop = asyncio.new_event_loop()
-        self._error: BaseException | None = None
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[None]:
-        """At the end all requests that were sent have been answered; if something else went wrong, nobody waits."""
-        thread = threading.Thread(target=self._loop.run_until_complete, args=[self._until_over()], daemon=True)
-        thread.start()
-        yield
-        self.call(self.of.ends())
-        thread.join()
-        if self._error is not None:
-            raise self._error
-
-    def call(self, coroutine: Any) -> None:
-        asyncio.run_coroutine_threadsafe(coroutine, self._loop).result(10)
-
-    async def _until_over(self) -> None:
-        try:
-            await self.of.run()
-        except BaseException as error:
-            self._error = error
-
-
 def soak(
-    servers: Sequence[Server], plain: Server, disk: Disk, clock: Clock, traffic: Traffic, events: list[Event], bar: Bar
+    servers: Sequence[Server], plain: Server, disk: Disk, traffic: Traffic, events: list[Event], bar: Bar
 ) -> dict[str, Any]:
     """Play all events, and look at what is left. Raises ServerError."""
-    running = Running(traffic)
-    weather = Weather(servers, disk, clock, running)
     bar.begin("the servers start")
     for server in (*servers, plain):
         server.start()
-    lives = [server.wait() for server in (*servers, plain)]
+    for server in (*servers, plain):
+        life = server.wait()
+        if server is not plain:
+            traffic.goes_up(server.number, server.server.url, life)
     traffic.plain_url = plain.server.url
-    with running.running():
-        for server, life in zip(servers, lives, strict=False):
-            running.call(traffic.goes_up(server.number, server.server.url, life))
-        weather.wait_until_used()
-        for number, event in enumerate(events, 1):
-            bar.begin(f"{number} of {len(events)}, {event.what}; {so_far(traffic.counts)}")
-            weather.let(event)
+    weather, began = Weather(servers, disk, traffic), time.monotonic()
+
+    async def together() -> None:
+        running = asyncio.create_task(traffic.run())
+        await asyncio.to_thread(weather.play, events, bar)
+        traffic.ends()
+        await running
+
+    asyncio.run(together())
     bar.begin("all becomes quiet")
     left = []
     for server in servers:
@@ -198,7 +174,7 @@ def soak(
     for server in (*servers, plain):
         server.end(kill=False)
     return {
-        "seconds": clock.now(),
+        "seconds": time.monotonic() - began,
         "sessions": traffic.sessions,
         "counts": traffic.counts,
         "messages": traffic.errors,
@@ -238,7 +214,7 @@ def failed(report: dict[str, Any]) -> list[str]:
         wrong[f"memory rose by {risen or 0:.1f} MiB in life {number}"] = is_judged and risen > most
     return [
         *(sentence for sentence, is_so in wrong.items() if is_so),
-        *(f"the store was not in use again after {event['what']} at {event['ended_s']:.0f} s" for event in lost),
+        *(f"the store was not in use again after {event['what']}" for event in lost),
         *(f"nobody felt the fault {one}" for one in Fault if one not in FELT_LATER | felt),
         *(
             f"no session came back after the kill before life {one}"
@@ -261,8 +237,7 @@ def show(report: dict[str, Any], console: Console) -> None:
     for event in report["events"]:
         again = "never" if event["used_again_s"] is None else f"{event['used_again_s']:.1f} s later"
         causes = ", ".join(f"{cause} {count:,}" for cause, count in sorted(event["failures"].items())) or "none"
-        lasted = event["ended_s"] - event["began_s"]
-        lines.append(f"{event['what']}: {lasted:.1f} s; in use again: {again}; blocks that failed: {causes}")
+        lines.append(f"{event['what']}: {event['lasted_s']:.1f} s; in use again: {again}; blocks that failed: {causes}")
     for number, life in enumerate(report["lives"], 1):
         name = "plain vLLM" if life["server"] < 0 else f"server {life['server']}"
         sizes = [nbytes / MIB for _, nbytes in life["memory"]]
@@ -314,7 +289,7 @@ def run(
 ) -> dict[str, Any]:
     """Leaves with status 1 if a server does not live as it should."""
     out.mkdir(parents=True, exist_ok=True)
-    clock, lives = Clock(), list[Life]()
+    lives = list[Life]()
     memory = ["--maxmemory", str(int(REDIS_ROOM * nbytes) + REDIS_ITSELF), "--maxmemory-policy", "volatile-ttl"]
     try:
         with (
@@ -324,8 +299,8 @@ def run(
             contextlib.ExitStack() as stack,
         ):
             setting = Setting(out, folder.folder, folder.environment, redis.url, codec, nbytes)
-            first, second, plain = (stack.enter_context(Server(number, setting, clock, lives)) for number in (0, 1, -1))
-            found = soak([first, second], plain, folder, clock, traffic, events, bar)
+            first, second, plain = (stack.enter_context(Server(number, setting, lives)) for number in (0, 1, -1))
+            found = soak([first, second], plain, folder, traffic, events, bar)
     except ServerError as error:
         console.print(error.log_tail, markup=False, soft_wrap=True)
         console.print(f"  {error} (log: {error.log})", style="red", markup=False, soft_wrap=True)

@@ -80,7 +80,7 @@ class Life:
 
     Attributes:
         server: Number of the server; -1 for the plain one.
-        ready_s: Second of the run, from which memory's seconds count.
+        ready_s: When it answered, from which memory's seconds count.
         memory: Seconds, and bytes of all processes.
         told: Its last metrics.
     """
@@ -116,16 +116,6 @@ def rise(memory: Sequence[tuple[float, int]], warm_up_s: float) -> float | None:
     return max(medians) - medians[0] if len(medians) > 1 else None
 
 
-class Clock:
-    """Seconds of the run."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() - self._began
-
-
 class Server:
     """One server and its lives. Use as a context manager: the last life is stopped at the end.
 
@@ -134,8 +124,8 @@ class Server:
         lives: List of all lives, in the order of their starts.
     """
 
-    def __init__(self, number: int, setting: Setting, clock: Clock, lives: list[Life]) -> None:
-        self.number, self._setting, self._clock, self._lives = number, setting, clock, lives
+    def __init__(self, number: int, setting: Setting, lives: list[Life]) -> None:
+        self.number, self._setting, self._lives = number, setting, lives
         self._watches = contextlib.ExitStack()
         self._starts = 0
         self.life: Life
@@ -168,7 +158,7 @@ class Server:
     def wait(self) -> int:
         """Return the number of this life, from 1 on, when the server answers. Raises ServerError."""
         self.server.wait_until_ready(START_S)
-        self.life.ready_s = self._clock.now()
+        self.life.ready_s = time.monotonic()
         self._lives.append(self.life)
         self._watches.enter_context(self._watched())
         return len(self._lives)
@@ -176,7 +166,7 @@ class Server:
     def end(self, *, kill: bool) -> None:
         """End all processes with SIGKILL, or politely."""
         life = self.life
-        life.told, life.end_s = self.look(), self._clock.now()
+        life.told, life.end_s = self.look(), time.monotonic()
         self._watches.close()
         if kill:
             self.server.kill()
@@ -234,7 +224,7 @@ class Server:
 
         def watch() -> None:
             while not over.wait(SAMPLE_S):
-                life.memory.append((self._clock.now() - life.ready_s, resident_bytes(group)))
+                life.memory.append((time.monotonic() - life.ready_s, resident_bytes(group)))
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
