@@ -2,6 +2,7 @@
 
 import json
 import re
+import sys
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -16,11 +17,12 @@ from manthan.benchmarks.quality_answers import Agreement
 from manthan.benchmarks.quality_blocks import CodedPrefix
 from manthan.benchmarks.quality_pieces import NEEDLES, Chat, Text
 from manthan.benchmarks.quality_settings import (
+    QualityError,
     Setting,
     Shape,
     parse_settings,
 )
-from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names
+from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names, registry
 from manthan.codec.registry import needs_profile
 from manthan.manager.cli import app
 
@@ -98,11 +100,12 @@ def test_the_report_is_shown_again(folder: Path) -> None:
     assert "512 tokens of prefix" in result.output
 
 
-def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
-    """One codec and little text: what is left out above is measured in `make test-all`."""
+def test_a_short_run_has_figures_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Little text: what is left out above is measured in `make test-all`. Others' codecs are compared with."""
+    monkeypatch.setattr(registry, "PRESETS", dict(registry.PRESETS))
     sizes = ("--prefix", 128, "--continuation", 64, "--pieces", 2, "--tables", 0)
     more = ("--needle", "800,8192", "--chats", 2, "--document", 100)
-    codecs = ("--codec", "k3v3,exact", "--exact", "0+0")
+    codecs = ("--codec", "k3v3,exact,kvarn,turboquant", "--exact", "0+0")
     result = run(MODEL, "--engine", "transformers", *codecs, *sizes, *more, "--out", tmp_path)
     assert result.exit_code == 0, result.output
     assert "  transformers: the model is loaded\n" in result.output  # a line, where there is no terminal
@@ -112,6 +115,7 @@ def test_a_short_run_has_figures_and_a_plot(tmp_path: Path) -> None:
     assert abs(found["recomputed"]["kl"]["mean"]) < 0.002
     assert list(found["k3v3"]["needles"]) == ["800"]  # 8,192 and what follows is more than the model takes
     assert found["k3v3"]["answers"]["answers"] == 2
+    assert all(0.0005 < found[peer]["kl"]["mean"] < 1 and found[peer]["ratio"] > 3 for peer in ("kvarn", "turboquant"))
     coded = found["exact, encoded"]
     assert coded["kl"]["mean"] == pytest.approx(0, abs=1e-6)
     assert coded["ratio"] == pytest.approx(1, abs=0.01)
@@ -152,6 +156,12 @@ def test_an_answer_counts_up_to_its_first_difference() -> None:
     assert chat.answer([5, 2, 7, 2]) == [5, 2]
     assert chat.answer([5, 7]) == [5, 7]
     assert (chat.prefix(32), Chat(list(range(64)), None).prefix(32)) == (64, 32)  # the last token is always computed
+
+
+def test_others_codecs_need_a_clone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "manthan.benchmarks.peers.kvarn", None)
+    with pytest.raises(QualityError, match="kvarn and turboquant need a clone of Manthan: they are not in"):
+        parse_settings("wht-5x,kvarn", "0+0", 128)
 
 
 def test_all_registered_codecs_are_measured_unless_some_are_named() -> None:
