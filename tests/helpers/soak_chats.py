@@ -3,8 +3,7 @@
 An agent replays a session of tests/data/agents.jsonl: its pauses, prompt lengths and answer lengths. Its texts are
 tables of numbers and questions for one entry. Short chats arrive at random.
 
-A router stands before the servers. It sends a request to its session's home. While that is down, half of the sessions
-wait for it, so that they find what it had kept; the others go to the other server.
+A router stands before the servers. It sends a request to its session's home, or to the other server while that is down.
 It sends a request again if its connection breaks because a server is killed. Times count from the first sending.
 """
 
@@ -40,9 +39,8 @@ TENANTS = ("left", "right")
 HEADER = "X-Tenant-ID"
 THINK_S, FAR_S, FAR_SHARE = (2.0, 8.0), (15.0, 60.0), 0.2
 """Pauses between a short chat's turns, and those of a share of them."""
-EXACT_SHARE, MOVE_SHARE, WAIT_SHARE = 0.25, 0.15, 0.5
-"""Share of sessions that ask for exact KV, of turns before which a session moves to the other server, and of sessions
-that wait for a server that is down."""
+EXACT_SHARE, MOVE_SHARE = 0.25, 0.15
+"""Share of sessions that ask for exact KV, and of turns before which a session moves to the other server."""
 BLOCK = 32
 ANSWER = {"temperature": 0, "ignore_eos": True}
 TOGETHER = 64
@@ -127,7 +125,6 @@ class Chat:
     turns: list[Turn]
     is_agent: bool
     is_exact: bool
-    waits: bool
     home: int
     table: Table
     messages: list[dict[str, Any]] = field(default_factory=list)
@@ -142,9 +139,9 @@ class Chat:
         chance = random.Random(f"{seed}-{number}")
         name = f"session-{number}" if chance.random() < 0.6 else ""
         tenant, turns = chance.choice(TENANTS), agent or _short(chance)
-        is_exact, waits = chance.random() < EXACT_SHARE, chance.random() < WAIT_SHARE
+        is_exact, home = chance.random() < EXACT_SHARE, chance.randrange(2)
         table = Table(chance, TABLE_NAMES, ENTRIES)
-        chat = cls(chance, name, tenant, turns, agent is not None, is_exact, waits, chance.randrange(2), table)
+        chat = cls(chance, name, tenant, turns, agent is not None, is_exact, home, table)
         if agent:
             chat.messages.append({"role": "system", "content": head(chance.randrange(HEADS))})
         return chat
@@ -433,9 +430,9 @@ class Traffic:
         return ANSWER | {"max_tokens": tokens} | more
 
     async def _backend(self, chat: Chat) -> Backend:
-        """Return the session's home, or the other server if that is down; wait if both are, or the session waits."""
+        """Return the session's home, or the other server if that is down; wait if both are."""
         while True:
-            for number in (chat.home,) if chat.waits else (chat.home, 1 - chat.home):
+            for number in (chat.home, 1 - chat.home):
                 if self._backends[number].is_up:
                     return self._backends[number]
             await asyncio.sleep(POLL_S)

@@ -219,7 +219,7 @@ def failed(report: dict[str, Any]) -> list[str]:
         *(
             f"no session came back after the kill before life {one}"
             for one in killed
-            if not came_back(report, f"{one} before")
+            if not came_back(report, f"{one} before") + came_back(report, f"{one} other")
         ),
     ]
 
