@@ -105,6 +105,7 @@ def test_without_a_model_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPa
 # -- a server that runs already -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_given_server_is_measured_alone(plain_server: VllmServer, tmp_path: Path) -> None:
     found = report(tmp_path, "capacity", "--base-url", f"{plain_server.url}/v1", "--tokens", TOKENS)
     (one,) = found["runs"]

@@ -39,6 +39,7 @@ def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in found["runs"] if one["arm"] == name)
 
 
+@pytest.mark.slow
 def test_what_outgrows_the_pool_is_restored_and_not_computed(found: dict[str, Any]) -> None:
     plain, ours = Found.of(arm(found, "plain")), Found.of(arm(found, OURS))
     assert CHATS * TOKENS > POOL
@@ -51,6 +52,7 @@ def test_what_outgrows_the_pool_is_restored_and_not_computed(found: dict[str, An
     assert {one["wait"]["found"] for one in arm(found, "plain")["requests"]} <= {"first turn", "recomputed", "cached"}
 
 
+@pytest.mark.slow
 def test_all_arms_are_asked_the_same_and_answer_rightly(found: dict[str, Any]) -> None:
     asked = [{(one["chat"], one["turn"]): one["prompt_tokens"] for one in each["requests"]} for each in found["runs"]]
     assert asked[0] == asked[1]
@@ -62,6 +64,7 @@ def test_all_arms_are_asked_the_same_and_answer_rightly(found: dict[str, Any]) -
     assert arm(found, OURS)["manthan"]["cold_store"]["max_bytes"] == found["memory"]["store_nbytes"]
 
 
+@pytest.mark.slow
 def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     plot = found["folder"] / "load.png"
     assert is_png(plot)
@@ -78,6 +81,7 @@ def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
 # -- a server that runs already -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trace_is_replayed_on_a_given_server(plain_server: VllmServer, tmp_path: Path) -> None:
     small = ("--shrink", 32, "--speed", 100, "--requests", 12)
     found = report(tmp_path, "load", "--base-url", f"{plain_server.url}/v1", "--trace", MOONCAKE, *small)

@@ -242,6 +242,7 @@ def test_a_model_that_manthan_does_not_serve_is_refused(config: dict[str, Any], 
     assert result.stderr == f"{tmp_path} cannot be measured, for Manthan serves full attention only: {why}\n"
 
 
+@pytest.mark.slow
 def test_codecs_that_take_a_profile_are_measured_with_it(tmp_path: Path) -> None:
     """The one that is named, or else that of the cache folder."""
     profile, out = tmp_path / "p.safetensors", tmp_path / "out"
