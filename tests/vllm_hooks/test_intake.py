@@ -1,5 +1,6 @@
-"""What is read for a GPU lands in a ring, whose slots are used again only when the GPU has copied what lies there."""
+"""Memory that a GPU copies from: a ring for what is read, whose slots are used again once they are copied; pinned RAM."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found
+from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found, HostStore
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.intake import Intake, Ring, address, batches
+from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 CPU = torch.device("cpu")
 SLOT = 1000
+PIECE = 64 << 10
 
 
 class Event:
@@ -122,3 +127,50 @@ def test_nothing_is_read_behind_what_is_not_there() -> None:
     values = iter([np.zeros(1, np.uint8), None, np.zeros(1, np.uint8)])
     assert [len(batch) for batch in batches(values, lambda buf: 1, 100)] == [2]
     assert len(list(values)) == 1
+
+
+# -- pinned RAM ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pin pieces of 64 KiB, and none of them really."""
+    monkeypatch.setattr(pinned, "PIECE", PIECE)
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(compat, name, lambda memory: None)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Semaphore(1)
+    monkeypatch.setattr(compat, "pin", lambda memory: may_go_on.acquire())
+    ram = PinnedRam(4 * PIECE, CPU)
+    store = HostStore(4 * PIECE, ram)
+    store.reached(1)
+    half = store.room(PIECE // 2 - 512)
+    blocks = {bytes([n]): np.full(half, n, np.uint8) for n in range(8)}
+    assert len(store.put_all(0, blocks)) == 6, "one piece is there"
+    may_go_on.release(10)
+    ram.wait()
+    assert ram.is_whole
+    assert store.put_all(0, dict(list(blocks.items())[2:])) == {}
+    for key, buf in zip(blocks, store.read(0, list(blocks)), strict=True):
+        assert buf is not None
+        assert set(buf.tolist()) == {key[0]}
+    store.check()
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_a_limit_in_the_middle_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = iter(range(3))
+
+    def pin(memory: torch.Tensor) -> None:
+        if next(pieces, None) is None:
+            raise RuntimeError("cudaHostRegister failed: out of memory")
+
+    monkeypatch.setattr(compat, "pin", pin)
+    ram = PinnedRam(5 * PIECE, CPU)
+    ram.start()
+    ram.wait()
+    assert len(ram.spans) == 3
+    assert HostStore(5 * PIECE, ram).available == 3 * (PIECE - 256)
