@@ -37,9 +37,22 @@ def no_profile_stays() -> Iterator[None]:
     shutil.rmtree(Path(CACHE, "manthan"), ignore_errors=True)
 
 
+SHARED = {
+    "server": {"plain_server", "manthan_server", "unguarded_server", "steered_server"},
+    "engine": {"sweeping_engine", "crowded_engine"},
+}
+"""Fixtures of several files. Files that use them run in one process, so that each is started once."""
+
+
+@pytest.hookimpl(tryfirst=True)
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Put tests that start engines first, so that none of the longest is left at the end."""
+    """Put tests that start engines first, so that no long one is left at the end, and let a process run whole files."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
+    groups = {item.path: str(item.path) for item in items}
+    for group, shared in SHARED.items():
+        groups |= {item.path: group for item in items if shared & {*getattr(item, "fixturenames", ())}}
+    for item in items:
+        item.add_marker(pytest.mark.xdist_group(groups[item.path]))
 
 
 @pytest.fixture(scope="session")

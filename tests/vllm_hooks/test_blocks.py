@@ -89,15 +89,6 @@ def test_exact_tokens_come_back_bit_for_bit(isa: str, dtype: torch.dtype, exact:
     assert not any(cache[[0, 1, 2, 4, 6, 7]].any() for cache in caches.values())
 
 
-def test_exact_blocks_may_hold_anything() -> None:
-    caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
-    blocks = cpu_blocks(caches, layers, spec)
-    for cache in caches.values():
-        cache[3] = torch.randint(-(2**15), 2**15, cache[3].shape, dtype=torch.int16).view(torch.bfloat16)
-    assert decode(blocks, 5, encode(blocks, 3, 32)) is None
-    assert all(torch.equal(cache[5].view(torch.int16), cache[3].view(torch.int16)) for cache in caches.values())
-
-
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
 @pytest.mark.parametrize("exact", [0, 4, 16])
 def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...], exact: int) -> None:
@@ -115,7 +106,9 @@ def test_a_devices_memory_is_read_and_written_as_the_hosts(order: tuple[int, ...
 
 def test_probing_leaves_nothing_behind() -> None:
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
-    for layer in probe_layers(caches, layers, BLOCKS, shape_of(spec)):
+    probed = probe_layers(caches, layers, BLOCKS, shape_of(spec))
+    assert [layer.name for layer in probed] == list(caches)
+    for layer in probed:
         assert not caches[layer.name].any()
         assert sorted([*layer.keys, *layer.values]) == list(range(2 * HEADS * 32 * 128))
 
@@ -177,12 +170,3 @@ def test_a_layout_whose_vectors_are_scattered_is_not_for_gpu_kernels() -> None:
     caches, layers, spec = paged("vec", torch.bfloat16, 32, 128)
     with pytest.raises(UnsupportedError, match="does not lay each vector out in one piece"):
         paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
-
-
-@pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3)])
-def test_strides_are_found_whatever_the_order_of_heads_and_tokens(order: tuple[int, ...]) -> None:
-    caches, layers, spec = gpu_like(order)
-    layout = paged_layout(probe_layers(caches, layers, BLOCKS, shape_of(spec)), shape_of(spec))
-    cache = caches["layer-1"]
-    assert (layout.block_stride, layout.head_stride, layout.token_stride) == cache.stride()[:3]
-    assert (layout.key_at, layout.value_at) == (0, 64)

@@ -81,16 +81,3 @@ def test_sessions_of_a_server_that_was_killed_return(again: VllmServer, table) -
     assert not failures(again)
     [said] = [line for line in again.new_log_lines() if "sessions of an earlier server are cold again" in line]
     print(f"{cached} of {full} full blocks came back: {said}")
-
-
-@pytest.mark.slow
-def test_another_server_is_refused_with_one_sentence(again: VllmServer, folder: Path, tmp_path: Path) -> None:
-    with serve(folder, tmp_path / "run") as other:
-        other.wait_until_dead(300)
-        lines = other.new_log_lines()
-    assert other.exit_status not in (0, None)
-    assert [line for line in lines if line.startswith("vllm: error:")] == [
-        f"vllm: error: disk.path is '{folder}', which another server uses: give each a folder of its own."
-    ]
-    assert not [line for line in lines if "Traceback" in line]
-    assert again.is_healthy()

@@ -1,7 +1,6 @@
 """Loads that fail whole, as those of models with several KV cache groups do: vLLM asks again, and hangs on nothing."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import pytest
@@ -45,40 +44,9 @@ def told(worker: Any) -> tuple[int, int]:
     return len(noted["take_failed_loads"]), len(noted["take_failed_blocks"])
 
 
-@contextmanager
-def at_a_gate(engine: Engine) -> Iterator[None]:
-    """Whoever reads the store in the body waits for its end."""
-    engine.on_worker(close_gate)
-    try:
-        yield
-    finally:
-        engine.on_worker(open_gate)
-
-
-def close_gate(worker: Any) -> None:
-    import threading
-
-    store = get_kv_transfer_group().worker.path.store
-    store.gate, store.at_gate = threading.Event(), 0
-
-    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
-        store.at_gate += 1
-        assert store.gate.wait(600)  # longer than any test waits
-        return type(store).read(store, group, keys)
-
-    store.read = read
-
-
-def at_gate(worker: Any) -> int:
-    return int(get_kv_transfer_group().worker.path.store.at_gate)
-
-
-def open_gate(worker: Any) -> None:
-    get_kv_transfer_group().worker.path.store.gate.set()
-
-
-@pytest.mark.parametrize("depth", [0, 5, -1])
-@pytest.mark.parametrize(("spoil", "cause"), [(stored_codes.damage, "checksum"), (stored_codes.lose, "missing")])
+@pytest.mark.parametrize(
+    ("spoil", "cause", "depth"), [(stored_codes.damage, "checksum", 5), (stored_codes.lose, "missing", -1)]
+)
 def test_what_is_good_is_loaded_once_more_and_the_rest_is_computed(
     failing_whole: Engine, table, spoil: Callable[..., None], cause: str, depth: int
 ) -> None:
@@ -115,9 +83,9 @@ def test_others_are_served_and_an_aborted_request_leaves_nothing(failing_whole: 
     engine.ask(prompt, "unlucky")
     engine.wait_until_cold(1)
     engine.on_worker(stored_codes.damage, 3)
-    with at_a_gate(engine):
+    with stored_codes.gate(engine):
         asked = [engine.start(engine.generate(prompt, "unlucky")) for _ in range(2)]
-        engine.wait(lambda: engine.on_worker(at_gate) >= 1, "a load")
+        engine.wait(lambda: engine.on_worker(stored_codes.at_gate) >= 1, "a load")
         assert engine.ask(other[0], "other").text == other[1]
         asked[0].cancel()
     assert asked[1].result(60).text == right

@@ -27,7 +27,7 @@ from manthan.vllm_hooks.messages import (
 from manthan.vllm_hooks.worker import gpu_path
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
-from manthan.vllm_hooks.worker.tiers import FIRST_TOKEN, Tier, Tiers
+from manthan.vllm_hooks.worker.tiers import Tier, Tiers
 
 GROUP = 5
 FORMS = (0, 3, TOKENS)
@@ -129,13 +129,6 @@ def test_blocks_in_several_codecs_lie_side_by_side(make: Callable[..., World]) -
         assert np.array_equal(world.numbers(target), numbers)
 
 
-def test_blocks_in_a_codec_that_cannot_be_made_are_answered_for(make: Callable[..., World]) -> None:
-    world = make()
-    world.path._make = lambda *name: {}[name]
-    assert [result.cause for result in world.spill(order(0)._replace(codec="wht-4x"))] == ["internal"]
-    assert [result.cause for result in world.spill(order(0))] == [None]
-
-
 # -- what comes back ----------------------------------------------------------------------------------
 
 
@@ -234,14 +227,6 @@ def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exac
     assert np.array_equal(world.numbers(41), before)
 
 
-def test_a_block_of_another_place_in_the_chain_is_refused(make: Callable[..., World]) -> None:
-    world = make()
-    world.spill(order(7))
-    tier = world.tiers.first
-    tier._table[FIRST_TOKEN, tier._columns[GROUP, key(7)]] = 0
-    assert world.load([key(7)], [40]).failed == [(GROUP, key(7), "key")]
-
-
 def test_numbers_that_cannot_be_encoded_cost_their_block_alone(make: Callable[..., World]) -> None:
     world = make()
     world.codec.layout.caches[1][2, 7] = float("nan")  # of the first token
@@ -328,36 +313,3 @@ def test_a_load_on_a_gpu_that_breaks_is_answered_once(
     assert finished + more == (0 if is_prefetch else 1)
     assert failed == [(GROUP, key(0), "internal")]
     assert world.path.take_failed_blocks() == ({40, 41} if not is_prefetch and reached != 2 else set())
-
-
-@pytest.mark.parametrize("reached", [None, 0], ids=["before", "while they are encoded"])
-def test_spills_on_a_gpu_that_breaks_are_answered_once_and_take_no_room(
-    make: Callable[..., World], reached: int | None
-) -> None:
-    world = make()
-    world.gpu.broken, world.gpu.reached = reached is None, 0
-    world.path.submit_spills(ManthanMetadata(spills=[order(1), order(2, 3)]))
-    world.path.take_finished_loads()
-    before = world.path.take_report()
-    assert (before is None) == (reached == 0)
-    world.gpu.broken = True
-    world.path.take_finished_loads()
-    report = before or world.path.take_report()
-    assert sorted((result.key, result.cause) for result in report.spills) == [
-        (key(1), "internal"),
-        (key(2), "internal"),
-    ]
-    assert world.tiers.used == 0
-    assert world.path.take_report() is None
-
-
-def test_codes_that_could_not_be_moved_down_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, (1 << 14, 1 << 16))
-    fit = (1 << 14) // room(world.nbytes(0))
-    world.spill(*(order(n) for n in range(fit)))
-    world.gpu.broken = True
-    assert world.spill(order(100, block_id=9))[0].cause == "internal"
-    world.gpu.broken = False
-    assert world.load([key(0)], [40]).failed == [(GROUP, key(0), "missing")]
-    assert world.load([key(1)], [40]).failed == []
-    assert world.tiers.used == (fit - 1) * room(world.nbytes(0))

@@ -106,18 +106,6 @@ def test_a_damaged_block_is_recomputed(engine, table) -> None:
         assert engine.on_worker(stored_blocks) == stored  # computed anew, it was stored anew
 
 
-def test_resetting_the_prefix_cache_empties_the_cold_store(engine, table) -> None:
-    prompt, right = table(9).question(1)
-    engine.ask(prompt, "old")
-    engine.wait_until_cold(1)
-    assert engine.on_worker(stored_blocks) > 10
-    assert engine.reset(cold=True)
-    answer = engine.ask(prompt, "old")
-    assert answer.text == right
-    assert answer.cached_tokens == 0
-    engine.wait_until_cold(1)
-
-
 def test_sessions_are_found_without_an_id(engine, table) -> None:
     t = table(10)
     prompt, right = t.question(11)

@@ -1,4 +1,4 @@
-"""Memory that a GPU copies from: a ring for what is read, whose slots are used again once they are copied; pinned RAM."""
+"""Memory that a GPU copies from: a ring whose slots are used again once what was read is copied, and pinned RAM."""
 
 import threading
 from collections.abc import Iterator
@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found, HostStore
+from manthan.manager.stores.cold_store import Buffer, Found, HostStore
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.intake import Intake, Ring, address, batches
@@ -54,21 +54,6 @@ def test_a_slot_is_filled_again_when_all_of_it_is_copied() -> None:
     assert place(ring, ring.room(600)) == SLOT
 
 
-def test_several_blocks_may_lie_in_one_room() -> None:
-    ring = Ring(SLOT, 1, CPU)
-    both = ring.room(800, blocks=2)
-    copied(ring, both[:400])
-    assert place(ring, ring.room(300)) is None
-    copied(ring, both[400:])
-    assert place(ring, ring.room(300)) == 0
-
-
-def test_what_is_larger_than_a_slot_lies_elsewhere() -> None:
-    ring = Ring(SLOT, 2, CPU)
-    assert place(ring, ring.room(SLOT + 1)) is None
-    assert place(ring, ring.room(SLOT)) == 0
-
-
 def test_what_is_lent_is_given_back_once() -> None:
     ring, back = Ring(SLOT, 1, CPU), list[str]()
     memory = np.zeros(5000, np.uint8)
@@ -110,17 +95,6 @@ def test_what_is_read_goes_sooner_than_what_is_lent() -> None:
     lent: list[Found] = [memory[at : at + 250] for at in range(0, 4000, 250)]
     assert [len(batch) for batch in intake.batches(iter(lent))] == [16]
     intake.clear()
-
-
-def test_what_came_before_an_error_is_a_batch() -> None:
-    def read() -> Iterator[Found]:
-        yield from sized(10, 10, 10)
-        raise ColdStoreError("down")
-
-    found = batches(read(), lambda buf: 1, 2)
-    assert [len(next(found)), len(next(found))] == [2, 1]
-    with pytest.raises(ColdStoreError):
-        next(found)
 
 
 def test_nothing_is_read_behind_what_is_not_there() -> None:

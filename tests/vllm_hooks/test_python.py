@@ -5,9 +5,12 @@ import sys
 import textwrap
 from pathlib import Path
 
+import pytest
+
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 
 
+@pytest.mark.slow
 def test_llm_in_one_process(table, tmp_path: Path) -> None:
     (first, right), (other, _) = table(1).question(1), table(2).question(1)
     name, right_too = list(table(1).values.items())[2]

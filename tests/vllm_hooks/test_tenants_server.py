@@ -151,17 +151,6 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     ask(server, LEFT, short, "kept", {"release": True})
 
 
-def test_a_refused_pin_tells_of_one_s_own_only(server, table) -> None:
-    prompt = table(65).question(1)[0]
-    assert ask(server, "pins", prompt, "one", {"pin": True}).told["pinned"]  # 18 blocks of 25
-    refused = ask(server, "other", prompt, "two", {"pin": True}).told["refused"]
-    assert "bytes are not left of what all tenants' pinned sessions may take (quotas.pinned_share is 0.01)" in refused
-    refused = ask(server, RIGHT, prompt, "three", {"pin": True}).told["refused"]
-    assert "pinned sessions may take 13421 bytes" in refused
-    assert "the tenant's share 0.02), 0 are taken" in refused
-    ask(server, "pins", prompt, "one", {"release": True})
-
-
 def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None:
     prompts = [table(70 + n).question(1)[0] for n in range(8)]
     ask(server, LEFT, prompts[0], "left's")
