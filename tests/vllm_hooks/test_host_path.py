@@ -127,13 +127,6 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
     assert not worker.same(32) or exact == 32
 
 
-def test_nobody_is_told_of_a_prefetch(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    assert worker.load(is_prefetch=True).is_prefetch
-    assert worker.taken() == (set(), set(), set())
-
-
 def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Worker]) -> None:
     worker = start()
     worker.spill()
@@ -170,14 +163,6 @@ def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Wor
     worker = start(max_bytes=HostStore(1 << 20).room(nbytes) * 3)
     causes = [(result.cause, result.nbytes) for result in worker.spill()]
     assert sorted(causes, key=str) == [("store_full", 0), *[(None, worker.store.room(nbytes))] * 3]
-
-
-def test_kv_that_is_not_finite_costs_its_block_alone(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.caches["layer-1"][2, 0, 5, 9] = float("inf")
-    assert [result.cause for result in worker.spill()] == [None, None, "encode", None]
-    assert worker.load().failed == [(GROUP, KEYS[2], "missing")]
-    assert [result.cause for result in worker.spill(exact=32)] == [None] * 4
 
 
 class Broken(HostStore):
