@@ -96,9 +96,9 @@ class LatentSessions:
         self.blocks.decode_all = decode_all  # type: ignore[method-assign]
 
     def damage(self) -> None:
-        """A byte of the first and of the last section of the first block changes; the session is computed anew."""
+        """A byte of each section of the first block changes; the session returns after each, and is computed anew."""
         rounds = self.report["rounds"] = []
-        for section in (0, 2):
+        for section in range(3):
             self.go_cold()
             key = self.chain[0].key
             buf = next(self.worker.path.store.read(self.group, [key])).copy()
@@ -139,8 +139,7 @@ def main() -> None:
     allow_prefix_caching()
     vllm_engine.MODEL, vllm_engine.BLOCK = job["model"], BLOCK
     sessions = LatentSessions(SteppedEngine(131, {"skip_tokenizer_init": True}, **job["manthan"]))
-    sessions.come_back()
-    sessions.damage()
+    getattr(sessions, job["what"])()
     with report:
         json.dump(sessions.report, report)
 
