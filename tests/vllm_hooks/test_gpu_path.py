@@ -236,14 +236,6 @@ def test_numbers_that_cannot_be_encoded_cost_their_block_alone(make: Callable[..
     assert world.spill(order(2, exact=3))[0].cause is None  # where it is kept exact, it may be anything
 
 
-def test_a_new_place_is_empty(make: Callable[..., World]) -> None:
-    world = make()
-    world.spill(order(1), order(2, 3))
-    world.path.submit_loads(ManthanMetadata(place="another"))
-    assert world.tiers.used == 0
-    assert world.load([key(1)], [40]).failed == [(GROUP, key(1), "missing")]
-
-
 def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(monkeypatch, (1 << 14, 1 << 16))
     fit = (1 << 14) // room(world.nbytes(0))

@@ -31,7 +31,7 @@ from manthan.manager.config.resolve import ConfigError, load_config
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import Shards, codec_beside, memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Part, Window, check_supported, groups_of
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -212,13 +212,6 @@ def test_windows_alone_are_served() -> None:
     assert not found.is_whole
     assert found.others == []
     assert told(FULL, WINDOW).is_whole
-
-
-def test_what_vllm_keeps_behind_a_window_for_a_draft_belongs_to_it() -> None:
-    """It has blocks for it, and takes them for computed once a load has ended."""
-    found = told(FULL, replace(WINDOW, sliding_window=64, extra_retained_tokens=2))
-    assert list(found.beside(5)) == [Part(1, at, 32 * at, 32 * at + 32) for at in (2, 3, 4)]
-    assert list(told(FULL, replace(WINDOW, sliding_window=64)).beside(5)) == list(found.beside(5))[1:]
 
 
 def test_hashes_of_less_than_a_block() -> None:

@@ -75,14 +75,6 @@ def test_what_a_tenant_has_sent_nobody_else_finds(server, table) -> None:
         assert is_whole(ask(server, tenant, prompt))
 
 
-def test_nor_with_the_same_salt(server, table) -> None:
-    prompt, right = table(51).question(1)
-    for tenant in (LEFT, *ANYBODY_ELSE):
-        assert ask(server, tenant, prompt, cache_salt="salt")[:3] == (right, None, 0)
-        assert is_whole(ask(server, tenant, prompt, cache_salt="salt"))
-    assert ask(server, LEFT, prompt).blocks == 0  # as vLLM has it, a salt is another prefix
-
-
 def test_nor_by_a_beam_search_which_hands_no_hints_on(server, table) -> None:
     prompt, right = table(66).question(1)
     assert ask(server, LEFT, prompt, use_beam_search=True, n=2).text == right
