@@ -17,7 +17,7 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 # Engines wait as much as they compute: three processes share two cores well, if none spins with more threads than one.
 # More cores bear more: make test WORKERS=6
 WORKERS := 3
-PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadgroup --no-loadscope-reorder
+PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
 .PHONY: setup test test-all lint demo soak docs site clean
 
