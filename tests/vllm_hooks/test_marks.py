@@ -21,9 +21,17 @@ STRANGERS = 10
 FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-details", "--max-model-len", "4096"]
 
 
+def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, **config: Any) -> Iterator[VllmServer]:
+    folder = tmp_path_factory.mktemp(name)
+    (folder / "manthan.yaml").write_text(json.dumps({"idle_after_s": 0.3, "sweep_interval_s": 0.1, **config}))
+    with warm_server(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
+        server.wait_until_ready(300)
+        yield server
+
+
 @pytest.fixture(scope="module")
-def server(unguarded_server: VllmServer) -> VllmServer:
-    return unguarded_server
+def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    yield from manthan(tmp_path_factory, "roomy", codec={"name": "wht-5x", "guard": False})
 
 
 @pytest.fixture(scope="module")
@@ -191,13 +199,9 @@ def take_turns(server: VllmServer, turns: int) -> tuple[list[bool], int]:
 
 
 @pytest.fixture
-def narrow(tmp_path: Path) -> Iterator[VllmServer]:
-    codec = {"name": "wht-5x", "sink_tokens": 0, "guard": False}
-    config = {"idle_after_s": 0.3, "sweep_interval_s": 0.1, "codec": codec, "cold_store": {"max_bytes": "2600KiB"}}
-    (tmp_path / "manthan.yaml").write_text(json.dumps(config))
-    with warm_server(MODEL, [*FLAGS, "--manthan-config", str(tmp_path / "manthan.yaml")], tmp_path / "log") as server:
-        server.wait_until_ready(300)
-        yield server
+def narrow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
+    config = {"codec": {"name": "wht-5x", "sink_tokens": 0, "guard": False}, "cold_store": {"max_bytes": "2600KiB"}}
+    yield from manthan(tmp_path_factory, "narrow", **config)
 
 
 def test_no_block_is_encoded_that_was_not_computed(narrow: VllmServer) -> None:
