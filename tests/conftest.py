@@ -2,10 +2,13 @@
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import examples
 import pytest
@@ -19,6 +22,8 @@ PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 START_S = 600
 """Long enough for a start beside all that other tests do."""
+
+SERVERS = re.compile(r"\b(plain|manthan|unguarded|steered)_server\b")
 
 examples.register()
 
@@ -42,6 +47,25 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     items.sort(key=lambda item: item.path.parent.name in PURE)
 
 
+@cache
+def has_servers(file: Path) -> bool:
+    """True if tests of this file use servers that other files use, too."""
+    return SERVERS.search(file.read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run each file in one process, and all that share servers in one, so that each server is started once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "servers" if has_servers(config.rootpath / file) else file
+
+    return Scheduling(config, log)
+
+
 @pytest.fixture(scope="session")
 def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServer]:
     """`vllm serve` without Manthan, a pool of 64 blocks, 640 tokens at most."""
@@ -54,7 +78,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
 
 
 SERVED = """
-{idle_after_s: 30, sweep_interval_s: 0.1, min_tokens: 64,
+{idle_after_s: 30, min_tokens: 64,
  quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0, left: 0.5, right: 0.02}}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 
@@ -85,7 +109,7 @@ def unguarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmS
 
 
 STEERED = """
-{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, codec: {guard: false},
+{idle_after_s: 3600, min_tokens: 64, codec: {guard: false},
  quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 API_KEY = "sesame"

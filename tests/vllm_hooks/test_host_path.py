@@ -127,13 +127,6 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
     assert not worker.same(32) or exact == 32
 
 
-def test_nobody_is_told_of_a_prefetch(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    assert worker.load(is_prefetch=True).is_prefetch
-    assert worker.taken() == (set(), set(), set())
-
-
 def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Worker]) -> None:
     worker = start()
     worker.spill()
@@ -172,14 +165,6 @@ def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Wor
     assert sorted(causes, key=str) == [("store_full", 0), *[(None, worker.store.room(nbytes))] * 3]
 
 
-def test_kv_that_is_not_finite_costs_its_block_alone(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.caches["layer-1"][2, 0, 5, 9] = float("inf")
-    assert [result.cause for result in worker.spill()] == [None, None, "encode", None]
-    assert worker.load().failed == [(GROUP, KEYS[2], "missing")]
-    assert [result.cause for result in worker.spill(exact=32)] == [None] * 4
-
-
 class Broken(HostStore):
     """A store on fire."""
 
@@ -214,13 +199,6 @@ def test_a_store_that_answers_for_too_few_is_an_error(start: Callable[..., Worke
     assert worker.load().failed == [(GROUP, KEYS[0], "internal")]
 
 
-def test_an_emptied_store_has_nothing(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    worker.path.submit_loads(ManthanMetadata(place="another"))
-    assert worker.load().failed == [(GROUP, key, "missing") for key in KEYS]
-
-
 def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:
     """What the step computes is there only when spills are submitted."""
     worker = start()
@@ -232,15 +210,6 @@ def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None
     worker.wait()
     worker.load(KEYS[:1])
     assert all((cache[4] == 1.5).all() for cache in worker.caches.values())
-
-
-def test_after_a_shutdown_nothing_raises(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.path.shutdown()
-    part = GroupBlocks(GROUP, KEYS, TARGETS)
-    step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0)], loads=[Load("request", (part,))])
-    worker.path.submit_loads(step)
-    worker.path.submit_spills(step)
 
 
 def test_nothing_touches_the_cache_once_it_was_waited_for(

@@ -88,11 +88,6 @@ def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path
     assert from_vllm_config(config).codec.name == "klt-8x"
 
 
-def test_a_plain_codec_wants_none(cache: Path) -> None:
-    config = configured(name="k3v3")
-    assert (profile_digest(config), settled_profile(config)) == ("", None)
-
-
 def test_without_a_profile_there_is_one_sentence(cache: Path) -> None:
     with pytest.raises(ConfigError, match=rf"klt-8x needs a profile of {MODEL}.*manthan calibrate.*codec\.profile"):
         configured(name="klt-8x")
@@ -222,7 +217,6 @@ def test_two_ranks_have_their_parts_of_a_profile(tiny_profile: Path, tmp_path: P
         blocks=131,
         ranks=2,
         idle_after_s=0.5,
-        sweep_interval_s=0.1,
         cold_store={"max_bytes": "64MiB"},
         codec={"name": "klt-8x", "sink_tokens": 4, "profile": str(whole)},
     )
