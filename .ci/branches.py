@@ -11,7 +11,5 @@ FLOOR = 0.9
 
 totals = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))["totals"]
 share = totals["covered_branches"] / totals["num_branches"]
-print(
-    f"{share:.1%} of {totals['num_branches']:,} branches of codec, manager and policies were taken ({FLOOR:.0%} at least)"
-)
+print(f"{share:.1%} of {totals['num_branches']:,} branches of codec, manager and policies were taken")
 sys.exit(share < FLOOR)
