@@ -29,7 +29,8 @@ test: $(VENV)/.servers lint
 
 # pyproject.toml says what is measured.
 test-all: $(VENV)/.servers lint
-	$(PYTEST) --cov --cov-report=term:skip-covered
+	$(PYTEST) --cov --cov-report=json:build/coverage.json
+	$(BIN)/python .ci/branches.py build/coverage.json
 
 PYTHON := python3
 test-gpu:
