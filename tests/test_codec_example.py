@@ -60,10 +60,8 @@ def test_blocks_go_there_and_back(site: Path, tmp_path: Path) -> None:
 def test_a_server_uses_it(site: Path, tmp_path: Path) -> None:
     flags = ["--manthan-codec", "int8", "--manthan-idle-after", "0.5", "--block-size", "32", "--max-model-len", "2048"]
     more = ["--num-gpu-blocks-override", "131", "--enforce-eager", "--enable-prompt-tokens-details"]
-    yaml = tmp_path / "x.yaml"
-    yaml.write_text("sweep_interval_s: 0.1\n")
     env = {"PYTHONPATH": path_with(site)}
-    with VllmServer(str(MODEL), [*flags, *more, "--manthan-config", str(yaml)], tmp_path / "log", env) as server:
+    with VllmServer(str(MODEL), [*flags, *more], tmp_path / "log", env) as server:
         server.wait_until_ready(600)
         messages = [{"role": "user", "content": "def f(x):\n    return x\n" * 40}]
         first = server.chat(messages, max_tokens=8, temperature=0, session_id="alice")

@@ -14,7 +14,7 @@ SINK, WINDOW = 4, 40
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def way(request: pytest.FixtureRequest) -> Iterator[tuple[str, Engine]]:
     codec = FIXED_RATE | {"sink_tokens": SINK, "window_tokens": WINDOW}  # its blocks' sizes are known
-    options = {"blocks": 131, "idle_after_s": 2.0, "sweep_interval_s": 0.1, "codec": codec}
+    options = {"blocks": 131, "idle_after_s": 2.0, "codec": codec}
     for engine in running(**WAYS[request.param] | options):
         yield request.param, engine
 

@@ -23,7 +23,7 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
 def start(redis_server: RedisServer) -> Callable[..., Iterator[Engine]]:
     def start_one(kind: str, **more: Any) -> Iterator[Engine]:
         store = {"kind": "redis", "max_bytes": "64MiB", "host_bytes": "16MiB" if kind == "host, redis" else 0}
-        options = {"blocks": 131, "idle_after_s": 0.3, "sweep_interval_s": 0.1} | more
+        options = {"blocks": 131, "idle_after_s": 0.3} | more
         yield from running(cold_store=store, redis={"url": redis_server.url}, **options)
 
     return start_one

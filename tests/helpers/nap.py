@@ -27,7 +27,7 @@ def main() -> None:
     has_time = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    stepped = SteppedEngine(100, idle_after_s=600, min_tokens=64, codec={"guard": False}, encode_threads=1)
+    stepped = SteppedEngine(100, idle_after_s=600, min_tokens=64, codec={"guard": False})
     ask(stepped)
     if not has_time:
         scheduler_half.BEDTIME_S = -1.0  # it is over before anything begins

@@ -40,7 +40,7 @@ class Stepped(SteppedEngine):
 def main() -> None:
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    stepped = Stepped(100, idle_after_s=600, min_tokens=64, codec={"guard": False}, encode_threads=1)
+    stepped = Stepped(100, idle_after_s=600, min_tokens=64, codec={"guard": False})
     stepped.begin(0)
     undisturbed = stepped.take(-1)
     for n in range(3):

@@ -23,8 +23,8 @@ MIB = 1 << 20
 GUESTS = 6
 ANSWER = {"temperature": 0, "max_tokens": 4}
 YAML = """
-{idle_after_s: 0.2, sweep_interval_s: 0.05, min_tokens: 64,
- cold_store: {kind: disk, max_bytes: 64MiB}, disk: {timeout_s: 0.5, sync_s: 0.2}}
+{idle_after_s: 0.2, min_tokens: 64,
+ cold_store: {kind: disk, max_bytes: 64MiB}}
 """
 
 

@@ -57,7 +57,7 @@ def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
 @contextmanager
 def engine(model: str, family: str, redis_server: RedisServer, kind: str = "host", **options: Any) -> Iterator[Engine]:
     """Sessions go cold after a second."""
-    options = {"blocks": SIZES[family].pool, "idle_after_s": 1.0, "sweep_interval_s": 0.1} | options
+    options = {"blocks": SIZES[family].pool, "idle_after_s": 1.0} | options
     flags = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     made = Engine(
         model=model,

@@ -8,7 +8,7 @@ import pytest
 from scripts import run_script
 from trace_collector import Collector, collecting
 
-IDLE = {"idle_after_s": 0.2, "sweep_interval_s": 0.05}
+IDLE = {"idle_after_s": 0.2}
 RETURN = [
     {"session": "alice", "prompt": 1, "trace": 1},
     {"session": "bob", "prompt": 2, "trace": 2, "after_s": 0.4},  # alice is idle, and goes cold

@@ -17,7 +17,7 @@ FLAGS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
 ]
-YAML = "idle_after_s: 0.3\nsweep_interval_s: 0.1\nmin_tokens: 64\n"
+YAML = "idle_after_s: 0.3\nmin_tokens: 64\n"
 ANSWER = {"temperature": 0, "max_tokens": 4}
 PASSWORD = "Do-not-print-me-9"
 

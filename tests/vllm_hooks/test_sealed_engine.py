@@ -24,9 +24,8 @@ def engine(kind: str, folder: Path, server: RedisServer) -> Iterator[Engine]:
     made = Engine(
         131,
         idle_after_s=0.2,
-        sweep_interval_s=0.05,
         cold_store=store,
-        disk={"path": str(folder / "codes"), "sync_s": 0.1} if kind == "disk" else {},
+        disk={"path": str(folder / "codes")} if kind == "disk" else {},
         redis={"url": server.url},
     )
     try:

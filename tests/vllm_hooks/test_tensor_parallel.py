@@ -17,7 +17,6 @@ def pair(start_engine: Any) -> Iterator[Any]:
         blocks=131,
         ranks=2,
         idle_after_s=0.5,
-        sweep_interval_s=0.1,
         cold_store={"max_bytes": "64MiB"},
         codec={"sink_tokens": 4, "window_tokens": 40},
     )
@@ -36,7 +35,6 @@ def test_in_redis_each_rank_has_a_shard(start_engine: Any, redis_server: RedisSe
         blocks=131,
         ranks=2,
         idle_after_s=0.5,
-        sweep_interval_s=0.1,
         cold_store={"kind": "redis", "max_bytes": "64MiB"},
         redis={"url": redis_server.url},
     ):

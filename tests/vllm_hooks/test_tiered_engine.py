@@ -42,7 +42,7 @@ def engine(tiers: str, folder: Path, redis_server: RedisServer) -> Iterator[Engi
         "redis": {"url": redis_server.url},
         "codec": {"guard": False},
     }
-    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, **more)
+    made = Engine(131, idle_after_s=0.2, cold_store=store, **more)
     try:
         yield made
         made.kill()
