@@ -2,10 +2,13 @@
 
 import atexit
 import os
+import re
 import shutil
 import tempfile
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 import examples
 import pytest
@@ -19,6 +22,8 @@ PURE = ("codec", "manager", "policies")
 """Folders whose tests start no engine."""
 START_S = 600
 """Long enough for a start beside all that other tests do."""
+
+SERVERS = re.compile(r"\b(plain|manthan|unguarded|steered)_server\b")
 
 examples.register()
 
@@ -40,6 +45,25 @@ def no_profile_stays() -> Iterator[None]:
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests that start engines first, so that none of the longest is left at the end."""
     items.sort(key=lambda item: item.path.parent.name in PURE)
+
+
+@cache
+def has_servers(file: Path) -> bool:
+    """True if tests of this file use servers that other files use, too."""
+    return SERVERS.search(file.read_text(encoding="utf-8")) is not None
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """Run each file in one process, and all that share servers in one, so that each server is started once."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class Scheduling(LoadFileScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file: str = super()._split_scope(nodeid)
+            return "servers" if has_servers(config.rootpath / file) else file
+
+    return Scheduling(config, log)
 
 
 @pytest.fixture(scope="session")

@@ -99,12 +99,6 @@ def test_a_command_of_an_extra_says_which(bare: Bare, args: list[str]) -> None:
     assert result.stderr == f"manthan {args[0]} needs httpx, which is not installed: pip install 'manthan-kv[bench]'\n"
 
 
-def test_a_trace_is_simulated(bare: Bare) -> None:
-    trace = REPO / "tests" / "data" / "mooncake_conversation_1000.jsonl"
-    simulated = bare.manthan("simulate", str(trace), "--policy", "lru", "--cold", "10%")
-    assert simulated.returncode == 0, simulated.stderr
-
-
 def test_what_is_imported_is_declared(bare: Bare) -> None:
     result = bare.run(IMPORT_ALL)
     assert result.returncode == 0, result.stderr

@@ -11,22 +11,9 @@ from typing import TYPE_CHECKING
 from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.manager.stores.sealed import keys_of
-from manthan.vllm_hooks.compat import (
-    add_routes,
-    extend_engine_args,
-    hash_features_by_content,
-    hash_media_by_content,
-    register_connector,
-    watch_models,
-)
+from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.http.hints import (
-    MIDDLEWARE,
-    check_requests,
-    check_server_requests,
-    no_content,
-    tenant_header,
-)
+from manthan.vllm_hooks.http.hints import check_requests
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
@@ -42,20 +29,19 @@ from manthan.vllm_hooks.transfer_config import (
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from torch.nn import Module
     from vllm import EngineArgs
     from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CONFIG_FLAG = "--manthan-config"
+MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 
 def register() -> None:
     """The entry point that vLLM calls in each of its processes."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
-        add_routes(add_api)
         watch_models(watch)
 
 
@@ -73,7 +59,7 @@ def read_flags(args: argparse.Namespace) -> None:
     if is_on(args):
         with one_sentence():
             complete(args)
-    keep_headers(args)
+    add_middleware(args)
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
@@ -96,31 +82,12 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()
-    if from_vllm_config(vllm_config).cold_store.is_lasting:
-        hash_media_by_content(no_content)
-        if from_command_line:
-            hash_features_by_content(no_content)
-    if from_command_line:
-        check_server_requests()
 
 
-def add_api(app: "FastAPI") -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
-    args = app.state.args
-    if not is_on(args) or not from_vllm_config(args).api.enabled:
-        return
-    from manthan.vllm_hooks.http.api import add_gate, make_router  # no other process needs FastAPI
-    from manthan.vllm_hooks.http.page import PATHS, page_router
-
-    add_gate(app, args, PATHS)
-    app.include_router(make_router(args))
-    app.include_router(page_router())
-
-
-def keep_headers(args: argparse.Namespace) -> None:
-    """Have the server that these flags are for keep the header that names tenants, if there is one."""
+def add_middleware(args: argparse.Namespace) -> None:
+    """Give the server that these flags are for Manthan's middleware, if its engine has Manthan."""
     middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
-    if middleware is not None and MIDDLEWARE not in middleware and is_on(args) and tenant_header(args):
+    if middleware is not None and MIDDLEWARE not in middleware and is_on(args):
         args.middleware = [*middleware, MIDDLEWARE]
 
 

@@ -1,7 +1,9 @@
 """The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
 
 import logging
+from concurrent.futures import ProcessPoolExecutor
 from functools import cache
+from multiprocessing import get_context
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +23,7 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
 """Beside the configuration, in what vLLM carries to its processes."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False}
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """The codec of blocks that are kept as they are."""
 
 
@@ -53,18 +55,31 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
 
 @cache
 def kernel_fault() -> str:
-    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can."""
-    from vllm.platforms import current_platform
+    """Return why kernels cannot be compiled for this machine's first GPU; empty if they can.
 
-    from manthan.codec.gpu.nvrtc import CompileError, cubin
+    The compiler runs in a process of its own: vLLM forks its engine, and a fork cannot use CUDA once the compiler ran.
+    """
+    from vllm.platforms import current_platform
 
     capability = current_platform.get_device_capability()
     if capability is None or capability.major < 8:
-        return f"compute capability {capability} is below 8.0"
+        known = "not known" if capability is None else f"{capability.as_version_str()}, below 8.0"
+        return f"its compute capability is {known}"
+    with ProcessPoolExecutor(1, get_context("fork")) as processes:
+        fault = processes.submit(_compiling, f"sm_{capability.major}{capability.minor}").result()
+    if fault and current_platform.is_integrated_gpu():  # the codec runs on the CPU there
+        return ""
+    return fault
+
+
+def _compiling(architecture: str) -> str:
+    """Compile a kernel that does nothing; return why it failed."""
+    from manthan.codec.gpu.nvrtc import CompileError, cubin
+
     try:
-        cubin('extern "C" __global__ void nothing() {}', f"sm_{capability.major}{capability.minor}")
-    except CompileError as error:  # one that shares the CPU's memory has the codec on the CPU anyway
-        return "" if current_platform.is_integrated_gpu() else " ".join(str(error).split())
+        cubin('extern "C" __global__ void nothing() {}', architecture)
+    except CompileError as error:
+        return " ".join(str(error).split())
     return ""
 
 

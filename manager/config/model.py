@@ -125,14 +125,9 @@ class CodecConfig(_Group):
         default="", description="the path of a model's profile; empty for the one that is found"
     )
     sink_tokens: Count = Field(default=4, ge=0, description="a whole number of a session's first tokens, 0 for none")
-    window_tokens: Count = Field(default=0, ge=0, description="a whole number of a session's last tokens, 0 for none")
     state: Literal["exact", "bf16", "int8"] = Field(default="exact", description="exact, bf16 or int8")
     guard: bool = Field(default=True, description="true or false")
     quality: Quality = Field(default="any", description=QUALITY)
-
-    @property
-    def keeps_exact(self) -> bool:
-        return self.sink_tokens + self.window_tokens > 0
 
 
 class EncryptionConfig(_Group):

@@ -3,6 +3,7 @@
 REMOVED = {
     "api.page": "the live page is there where the API is, see api.enabled",
     "codec.calibrate": "a profile comes from `manthan calibrate MODEL`",
+    "codec.window_tokens": "a session's last tokens are in vLLM's pool, exact, until it needs their room",
     "cold_store.tiers": "tiers in front of that of cold_store.kind are those with host_bytes and disk_bytes",
     "disk.sync_s": "what was written is on the disk 5 s later",
     "disk.timeout_s": "a restore waits for the disk for 10 s",

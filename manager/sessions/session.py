@@ -1,5 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -154,9 +155,7 @@ class Block:
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
     moved: int = 0
-    """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
-    windows: int = 0
-    """Sessions that have it among their last tokens, which are kept exact."""
+    """Which fast tiers its codes have left, as is reckoned: bit n is for tier n, the fastest 0. See `FastTiers`."""
     mark: Mark = Mark.EXACT
     """Of the copy that its compressed block was made of."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()
@@ -175,6 +174,11 @@ class Block:
     def reserves(self) -> bool:
         """Whether the block takes bytes of the cold store, or holds a reservation there."""
         return self.code is not _NONE
+
+    @property
+    def has_codes(self) -> bool:
+        """True if the cold store has codes of it, be it those that are being replaced."""
+        return self.code is _COLD or self.old is not None
 
     @property
     def in_flight(self) -> bool:
@@ -259,8 +263,6 @@ class Session:
     """How often the cold store had no room for it, one time after the other."""
     pending: int = 0
     """Blocks that an eviction under way still waits for."""
-    window: range = range(0)
-    """Places in the chain of its last tokens, when it was evicted last."""
     anchors: list[Anchor] = field(default_factory=list)
     """Where it can go on from, the deepest last; those that are still being made included."""
     prompt_depth: int = 0
@@ -320,6 +322,18 @@ class Session:
     def told_id(self) -> str:
         """Its id as its tenant is told it."""
         return self.session_id.removeprefix(_owner(self.tenant, self.session_id))
+
+
+def common_prefix(chain: Sequence[Block], keys: Sequence[bytes], known: int = 0) -> int:
+    """Length of the leading run that a chain and a list of keys share, of which so much is known. O(log n).
+
+    A block key covers the whole prefix before it, so one that agrees settles all before it.
+    """
+    most = min(len(chain), len(keys))
+    if most <= known or chain[most - 1].key == keys[most - 1]:  # mostly all of it
+        return max(most, known)
+    both = range(known, most - 1)
+    return known + bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
 
 
 def qualified(told_id: str, tenant: str) -> str:

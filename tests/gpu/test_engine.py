@@ -63,20 +63,6 @@ def test_the_device_spills_to_the_host(way: tuple[str, Engine]) -> None:
     assert engine.failures() == 0
 
 
-def test_damaged_codes_are_recomputed(way: tuple[str, Engine]) -> None:
-    name, engine = way
-    if name == "numpy":
-        pytest.skip("the same store as on the CPU")
-    engine.start_afresh()
-    prompt, right = Table(50).question(5)
-    engine.ask(prompt, "damaged")
-    engine.wait_until_cold(1)
-    engine.on_worker(gpu_worker.damage, 0)
-    before = engine.metric("manthan_failures_total", cause="checksum")
-    assert engine.ask(prompt, "damaged").text == right
-    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == before + 1, "a counted failure")
-
-
 def is_right(engine: Engine, table: Table, index: int) -> bool:
     """Whether the model finds an entry with exact KV: asked one after another, a table stays hot."""
     prompt, right = table.question(index)

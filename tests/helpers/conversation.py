@@ -21,11 +21,12 @@ def run(
     batched: int = 2048,
     prompts: Any = None,
     adapter: str | None = None,
+    harm: bool = False,
     **engine: Any,
 ) -> tuple[list[Any], str]:
     """The turns of a conversation, and the log. engine: options of vLLM's."""
     job = {"model": model, "manthan": manthan, "batched_tokens": batched, "prompts": prompts}
-    return told("group_sessions.py", job | {"adapter": adapter, "engine": engine})
+    return told("group_sessions.py", job | {"adapter": adapter, "harm": harm, "engine": engine})
 
 
 def told(script: str, job: dict[str, Any]) -> tuple[list[Any], str]:

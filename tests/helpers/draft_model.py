@@ -6,7 +6,6 @@ are those of the model, but for that norm's weights, and for the prompt's first 
 """
 
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
@@ -69,15 +68,6 @@ def make_draft(folder: Path) -> str:
     folder.mkdir(parents=True, exist_ok=True)
     save_file(draft, folder / "model.safetensors")
     (folder / "config.json").write_text(json.dumps(settings | {"num_hidden_layers": LAYERS}))
-    return str(folder)
-
-
-def make_windowed(folder: Path, window: int) -> str:
-    """Write the tiny model as one whose layers look back on a window; returns the folder."""
-    shutil.copytree(TINY, folder)
-    settings = json.loads((TINY / "config.json").read_text())
-    mistral = {"architectures": ["MistralForCausalLM"], "model_type": "mistral", "sliding_window": window}
-    (folder / "config.json").write_text(json.dumps(settings | mistral))
     return str(folder)
 
 

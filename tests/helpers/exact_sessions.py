@@ -107,11 +107,6 @@ class ExactSessions:
             rounds.append({"same": same_tokens(before, after), "restored": self.engine.requests[-1]["found"][1]} | cold)
             before = after
 
-    def rope(self) -> None:
-        """What the codec has been told of the model."""
-        found = self.blocks.format.facts.rope
-        self.report["rope"] = None if found is None else [list(found.frequencies), found.interleaved]
-
     def codecs(self) -> None:
         """In which codecs the blocks of a cold session are, as their headers say, and what the metrics say."""
         self.go_cold()
@@ -119,13 +114,10 @@ class ExactSessions:
         found = {section.codec for buf in bufs if buf is not None for section in wire.parse(buf).header.sections}
         stats = self.half.telemetry._stats._gauges()
         self.report["codecs"] = sorted(found)
-        self.report["ordered"] = sorted({block.encoding.codec for block in self.session("user").chain})
-        self.report["gauges"] = {name: stats[name] for name in ("codec_noise", "codec_fallback", "compression_ratio")}
-        self.report["bounds"] = [block.encoding.nbytes for block in self.session("user").chain]
-        self.report |= {"stored": self.stored("user"), "usage": self.usage()}
+        self.report["gauges"] = {"compression_ratio": stats["compression_ratio"]}
 
     def damage(self) -> None:
-        """A byte among a block's exact tokens changes: the last block but one of a session's."""
+        """A byte of the last block but one of a session changes."""
         table = vllm_engine.Table(2)
         conversation, before = self.ask(table, 0, "unlucky", []), self.pool("unlucky")
         self.go_cold()
@@ -145,32 +137,10 @@ class ExactSessions:
         after = self.pool("unlucky")
         report |= {"as_computed": same_tokens(computed, after), "as_first": same_tokens(before, after)}
 
-    def prefetch(self) -> None:
-        """A session comes back before it is asked for."""
-        self.ask(vllm_engine.Table(3), 0, "expected", [])
-        before = self.pool("expected")
-        self.go_cold()
-        self.engine.ask(list(range(100, 120)), "caller", 1, prefetch=["expected"])
-        self.report["prefetched"] = {"blocks": len(before), "same": same_tokens(before, self.pool("expected"))}
-
     def profile(self) -> None:
         """What the codec has been told of the model."""
         found = self.blocks.format.facts.profile
         self.report["profile"] = None if found is None else found.digest
-
-    def crowd(self) -> None:
-        """More and more sessions in a store that is too small for them."""
-        tables = [vllm_engine.Table(10 + n) for n in range(8)]
-        conversations, rounds = {}, []
-        for n, table in enumerate(tables):
-            conversations[n] = self.ask(table, 2, f"user-{n}", [])
-            blocks = len(self.session(f"user-{n}").chain)
-            self.go_cold()
-            cold = {name: self.stored(name) for name in self.half.manager.table.by_id}
-            rounds.append({"sessions": cold, "blocks": blocks} | self.usage())
-        self.report["rounds"] = rounds
-        for n in range(7, 3, -1):
-            self.ask(tables[n], 14, f"user-{n}", conversations[n])
 
 
 def same_tokens(before: Blocks, after: Blocks) -> list[int]:

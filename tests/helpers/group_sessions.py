@@ -2,9 +2,10 @@
 log-probabilities, how many of the prompt's were not computed, and how many tokens a draft proposed that were right.
 
 On standard input: model, batched_tokens, manthan (its options, or null for none), prompts (those of another run, or
-null), adapter (a LoRA adapter's folder, or null), and options of the engine's besides. With max_logprobs -1 among them
-each turn tells the log-probabilities of all tokens to be its answer's first. The first turn tells also of each KV cache
-group how keys are turned, as far as Manthan knows: the frequencies of RoPE; and what restored blocks have lost.
+null), adapter (a LoRA adapter's folder, or null), harm (true if what is stored beside the chains is damaged before the
+third turn), and options of the engine's besides. With max_logprobs -1 among them each turn tells the log-probabilities
+of all tokens to be its answer's first. The first turn tells also of each KV cache group how keys are turned, as far as
+Manthan knows: the frequencies of RoPE; and what restored blocks have lost.
 """
 
 import json
@@ -79,6 +80,17 @@ def let_go_cold(llm: LLM) -> None:
     llm.generate([others], SamplingParams(max_tokens=2, detokenize=False), use_tqdm=False)
 
 
+def harm(llm: LLM) -> None:
+    """A byte changes of each block that is stored beside the chains."""
+    core: Any = llm.llm_engine.engine_core
+    chain = core.engine_core.scheduler.connector.scheduler.groups.chain.index
+    store = get_kv_transfer_group().worker.path.store
+    for group, key in [name for name in store._blocks if name[0] != chain]:
+        [buf] = store.read(group, [key])
+        buf[len(buf) // 2] ^= 1
+        assert store.put_all(group, {key: buf}) == {}
+
+
 def ropes() -> dict[int, list[float] | None]:
     """By KV cache group."""
     found = {group: blocks.format.facts.rope for group, blocks in get_kv_transfer_group().worker.path.blocks.items()}
@@ -134,6 +146,8 @@ def main() -> None:
     adapter = LoRARequest("adapter", 1, job["adapter"]) if job["adapter"] else None
     for turn in range(len(job["prompts"] or range(TURNS))):
         prompt = job["prompts"][turn] if job["prompts"] else prompt
+        if job["harm"] and turn == 2:
+            harm(llm)
         before = accepted(llm)
         [found] = llm.generate([{"prompt_token_ids": prompt}], answer, use_tqdm=False, lora_request=adapter)
         told = found.outputs[0]

@@ -61,7 +61,7 @@ class LatentSessions:
         ids = [self.half.pool.get(block.key).block_id for block in self.chain]
         return [self.blocks._memory.gather(block_id) for block_id in ids]
 
-    def go_cold(self, filled_with: float = 0) -> None:
+    def go_cold(self) -> None:
         """The session is evicted, and nothing of it is left in the pool."""
         manager = self.half.manager
         manager.sweep(time.monotonic() + manager.idle_after_s)

@@ -1,8 +1,7 @@
 """A session on an engine whose worker has the GPU's path, and what becomes of it, told on standard output as JSON.
 
 Run as a script, in a process of its own. On standard input: model; manthan, its options; vllm, more of its arguments;
-what, which of the jobs below; gpu, where one is to be played, and coded, where it has a codec then (`fake_gpu`);
-latents, where vLLM's CPU build is to cache them.
+what, which of the jobs below.
 
 An answer ends within the block that the prompt ends in: what the prompt can go on from is at one place, whether it is
 hot or was cold, and is computed from there in the same steps.
@@ -165,14 +164,6 @@ def main() -> None:
     job = json.load(sys.stdin)
     report = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # vLLM prints
-    if job.get("latents"):
-        from latent_model import allow_prefix_caching
-
-        allow_prefix_caching()
-    if job.get("gpu"):
-        import fake_gpu
-
-        fake_gpu.play(as_bytes=not job.get("coded"))
     session = PathSession(job["model"], job.get("vllm", {}), job["manthan"])
     said = getattr(session, job["what"])()
     said |= {"block": session.block, "prompt": len(session.prompt), "causes": session.causes}

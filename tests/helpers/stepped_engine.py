@@ -8,7 +8,6 @@ import json
 import os
 import random
 import sys
-import threading
 import time
 from types import SimpleNamespace
 from typing import Any
@@ -95,11 +94,7 @@ class SteppedEngine:
     def _wait_for_threads(self) -> None:
         from vllm.distributed.kv_transfer import get_kv_transfer_group
 
-        path = get_kv_transfer_group().worker.path
-        for threads in (path._encoders, path._loaders, path._prefetchers):
-            done = threading.Event()
-            threads.submit(done.set)
-            done.wait()
+        get_kv_transfer_group().worker.path.wait()
 
 
 class ClockedEngine(SteppedEngine):

@@ -1,8 +1,14 @@
-"""On a worker: what tests do to the codes of the only session in its store. To be sent with `Engine.on_worker`."""
+"""On a worker: what tests do to the codes of the only session in its store, and to who reads them. To be sent with
+`Engine.on_worker`."""
 
-from typing import Any
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
 
 from vllm.distributed.kv_transfer import get_kv_transfer_group
+
+if TYPE_CHECKING:
+    from vllm_engine import Engine
 
 
 def stored_chain(worker: Any) -> list[tuple[int, bytes, Any]]:
@@ -30,3 +36,36 @@ def lose(worker: Any, depth: int) -> None:
 def count(worker: Any) -> int:
     """How many blocks there are."""
     return len(get_kv_transfer_group().worker.path.store._blocks)
+
+
+@contextmanager
+def gate(engine: "Engine") -> Iterator[None]:
+    """Whoever reads the store in the body waits for its end."""
+    engine.on_worker(close_gate)
+    try:
+        yield
+    finally:
+        engine.on_worker(open_gate)
+
+
+def close_gate(worker: Any) -> None:
+    import threading
+
+    store = get_kv_transfer_group().worker.path.store
+    store.gate, store.at_gate = threading.Event(), 0
+
+    def read(group: int, keys: Any, tenant: str = "", into: Any = None) -> Any:
+        store.at_gate += 1
+        assert store.gate.wait(600)  # longer than any test waits
+        return type(store).read(store, group, keys)
+
+    store.read = read
+
+
+def at_gate(worker: Any) -> int:
+    """How many have come to read."""
+    return int(get_kv_transfer_group().worker.path.store.at_gate)
+
+
+def open_gate(worker: Any) -> None:
+    get_kv_transfer_group().worker.path.store.gate.set()

@@ -89,17 +89,6 @@ def test_sorted(engine: Engine, sort: Sort, rising: list[str]) -> None:
     assert ids(engine, sort=sort) == rising[::-1]
 
 
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 9])
-def test_pages_are_parts_of_the_whole(engine: Engine, limit: int) -> None:
-    whole = ids(engine, sort=Sort.STATE)
-    pages = [engine.manager.listing.page(Query(sort=Sort.STATE, limit=limit, offset=at)) for at in range(0, 9, limit)]
-    assert [info.id for page in pages for info in page.sessions] == whole
-    assert {page.total for page in pages} == {5}
-    assert sorted((key for page in pages for key in page.keys), reverse=True) == [
-        key for page in pages for key in page.keys
-    ]
-
-
 def test_what_is_told_of_a_session(engine: Engine) -> None:
     listing = engine.manager.listing
     cold, idle = listing.info(engine.session("b")), listing.info(engine.session("acme/c"))
@@ -118,10 +107,10 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         engine = Engine(fast=[Fast(2 * SHAPE.cold_nbytes, fills_on_read=keeps)])
         engine.talk("a one two", "a")
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
         engine.talk("b one", "b")
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
         infos = {info.id: info for info in engine.manager.listing.page(Query()).sessions}
         three, two = (Held(16 * blocks, blocks, blocks * SHAPE.cold_nbytes) for blocks in (3, 2))
         assert infos["a"].tiers == {"1": three}
@@ -136,7 +125,7 @@ def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
     for text, name in (("a one", "a"), ("b one two", "b"), ("c", "c")):
         engine.talk(text, name)
         engine.evict()
-        engine.manager.take_moves()
+        engine.manager.settle_tiers()
     infos = {info.id: info for info in engine.manager.listing.page(Query()).sessions}
     assert {name: {tier: held.blocks for tier, held in info.tiers.items()} for name, info in infos.items()} == {
         "a": {"2": 2},

@@ -99,12 +99,6 @@ def test_nobody_is_told_of_a_session_that_had_the_same_name_before(engine: Engin
     assert len(lives) == 1
 
 
-def test_what_happens_to_nobody_is_forgotten(engine: Engine) -> None:
-    lives = lives_of(engine)
-    lives.happened(News("nobody", NewsKind.TURN))
-    assert (lives.of("nobody"), len(lives)) == ([], 0)
-
-
 def test_nothing_is_left_of_sessions_whose_blocks_were_overwritten(engine: Engine) -> None:
     """There is no news of these: vLLM needed the room before they were encoded."""
     lives = lives_of(engine, most=10_000)

@@ -88,17 +88,6 @@ def test_a_request_is_never_held_back_while_all_is_to_be_encoded() -> None:
         assert world.ask(f"chat{n}", 12, 5.0) == 0
 
 
-def test_nor_is_the_free_queue_walked_for_it() -> None:
-    world = World()
-    for n in range(4):
-        world.turn(f"chat{n}", 16, n)
-    world.driver.step(0, 4.0)
-    walks = world.pool.walks
-    for n in range(100):
-        world.ask(f"new{n}", 16, 5.0)
-    assert world.pool.walks == walks
-
-
 def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_encoded() -> None:
     world = World()
     world.turn("chat", 60, 0.0)

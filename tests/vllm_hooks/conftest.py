@@ -25,8 +25,8 @@ def start_engine() -> Callable[..., Iterator[Engine]]:
 
 @pytest.fixture(scope="package")
 def sweeping_engine() -> Iterator[Engine]:
-    """Sessions go cold after half a second; the pool has room for seven of them."""
-    yield from running(blocks=131, idle_after_s=0.5, cold_store={"max_bytes": "64MiB"})
+    """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
+    yield from running(blocks=131, idle_after_s=0.2, cold_store={"max_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="package")

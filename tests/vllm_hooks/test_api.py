@@ -15,9 +15,9 @@ from pydantic_core import from_json, to_json
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.http.cores import Cores, summed, together
 from manthan.vllm_hooks.http.errors import ApiError
+from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.models import Policy
 from manthan.vllm_hooks.inquiries import Inquiries
-from manthan.vllm_hooks.plugin import add_api
 from manthan.vllm_hooks.transfer_config import settings_of
 
 

@@ -42,11 +42,6 @@ def test_blocks_of_several_sizes_leave_a_part_of_each_tier_free() -> None:
     assert TierBytes(100 * GRANULE, 200 * GRANULE).usable({300, 512}) == (98 + 196) * GRANULE - 512
 
 
-def test_host_bytes_belong_to_other_kinds() -> None:
-    with pytest.raises(ConfigError, match=r"beside cold_store.kind device, disk or redis, but kind is host"):
-        load_config(flags={"cold_store": {"kind": "host", "host_bytes": "1GiB"}})
-
-
 class Gpu:
     """vLLM's configuration beside a GPU of 100 GiB, as the platform would describe it."""
 

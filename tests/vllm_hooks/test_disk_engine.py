@@ -4,7 +4,7 @@ import os
 import random
 import shutil
 import sqlite3
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ import pytest
 from vllm_engine import Completion, Engine, Table
 
 SLOW = pytest.mark.slow
-GUESTS = range(4)
+GUESTS = range(8)
 ALL = 100_000
 """More first tokens than any session has: all are kept exact."""
 
@@ -60,10 +60,14 @@ def segments(folder: Path) -> list[Path]:
 
 @pytest.fixture(scope="module")
 def killed(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The folder of an engine that four guests talked to, and that was killed when they were cold."""
+    """The folder of an engine that eight guests talked to, killed while others were being answered and went cold."""
     folder = tmp_path_factory.mktemp("killed")
     with engine(folder) as first:
         assert ask_all(first)[1] == 0
+        evictions = first.metric("manthan_evictions_total")
+        for seed in range(100, 116):
+            first.start(first.generate(Table(seed).question(1)[0], f"noise-{seed}", 40))
+        first.wait(lambda: first.metric("manthan_evictions_total") > evictions, "somebody else who goes cold")
     return folder
 
 
@@ -73,31 +77,21 @@ def left(killed: Path, tmp_path: Path) -> Path:
     return shutil.copytree(killed, tmp_path, dirs_exist_ok=True)
 
 
-def test_all_returns(left: Path) -> None:
+def test_all_that_was_cold_when_it_was_killed_returns(left: Path) -> None:
     with engine(left) as second:
-        assert all_return(second)
+        full, cached = ask_all(second)
+        assert cached == full
         assert second.failures() == 0
+        print(f"{cached} of {full} full blocks came back")
 
 
-def tear(path: Path) -> None:
-    os.truncate(path, path.stat().st_size - 5000)
-
-
-def flip(path: Path) -> None:
-    rng = random.Random(1)
-    with path.open("r+b") as file:
-        for _ in range(20):
-            file.seek(rng.randrange(path.stat().st_size))
-            file.write(b"\x55")
-
-
-@pytest.mark.parametrize("damage", [tear, pytest.param(flip, marks=SLOW), pytest.param(Path.unlink, marks=SLOW)])
-def test_what_was_damaged_meanwhile_is_computed(left: Path, damage: Callable[[Path], None]) -> None:
+@SLOW
+def test_what_was_torn_off_meanwhile_is_computed(left: Path) -> None:
     for segment in segments(left):
-        damage(segment)
+        os.truncate(segment, segment.stat().st_size - 5000)
     with engine(left) as other:
         full, cached = ask_all(other)
-        assert (0 < cached < full) is (damage is not Path.unlink)
+        assert 0 < cached < full
         assert all_return(other)
 
 
@@ -117,17 +111,10 @@ def test_with_all_files_damaged_it_starts_and_computes(left: Path) -> None:
     assert all(file.with_name(f"{file.name}.bad").exists() for file in files if file.suffix in (".seg", ".sqlite"))
 
 
-@pytest.mark.parametrize(
-    "changed",
-    [
-        pytest.param({"flags": {"dtype": "float16"}}, id="dtype"),
-        pytest.param({"flags": {"block_size": 64}, "blocks": 66}, id="block size", marks=SLOW),
-        pytest.param({"flags": {"hf_overrides": {"rope_theta": 20000.0}}}, id="model", marks=SLOW),
-    ],
-)
-def test_another_configuration_finds_nothing_and_removes_the_old(left: Path, changed: dict[str, Any]) -> None:
+@SLOW
+def test_another_configuration_finds_nothing_and_removes_the_old(left: Path) -> None:
     [old] = names(left)
-    with engine(left, **changed) as other:
+    with engine(left, flags={"dtype": "float16"}) as other:
         assert other.sessions("cold") == 0
         prompt, _ = Table(0).question(3)
         assert other.ask(prompt, "guest-0-0").cached_tokens == 0
@@ -139,13 +126,6 @@ def test_another_configuration_finds_nothing_and_removes_the_old(left: Path, cha
 
 
 @SLOW
-def test_another_codec_reads_what_there_is(left: Path) -> None:
-    """Each block names its own."""
-    with engine(left, codec={"name": "k3v3", "guard": False}) as other:
-        assert all_return(other)
-        assert other.failures() == 0
-
-
 def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
     with engine(left) as second:
         assert all_return(second)
@@ -161,49 +141,13 @@ def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
 
 
 @SLOW
-def test_two_ranks_find_theirs(tmp_path: Path) -> None:
-    with engine(tmp_path, ranks=2) as first:
-        assert ask_all(first)[1] == 0
-    with engine(tmp_path, ranks=2) as second:
-        assert all_return(second)
-        assert second.failures() == 0
-    for path in tmp_path.glob("*/rank-1/*.seg"):
-        path.unlink()
-    with engine(tmp_path, ranks=2) as third:
-        assert ask_all(third)[1] == 0
-        assert third.failures() == 0
-        assert all_return(third)
-
-
-@SLOW
-def test_two_engines_do_not_share_a_folder(left: Path) -> None:
-    with engine(left), pytest.raises(Exception, match="which another server uses: give each a folder of its own"):
-        Engine(blocks=131, cold_store="disk", disk={"path": str(left)})
-
-
-# -- models with windows and states ---------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], str]:
-    return lambda family: group_models.made(family, tmp_path_factory.mktemp("model"))
-
-
-FAMILIES = [
-    "qwen3-next",
-    pytest.param("gpt-oss", marks=SLOW),
-    pytest.param("gemma4", marks=SLOW),
-    pytest.param("mistral", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_conversation_goes_on_in_the_next_engine(models: Callable[[str], str], family: str, tmp_path: Path) -> None:
+def test_a_conversation_with_states_goes_on_in_the_next_engine(tmp_path: Path) -> None:
+    (folder := tmp_path / "disk").mkdir()
     flags = {"skip_tokenizer_init": True, "max_num_seqs": 4, "max_num_batched_tokens": 2048, "seed": 0}
     options = {
-        "model": models(family),
+        "model": group_models.made("qwen3-next", tmp_path / "model"),
         "flags": flags,
-        "blocks": {"qwen3-next": 24, "gemma4": 400}.get(family, 140),
+        "blocks": 24,
         "codec": {"name": "k3v3", "sink_tokens": ALL, "guard": False},
     }
     rng = random.Random(5)
@@ -212,14 +156,14 @@ def test_a_conversation_goes_on_in_the_next_engine(models: Callable[[str], str],
     def turn(on: Engine) -> Completion:
         return on.run(on.complete(prompt, "talk", 40))
 
-    with engine(tmp_path, **options) as first:
+    with engine(folder, **options) as first:
         said = turn(first)
         first.wait_until_cold(1)
     prompt += said.tokens + [rng.randrange(10, 1000) for _ in range(60)]
-    with engine(tmp_path, **options) as second:
+    with engine(folder, **options) as second:
         found = turn(second)
     assert found.cached_tokens > 300
-    with engine(tmp_path, **options | {"cold_store": "host"}) as alone:
+    with engine(folder, **options | {"cold_store": "host"}) as alone:
         computed = turn(alone)
     assert computed.cached_tokens == 0
     assert found.tokens[:8] == computed.tokens[:8]

@@ -56,20 +56,6 @@ def test_another_vllm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     }
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path) -> None:
-    said = wrong(tmp_path, cold_store={"kind": "disk", "max_bytes": "1MiB"}, disk={"path": str(tmp_path / "x")})
-    assert said == {
-        "disk": f"disk.path is '{tmp_path}/x', but there is no such folder: name one that is there, on a local file "
-        "system."
-    }
-
-
-def test_redis_without_a_server(tmp_path: Path) -> None:
-    said = wrong(tmp_path, cold_store={"kind": "redis"}, redis={"url": "redis://127.0.0.1:1/0"})
-    assert set(said) == {"Redis"}
-    assert "does not answer" in said["Redis"]
-
-
 def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     template = tmp_path / "template.jinja"
     template.write_text(DROPS_BEFORE_QUESTION)
@@ -81,20 +67,7 @@ def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
     assert wrong(tmp_path, "--model", MODEL, "--chat-template", template) == {}
 
 
-def test_a_configuration_that_cannot_be_read(tmp_path: Path) -> None:
-    said = wrong(tmp_path, idle_after=3)
-    assert said == {
-        "configuration": f"{tmp_path}/manthan.yaml: unknown key 'idle_after' (did you mean 'idle_after_s'?)"
-    }
-
-
 # -- parts ------------------------------------------------------------------------------------------------
-
-
-def test_a_model_without_a_template(tmp_path: Path) -> None:
-    status, found = examine("--model", MODEL, "--chat-template", tmp_path / "none.jinja")
-    assert status == 1
-    assert "none.jinja, which cannot be read" in found["chat template"]["said"]
 
 
 @pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.name)

@@ -7,31 +7,17 @@ from typing import Any
 import pytest
 import torch
 from conversation import EXACT, run
-from draft_model import TINY, make_draft, make_windowed, proposed, proposing
-from tokenizers import Tokenizer
+from draft_model import TINY, make_draft, proposed, proposing
 from vllm import EngineArgs
 from vllm.v1.kv_cache_interface import FullAttentionSpec
-from vllm_engine import Table
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.shared_store import namespace_of
-from manthan.vllm_hooks.support import Group, Groups, Window, blocks_computed_again, check_supported, has_draft
+from manthan.vllm_hooks.support import Group, Groups, blocks_computed_again, check_supported, has_draft
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
-TURNS = 4
 SPEC = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
-
-
-def prompts() -> list[list[int]]:
-    """A table, and more and more questions in it, with answers."""
-    tokenizer, table = Tokenizer.from_file(str(TINY / "tokenizer.json")), Table(7)
-    text, made = table.text, []
-    for name, value in list(table.values.items())[:TURNS]:
-        text += f"assert {name} == "
-        made.append(tokenizer.encode(text).ids)
-        text += f"{value}\n"
-    return made
 
 
 @pytest.fixture(scope="module")
@@ -39,39 +25,10 @@ def eagle(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return proposing(method="eagle", model=make_draft(tmp_path_factory.mktemp("draft")))
 
 
+KINDS = ["qwen3-next mtp", "gpt-oss eagle", "glm mtp", "tiny-llama eagle3", "tiny-llama draft_model", "gpt-oss ngram"]
+
+
 @pytest.mark.slow
-def test_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any]) -> None:
-    ours, log = run(str(TINY), EXACT, 2048, prompts(), **eagle)
-    hot, _ = run(str(TINY), None, 2048, prompts(), **eagle)
-    plain, _ = run(str(TINY), None, 2048, prompts())
-    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2  # the last is told of with the next step
-    assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in plain]
-    assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot]
-    assert [turn["accepted"] for turn in ours] == [turn["accepted"] for turn in hot]
-    assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
-
-
-KINDS = (
-    pytest.param("gpt-oss eagle", marks=pytest.mark.slow),
-    "qwen3-next mtp",
-    *(
-        pytest.param(kind, marks=pytest.mark.slow)
-        for kind in (
-            "gemma3 eagle",
-            "mistral eagle",
-            "qwen3-next eagle",
-            "glm mtp",
-            "tiny-llama eagle3",
-            "tiny-llama draft_model",
-            "tiny-llama ngram",
-            "gpt-oss ngram",
-            "qwen3-next ngram",
-        )
-    ),
-)
-"""Model and method; `make test` tries one with windows and one with states."""
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_sessions_return_with_a_draft_as_if_they_had_stayed_hot(kind: str, tmp_path: Path) -> None:
     """From where vLLM goes on itself, with the very numbers."""
@@ -96,18 +53,6 @@ def test_a_prompt_that_ends_with_a_block_is_found_when_it_comes_again(kind: str,
     hot, _ = run(model, None, prompts=[prompt, prompt, prompt], **options)
     assert [turn["cached"] for turn in ours] == [turn["cached"] for turn in hot] == [0, 640 - block, 640 - block]
     assert [turn["tokens"] for turn in ours] == [turn["tokens"] for turn in hot]
-
-
-@pytest.mark.slow
-def test_beside_windows_what_a_draft_proposes_is_as_right_after_a_return(eagle: dict[str, Any], tmp_path: Path) -> None:
-    """The only layers that look back on all tokens are the draft's."""
-    model = make_windowed(tmp_path / "model", window=512)
-    ours, log = run(model, EXACT, **eagle)
-    hot, _ = run(model, None, prompts=[turn["prompt"] for turn in ours], **eagle)
-    assert len(re.findall(r"restored (\d+) of \1 blocks", log)) >= 2
-    for what in ("cached", "tokens", "accepted"):
-        assert [turn[what] for turn in ours] == [turn[what] for turn in hot], what
-    assert all(turn["cached"] > 500 and turn["accepted"] >= 10 for turn in ours[1:])
 
 
 def configured(options: dict[str, Any], **manthan: Any) -> Any:
@@ -156,12 +101,3 @@ def test_the_draft_decides_what_codes_mean(eagle: dict[str, Any], tmp_path: Path
         name(proposing(method="eagle", model=same)) == names[0]
     )  # its weights are in the digest of all that is loaded
     assert names[0] != names[1]
-
-
-def test_beside_windows_it_matters_whether_the_last_block_is_computed_again(eagle: dict[str, Any]) -> None:
-    """Anchors stand elsewhere: what a disk has of them is of no use to an engine that is told otherwise."""
-    config, window = configured(eagle), Window(Group(1, SPEC, 9), 64)
-    groups = Groups(Group(0, SPEC, 9), [window])
-    own = from_vllm_config(config)
-    names = {namespace_of(config, own, groups._replace(again=again), "weights").name for again in (0, 1)}
-    assert len(names) == 2

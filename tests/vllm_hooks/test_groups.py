@@ -60,6 +60,20 @@ def returns_as_if_hot(model: str, batched: int, **engine: Any) -> dict[str, list
     return ropes
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(("family", "dtype"), [("gpt-oss", "float32"), ("qwen3-next", "bfloat16")])
+def test_a_session_whose_windows_or_states_are_damaged_is_computed_anew(
+    family: str, dtype: str, tmp_path: Path
+) -> None:
+    model = group_models.made(family, tmp_path / "model")
+    ours, log = run(model, manthan(**WHT, sink_tokens=ALL), harm=True, dtype=dtype)
+    [plain], _ = run(model, None, prompts=[ours[2]["prompt"]], dtype=dtype)
+    assert [turn["cached"] > 500 for turn in ours] == [False, True, False, True]
+    assert ours[2]["cached"] == 0, "nothing of it is used"
+    assert (ours[2]["tokens"], ours[2]["logprobs"]) == (plain["tokens"], plain["logprobs"])
+    assert re.search(r"restored 0 of \d+ blocks \(0 tokens\) .* could not be read \(checksum\)", log)
+
+
 def change(ours: list[Any], hot: list[Any]) -> float:
     """The most by which a log-probability is another in turns that were restored, up to the first other token."""
     found = [0.0]

@@ -75,6 +75,7 @@ def client(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Client]:
         yield found
 
 
+@pytest.mark.slow
 def test_a_first_prompt_of_one_word_does_not_make_everything_exact(client: Client) -> None:
     client.ask("word " * 300, "words")
     assert client.ratio("words") > 3
@@ -93,6 +94,7 @@ def test_a_first_prompt_of_one_word_does_not_make_everything_exact(client: Clien
     assert client.get("/sessions/early")["life"][-2]["kind"] == "restored"
 
 
+@pytest.mark.slow
 def test_the_verdict_is_among_the_metrics(client: Client) -> None:
     noise = [value for name, _, value in client.server.samples() if name == "vllm:manthan_codec_noise"]
     assert len(noise) == 3

@@ -6,7 +6,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from key_files import write_keys
@@ -15,7 +14,6 @@ from paged_cache import cpu_blocks, paged, write
 from manthan.manager.config.model import EncryptionConfig
 from manthan.manager.stores.cold_store import ColdStoreError, HostStore
 from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
-from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.messages import (
     GroupBlocks,
     GroupKeys,
@@ -23,7 +21,6 @@ from manthan.vllm_hooks.messages import (
     LoadResult,
     ManthanMetadata,
     ManthanWorkerMetadata,
-    Moves,
     SpillBlock,
     SpillResult,
 )
@@ -130,13 +127,6 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
     assert not worker.same(32) or exact == 32
 
 
-def test_nobody_is_told_of_a_prefetch(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    assert worker.load(is_prefetch=True).is_prefetch
-    assert worker.taken() == (set(), set(), set())
-
-
 def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Worker]) -> None:
     worker = start()
     worker.spill()
@@ -175,14 +165,6 @@ def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Wor
     assert sorted(causes, key=str) == [("store_full", 0), *[(None, worker.store.room(nbytes))] * 3]
 
 
-def test_kv_that_is_not_finite_costs_its_block_alone(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.caches["layer-1"][2, 0, 5, 9] = float("inf")
-    assert [result.cause for result in worker.spill()] == [None, None, "encode", None]
-    assert worker.load().failed == [(GROUP, KEYS[2], "missing")]
-    assert [result.cause for result in worker.spill(exact=32)] == [None] * 4
-
-
 class Broken(HostStore):
     """A store on fire."""
 
@@ -217,27 +199,6 @@ def test_a_store_that_answers_for_too_few_is_an_error(start: Callable[..., Worke
     assert worker.load().failed == [(GROUP, KEYS[0], "internal")]
 
 
-def test_an_emptied_store_has_nothing(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    worker.path.submit_loads(ManthanMetadata(place="another"))
-    assert worker.load().failed == [(GROUP, key, "missing") for key in KEYS]
-
-
-def test_what_is_to_go_first_is_told_to_its_tier(start: Callable[..., Worker]) -> None:
-    """The second tier has room for the four blocks, and then for one in the place of another."""
-    worker = start()
-    room = worker.store.room(worker.blocks.format.max_nbytes(0))
-    second, first = TieredStore(HostStore(8 * room), worker.store), HostStore(1 << 20)
-    worker.path.store = TieredStore(first, second)
-    worker.spill()
-    worker.path.submit_loads(ManthanMetadata(go_first=[Moves(1, GROUP, [KEYS[2]])]))
-    more = np.zeros(second.front.usable - second.front.used + 1, np.uint8)
-    assert worker.path.store.put_all(GROUP, {b"more": more}) == {}
-    assert second.front.absent(GROUP, KEYS) == [KEYS[2]]
-    assert first.absent(GROUP, KEYS) == []
-
-
 def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:
     """What the step computes is there only when spills are submitted."""
     worker = start()
@@ -249,15 +210,6 @@ def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None
     worker.wait()
     worker.load(KEYS[:1])
     assert all((cache[4] == 1.5).all() for cache in worker.caches.values())
-
-
-def test_after_a_shutdown_nothing_raises(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.path.shutdown()
-    part = GroupBlocks(GROUP, KEYS, TARGETS)
-    step = ManthanMetadata(spills=[SpillBlock(KEYS[0], GROUP, 0, 0)], loads=[Load("request", (part,))])
-    worker.path.submit_loads(step)
-    worker.path.submit_spills(step)
 
 
 def test_nothing_touches_the_cache_once_it_was_waited_for(

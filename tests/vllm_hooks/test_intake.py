@@ -1,5 +1,6 @@
-"""What is read for a GPU lands in a ring, whose slots are used again only when the GPU has copied what lies there."""
+"""Memory that a GPU copies from: a ring whose slots are used again once what was read is copied, and pinned RAM."""
 
+import threading
 from collections.abc import Iterator
 from typing import Any
 
@@ -7,11 +8,15 @@ import numpy as np
 import pytest
 import torch
 
-from manthan.manager.stores.cold_store import Buffer, ColdStoreError, Found
+from manthan.manager.stores.cold_store import Buffer, Found, HostStore
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.intake import Intake, Ring, address, batches
+from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 CPU = torch.device("cpu")
 SLOT = 1000
+PIECE = 64 << 10
 
 
 class Event:
@@ -47,21 +52,6 @@ def test_a_slot_is_filled_again_when_all_of_it_is_copied() -> None:
     assert place(ring, ring.room(600)) is None, "a block of the second slot is not copied"
     copied(ring, three)
     assert place(ring, ring.room(600)) == SLOT
-
-
-def test_several_blocks_may_lie_in_one_room() -> None:
-    ring = Ring(SLOT, 1, CPU)
-    both = ring.room(800, blocks=2)
-    copied(ring, both[:400])
-    assert place(ring, ring.room(300)) is None
-    copied(ring, both[400:])
-    assert place(ring, ring.room(300)) == 0
-
-
-def test_what_is_larger_than_a_slot_lies_elsewhere() -> None:
-    ring = Ring(SLOT, 2, CPU)
-    assert place(ring, ring.room(SLOT + 1)) is None
-    assert place(ring, ring.room(SLOT)) == 0
 
 
 def test_what_is_lent_is_given_back_once() -> None:
@@ -107,18 +97,54 @@ def test_what_is_read_goes_sooner_than_what_is_lent() -> None:
     intake.clear()
 
 
-def test_what_came_before_an_error_is_a_batch() -> None:
-    def read() -> Iterator[Found]:
-        yield from sized(10, 10, 10)
-        raise ColdStoreError("down")
-
-    found = batches(read(), lambda buf: 1, 2)
-    assert [len(next(found)), len(next(found))] == [2, 1]
-    with pytest.raises(ColdStoreError):
-        next(found)
-
-
 def test_nothing_is_read_behind_what_is_not_there() -> None:
     values = iter([np.zeros(1, np.uint8), None, np.zeros(1, np.uint8)])
     assert [len(batch) for batch in batches(values, lambda buf: 1, 100)] == [2]
     assert len(list(values)) == 1
+
+
+# -- pinned RAM ---------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Pin pieces of 64 KiB, and none of them really."""
+    monkeypatch.setattr(pinned, "PIECE", PIECE)
+    for name in ("pin", "unpin"):
+        monkeypatch.setattr(compat, name, lambda memory: None)
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_ram_is_used_as_far_as_it_is_pinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    may_go_on = threading.Semaphore(1)
+    monkeypatch.setattr(compat, "pin", lambda memory: may_go_on.acquire())
+    ram = PinnedRam(4 * PIECE, CPU)
+    store = HostStore(4 * PIECE, ram)
+    store.reached(1)
+    half = store.room(PIECE // 2 - 512)
+    blocks = {bytes([n]): np.full(half, n, np.uint8) for n in range(8)}
+    assert len(store.put_all(0, blocks)) == 6, "one piece is there"
+    may_go_on.release(10)
+    ram.wait()
+    assert ram.is_whole
+    assert store.put_all(0, dict(list(blocks.items())[2:])) == {}
+    for key, buf in zip(blocks, store.read(0, list(blocks)), strict=True):
+        assert buf is not None
+        assert set(buf.tolist()) == {key[0]}
+    store.check()
+
+
+@pytest.mark.usefixtures("in_pieces")
+def test_a_limit_in_the_middle_leaves_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    pieces = iter(range(3))
+
+    def pin(memory: torch.Tensor) -> None:
+        if next(pieces, None) is None:
+            raise RuntimeError("cudaHostRegister failed: out of memory")
+
+    monkeypatch.setattr(compat, "pin", pin)
+    ram = PinnedRam(5 * PIECE, CPU)
+    ram.start()
+    ram.wait()
+    assert len(ram.spans) == 3
+    assert HostStore(5 * PIECE, ram).available == 3 * (PIECE - 256)

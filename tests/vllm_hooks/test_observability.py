@@ -1,38 +1,17 @@
-"""Spans in a real collector, of engines whose sessions go cold and return."""
-
-import json
-from collections.abc import Iterator
-from typing import Any
+"""Spans in a real collector, of an engine whose sessions go cold and return."""
 
 import pytest
 from scripts import run_script
-from trace_collector import Collector, collecting
-
-IDLE = {"idle_after_s": 0.2}
-RETURN = [
-    {"session": "alice", "prompt": 1, "trace": 1},
-    {"session": "bob", "prompt": 2, "trace": 2, "after_s": 0.4},  # alice is idle, and goes cold
-    {"session": "alice", "prompt": 1, "tokens": 360, "trace": 3},
-]
-CROWD = [{"session": f"user-{number}", "prompt": number, "tokens": 620, "trace": number} for number in range(1, 5)]
+from trace_collector import collecting
 
 
-def converse(turns: list[Any], manthan: Any, endpoint: str | None = None) -> tuple[Any, str]:
-    """What the script reports, and all that it printed besides."""
-    job = {"turns": turns, "manthan": manthan, "endpoint": endpoint}
-    out, err = run_script("traced_sessions.py", job, TRACEPARENT=f"00-{'a' * 32}-{'b' * 16}-01")  # of vLLM's own start
-    said, _, report = out.rpartition('{"found"')
-    return json.loads('{"found"' + report), said + err
-
-
-@pytest.fixture
-def collector() -> Iterator[Collector]:
+@pytest.mark.slow
+def test_a_restore_is_in_the_trace_of_its_request() -> None:
+    """And an eviction by the clock is a trace of its own."""
     with collecting() as collector:
-        yield collector
-
-
-def test_a_restore_is_in_the_trace_of_its_request(collector: Collector) -> None:
-    report, _ = converse(RETURN, IDLE, collector.endpoint)
+        environment = {"TRACEPARENT": f"00-{'a' * 32}-{'b' * 16}-01"}  # of vLLM's own start
+        out, _ = run_script("traced_sessions.py", {"endpoint": collector.endpoint}, **environment)
+    assert out.endswith("kept: 0"), "nothing is kept of requests that have ended"
     [restore] = collector.named("manthan.restore")
     assert (restore.trace, restore.parent) == (f"{3:032x}", f"{3:016x}")
     [ours] = [span for span in collector.named("llm_request") if span.trace == restore.trace]
@@ -51,11 +30,6 @@ def test_a_restore_is_in_the_trace_of_its_request(collector: Collector) -> None:
         "manthan.tokens": 320,
         "manthan.tier": "host",
     }
-    assert report["traces"] == 0  # nothing is kept of requests that have ended
-
-
-def test_an_eviction_by_the_clock_is_a_trace_of_its_own(collector: Collector) -> None:
-    converse(RETURN, IDLE, collector.endpoint)
     eviction = collector.named("manthan.evict")[0]
     assert eviction.trace not in {span.trace for span in collector.named("llm_request")}
     assert eviction.parent == ""

@@ -16,8 +16,8 @@ from fastapi.testclient import TestClient
 
 from manthan.benchmarks.server import VllmServer
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.page import FILES
-from manthan.vllm_hooks.plugin import add_api
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")

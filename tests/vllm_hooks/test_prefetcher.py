@@ -224,21 +224,6 @@ def test_what_follows_a_failure_is_not_entered() -> None:
         assert engine.pool.get_num_free_blocks() == BLOCKS
 
 
-def test_room_ends_before_the_window_of_a_session_that_is_hot() -> None:
-    engine, _ = cold_with_window()
-    for n, keep in enumerate((False, True)):
-        b = request(f"b{n}", 4)
-        engine.compute(b)
-        if not keep:
-            engine.evict()
-    queue = list(engine.blocks.names())
-    missed = [name for name in queue if name is not None and engine.manager.is_missed(name)]
-    groups = [None if isinstance(name, bytes) else name[0] for name in missed]
-    assert groups == [None] * 4 + [WINDOW] * 2  # of b1; those of b0's window may go
-    assert sum(name is not None for name in queue) == 4 + 2 + 2
-    assert engine.prefetcher._room(BLOCKS) == queue.index(missed[0]) - SPARE
-
-
 @pytest.fixture
 def engine() -> Engine:
     return Engine()
@@ -299,19 +284,6 @@ def test_what_is_hot_is_not_loaded_and_moves_to_the_tail_with_the_rest(engine: E
     assert engine.pool.reset_prefix_cache()
 
 
-def test_a_chain_that_is_hot_already_needs_no_load(engine: Engine) -> None:
-    a = request("a", 3)
-    engine.compute(a)
-    engine.evict()
-    engine.manager.take_releases()
-    computed = engine.pool.get_new_blocks(3)  # by somebody of whom the manager does not know
-    engine.pool.cache_full_blocks(a, computed, 0, 3, TOKENS, 0)
-    engine.pool.free_blocks(reversed(computed))
-    assert engine.prefetch("a") == []
-    assert not engine.prefetcher.is_busy
-    assert engine.manager.table.by_id["a"].state == "idle"
-
-
 def test_a_block_that_was_computed_meanwhile_is_not_entered_twice(engine: Engine) -> None:
     a, other = request("a", 5, head="system"), request("other", 3, head="system")
     engine.compute(a)
@@ -346,15 +318,6 @@ def test_only_the_run_before_a_failure_is_entered_and_all_blocks_come_back() -> 
     assert engine.pool.reset_prefix_cache()
 
 
-def test_codes_in_a_store_that_is_down_are_kept(engine: Engine) -> None:
-    engine.compute(request("a", 3))
-    engine.evict()
-    [load] = engine.prefetch("a")
-    engine.answer(load, 0, cause="store_down")
-    assert len(engine.manager.table.by_id["a"].chain) == 3
-    assert engine.cached(request("a", 3)) == [False] * 3
-
-
 def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     a = request("a", 3)
     engine.compute(a)
@@ -371,18 +334,6 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     assert engine.cached(a) == [False] * 3
     assert engine.pool.reset_prefix_cache()
     assert (engine.counted.prefetches, engine.prefetcher.is_busy) == (0, False)
-
-
-def test_what_was_forgotten_meanwhile_is_not_entered(engine: Engine) -> None:
-    a = request("a", 3)
-    engine.compute(a, ttl_s=IDLE_AFTER_S + 1)
-    engine.evict()
-    [load] = engine.prefetch("a")
-    engine.now += 2.0
-    engine.manager.sweep(engine.now)
-    engine.answer(load)
-    assert engine.cached(a) == [False] * 3
-    assert engine.manager.blocks.get(a.block_hashes[0]) is None
 
 
 def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
@@ -447,29 +398,6 @@ def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None
     assert engine.prefetcher.deadline is None
 
 
-def test_an_aborted_request_waits_for_nothing(engine: Engine) -> None:
-    engine.compute(request("a", 8))
-    engine.evict()
-    engine.waits(request("waiting", 9))
-    engine.prefetcher.forget("waiting")
-    assert len(engine.prefetch("a")) == 1
-
-
-def test_one_at_a_time(engine: Engine) -> None:
-    lengths = {"a": 1, "b": 3, "c": 2}
-    for name, blocks in lengths.items():
-        engine.compute(request(name, blocks))
-    engine.evict()
-    loads = engine.prefetch(*lengths)
-    for name, blocks in lengths.items():
-        [load] = loads
-        assert part(load).keys == request(name, blocks).block_hashes
-        assert engine.step() == []
-        engine.answer(load)
-        loads = engine.step()
-    assert loads == []
-
-
 # -- hits ---------------------------------------------------------------------------------------------
 
 
@@ -484,15 +412,3 @@ def test_a_hit_is_a_request_that_finds_all_of_it(engine: Engine, hot: int, hits:
     assert engine.counted.hits == hits
     engine.admitted(a, hot=5)
     assert engine.counted.hits == (1 if hot != 4 else 0)  # each prefetch is used once
-
-
-def test_sessions_that_went_cold_again_are_not_remembered(engine: Engine) -> None:
-    engine.compute(request("a", 3))
-    engine.compute(request("b", 3))
-    engine.evict()
-    [load] = engine.prefetch("a")
-    engine.answer(load)
-    engine.evict()
-    [load] = engine.prefetch("b")
-    engine.answer(load)
-    assert [ready.session_id for ready in engine.prefetcher._ready.values()] == ["b"]

@@ -88,11 +88,6 @@ def test_what_is_settled_stays_so_unless_the_model_is_another(tiny_profile: Path
     assert from_vllm_config(config).codec.name == "klt-8x"
 
 
-def test_a_plain_codec_wants_none(cache: Path) -> None:
-    config = configured(name="k3v3")
-    assert (profile_digest(config), settled_profile(config)) == ("", None)
-
-
 def test_without_a_profile_there_is_one_sentence(cache: Path) -> None:
     with pytest.raises(ConfigError, match=rf"klt-8x needs a profile of {MODEL}.*manthan calibrate.*codec\.profile"):
         configured(name="klt-8x")

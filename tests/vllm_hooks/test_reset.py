@@ -10,7 +10,6 @@ from typing import Any
 
 import cloudpickle
 import pytest
-from scripts import run_script
 from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
@@ -189,8 +188,9 @@ def sleep_deeply(loop: Loop) -> None:
     loop.llm.wake_up()
 
 
-@pytest.mark.parametrize("is_reset", [True, False])
-@pytest.mark.parametrize("change", [reload, load, update, sleep_deeply])
+@pytest.mark.parametrize(
+    ("change", "is_reset"), [(reload, True), (load, False), (update, True), (update, False), (sleep_deeply, False)]
+)
 def test_nothing_is_served_once_weights_were_loaded(loop: Loop, change: Callable[[Loop], None], is_reset: bool) -> None:
     """The same weights, as it happens: packed ones cannot be looked at. Without a reset, nothing cold."""
     asked = loop.ask_new()
@@ -309,26 +309,13 @@ def go_cold(engine: Engine, *seeds: int) -> None:
     engine.on_worker(slow_store)
 
 
-@pytest.mark.parametrize("cold", [False, True])
-def test_while_sessions_are_encoded(engine: Engine, traffic: Traffic, cold: bool) -> None:
-    go_cold(engine, 1)
-    for seed in (2, 3, 4):
-        traffic.ask(seed).result(60)
-    engine.wait(lambda: engine.sessions("evicting") > 0, "an eviction")
-    assert engine.reset(cold=cold)
-    assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == (0 if cold else 544)
-    assert engine.ask(Table(4).question(0)[0], "user-4").cached_tokens == 0
-
-
-@pytest.mark.parametrize("running", [False, True])
-@pytest.mark.parametrize("cold", [False, True])
-def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic, running: bool, cold: bool) -> None:
+def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic) -> None:
     go_cold(engine, 1, 2)
     loading = [traffic.ask(1), traffic.ask(2)]
     engine.wait(lambda: engine.metric("num_requests_waiting") == 2, "two loads")
-    assert engine.reset(running, cold)
+    assert engine.reset()
     assert not any(asked.done() for asked in loading)
-    assert (loading[0].result(60).cached_tokens == 0) == cold
+    assert loading[0].result(60).cached_tokens > 0
 
 
 def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffic) -> None:
@@ -385,10 +372,3 @@ def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
     assert not loading.done()
     assert (loading.result(60).cached_tokens == 0) == cold
     assert (traffic.ask(2).result(60).cached_tokens == 0) == cold
-
-
-def test_an_engine_that_its_caller_steps_loses_no_output() -> None:
-    told = json.loads(run_script("reset_stepped.py", None)[0])
-    assert told["was_reset"] == [True] * 3
-    assert told["answers"] == [told["undisturbed"]] * 2
-    assert told["left"] == 0

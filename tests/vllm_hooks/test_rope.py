@@ -66,12 +66,6 @@ def test_dynamic_ntk_is_vllms(more: dict[str, Any]) -> None:
     assert np.concatenate(rope.tables(PLACES), axis=1) == pytest.approx(made[PLACES].float().numpy(), abs=0.01)
 
 
-def test_the_same_rope_made_twice_is_one() -> None:
-    make(parameters("default"))
-    make(parameters("default"), torch.float32)
-    assert running_rope(vllm_config(parameters("default")), 64) is not None
-
-
 @pytest.mark.parametrize(
     ("made", "why"),
     [
@@ -118,9 +112,3 @@ def test_each_kind_of_layer_has_its_own_rope() -> None:
     with warnings() as lines:
         assert running_rope(by_layer(), 64, layers=names(4, 5)) is None
     assert "2 kinds" in lines[0] or "in another way" in lines[0]
-
-
-def test_of_a_kind_of_layer_that_vllm_made_otherwise_nothing_is_known() -> None:
-    make(GLOBAL)
-    with warnings():
-        assert running_rope(by_layer(), 64, layers=names(0, 1)) is None

@@ -1,15 +1,12 @@
 """Cache salts of tenants: of any two, whatever their clients send, they are two; and what it means to have none."""
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
-import pytest
 from hypothesis import example, given
 from key_files import write_keys
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
-from vllm_engine import Engine, running
 
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.vllm_hooks.http.salts import MARK, Salts, salts_of
@@ -68,26 +65,3 @@ def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:
     sealed = salt(kind="disk", encryption=keys)
     assert sealed == salt(kind="redis", encryption=keys)
     assert sealed not in (salt(kind="disk"), salt(kind="disk", encryption=others))
-
-
-@pytest.fixture(scope="module")
-def open_engine() -> Iterator[Engine]:
-    """Whose tenants share what they send."""
-    yield from running(blocks=131, idle_after_s=3600, quotas={"isolate": False, "tenants": {"acme": 0.5}})
-
-
-def test_without_isolation_prefixes_are_shared_and_names_are_not(open_engine: Engine, table) -> None:
-    prompt, right = table(5).question(1)
-    assert open_engine.ask(prompt, "chat", tenant="acme").cached_tokens == 0
-    for tenant in ("acme", "beta", None):
-        answer = open_engine.ask(prompt, "chat", tenant=tenant)
-        assert (answer.text, answer.cached_tokens) == (right, (answer.prompt_tokens - 1) // 32 * 32)
-    assert sum(open_engine.sessions(state) for state in ("hot", "idle")) == 3
-
-
-def test_beside_tenants_that_share_nothing(engine: Engine, table) -> None:
-    prompt, right = table(5).question(1)
-    for tenant in ("acme", "beta", None):
-        for cached in (False, True):
-            answer = engine.ask(prompt, "chat", tenant=tenant)
-            assert (answer.text, answer.cached_tokens > 0) == (right, cached)

@@ -6,11 +6,10 @@ from typing import Any
 
 import pytest
 from vllm import AsyncEngineArgs
-from vllm.config import KVTransferConfig, VllmConfig
+from vllm.config import VllmConfig
 from vllm.distributed.kv_transfer.kv_connector.v1.multi_connector import MultiConnector
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.connector import ManthanConnector
 from manthan.vllm_hooks.http.hints import checked_params, hints_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
@@ -56,16 +55,6 @@ def test_flags_put_manthan_behind_another_connector(other: dict[str, Any]) -> No
 def test_a_connector_that_knows_no_groups_has_vllm_do_without() -> None:
     assert served(EXAMPLE, "--manthan-policy", "lru").scheduler_config.disable_hybrid_kv_cache_manager
     assert not served(NIXL, "--manthan-policy", "lru").scheduler_config.disable_hybrid_kv_cache_manager
-
-
-def test_among_several_manthan_has_the_place_that_it_has_or_the_last() -> None:
-    several = {"kv_connector": "MultiConnector", "kv_role": "kv_producer"}
-    two = [{"kv_connector": "NixlConnector", "kv_role": "kv_producer"}, EXAMPLE]
-    first = [MANTHAN, EXAMPLE]
-    for given, at in ((two, 2), (first, 0)):
-        config = served(several | {"kv_connector_extra_config": {"connectors": given}}, "--manthan-idle-after", "7")
-        assert [each["kv_connector"] for each in entries(config)].index("ManthanConnector") == at
-        assert from_vllm_config(config).idle_after_s == 7
 
 
 def test_one_s_own_several_need_not_say_all_of_manthan() -> None:
@@ -120,14 +109,6 @@ def test_a_role_of_all_that_lets_vllm_write_where_manthan_loads_is_refused() -> 
         SystemExit, match="kv_role of MultiConnector is kv_producer, but Manthan loads KV on every side"
     ):
         served(several | {"kv_connector_extra_config": {"connectors": given}})
-
-
-def test_llm_takes_both_too() -> None:
-    transfer = kv_transfer_config(beside=KVTransferConfig(**EXAMPLE), idle_after_s=3)
-    assert [each["kv_connector"] for each in transfer.kv_connector_extra_config["connectors"]] == [
-        "ExampleConnector",
-        "ManthanConnector",
-    ]
 
 
 def test_an_answer_that_a_proxy_hands_on_says_nothing() -> None:

@@ -1,6 +1,5 @@
 """What a store that outlives the engine asks of the engine: the same keys in every process, and the same model."""
 
-import os
 import shutil
 import time
 from collections.abc import Iterator, Sequence
@@ -29,12 +28,11 @@ from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled
 from manthan.vllm_hooks.fingerprint import fingerprint
-from manthan.vllm_hooks.shared_store import engine_name, make_redis, namespace_of
+from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import Group, Groups, Window, groups_of, hash_refusal
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
-MIB = 1 << 20
 
 
 @pytest.fixture(scope="module")
@@ -160,11 +158,6 @@ def test_windows_and_states_decide_too(redis_server: RedisServer) -> None:
     assert len({namespace(vllm_config), both, coded, *names}) == len(kinds) + 3
     assert namespace(vllm_config, windows=[window(64)], state="bf16") in names, "it has no states"
     assert len({fingerprint(vllm_config, kind.group, "exact", "name") for kind in kinds[3:]}) == 3
-
-
-def test_every_start_has_a_name_of_its_own() -> None:
-    assert engine_name() != engine_name()
-    assert str(os.getpid()) in engine_name()
 
 
 def test_no_password_is_carried_to_other_processes(redis_server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

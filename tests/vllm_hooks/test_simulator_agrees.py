@@ -7,6 +7,7 @@ import json
 from collections import Counter
 from typing import Any
 
+import pytest
 from scripts import run_script
 from vllm_engine import BLOCK
 
@@ -51,6 +52,7 @@ def traced(number: int, said: dict[str, Any]) -> TracedRequest:
     return TracedRequest(number * EVERY_S, said["session"], keys, full, said["input_tokens"], said["output_tokens"])
 
 
+@pytest.mark.slow
 def test_the_same_blocks_are_evicted_dropped_and_restored_in_the_same_order() -> None:
     policy = "lru"
     report = real(policy, 140)

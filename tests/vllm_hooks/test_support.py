@@ -59,12 +59,6 @@ def test_a_draft_has_the_last_block_found_computed_again() -> None:
     assert list(drafted.beside(13))[-1] == Part(3, 11, 176, 192)
 
 
-def test_beside_larger_blocks_these_end_before_the_one_that_is_computed_again() -> None:
-    groups = Groups(CHAIN, [LARGE], again=1)
-    assert [groups.deepest(depth) for depth in range(7)] == [0, 0, 0, 3, 3, 5, 5]
-    assert list(groups.beside(3)) == [Part(2, 0, 0, 32)]
-
-
 def test_vllm_looks_at_a_whole_prompt_where_a_block_of_it_is_computed_again() -> None:
     """If it has several groups."""
     drafted = Groups(CHAIN, [STATE], again=1)

@@ -75,14 +75,6 @@ def test_what_a_tenant_has_sent_nobody_else_finds(server, table) -> None:
         assert is_whole(ask(server, tenant, prompt))
 
 
-def test_nor_with_the_same_salt(server, table) -> None:
-    prompt, right = table(51).question(1)
-    for tenant in (LEFT, *ANYBODY_ELSE):
-        assert ask(server, tenant, prompt, cache_salt="salt")[:3] == (right, None, 0)
-        assert is_whole(ask(server, tenant, prompt, cache_salt="salt"))
-    assert ask(server, LEFT, prompt).blocks == 0  # as vLLM has it, a salt is another prefix
-
-
 def test_nor_by_a_beam_search_which_hands_no_hints_on(server, table) -> None:
     prompt, right = table(66).question(1)
     assert ask(server, LEFT, prompt, use_beam_search=True, n=2).text == right
@@ -149,17 +141,6 @@ def test_hints_are_about_one_s_own_sessions(server, table) -> None:
     assert is_whole(found)
     assert is_told(found, "kept", pinned=True)
     ask(server, LEFT, short, "kept", {"release": True})
-
-
-def test_a_refused_pin_tells_of_one_s_own_only(server, table) -> None:
-    prompt = table(65).question(1)[0]
-    assert ask(server, "pins", prompt, "one", {"pin": True}).told["pinned"]  # 18 blocks of 25
-    refused = ask(server, "other", prompt, "two", {"pin": True}).told["refused"]
-    assert "bytes are not left of what all tenants' pinned sessions may take (quotas.pinned_share is 0.01)" in refused
-    refused = ask(server, RIGHT, prompt, "three", {"pin": True}).told["refused"]
-    assert "pinned sessions may take 13421 bytes" in refused
-    assert "the tenant's share 0.02), 0 are taken" in refused
-    ask(server, "pins", prompt, "one", {"release": True})
 
 
 def test_who_takes_all_it_can_get_takes_nothing_of_others(server, table) -> None:

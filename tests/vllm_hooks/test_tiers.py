@@ -11,6 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_store
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Extent, room
@@ -64,39 +65,11 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert tiers.used == GRANULE  # what was taken and never put
 
 
-def test_as_many_blocks_move_as_a_large_one_needs() -> None:
-    tiers = Tiers(tier(4 * GRANULE), tier(4 * GRANULE))
-    keep(tiers, b"a", b"b", b"c", b"d")
-    assert [move.name[1] for move in keep(tiers, b"e", nbytes=3 * GRANULE)] == [b"a", b"b", b"c"]
-    assert [has(tiers.device, key) for key in (b"a", b"b", b"c", b"d", b"e")] == [False] * 3 + [True] * 2
-
-
 def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
     tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
     taken, demotions = tiers.take(GRANULE, 6)
     assert [one.tier for one in taken] == [tiers.device] * 2 + [tiers.host] * 3
     assert demotions == []
-
-
-def test_what_never_fits_the_device_moves_nothing() -> None:
-    tiers = Tiers(tier(2 * GRANULE), tier(8 * GRANULE))
-    keep(tiers, b"a", b"b")
-    [taken], demotions = tiers.take(3 * GRANULE, 1)
-    assert (taken.tier, demotions) == (tiers.host, [])
-
-
-def test_one_tier_is_full_when_it_is_full() -> None:
-    tiers = Tiers(None, tier(GRANULE))
-    assert keep(tiers, b"a") == []
-    assert tiers.take(1, 1) == ([], [])
-
-
-def test_a_block_that_is_stored_again_is_in_one_tier() -> None:
-    tiers = Tiers(tier(2 * GRANULE), tier(2 * GRANULE))
-    keep(tiers, b"a", b"b", b"c")  # a has moved
-    keep(tiers, b"a")  # and so has b
-    assert not has(tiers.host, b"a")
-    assert tiers.used == 3 * GRANULE
 
 
 def test_runs_are_of_one_kind() -> None:
@@ -199,12 +172,6 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers.drop(group, keys)
         self.bytes = {name: kept for name, kept in self.bytes.items() if name[0] != group or name[1] not in keys}
 
-    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
-    def go_first(self, group: int, keys: list[bytes]) -> None:
-        self.tiers.go_first(group, keys)
-        there = [key for key in keys if (group, key) in self.tiers.first.blocks()]
-        assert [name for name, _ in zip(self.tiers.first.blocks(), there, strict=False)] == [(group, k) for k in there]
-
     @rule()
     def clear(self) -> None:
         self.tiers.clear()
@@ -232,7 +199,7 @@ class TierMachine(RuleBasedStateMachine):
         assert {name for one in self.tiers.all for name in one.blocks()} == self.bytes.keys()
         assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
         for one in self.tiers.all:
-            one.arena.check()
+            check_store(one.arena)
             stored = [extent for block in one.blocks().values() for extent in block.extents]
             stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
             stored.sort()

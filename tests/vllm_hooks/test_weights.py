@@ -135,6 +135,7 @@ def test_the_digest_is_the_same_for_each_number_of_ranks(model: Path, tmp_path: 
     assert start(model, tmp_path / "two", tensor_parallel_size=2).digests == [digest] * 2
 
 
+@pytest.mark.slow
 def test_weights_that_lie_in_no_file_count_like_others(model: Path, tmp_path: Path) -> None:
     """A loader that vLLM was given brings them from somewhere else than the model's folder."""
     (disk := tmp_path / "disk").mkdir()

@@ -89,22 +89,6 @@ def test_tokens_that_repeat_each_other_say_nothing(world: World) -> None:
     assert found.measured[0].is_faithful
 
 
-def test_of_tokens_that_repeat_each_other_one_is_measured(world: World) -> None:
-    for numbers in world.numbers(of_values=True):
-        numbers[:, TOKENS // 2 :] = numbers[0, 0].clone()
-    [found] = world.verdicts()
-    distinct = BATCHES * (BATCH * (TOKENS // 2) + 1) - 1  # block 0 begins with the token that is repeated
-    assert found.measured[0].tokens == distinct
-
-
-def test_a_head_in_which_tokens_do_not_differ_is_left_out(world: World) -> None:
-    for of_values in (False, True):
-        for numbers in world.numbers(of_values):
-            numbers[:, :, 0] = numbers[0, 0, 0].clone()
-    [found] = world.verdicts()
-    assert found.measured[0].is_faithful
-
-
 def test_a_measurement_that_fails_is_told_of_and_others_follow(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     with logged.warnings() as said, monkeypatch.context() as patch:
         patch.setattr(guard, "measure", lambda *_: 1 / 0)
@@ -112,13 +96,6 @@ def test_a_measurement_that_fails_is_told_of_and_others_follow(world: World, mon
     assert list(found.measured) == []
     assert said == ["Manthan: what codecs do to this model's KV cannot be measured: division by zero"]
     assert len(world.verdicts()) == 1
-
-
-def test_a_gpus_kernels_decode_as_fast_as_was_timed() -> None:
-    world = World({"k3v3": 1e-9})
-    [found] = world.verdicts()
-    world.guard.shutdown()
-    assert [each.decode_s for each in found.measured] == [1e-9, 0.0]
 
 
 def test_the_first_prompts_tell_how_fast_the_model_computes(world: World) -> None:

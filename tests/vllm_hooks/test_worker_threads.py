@@ -1,6 +1,5 @@
 """The threads beside the model's: where they may run, and that nothing breaks them."""
 
-import multiprocessing
 import os
 import subprocess
 import sys
@@ -58,11 +57,6 @@ def test_threads_leave_the_models_cpus(tmp_path: Any) -> None:
     assert affinities({first, *others}, {first}, tmp_path) == f"{[first, *others]} [{first}]"
 
 
-def test_a_process_that_nobody_started_keeps_to_its_own_cpus() -> None:
-    assert multiprocessing.parent_process() is None
-    assert allowed_cpus() == os.sched_getaffinity(0)
-
-
 @pytest.mark.parametrize("call", ["sched_setaffinity", "sched_getaffinity"])
 def test_an_affinity_that_cannot_be_set_costs_nothing_else(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_: Any) -> None:
@@ -93,10 +87,3 @@ def test_a_shutdown_waits_for_what_was_begun() -> None:
     assert order == [1]
     threads.submit(order.append, 2)  # nobody is there to do it, and nothing is raised
     assert order == [1]
-
-
-def test_a_shutdown_forgets_what_was_not_begun() -> None:
-    threads = Threads(0, "test")
-    threads.submit(int, 1)
-    threads.shutdown()
-    assert threads._jobs.empty()

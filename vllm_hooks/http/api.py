@@ -49,8 +49,9 @@ STEERED = OF_ONE | {
 def add_gate(app: FastAPI, args: Namespace, page: frozenset[str]) -> None:
     """Let nobody into the routes who may not ask; see `Gate`. page: paths of the page."""
     hosts = {*from_vllm_config(args).api.hosts, getattr(args, "host", None) or ""} - {""}
-    app.add_middleware(
-        Gate,
+    router: Any = app.router
+    router.middleware_stack = Gate(  # behind vLLM's own middleware
+        router.middleware_stack,
         prefix=PREFIX,
         page=page,
         has_key=key_check(args),
