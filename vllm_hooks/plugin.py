@@ -56,6 +56,9 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 def read_flags(args: argparse.Namespace) -> None:
     """What flags were given takes effect: the connector, and the server's middleware."""
     apply_flags(args)
+    if is_on(args):
+        with one_sentence():
+            complete(args)
     add_middleware(args)
 
 

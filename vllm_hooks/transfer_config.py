@@ -111,9 +111,9 @@ def is_on(config: "VllmConfig | EngineArgs | Namespace") -> bool:
     return settings(config) is not None
 
 
-def complete(vllm_config: "VllmConfig") -> None:
-    """Give an entry of Manthan's that somebody wrote among others what it leaves out."""
-    transfer, extra = vllm_config.kv_transfer_config, settings(vllm_config)
+def complete(config: "VllmConfig | Namespace") -> None:
+    """Give an entry of Manthan's that somebody wrote by hand what it leaves out. Raises ConfigError."""
+    transfer, extra = config.kv_transfer_config, settings(config)
     assert transfer is not None
     assert extra is not None
     extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")

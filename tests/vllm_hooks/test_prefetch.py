@@ -13,7 +13,7 @@ IDLE_AFTER_S = 2.0
 
 @pytest.fixture(scope="module")
 def prefetching(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-    """The pool has room for seven sessions, of which low_watermark leaves one free."""
+    """The pool has room for seven sessions, of which a tenth stays free."""
     yield from start_engine(
         blocks=131,
         idle_after_s=IDLE_AFTER_S,

@@ -7,10 +7,12 @@ from typing import Any
 import pytest
 from logged import warnings
 from vllm import SamplingParams
+from vllm.config import KVTransferConfig
 from vllm.exceptions import VLLMClientError
 from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from vllm.v1.request import Request
 
+from manthan.manager.config.removed import REMOVED
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.session import Outcome
 from manthan.vllm_hooks import kv_transfer_config
@@ -22,7 +24,7 @@ from manthan.vllm_hooks.http.hints import (
     keep,
     tenant_of,
 )
-from manthan.vllm_hooks.plugin import MIDDLEWARE, add_middleware
+from manthan.vllm_hooks.plugin import MIDDLEWARE, add_middleware, read_flags
 
 HEADER = "X-Tenant-ID"
 
@@ -224,3 +226,22 @@ def test_other_servers_and_programs_do_not(flags: argparse.Namespace) -> None:
     add_middleware(flags)
     assert flags.middleware == ["theirs"]
     add_middleware(argparse.Namespace(kv_transfer_config=kv_transfer_config()))
+
+
+def by_hand(**manthan: Any) -> argparse.Namespace:
+    """Flags with Manthan's connector as somebody wrote it into --kv-transfer-config."""
+    transfer = KVTransferConfig(
+        kv_connector="ManthanConnector", kv_role="kv_both", kv_connector_extra_config={"manthan": manthan}
+    )
+    return argparse.Namespace(middleware=[], kv_transfer_config=transfer)
+
+
+def test_a_connector_that_was_written_by_hand_is_read_like_a_file(caplog: pytest.LogCaptureFixture) -> None:
+    flags = by_hand(quotas={"header": HEADER}, sweep_interval_s=1)
+    read_flags(flags)
+    assert flags.middleware == [MIDDLEWARE]
+    assert [text.partition(":")[2] for text in caplog.messages] == [
+        f" argument: sweep_interval_s has no effect any more: {REMOVED['sweep_interval_s']}"
+    ]
+    with pytest.raises(SystemExit, match=r"^vllm: error: argument: unknown key 'polcy' \(did you mean 'policy'\?\)$"):
+        read_flags(by_hand(polcy="lru"))

@@ -2,7 +2,7 @@
 
 Blocks are appended. What is dropped stays where it is until its segment is compacted: its living blocks are written
 again at the log's end, and the file goes. A process may be killed at any moment: what `put_all` has confirmed is found
-again, since the page cache is the system's. When the power fails, what was written in the last `sync_s` seconds is
+again, since the page cache is the system's. When the power fails, what was written in the last SYNC_S seconds is
 lost; a record that is not whole is never taken for one.
 
 As in log-structured file systems (Rosenblum and Ousterhout, 1992): the segment that has the most of what was dropped
@@ -51,6 +51,8 @@ SHARE, MOST_SEGMENTS = 32, 512
 which is an open file."""
 SPARE = 0.1
 """This share of the budget, and two segments, are for what is dropped and not compacted yet."""
+SYNC_S = 5.0
+"""After so long what was written is on the disk at the latest."""
 CLOSE_S = 5.0
 """How long a disk that does not answer is waited for at the end."""
 READERS, AHEAD = 8, 12
@@ -146,14 +148,13 @@ class _Run(NamedTuple):
 class DiskStore(FrontStore):
     """folder: made if it is not there; one process at a time has it. max_bytes: what files may take.
 
-    sync_s: seconds after which what was written is on the disk at the latest; 0 for before it is confirmed. What was
-    dropped may be found again after a restart, until it is dropped again. timeout_s: how long a reader waits for the
-    disk, all in all, and a writer for any answer of it. Raises FolderInUseError, and OSError where the folder cannot be
-    used.
+    timeout_s: how long a reader waits for the disk, all in all, and a writer for any answer of it. What was dropped may
+    be found again after a restart, until it is dropped again. Raises FolderInUseError, and OSError where the folder
+    cannot be used.
     """
 
-    def __init__(self, folder: Path, max_bytes: int, sync_s: float = 5.0, timeout_s: float = 10.0) -> None:
-        self.folder, self.max_bytes, self._sync_s, self._timeout_s = folder, max_bytes, sync_s, timeout_s
+    def __init__(self, folder: Path, max_bytes: int, timeout_s: float = 10.0) -> None:
+        self.folder, self.max_bytes, self._timeout_s = folder, max_bytes, timeout_s
         self.segment_bytes = segment_nbytes(max_bytes)
         self._appending = threading.Lock()
         """Of who takes room at the log's end, or makes some; taken before the other one."""
@@ -207,13 +208,6 @@ class DiskStore(FrontStore):
                 refused.setdefault(left[0], STORE_FULL)
             left = left[max(1, len(placed)) :]
             refused |= self._write_some(placed, batch)
-        if not (self._sync_s or batch.is_given_up):
-            try:
-                self.sync()
-            except OSError as error:
-                self._complain(f"blocks are not on the disk: {error.strerror}")
-                self.drop(group, blocks)
-                return dict.fromkeys(blocks, DiskError.cause)
         return refused
 
     def read(
@@ -545,7 +539,7 @@ class DiskStore(FrontStore):
 
     def _sync_again_and_again(self) -> None:
         while not self._closing:
-            self._is_due.wait(self._sync_s or None)
+            self._is_due.wait(SYNC_S)
             self._is_due.clear()
             self._tidy()
 
