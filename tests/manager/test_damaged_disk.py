@@ -74,7 +74,7 @@ class Server:
 
     def __init__(self, path: Path) -> None:
         check_folder(str(path))
-        self.store = open_rank(path, MODEL.name, 0, 1 << 24, 1.0, 10.0)
+        self.store = open_rank(path, MODEL.name, 0, 1 << 24)
         self.lock = open_root(path)
         self.journal = Journal(path / MODEL)
         self.found = newest(path / MODEL / "rank-0")
