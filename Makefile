@@ -1,5 +1,6 @@
 # make test      wheel, ruff, mypy, pytest but for slow tests   make demo   eight sessions on a real server
-# make test-all  the same with all tests                        make setup  the virtual environment only
+# make test-all  the same with all tests, and branches covered  make setup  the virtual environment only
+# make test-gpu  the tests that need a GPU, with PYTHON=python3 that has vLLM's CUDA build
 # make lint      ruff and mypy only                             make docs   what is generated in docs/
 # make site      the documents as a site, in build/site         make soak   two servers and all faults, for MINUTES=60
 SHELL := /usr/bin/env bash
@@ -19,15 +20,20 @@ export VLLM_CPU_KVCACHE_SPACE := 1
 WORKERS := 3
 PYTEST := OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses $(WORKERS) --dist loadfile --no-loadscope-reorder
 
-.PHONY: setup test test-all lint demo soak docs site clean
+.PHONY: setup test test-all test-gpu lint demo soak docs site clean
 
 setup: $(VENV)/.installed
 
 test: $(VENV)/.servers lint
 	$(PYTEST) -m "not slow" --hypothesis-profile quick
 
+# pyproject.toml says what is measured.
 test-all: $(VENV)/.servers lint
-	$(PYTEST)
+	$(PYTEST) --cov --cov-report=term:skip-covered
+
+PYTHON := python3
+test-gpu:
+	$(PYTHON) -m pytest tests/gpu
 
 # mypy reads the installed wheel, from a folder where the source folders do not shadow it.
 lint: $(VENV)/.installed
@@ -65,5 +71,4 @@ $(VENV)/.installed: $(VENV)/.dependencies $(SOURCES)
 
 $(VENV)/.servers: $(VENV)/.dependencies
 	.ci/install_servers.sh
-	.ci/install_chromium.sh
 	touch $@

@@ -22,7 +22,7 @@ ARMS = (PLAIN, OFFLOAD, *OURS)
 ON_GPU_ONLY = (OFFLOAD, "device")
 IN_REDIS = ("redis", "tiered")
 TIERED_FRONT = 5
-"""Kind tiered has one part in so many in RAM, the rest in Redis."""
+"""Arm tiered has one part in so many in RAM, the rest in Redis."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +112,7 @@ def arm_in(
 def _cold_store(kind: str, nbytes: int) -> dict[str, Any]:
     if kind == "tiered":
         front = nbytes // TIERED_FRONT
-        return {"kind": kind, "max_bytes": nbytes - front, "host_bytes": front}
+        return {"kind": "redis", "max_bytes": nbytes - front, "host_bytes": front}
     return {"kind": kind, "max_bytes": nbytes}
 
 

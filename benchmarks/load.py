@@ -76,7 +76,7 @@ def load(
     ] = "",
     idle_after: Annotated[float, typer.Option(min=0.1, help="Seconds after which Manthan compresses a session.")] = 1,
     manthan: Annotated[
-        str, typer.Option(help="Further keys of Manthan's, as YAML: '{hot_pool: {low_watermark: 0.2}}'.")
+        str, typer.Option(help="Further keys of Manthan's, as YAML: '{quotas: {pinned_share: 0.5}}'.")
     ] = "",
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")
@@ -92,6 +92,10 @@ def load(
     seed: Annotated[int, typer.Option(help="Of the chats.")] = 0,
     start_timeout: Annotated[float, typer.Option(help="Seconds that a server may take to start.")] = 300,
     timeout: Annotated[float, typer.Option(help="No more requests are sent after so many seconds, per arm.")] = 900,
+    cold: Annotated[
+        bool,
+        typer.Option("--cold", help="Start each server with empty caches of compiled kernels, and do not warm it up."),
+    ] = False,
     out: Annotated[Path, typer.Option(help="Folder for JSON, plot, logs.")] = Path("build", "benchmarks"),
     plot_only: Annotated[bool, typer.Option("--plot-only", help="Show and plot FILES of earlier runs again.")] = False,
     files: Annotated[list[Path] | None, typer.Argument(help="JSON of earlier runs; several are merged.")] = None,
@@ -106,7 +110,7 @@ def load(
     options = LoadOptions(
         arms, codecs, chats, tokens, turns, said, answer, think, str(thinking), arrive, replay, pool, read_size(memory),
         idle_after, read_manthan(manthan), model, shape, profile, block_size, base_url, shlex.split(flags), redis_url,
-        seed, start_timeout, timeout, out,
+        seed, start_timeout, timeout, cold, out,
     )  # fmt: skip
     run(options, files or [], context.params)
 

@@ -63,8 +63,7 @@ class Arms:
         profile = {"profile": str(self.profile)} if self.profile and needs_profile(codec) else {}
         options: dict[str, Any] = {
             "idle_after_s": self.idle_after_s,
-            "sweep_interval_s": min(0.2, self.idle_after_s / 2),
-            "codec": {"name": codec, "calibrate": False, "guard": not self.made_up, **profile},
+            "codec": {"name": codec, "guard": not self.made_up, **profile},
         }
         if kind == DISK:
             folder = self.out / f"load-disk-{codec}"

@@ -66,6 +66,7 @@ class Found:
     errors: int
     failures: float
     slow: Slow | None
+    start_s: float
 
     @classmethod
     def of(cls, run: dict[str, Any]) -> "Found":
@@ -87,6 +88,7 @@ class Found:
             run["planned"] - len(answered),
             sum(value for name, value in run["counters"].items() if name.startswith("manthan_failures_total")),
             _slow([one["wait"] for one in returned]),
+            run.get("start_s", 0.0),
         )
 
 
@@ -126,6 +128,7 @@ def show(report: dict[str, Any], plot: Path, console: Console) -> None:
     if not found:
         return
     console.print(waits_table(report, found))
+    console.print(f"  {starts(found)}", soft_wrap=True)
     if any(one.slow and one.slow.parts for one in found):
         console.print(slow_table(found))
     for reason in report["left_out_arms"].values():
@@ -165,6 +168,22 @@ def waits_table(report: dict[str, Any], found: Sequence[Found]) -> Table:
             f"{one.errors}",
         )
     return table
+
+
+def starts(found: Sequence[Found]) -> str:
+    """What starting took and the median of first prompts, against plain vLLM's of the same run."""
+    plain = next((one for one in found if one.arm == "plain"), None)
+    parts = []
+    for one in found:
+        first = quantile(one.turns[1], 0.5) if one.turns.get(1) else 0.0
+        text = f"{one.arm} ready after {one.start_s:.1f} s"
+        if plain is not None and one is not plain:
+            text += f" ({one.start_s - plain.start_s:+.1f})"
+        text += f", first prompts p50 {first:.0f} ms"
+        if plain is not None and one is not plain and plain.turns.get(1):
+            text += f" ({first / quantile(plain.turns[1], 0.5):.2f} of plain's)"
+        parts.append(text)
+    return "; ".join(parts)
 
 
 def _turn_name(turn: int) -> str:

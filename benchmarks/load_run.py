@@ -39,6 +39,8 @@ from manthan.benchmarks.served import SAFE_VOCABULARY, Served
 from manthan.benchmarks.server import codec_used
 from manthan.benchmarks.settle import until_settled
 
+CACHES = ("VLLM_CACHE_ROOT", "NUMBA_CACHE_DIR", "CUDA_CACHE_PATH", "TRITON_CACHE_DIR")
+"""Environment variables that name folders of compiled kernels."""
 ANSWER_TIMEOUT_S = 1800.0
 """A user who waits longer is not answered."""
 FORGET_S = 10.0
@@ -89,6 +91,7 @@ class LoadOptions:
     seed: int
     start_timeout: float
     timeout: float
+    cold: bool
     out: Path
 
     def made(self, on_gpu: bool) -> Made:
@@ -173,12 +176,18 @@ def run_arm(options: LoadOptions, served: Served, load: Load, arm: CapacityArm, 
     """One server: start it, warm it up, let the chats talk, end it."""
     began = time.monotonic()
     is_ours = arm.manthan is not None
-    with arm.server(served, options.out, "load") as server, Bar(console, shown(arm)) as progress:
+    with ExitStack() as stack:
+        if options.cold:
+            caches = stack.enter_context(tempfile.TemporaryDirectory(prefix="manthan-load-"))
+            arm = replace(arm, env=dict(arm.env) | dict.fromkeys(CACHES, caches))
+        server = stack.enter_context(arm.server(served, options.out, "load"))
+        progress = stack.enter_context(Bar(console, shown(arm)))
         server.wait_for_answers(ANSWER_TIMEOUT_S)
         progress.begin("the server starts")
         server.wait_until_ready(options.start_timeout)
         start_s = time.monotonic() - began
-        warm_up(server, options, served, load, is_ours, progress)
+        if not options.cold:
+            warm_up(server, options, served, load, is_ours, progress)
         talk = talk_to(server, load, options, progress)
     waits = explain(talk, read_log(server.log, talk.began), served.block_size, is_ours)
     console.print(f"  {shown(arm)}: {said(talk)}; {time.monotonic() - began:.0f} s", soft_wrap=True)

@@ -5,7 +5,7 @@ token's distribution from the one after the exact prefix, lookups in a table and
 cosines, and bytes. On a real engine (vllm), where the prefix is evicted and restored, and with Transformers, where its
 KV cache is replaced.
 
-    python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0+0,4+128] [--engine vllm]
+    python benchmarks/quality.py MODEL [--text FILE] [--codec NAME,NAME] [--exact 0,4] [--engine vllm]
         [--profile FILE]
     python benchmarks/quality.py --plot-only FOLDER/quality.json
 """
@@ -201,7 +201,7 @@ def main(
         str,
         typer.Option(help="Codecs, by comma; all that are registered if not given.", autocompletion=complete_codecs),
     ] = "",
-    exact: Annotated[str, typer.Option(help="SINK+WINDOW tokens that are left exact, by comma.")] = "0+0",
+    exact: Annotated[str, typer.Option(help="Numbers of first tokens that are left exact, by comma.")] = "0",
     profile: Annotated[
         Path | None,
         typer.Option(help="The model's, for codecs that take one; the one in the cache folder."),

@@ -1,6 +1,5 @@
 """What is measured for quality.py: the model's shape, codecs with what they keep exact, and the bytes that takes."""
 
-import math
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
@@ -88,33 +87,29 @@ def _first_line(error: BaseException) -> str:
 
 @dataclass(frozen=True)
 class Setting:
-    """A codec, and how many tokens at the beginning (sink) and at the end (window) of a prefix stay exact.
+    """A codec, and how many tokens at the beginning (sink) of a prefix stay exact.
 
-    As in the cold store: of the last tokens, whole blocks do. profile: the path of that of a codec which takes one.
+    profile: the path of that of a codec which takes one.
     """
 
     codec: str
     sink: int = 0
-    window: int = 0
     profile: str = ""
 
     @property
     def name(self) -> str:
         codec = "exact, encoded" if self.codec == EXACT else self.codec  # not the arm of that name
-        return f"{codec} {self.sink}+{self.window}" if self.sink or self.window else codec
+        return f"{codec} {self.sink}" if self.sink else codec
 
     @property
     def config(self) -> dict[str, Any]:
         """The value of `codec` in Manthan's configuration: this codec, even if the guard would take another."""
         profile = {"profile": self.profile} if self.profile else {}
-        exact = {"sink_tokens": self.sink, "window_tokens": self.window}
-        return {"name": self.codec, "guard": False, "calibrate": False, **exact, **profile}
+        return {"name": self.codec, "guard": False, "calibrate": False, "sink_tokens": self.sink, **profile}
 
     def exact_tokens(self, blocks: int, block_size: int) -> NDArray[np.int64]:
         """[blocks]: how many of the first tokens of each of a prefix's full blocks stay exact."""
-        exact = np.clip(self.sink - block_size * np.arange(blocks), 0, block_size)
-        exact[max(0, blocks - math.ceil(self.window / block_size)) :] = block_size
-        return exact
+        return np.clip(self.sink - block_size * np.arange(blocks), 0, block_size)
 
 
 def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> tuple[ModelFacts, str]:
@@ -134,7 +129,7 @@ def load_facts(model: str, shape: Shape, codecs: str, profile: Path | None) -> t
 def parse_settings(
     codecs: str, exact: str, head_dim: int, facts: ModelFacts = NO_FACTS, profile: str = ""
 ) -> list[Setting]:
-    """Each codec with each `SINK+WINDOW`, both lists by comma.
+    """Each codec with each number of exact first tokens, both lists by comma.
 
     An empty list of codecs: all that are registered and can encode with these facts, and vectors of this size. profile:
     the path of that of the facts.
@@ -144,7 +139,7 @@ def parse_settings(
     except CodecError as error:
         raise QualityError(f"--codec {codecs}: {error}" if codecs else str(error)) from None
     return [
-        Setting(name, *_tokens(part, exact), profile if needs_profile(name) else "")
+        Setting(name, _tokens(part, exact), profile if needs_profile(name) else "")
         for name in dict.fromkeys(names)
         for part in exact.split(",")
     ]
@@ -186,11 +181,10 @@ def _able(head_dim: int, facts: ModelFacts) -> list[str]:
     return names
 
 
-def _tokens(part: str, exact: str) -> tuple[int, int]:
-    sink, plus, window = part.strip().partition("+")
-    if not (plus and sink.isdecimal() and window.isdecimal()):
-        raise QualityError(f"--exact {exact}: {part!r} is not SINK+WINDOW in tokens, such as 4+128 (0+0 for none).")
-    return int(sink), int(window)
+def _tokens(part: str, exact: str) -> int:
+    if not part.strip().isdecimal():
+        raise QualityError(f"--exact {exact}: {part!r} is not a number of tokens, such as 4 (0 for none).")
+    return int(part)
 
 
 @dataclass(frozen=True)

@@ -214,7 +214,7 @@ def check_settings(settings: list[Setting]) -> None:
             resolve_config(None, flags={"codec": setting.config})
         except ConfigError as error:
             raise QualityError(
-                f"{setting.name} cannot be measured on an engine: {error}. Use --engine transformers, or --exact 0+0."
+                f"{setting.name} cannot be measured on an engine: {error}. Use --engine transformers, or --exact 0."
             ) from None
 
 

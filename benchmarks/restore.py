@@ -42,7 +42,7 @@ LEAST_RATIO, MOST_RATIO = 4.0, 5.2
 """How much smaller codes are: budgets for a few sessions reckon with the least, sessions put in with the most."""
 HOT_POOL_SHARE = 0.1
 DEFAULT_BLOCK = 16
-MANTHAN = {"policy": "lru", "idle_after_s": 0.3, "sweep_interval_s": 0.05}
+MANTHAN = {"policy": "lru", "idle_after_s": 0.3}
 
 
 class Only(StrEnum):
@@ -208,15 +208,13 @@ class Setting:
 
     def store(self, arm: str, nbytes: int) -> dict[str, Any]:
         """Manthan's options for the store of an arm that has room for so many bytes of a cache."""
-        kind = {"disk-cached": "disk", "host-disk": "tiered"}.get(arm, arm)
+        kind = {"disk-cached": "disk", "host-disk": "disk", "tiered": "redis"}.get(arm, arm)
         room = math.ceil(nbytes / (1 if self.shape.is_latent else LEAST_RATIO))
         store: dict[str, Any] = {"kind": kind, "max_bytes": room}
-        if kind == "tiered":
+        if arm in ("host-disk", "tiered"):
             store["host_bytes"] = room
         if arm in REDIS:
             return {"cold_store": store, "redis": {"url": self.redis_url, "prefix": f"manthan-{arm}:"}}
-        if arm == "host-disk":
-            store["tiers"] = ["host", "disk"]
         if arm not in DISK:
             return {"cold_store": store}
         folder = Path(self.disk_folder, arm)

@@ -130,9 +130,6 @@ class Codec(ABC):
     varies: bool = False
     """Whether sections of one shape may take more or fewer bytes."""
 
-    def warm_up(self) -> None:  # noqa: B027 most have nothing to compile
-        """Do now what the first call would otherwise wait for, such as compiling."""
-
     @abstractmethod
     def max_nbytes(self, section: Section) -> int:
         """The most bytes that such a section can take: what it does take, where the codec has a fixed rate."""

@@ -135,10 +135,16 @@ class BlockFormat:
         if shape.dtype.is_fp8 and codec != EXACT:
             self._codecs[codec] = Fp8Codec(self._codecs[codec])
 
-    def warm_up(self) -> None:
-        """Do now what the first block would otherwise wait for."""
-        for codec in self._codecs.values():
-            codec.warm_up()
+    def warm_up(self, exacts: Sequence[int] = (0,)) -> None:
+        """Encode and decode a block of zeros, so that no later block waits for a compiler or a table.
+
+        Args:
+            exacts: numbers of first tokens that are kept exact, one for each kind of block.
+        """
+        dtype = self.shape.dtype.numpy
+        keys, values = (np.zeros(shape, dtype) for shape in (self.shape.numbers, self.shape.value_numbers))
+        for exact in exacts:
+            self.decode(self.encode(keys, values, key=b"", first_token=0, exact=exact), key=b"")
 
     def header(self, key: bytes, first_token: int, exact: int, mark: int = 0) -> BlockHeader:
         """What a block says of itself. Raises ShapeError."""

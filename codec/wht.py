@@ -184,11 +184,6 @@ class WhtCodec(Codec):
         self._rope, self._order = rope or NO_ROPE, halves(rope, head_dim)
         self._rotation = rotation(head_dim)
 
-    def warm_up(self) -> None:
-        """Compile the kernels, or load them from numba's cache."""
-        self._coder.warm_up()
-        self._kernels()
-
     def max_nbytes(self, section: Section) -> int:
         return bound(self.expected_nbytes(section))
 

@@ -1,19 +1,63 @@
 """The `manthan` command."""
 
+from importlib import import_module
 from importlib.metadata import version
+from typing import Any
 
 import typer
 from pydantic.fields import FieldInfo
 from rich.table import Table
 from rich.text import Text
+from typer.core import TyperGroup
 
 from manthan.manager.commands.calibrate import calibrate
 from manthan.manager.commands.config import check
 from manthan.manager.commands.console import make_console
-from manthan.manager.commands.others import Commands
 from manthan.manager.commands.sessions import app as sessions_app
 from manthan.manager.commands.simulate import simulate
 from manthan.policies import BadPolicyError, get_policy, policy_names
+
+LATE = {
+    "bench": "manthan.benchmarks.cli:bench",
+    "eval": "manthan.benchmarks.cli:evaluate",
+    "doctor": "manthan.vllm_hooks.doctor.command:doctor",
+}
+"""Commands that are imported when they are asked for: they need more than Manthan does."""
+
+
+class Commands(TyperGroup):
+    """All commands. One that cannot be imported says in a sentence what to install; the others work."""
+
+    def list_commands(self, ctx: Any) -> list[str]:
+        return [*super().list_commands(ctx), *LATE]
+
+    def get_command(self, ctx: Any, cmd_name: str) -> Any:
+        return _imported(cmd_name) if cmd_name in LATE else super().get_command(ctx, cmd_name)
+
+
+def _imported(name: str) -> Any:
+    module, _, attribute = LATE[name].partition(":")
+    try:
+        group = getattr(import_module(module), attribute)
+    except ModuleNotFoundError as error:
+        group = _refusing(f"manthan {name} needs {error.name}, which is not installed: pip install 'manthan-kv[bench]'")
+    command = typer.main.get_command(group)
+    command.name = name
+    return command
+
+
+def _refusing(sentence: str) -> typer.Typer:
+    """Return a command that takes any arguments, and only says that."""
+    refusing = typer.Typer(add_completion=False)
+    anything = {"ignore_unknown_options": True, "allow_extra_args": True}
+
+    @refusing.command(add_help_option=False, context_settings=anything, help=sentence.replace("[", r"\["))
+    def refuse() -> None:
+        typer.echo(sentence, err=True)
+        raise typer.Exit(1)
+
+    return refusing
+
 
 app = typer.Typer(name="manthan", cls=Commands, no_args_is_help=True, help="Session memory manager for vLLM.")
 config_app = typer.Typer(no_args_is_help=True, help="Look at configurations.")

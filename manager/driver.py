@@ -21,7 +21,7 @@ from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillRun
 from manthan.manager.sessions.marks import Mark, Owner
-from manthan.manager.sessions.pressure import Pressure
+from manthan.manager.sessions.pressure import HIGH_WATERMARK, LOW_WATERMARK, Pressure
 from manthan.manager.sessions.session import Outcome, Place
 from manthan.manager.stores.cold_store import STORE_FULL
 from manthan.manager.work import (
@@ -32,7 +32,6 @@ from manthan.manager.work import (
     GroupKeys,
     Load,
     LoadResult,
-    Moves,
     Name,
     SpillBlock,
     SpillBlocks,
@@ -66,7 +65,6 @@ class Work:
     """What is to be done now, in this order."""
 
     drops: Sequence[GroupKeys]
-    go_first: Sequence[Moves]
     runs: Sequence[SpillBlocks]
     loads: Sequence[Load]
     lost: int = 0
@@ -80,7 +78,7 @@ class Work:
         return [spill for run in self.runs for spill in run.one_by_one()]
 
 
-NOTHING = Work((), (), (), ())
+NOTHING = Work((), (), ())
 
 
 class Driver(Generic[B]):
@@ -102,8 +100,8 @@ class Driver(Generic[B]):
         manager: SessionMemoryManager,
         pool: Pool[B],
         blocks: int,
-        low: float,
-        high: float,
+        low: float = LOW_WATERMARK,
+        high: float = HIGH_WATERMARK,
         ranks: int = 1,
         observer: Observer | None = None,
         redis: "RedisLink | None" = None,
@@ -314,12 +312,12 @@ class Driver(Generic[B]):
             self._journal.tell(now)
         revokes = self._holding > 0 and self._is_short
         self._hold(now)
+        self.manager.settle_tiers()
         self.hear()
         if not self.rests:
             self._loads += self.prefetcher.step(now)
         work = Work(
             drops=[GroupKeys(drop.group, drop.keys) for drop in drops],
-            go_first=list(self._moves()) if self.manager.has_fast_tiers else (),
             runs=self._granted,
             loads=self._loads,
             lost=self._lost,
@@ -333,11 +331,6 @@ class Driver(Generic[B]):
     def sent(self) -> None:
         """Take note that the workers are told what the last step ordered."""
         self._ordered = NOTHING
-
-    def _moves(self) -> Iterator[Moves]:
-        for tier, keys in enumerate(self.manager.take_moves()):
-            if keys and self._group is not None:
-                yield Moves(tier, self._group, keys)
 
     def _hold(self, now: float) -> None:
         """Order blocks to be encoded, no more than can be begun now."""

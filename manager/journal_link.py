@@ -4,6 +4,7 @@ what an earlier one left."""
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import takewhile
+from operator import attrgetter
 from typing import NamedTuple
 
 from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession, Part
@@ -75,7 +76,7 @@ class JournalLink:
         """Write down what has changed since the last call."""
         changes = dict(self._manager.table.take_changes())
         if not self._is_void:
-            closed = [session_id for session_id, block in self._gaps.items() if _has_codes(block)]
+            closed = [session_id for session_id, block in self._gaps.items() if block.has_codes]
             changes |= {session_id: self._manager.table.by_id.get(session_id) for session_id in closed}
             self._journal.tell(list(self._records(changes.items(), now)))
 
@@ -108,14 +109,14 @@ class JournalLink:
     def _mind_gap(self, session_id: str, session: Session | None) -> None:
         self._gaps.pop(session_id, None)
         if session is not None and session.state is SessionState.COLD:
-            gap = next((block for block in session.chain if not _has_codes(block)), None)
+            gap = next((block for block in session.chain if not block.has_codes), None)
             if gap is not None:
                 self._gaps[session_id] = gap
 
     def _stored(self, session: Session | None) -> Stored:
         if session is None:
             return Stored([], [])
-        chain = list(takewhile(_has_codes, session.chain))
+        chain = list(takewhile(attrgetter("has_codes"), session.chain))
         anchors = [anchor for anchor in session.anchors if anchor.depth <= len(chain) and anchor.stands]
         if self._needs_anchors:
             chain = chain[: anchors[-1].depth] if anchors else []
@@ -204,10 +205,6 @@ class JournalLink:
         if self._manager.shape.group is None:
             return NO_CODES
         return Encoding.of(sizes[block.group, block.key], block.exact)
-
-
-def _has_codes(block: Block) -> bool:
-    return block.code is CodeState.COLD or block.old is not None
 
 
 def _facts(session: Session, offset: float) -> dict[str, object]:

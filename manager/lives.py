@@ -2,8 +2,9 @@
 
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from enum import StrEnum, auto
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from pydantic import ByteSize
 
@@ -27,18 +28,19 @@ class EventKind(StrEnum):
     RELEASED = auto()
 
 
-class Event(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class Event:
     """at: seconds on the clock of `Lives`. tokens, blocks: of the conversation, or those that went or came back.
-    nbytes: of codes. seconds: how long it took. saved: tokens that were not computed. note: a few words more."""
+    bytes: of codes. seconds: how long it took. saved_tokens: that were not computed. text: a short sentence."""
 
     at: float
     kind: EventKind
+    text: str
     tokens: int | None = None
     blocks: int | None = None
-    nbytes: int | None = None
+    bytes: int | None = None
     seconds: float | None = None
-    saved: int | None = None
-    note: str = ""
+    saved_tokens: int | None = None
 
 
 class Life(NamedTuple):
@@ -74,52 +76,38 @@ class Lives(Observer):
         return [] if session is None or life is None or life.born != session.created else list(life.events)
 
     def evicted(self, eviction: Eviction) -> None:
-        self._add(
-            eviction.session_id,
-            EventKind.EVICTED,
-            tokens=eviction.tokens,
-            blocks=eviction.blocks,
-            nbytes=eviction.cold_nbytes,
-            seconds=eviction.took_s,
-            note=f"{eviction.encoded} of {eviction.blocks} blocks encoded",
-        )
+        tokens, nbytes, seconds = eviction.tokens, eviction.cold_nbytes, eviction.took_s
+        note = f"{eviction.encoded} of {eviction.blocks} blocks encoded"
+        text = f"Went cold in {seconds:.3g} s: {tokens} tokens, {_size(nbytes)} of codes ({note})."
+        self._add(eviction.session_id, EventKind.EVICTED, text, tokens, eviction.blocks, nbytes, seconds)
 
     def restored(self, restored: Restored) -> None:
-        tokens = restored.good * self._block_tokens
-        self._add(
-            restored.session_id,
-            EventKind.PREFETCHED if restored.is_prefetch else EventKind.RESTORED,
-            tokens=tokens,
-            blocks=restored.good,
-            nbytes=sum(answer.nbytes for answer in restored.answers),
-            seconds=max((answer.seconds for answer in restored.answers), default=0.0),
-            saved=None if restored.is_prefetch else tokens,
-            note=", ".join(sorted(set(restored.causes))),
-        )
+        tokens, nbytes = restored.good * self._block_tokens, sum(answer.nbytes for answer in restored.answers)
+        seconds = max((answer.seconds for answer in restored.answers), default=0.0)
+        kind = EventKind.PREFETCHED if restored.is_prefetch else EventKind.RESTORED
+        when, saved = ("before a request, in", None) if restored.is_prefetch else ("in", tokens)
+        note = f" ({', '.join(sorted(set(restored.causes)))})" if restored.causes else ""
+        text = f"Came back {when} {seconds:.3g} s: {tokens} tokens out of {_size(nbytes)} of codes{note}."
+        self._add(restored.session_id, kind, text, tokens, restored.good, nbytes, seconds, saved)
 
     def happened(self, news: News) -> None:
-        kind = EventKind(news.kind)
-        if kind is EventKind.TURN:
-            self._add(
-                news.session_id, kind, tokens=news.tokens, blocks=news.blocks, seconds=news.seconds, saved=news.found
-            )
-        elif kind is EventKind.DROPPED:
-            tokens = news.blocks * self._block_tokens
-            self._add(news.session_id, kind, tokens=tokens, blocks=news.blocks, nbytes=news.nbytes, note=news.cause)
-        else:
-            self._add(news.session_id, kind)
+        name, kind, blocks = news.session_id, EventKind(news.kind), news.blocks
+        match kind:
+            case EventKind.TURN:
+                found, seconds = news.found, news.seconds
+                text = f"A request ended after {seconds:.3g} s with {news.tokens} tokens; {found} were not computed."
+                self._add(name, kind, text, news.tokens, blocks, None, seconds, found)
+            case EventKind.DROPPED:
+                tokens = blocks * self._block_tokens
+                text = f"Lost {_size(news.nbytes)} of codes, of {tokens} tokens ({news.cause})."
+                self._add(name, kind, text, tokens, blocks, news.nbytes)
+            case EventKind.UNPINNED:
+                self._add(name, kind, "Is not pinned any more.")
+            case _:
+                self._add(name, kind, f"Was {kind}.")
 
-    def _add(
-        self,
-        session_id: str,
-        kind: EventKind,
-        tokens: int | None = None,
-        blocks: int | None = None,
-        nbytes: int | None = None,
-        seconds: float | None = None,
-        saved: int | None = None,
-        note: str = "",
-    ) -> None:
+    def _add(self, session_id: str, kind: EventKind, text: str, *numbers: Any) -> None:
+        """numbers: fields of an Event behind its text."""
         session = self._sessions.get(session_id)
         if session is None:
             self.forget(session_id)
@@ -129,7 +117,7 @@ class Lives(Observer):
             self.forget(session_id)
             life = self._lives[session_id] = Life(session.created, deque(maxlen=EVENTS_A_SESSION))
         self._count += len(life.events) < EVENTS_A_SESSION
-        life.events.append(Event(self._clock(), kind, tokens, blocks, nbytes, seconds, saved, note))
+        life.events.append(Event(self._clock(), kind, text, *numbers))
         self._lives.move_to_end(session_id)
         while self._count > self._most:
             self.forget(next(iter(self._lives)))
@@ -140,18 +128,5 @@ class Lives(Observer):
         self._count -= len(life.events) if life is not None else 0
 
 
-def in_words(event: Event) -> str:
-    """A short sentence."""
-    tokens, seconds = f"{event.tokens} tokens", f"{event.seconds or 0:.3g} s"
-    nbytes, note = ByteSize(event.nbytes or 0).human_readable(), f" ({event.note})" if event.note else ""
-    sentences = {
-        EventKind.TURN: f"A request ended after {seconds} with {tokens}; {event.saved} were not computed.",
-        EventKind.EVICTED: f"Went cold in {seconds}: {tokens}, {nbytes} of codes{note}.",
-        EventKind.RESTORED: f"Came back in {seconds}: {tokens} out of {nbytes} of codes{note}.",
-        EventKind.PREFETCHED: f"Came back before a request, in {seconds}: {tokens} out of {nbytes} of codes{note}.",
-        EventKind.DROPPED: f"Lost {nbytes} of codes, of {tokens}{note}.",
-        EventKind.PINNED: "Was pinned.",
-        EventKind.UNPINNED: "Is not pinned any more.",
-        EventKind.RELEASED: "Was released.",
-    }
-    return sentences[event.kind]
+def _size(nbytes: int) -> str:
+    return ByteSize(nbytes).human_readable()

@@ -112,24 +112,23 @@ class RedisLink:
 
     def _record(self, session_id: str, session: Session | None, offset: float) -> SessionRecord:
         """offset: from the manager's clock to Unix seconds."""
-        info = self._manager.session(session_id)
-        if session is None or info is None:
+        if session is None:
             return SessionRecord(session_id)
         cold = CodeState.COLD  # looking it up takes longer than what is asked of a block
         stored = [block for block in (*session.chain, *session.beside) if block.code is cold]
         blocks = [(self._group if block.group is None else block.group, block.key, block.depth) for block in stored]
         fields = {
-            "tenant": info.tenant,
-            "state": info.state,
-            "tokens": info.tokens,
+            "tenant": session.tenant,
+            "state": session.state,
+            "tokens": len(session.chain) * self._manager.shape.block_tokens,
             "blocks": len(blocks),
             "bytes": sum([block.encoding.nbytes for block in stored]),
-            "requests": info.requests,
+            "requests": session.uses,
             "hashes": sample([block.key for block in session.chain]),
-            "created": iso(info.created + offset),
-            "last_used": iso(info.last_used + offset),
+            "created": iso(session.created + offset),
+            "last_used": iso(session.last_used + offset),
         }
-        return SessionRecord(session_id, fields, info.last_used + offset, blocks)
+        return SessionRecord(session_id, fields, session.last_used + offset, blocks)
 
     def reset(self) -> str:
         """Return the name of the namespace that blocks are stored in from now on."""

@@ -15,12 +15,10 @@ logger = logging.getLogger("vllm.manthan.sweeper")
 class Sweeper:
     """Calls `due` again and again and, when it says yes, `ring`. Both run on the job's thread.
 
-    interval_s: between two calls, at most. idle_after_s: after so long sessions are due; see LATE_SHARE.
+    idle_after_s: after so long sessions are due; see LATE_SHARE.
     """
 
-    def __init__(
-        self, interval_s: float, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]
-    ) -> None:
+    def __init__(self, idle_after_s: float, due: Callable[[], bool], ring: Callable[[], None]) -> None:
         self._due, self._ring = due, ring
         # The scheduler tells of each start and stop, and of each call that it leaves out since the last one is not
         # over. Said here: vLLM undoes what is said before it is imported.
@@ -29,7 +27,7 @@ class Sweeper:
         self._scheduler.add_job(
             self._tick,
             "interval",
-            seconds=min(interval_s, max(LATE_SHARE * idle_after_s, SHORTEST_S)),
+            seconds=max(LATE_SHARE * idle_after_s, SHORTEST_S),
             coalesce=True,
             max_instances=1,
             misfire_grace_time=None,  # on a busy machine a late sweep is better than none

@@ -36,15 +36,6 @@ class GroupKeys(NamedTuple):
     keys: Sequence[bytes]
 
 
-class Moves(NamedTuple):
-    """Blocks of one KV cache group that are to leave a fast tier before others, by key, and in this order. tier: its
-    number, the fastest 0."""
-
-    tier: int
-    group: int
-    keys: Sequence[bytes]
-
-
 class GroupBlocks(NamedTuple):
     """Blocks of one KV cache group, and where in the paged cache each belongs."""
 

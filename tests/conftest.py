@@ -78,7 +78,7 @@ def plain_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmServe
 
 
 SERVED = """
-{idle_after_s: 30, sweep_interval_s: 0.1, min_tokens: 64,
+{idle_after_s: 30, min_tokens: 64,
  quotas: {header: X-Tenant-ID, pinned_share: 0.01, tenants: {no-room: 0, left: 0.5, right: 0.02}}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 
@@ -109,7 +109,7 @@ def unguarded_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[VllmS
 
 
 STEERED = """
-{idle_after_s: 3600, sweep_interval_s: 0.1, min_tokens: 64, codec: {guard: false},
+{idle_after_s: 3600, min_tokens: 64, codec: {guard: false},
  quotas: {header: X-Tenant-ID, pinned_share: 0.01}}
 """  # 671,088 bytes for pinned sessions: 25 blocks
 API_KEY = "sesame"

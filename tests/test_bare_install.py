@@ -99,39 +99,9 @@ def test_a_command_of_an_extra_says_which(bare: Bare, args: list[str]) -> None:
     assert result.stderr == f"manthan {args[0]} needs httpx, which is not installed: pip install 'manthan-kv[bench]'\n"
 
 
-def test_a_trace_is_simulated(bare: Bare) -> None:
-    trace = REPO / "tests" / "data" / "mooncake_conversation_1000.jsonl"
-    simulated = bare.manthan("simulate", str(trace), "--policy", "lru", "--cold", "10%")
-    assert simulated.returncode == 0, simulated.stderr
-
-
 def test_what_is_imported_is_declared(bare: Bare) -> None:
     result = bare.run(IMPORT_ALL)
     assert result.returncode == 0, result.stderr
     missing = [line.split() for line in result.stdout.splitlines()]
     assert {package for _, package in missing} <= FROM_VLLM
     assert {module for module, _ in missing if not module.startswith(OF_VLLM)} == set()
-
-
-@pytest.mark.parametrize(
-    ("module", "why"),
-    [
-        ("print('loaded'); import there_is_none", "ModuleNotFoundError: No module named 'there_is_none'"),
-        ("print('loaded'); raise SystemError('two\\nlines')", "SystemError: two lines"),
-        ("print('loaded'); group = 7", "TypeError: it must be a typer.Typer, not 7"),
-    ],
-)
-def test_another_package_s_broken_command_breaks_no_other(bare: Bare, module: str, why: str) -> None:
-    info = bare.site / "theirs-1.0.dist-info"
-    info.mkdir(exist_ok=True)
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: theirs\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text("[manthan.commands]\nlook = theirs:group\n")
-    (bare.site / "theirs.py").write_text(module)
-    try:
-        assert bare.manthan("version").stdout == f"{version('manthan-kv')}\n"
-        assert bare.manthan("--help").returncode == 0
-        asked = bare.manthan("look", "--at", "it")
-        assert (asked.returncode, asked.stdout) == (1, "loaded\n")
-        assert asked.stderr == f"manthan look of the package theirs cannot be loaded: {why}\n"
-    finally:
-        (info / "entry_points.txt").unlink()

@@ -1,4 +1,4 @@
-"""Every command line in the documents is run, or it is said why not.
+"""Every command line in the documents is run by `make test-all`, or it is said why not.
 
 helpers/documents.py says what counts as a command and how one is marked that needs a GPU; commands.yaml says how the
 others are run.
@@ -110,7 +110,7 @@ def test_it_is_run_or_it_is_said_why_not(command: Command) -> None:
     )
 
 
-@pytest.mark.parametrize("table", ["run", "slow", "tested", "elsewhere"])
+@pytest.mark.parametrize("table", ["run", "tested", "elsewhere"])
 def test_the_table_has_no_command_that_no_document_has(table: str) -> None:
     texts = [f"{command.text} " for command in FOUND]
     assert [begin for begin in TABLE[table] if not any(text.startswith(f"{begin} ") for text in texts)] == []
@@ -160,20 +160,17 @@ def readers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Read
         reader.leave()
 
 
-def by_themselves() -> list[Any]:
-    """In the order of the documents; what several have is run once. Some run in `make test-all` only."""
+def by_themselves() -> list[Command]:
+    """In the order of the documents; what several have is run once."""
     found: dict[str, Command] = {}
     for command in OURS:
         is_left = has_a_test_or_a_reason(command) or is_served(command) or is_mention(command)
         if not is_left and (smaller(command) is not None or runs_alone(command)):
             found.setdefault(command.text, command)
-    return [pytest.param(one, marks=pytest.mark.slow) if is_slow(one) else one for one in found.values()]
+    return list(found.values())
 
 
-def is_slow(command: Command) -> bool:
-    return any(f"{command.text} ".startswith(f"{begin} ") for begin in TABLE["slow"])
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("command", by_themselves(), ids=str)
 def test_it_succeeds(command: Command, readers: Mapping[str, Reader]) -> None:
     readers[command.document].types(command.text, smaller(command) or "")
@@ -234,7 +231,7 @@ def serve(command: Command) -> Serve:
         else:
             flags[name] = f"{flags[name]} {word}".strip()
     flags |= {name: value for name, value in TABLE["server_values"].items() if name in flags}
-    if "redis" not in command.text and "tiered" not in command.text:
+    if "redis" not in command.text:
         del flags["--manthan-redis-url"]
     return Serve(frozenset(variables), frozenset(flags.items()))
 
@@ -269,15 +266,8 @@ def test_there_are_few_servers() -> None:
     assert 0 < len(servers()) <= MOST_SERVERS, "give a command in the documents the flags that another has"
 
 
-def with_slow_ones(all_of_them: list[Serve]) -> list[Any]:
-    slow = set(TABLE["slow_servers"])
-    return [
-        pytest.param(one, marks=pytest.mark.slow) if slow & {name for name, _ in one.flags} else one
-        for one in all_of_them
-    ]
-
-
-@pytest.mark.parametrize("one", with_slow_ones(servers()), ids=name_of)
+@pytest.mark.slow
+@pytest.mark.parametrize("one", servers(), ids=name_of)
 def test_a_server_answers(one: Serve, tmp_path: Path, request: pytest.FixtureRequest) -> None:
     reader = Reader(tmp_path / "reader", TABLE["replace"], TABLE["files"])
     if one.uses_redis:

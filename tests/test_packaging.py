@@ -120,45 +120,6 @@ def import_graph(package: str, folder: Path) -> dict[str, set[str]]:
     return graph
 
 
-def a_circle(graph: dict[str, set[str]]) -> list[str]:
-    """Modules each of which imports the next, and the last the first; none if there are no such."""
-    left = dict(graph)
-    while leaves := [module for module, imports in left.items() if not imports & left.keys()]:
-        for module in leaves:
-            del left[module]
-    if not left:
-        return []
-    way = [next(iter(sorted(left)))]
-    while way.count(way[-1]) == 1:
-        way.append(min(left[way[-1]] & left.keys()))
-    return way[way.index(way[-1]) :]
-
-
-@each_package
-def test_no_package_has_an_import_circle(package: str) -> None:
-    graph = import_graph(package, installed(package))
-    assert len(graph) > 3
-    assert not (circle := a_circle(graph)), " imports ".join(circle)
-
-
-def test_a_circle_is_found() -> None:
-    assert a_circle({"a": {"b"}, "b": {"c", "d"}, "c": set(), "d": {"b"}}) == ["b", "d", "b"]
-    assert a_circle({"a": {"b", "c"}, "b": {"c"}, "c": set()}) == []
-    code = """
-from typing import TYPE_CHECKING
-import manthan.codec.wire
-if TYPE_CHECKING:
-    from manthan.codec import later
-else:
-    from manthan.codec import now
-
-def lazily():
-    from manthan.codec.base import Codec
-"""
-    found = list(run_time_imports(ast.parse(code), "codec"))
-    assert found == ["typing.TYPE_CHECKING", "manthan.codec.wire", "manthan.codec.now", "manthan.codec.base.Codec"]
-
-
 @pytest.mark.parametrize("folder", OURS)
 def test_our_packages_are_imported_by_their_full_name(folder: str) -> None:
     for path in python_files(REPO / folder):

@@ -1,8 +1,7 @@
-"""What Manthan touches of vLLM that vLLM does not offer to connectors; written for 0.32 and compared with
-0.33; docs/compatibility.md says what ran on which.
+"""All of vLLM that Manthan touches and that vLLM does not offer to connectors; for 0.32, compared with 0.33.
 
-Everything here may change with any release of vLLM; everything else in `vllm_hooks` keeps to the connector API and to
-what vLLM documents.
+`WRAPPED` lists each function of vLLM that Manthan replaces, and why. This file may fail with any release of vLLM.
+Everything else in `vllm_hooks` keeps to the connector API and to what vLLM documents.
 """
 
 import argparse
@@ -12,7 +11,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
 
 import msgspec
 from vllm.logger import init_logger
@@ -21,7 +20,6 @@ from vllm.v1.core.kv_cache_utils import (
     get_block_hash,
     get_group_id,
     make_block_hash_with_group_id,
-    resolve_block_hashes,
 )
 
 from manthan.manager.sessions.marks import Mark, Marks, Owner
@@ -29,19 +27,20 @@ from manthan.manager.sessions.session import BlockName
 
 if TYPE_CHECKING:
     import torch
-    from fastapi import FastAPI
     from starlette.datastructures import Headers
     from vllm import EngineArgs
     from vllm.config import ModelConfig, VllmConfig
     from vllm.distributed.kv_events import BlockStored
+    from vllm.lora.request import LoRARequest
+    from vllm.multimodal.inputs import MultiModalFeatureSpec
     from vllm.utils.argparse_utils import FlexibleArgumentParser
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_utils import KVCacheBlock
+    from vllm.v1.engine import EngineCoreRequest
     from vllm.v1.engine.core import EngineCoreProc
     from vllm.v1.kv_hints import KvHintsEnvelope
 
     from manthan.manager.work import Name
-    from manthan.vllm_hooks.adapters import Adapters
 
 logger = init_logger("vllm.manthan")
 
@@ -53,10 +52,58 @@ PAUSE_S = 1e-3
 """Seconds between two steps of that, which leave the interpreter to threads that transfer."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
 """Methods of workers that change weights. Not all of them do so by the model's `load_weights`."""
-ADAPTER_CONTENT = "manthan_adapter_content"
-"""Of a request: what stands for the content of its LoRA adapter."""
+STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
+"""Methods of workers that an engine core calls in each step."""
+WRAPPED = {
+    "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
+    "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
+    "vllm.engine.arg_utils.EngineArgs.create_engine_config": (
+        "Settings that cannot be served end the program before any process starts."
+    ),
+    "vllm.v1.engine.input_processor.InputProcessor.process_inputs": (
+        "A request with hints that cannot be used gets status 400."
+    ),
+    "vllm.v1.engine.core.EngineCore.preprocess_add_request": (
+        "Block hashes hold tenants, and the content of adapters and media."
+    ),
+    "vllm.v1.engine.core.EngineCore.reset_prefix_cache": "vLLM resets only while no block is referenced.",
+    "vllm.v1.executor.abstract.Executor.collective_rpc": "Connectors hear of no load of weights, and of no sleep.",
+    "vllm.model_executor.model_loader.utils.initialize_model": (
+        "Connectors hear of no model before its weights are loaded."
+    ),
+    "vllm.model_executor.models.llama.LlamaForCausalLM.load_weights": (
+        "The digest of weights must be the same for each number of ranks."
+    ),
+    "vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled": (
+        "A lookup of blocks does not say whose request asks."
+    ),
+    "vllm.v1.core.block_pool.BlockPool.get_cached_block": "Decoded blocks are served to their own session only.",
+    "vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks": (
+        "Blocks computed behind decoded ones are marked."
+    ),
+}
+"""Functions of vLLM that Manthan replaces, and the reason for each. Tests compare their signatures."""
 
 # Every process of vLLM loads plugins: what only some of them need is imported where it is used.
+
+
+def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any], Any] = lambda made: made) -> None:
+    """Replace a function of vLLM by what `make` returns for it, once.
+
+    Args:
+        name: its key in `WRAPPED`.
+        owner: the class, module or object that has it.
+        kind: `staticmethod` or `classmethod` where it is one.
+    """
+    assert name in WRAPPED, name
+    attribute = name.rpartition(".")[2]
+    theirs = getattr(owner, attribute)
+    if hasattr(theirs, "manthan"):
+        return
+    ours: Any = functools.wraps(theirs)(make(theirs))
+    ours.manthan = True
+    setattr(owner, attribute, kind(ours))
+
 
 # -- flags and requests, in the process that takes them -----------------------------------------------
 
@@ -85,148 +132,59 @@ def extend_engine_args(
     """
     from vllm.engine.arg_utils import EngineArgs
 
-    wrapped: Any = EngineArgs  # mypy allows nobody to assign to methods
-    add_cli_args, from_cli_args = wrapped.add_cli_args, wrapped.from_cli_args.__func__
-    create_engine_config = wrapped.create_engine_config
+    def with_flags(add_cli_args: Any) -> Any:
+        def add(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
+            return add_flags(add_cli_args(parser))
 
-    @functools.wraps(add_cli_args)
-    def with_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
-        with_theirs: FlexibleArgumentParser = add_cli_args(parser)
-        return add_flags(with_theirs)
+        return add
 
-    @functools.wraps(from_cli_args)
-    def with_read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
-        read_flags(args)
-        engine_args = from_cli_args(cls, args)
-        engine_args.manthan_from_command_line = True
-        return engine_args
+    def with_read(from_cli_args: Any) -> Any:
+        def read(cls: type[EngineArgs], args: argparse.Namespace) -> Any:
+            read_flags(args)
+            engine_args = from_cli_args.__func__(cls, args)
+            engine_args.manthan_from_command_line = True
+            return engine_args
 
-    @functools.wraps(create_engine_config)
-    def with_check(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
-        from_command_line = hasattr(self, "manthan_from_command_line")
-        precheck(self, from_command_line)
-        vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
-        check(vllm_config, from_command_line)
-        return vllm_config
+        return read
 
-    wrapped.add_cli_args = staticmethod(with_flags)
-    wrapped.from_cli_args = classmethod(with_read)
-    wrapped.create_engine_config = with_check
+    def with_check(create_engine_config: Any) -> Any:
+        def create(self: EngineArgs, *args: Any, **kwargs: Any) -> "VllmConfig":
+            from_command_line = hasattr(self, "manthan_from_command_line")
+            precheck(self, from_command_line)
+            vllm_config: VllmConfig = create_engine_config(self, *args, **kwargs)
+            check(vllm_config, from_command_line)
+            return vllm_config
+
+        return create
+
+    name = "vllm.engine.arg_utils.EngineArgs"
+    wrap(f"{name}.add_cli_args", EngineArgs, with_flags, staticmethod)
+    wrap(f"{name}.from_cli_args", EngineArgs, with_read, classmethod)
+    wrap(f"{name}.create_engine_config", EngineArgs, with_check)
 
 
-def before_engine(
-    check: "Callable[[VllmConfig, Any], object]", params_key: str, check_id: Callable[[str | None], None]
-) -> None:
-    """Have each request's `params_key`, and its session's id, checked on its way to the engine; what `check` and
-    `check_id` raise refuses the request.
+def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", params_key: str) -> None:
+    """Have each request's `params_key`, and its session's id, checked on its way to the engine.
 
-    What `check` returns takes the place of what it was given.
+    Args:
+        check: its result takes the place of what the request had at `params_key`. What it raises refuses the request.
     """
     from vllm.v1.engine.input_processor import InputProcessor
 
-    wrapped: Any = InputProcessor
-    process_inputs = wrapped.process_inputs
-
-    @functools.wraps(process_inputs)
-    def with_check(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
-        request = process_inputs(self, *args, **kwargs)
-        check_id(request.session_id)
-        params = request.sampling_params
-        if params is not None:
-            extra = params.extra_args or {}
+    def with_check(process_inputs: Any) -> Any:
+        def process(self: InputProcessor, *args: Any, **kwargs: Any) -> Any:
+            request = process_inputs(self, *args, **kwargs)
+            params = request.sampling_params
+            extra = (params and params.extra_args) or {}
             own = extra.get(params_key)
-            checked = check(self.vllm_config, own)
-            if checked is not own:
+            checked = check(self.vllm_config, own, request.session_id)
+            if checked is not own and params is not None:
                 params.extra_args = {**extra, params_key: checked}  # these are the request's own, but `extra` is not
-        return request
+            return request
 
-    wrapped.process_inputs = with_check
+        return process
 
-
-def before_answer(
-    check: "Callable[[VllmConfig, Any], object]", params_key: str, check_id: Callable[[str | None], None]
-) -> None:
-    """The same before the server begins to answer, so that a streamed answer has the right status too."""
-    from vllm.entrypoints.generate.base.serving import GenerateBaseServing
-    from vllm.entrypoints.serve.engine.serving import BaseServing
-
-    serving: Any = GenerateBaseServing
-    # From the body, a header or vllm_xargs; routes whose bodies have none ask for the header alone.
-    for name in ("_get_session_id", "_get_session_id_from_headers"):
-        setattr(serving, name, staticmethod(_checking(getattr(serving, name), check_id)))
-
-    wrapped: Any = BaseServing
-    check_model = wrapped._check_model
-
-    @functools.wraps(check_model)
-    async def with_check(self: BaseServing, request: Any) -> Any:
-        error = await check_model(self, request)
-        processor = getattr(self, "input_processor", None)
-        if error is None and processor is not None:
-            check(processor.vllm_config, getattr(request, params_key, None))
-        return error
-
-    wrapped._check_model = with_check
-
-
-def _checking(get_session_id: Callable[..., str | None], check_id: Callable[[str | None], None]) -> Any:
-    @functools.wraps(get_session_id)
-    def get_checked_id(*args: Any, **kwargs: Any) -> str | None:
-        session_id = get_session_id(*args, **kwargs)
-        check_id(session_id)
-        return session_id
-
-    return get_checked_id
-
-
-def hash_media_by_content(refuse: Callable[[], Exception]) -> None:
-    """Have block hashes hold what images and the like contain, not the ids that clients gave them: an id means another
-    image tomorrow. `refuse` makes the error for an id without content."""
-    from vllm.multimodal import hasher
-    from vllm.multimodal.processing.inputs import ProcessorInputs
-
-    wrapped: Any = ProcessorInputs
-    get_hashes = wrapped.get_mm_hashes
-    if hasattr(get_hashes, "manthan"):
-        return
-
-    @functools.wraps(get_hashes)
-    def of_content(self: ProcessorInputs, *args: Any, **kwargs: Any) -> Any:
-        if not any(given is not None for items in (self.mm_uuid_items or {}).values() for given in items or ()):
-            return get_hashes(self, *args, **kwargs)
-        for items in self.mm_data_items.values():
-            if any(item is None for item in items.get_all_items_for_hash()):
-                raise refuse()
-        return get_hashes(dataclasses.replace(self, mm_uuid_items=None), *args, **kwargs)
-
-    of_content.manthan = True  # type: ignore[attr-defined]
-    wrapped.get_mm_hashes = of_content
-    hasher._get_image_id_bytes = lambda image: None  # vLLM would take an id in the image's EXIF for its content
-
-
-def hash_features_by_content(refuse: Callable[[], Exception]) -> None:
-    """The same where a client sends media as another server has prepared them (`--enable-scale-out`), with hashes."""
-    from hashlib import sha256
-
-    from vllm.entrypoints.scale_out.token_in_token_out import mm_features
-
-    decode = mm_features.mm_kwargs_from_features
-    if hasattr(decode, "manthan"):
-        return
-
-    @functools.wraps(decode)
-    def of_content(features: Any) -> Any:
-        for modality, hashes in features.mm_hashes.items():
-            data = (features.kwargs_data or {}).get(modality, [None])
-            if None in data:
-                raise refuse()
-            more = (features.mm_metadata or {}).get(modality, [""] * len(data))
-            parts = [f"{len(item)} {item} {beside}" for item, beside in zip(data, more, strict=True)]
-            hashes[:] = [sha256(part.encode()).hexdigest() for part in parts]
-        return decode(features)
-
-    of_content.manthan = True  # type: ignore[attr-defined]
-    mm_features.mm_kwargs_from_features = of_content  # before the route that has a name of its own for it is made
+    wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, with_check)
 
 
 class Asked(NamedTuple):
@@ -252,33 +210,6 @@ async def ask_cores(client: Any, name: str, *args: Any) -> Asked:
         return Asked([], is_dead=True)
 
 
-def add_routes(attach: "Callable[[FastAPI], None]") -> None:
-    """Have `attach` add routes to each API server that is built for an engine, behind vLLM's own.
-
-    This is what vLLM calls an endpoint plugin. vLLM looks for such a plugin only where VLLM_PLUGINS names it, and then
-    for no plugin of any kind that is not named there. Manthan's flags are what turns ours on, so the search is wrapped.
-    """
-    from vllm import plugins
-
-    class Endpoints:
-        name, required_tasks = "manthan", ("generate",)
-
-        def attach_router(self, app: "FastAPI") -> None:
-            attach(app)
-
-        async def init_state(self, *_: Any) -> None:
-            """Routes find the engine's client in the app."""
-
-    load = plugins.load_endpoint_plugins
-
-    @functools.wraps(load)
-    def with_ours(supported_tasks: Any = None) -> Any:
-        found = load(supported_tasks)
-        return [*found, Endpoints()] if "generate" in (supported_tasks or ()) else found
-
-    plugins.load_endpoint_plugins = with_ours
-
-
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
     """What tells whether a request has one of the API keys of a server with these flags; None where there is no key.
 
@@ -296,53 +227,61 @@ def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
 # -- the engine core and its block pool, on the scheduler's thread ------------------------------------
 
 
-def tell_adapters_apart(adapters: "Adapters") -> None:
-    """Have blocks' hashes hold what LoRA adapters contain in place of their paths, in this process.
+def prepare_requests(
+    salt: "Callable[[Any, KvHintsEnvelope | None, str | None, LoRARequest | None, bool], str | None]",
+    params_key: str,
+    by_content: bool,
+) -> None:
+    """Have the block hashes of requests of the engine under construction hold what Manthan tells requests apart by.
 
-    vLLM hashes requests as they come, off the scheduler's thread; a request keeps what its first block was given.
+    vLLM hashes a request where it makes it of what came in, before any connector hears of it, on a thread of its own.
+
+    Args:
+        salt: returns a request's cache salt. It is given the request's `params_key`, its envelope, its client's salt,
+            its adapter, and True if all media are at hand.
+        by_content: True if hashes hold the content of media in place of the names that clients gave them. A name means
+            another image tomorrow.
     """
-    from vllm.v1.core import kv_cache_utils
-    from vllm.v1.engine.core import EngineCore
-
-    def keys(request: Any) -> list[tuple[str, str, str]]:
-        adapter = request.lora_request
-        if not adapter:
-            return []
-        if getattr(request, ADAPTER_CONTENT, None) is None:
-            setattr(request, ADAPTER_CONTENT, adapters.content(adapter))
-        return [("lora", adapter.lora_name, getattr(request, ADAPTER_CONTENT))]
-
-    core: Any = EngineCore
-    add_lora = getattr(core.add_lora, "__wrapped__", core.add_lora)  # an earlier engine of this process may have had it
-
-    @functools.wraps(add_lora)
-    def with_content(self: EngineCore, adapter: Any) -> Any:
-        with adapters.loading(adapter):
-            return add_lora(self, adapter)
-
-    kv_cache_utils._gen_lora_extra_hash_keys, core.add_lora = keys, with_content
-
-
-def salt_requests(salt: "Callable[[Any, KvHintsEnvelope | None, str | None], str | None]", params_key: str) -> None:
-    """Have each request of the engine under construction take the cache salt that `salt` makes of its `params_key`, its
-    envelope and its own salt.
-
-    vLLM hashes a request where it makes it of what came in, before any connector hears of it.
-    """
-    from vllm.v1.engine import EngineCoreRequest
-
     core = _core_under_construction()
     if core is None:  # somebody else makes the requests, in tests
         return
-    preprocess = core.preprocess_add_request
 
-    @functools.wraps(preprocess)
-    def with_salt(request: EngineCoreRequest) -> Any:
-        extra = (request.sampling_params and request.sampling_params.extra_args) or {}
-        salted = salt(extra.get(params_key), request.kv_hints, request.cache_salt)
-        return preprocess(msgspec.structs.replace(request, cache_salt=salted))
+    def with_salt(preprocess: Any) -> Any:
+        def prepare(request: "EngineCoreRequest") -> Any:
+            extra = (request.sampling_params and request.sampling_params.extra_args) or {}
+            features = request.mm_features if by_content else None
+            if features:
+                request = msgspec.structs.replace(
+                    request, mm_features=named_by_content(features, core.mm_receiver_cache)
+                )
+            known = not features or all(feature.data is not None for feature in features)
+            said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
+            return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
 
-    core.preprocess_add_request = with_salt
+        return prepare
+
+    wrap("vllm.v1.engine.core.EngineCore.preprocess_add_request", core, with_salt)
+
+
+def named_by_content(features: "list[MultiModalFeatureSpec]", cache: Any) -> "list[MultiModalFeatureSpec]":
+    """Media with a digest of what the model is given in place of the name.
+
+    Args:
+        cache: vLLM's, which has the data of media that were sent before; None if there is none.
+    """
+    if cache is not None:
+        features = cache.get_and_update_features(features)
+    return [feature if feature.data is None else _with_content(feature) for feature in features]
+
+
+def _with_content(feature: "MultiModalFeatureSpec") -> "MultiModalFeatureSpec":
+    from vllm.multimodal.hasher import MultiModalHasher
+
+    item: Any = feature.data
+    if not hasattr(item, "manthan_content"):  # vLLM's cache keeps the item
+        item.manthan_content = MultiModalHasher.hash_kwargs("sha256", **{feature.modality: item.get_data()})
+    adapter = feature.identifier.removesuffix(feature.mm_hash or feature.identifier)
+    return dataclasses.replace(feature, identifier=adapter + item.manthan_content)
 
 
 def engine_waker() -> Callable[[], None]:
@@ -355,32 +294,6 @@ def engine_waker() -> Callable[[], None]:
 
     core = _core_under_construction()
     return _ring(core) if isinstance(core, EngineCoreProc) else lambda: None
-
-
-def press_on(goes_on: Callable[[], bool]) -> None:
-    """Have the engine under construction take its next step at once, where it would pause since the model had nothing
-    to compute, if `goes_on` says so.
-
-    vLLM pauses a millisecond each time, for threads that load; with its asynchronous scheduling that is twice for a
-    restore, and longer than decoding takes. It does so if a step says that the model was not run, and asks that of
-    nothing else but engines of data parallelism, which are left as they are.
-    """
-    from vllm.v1.engine.core import DPEngineCoreProc, EngineCoreProc
-
-    core = _core_under_construction()
-    if not isinstance(core, EngineCoreProc) or isinstance(core, DPEngineCoreProc):
-        return
-
-    def brisk(step: Callable[[], tuple[Any, bool]]) -> Callable[[], tuple[Any, bool]]:
-        @functools.wraps(step)
-        def without_pause() -> tuple[Any, bool]:
-            outputs, was_run = step()
-            return outputs, was_run or goes_on()
-
-        return without_pause
-
-    own: Any = core  # one of these becomes its `step_fn` in a moment
-    own.step, own.step_with_batch_queue = brisk(own.step), brisk(own.step_with_batch_queue)
 
 
 def ask_workers(ask: Callable[[Any], Any]) -> list[Any] | None:
@@ -420,9 +333,6 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
 class Halting(Protocol):
     """The scheduler half as sleeps and resets see it."""
 
-    def before_sleep(self) -> None:
-        """Begin what is to be done before an engine sleeps with its weights."""
-
     def halt(self) -> None:
         """Begin no transfer, and end those that are under way as soon as that is safe."""
 
@@ -432,6 +342,9 @@ class Halting(Protocol):
 
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. was_reset: True if vLLM's prefix cache is empty now."""
+
+    def paused(self, drops: bool) -> None:
+        """The engine has come to rest. drops: True if what is cold is to go, unless the engine sleeps."""
 
     def doubt(self) -> None:
         """A reset failed that may have been asked for since the weights are others."""
@@ -443,8 +356,8 @@ class Halting(Protocol):
 class Resets:
     """Sleeps, and resets of the prefix cache, of the engine under construction.
 
-    vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. Connectors are not told, so
-    methods of the engine core are wrapped. Where there is no engine core, nothing is.
+    vLLM resets only while no block is referenced, so Manthan lets go of its blocks first. vLLM tells connectors of a
+    sleep no more than of any other pause. Where there is no engine core, nothing is replaced.
 
     Args:
         half: told before vLLM resets, and after.
@@ -452,20 +365,13 @@ class Resets:
 
     def __init__(self, half: Halting) -> None:
         self._half = half
-        self._due = 0
-        """Resets to come that belong to a sleep, which keeps the weights."""
-        self._keeps = False
-        """True during such a reset."""
         self.is_halting = False
         """True while transfers are waited for."""
         self._core = core = _core_under_construction()
         if core is not None:
-            core.reset_prefix_cache = self._halted(core.reset_prefix_cache)
-            core.sleep = self._asleep(core.sleep)
-            core.collective_rpc = self._calling(core.collective_rpc)
-            core._reset_caches = self._keeping(core._reset_caches)
-            if (release := getattr(core, "release_kv_cache_memory", None)) is not None:
-                core.release_kv_cache_memory = self._releasing(release)
+            self._call = core.model_executor.collective_rpc
+            wrap("vllm.v1.engine.core.EngineCore.reset_prefix_cache", core, self._halted)
+            wrap("vllm.v1.executor.abstract.Executor.collective_rpc", core.model_executor, self._calling)
 
     @property
     def is_asleep(self) -> bool:
@@ -477,7 +383,7 @@ class Resets:
         if self._core is None:
             return None
         try:
-            answers: list[T] = self._core.model_executor.collective_rpc(about_weights)
+            answers: list[T] = self._call(about_weights)
         except Exception as error:  # whatever it is, the engine goes on
             logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
             return None
@@ -502,9 +408,11 @@ class Resets:
     # -- resets ---------------------------------------------------------------------------------------
 
     def _halted(self, reset: Callable[[bool, bool], bool]) -> Callable[..., bool]:
-        @functools.wraps(reset)
         def once_halted(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-            scheduler, reset_connector = self._core.scheduler, reset_connector and not self._keeps
+            scheduler = self._core.scheduler
+            if sys._getframe(1).f_code.co_name == "_reset_caches":  # the engine pauses; it may be about to sleep
+                self._half.paused(drops=reset_connector and not self.is_asleep)
+                reset_connector = False
             if scheduler.running and not reset_running_requests:
                 logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
                 self._half.doubt()
@@ -512,7 +420,7 @@ class Resets:
             was_reset = False
             self._half.halt()
             try:
-                if self._come_to_rest():
+                if self._come_to_rest(reset_running_requests):
                     self._recompute_waiting()
                     was_reset = reset(reset_running_requests, reset_connector)
                     return was_reset
@@ -527,55 +435,37 @@ class Resets:
 
         return once_halted
 
-    def _come_to_rest(self) -> bool:
+    def _come_to_rest(self, may_preempt: bool) -> bool:
         """Take steps in which vLLM computes nothing, until every transfer has ended; False if that takes too long.
 
-        Workers answer with steps only.
+        Workers answer with steps only. Where the caller steps the engine, nobody takes the outputs of these steps.
+        Running requests are preempted there first, so that vLLM computes again what they have under way.
         """
         from vllm.v1.core.sched.interface import PauseState
+        from vllm.v1.engine.core import EngineCoreProc
 
         if not (self.is_moving or self._core.batch_queue):
             return True
         scheduler, until = self._core.scheduler, time.monotonic() + HALT_S
-        before, told = scheduler.pause_state, list[tuple[Any, bool]]()
+        before, has_queue = scheduler.pause_state, isinstance(self._core, EngineCoreProc)
+        while may_preempt and not has_queue and scheduler.running:
+            scheduler._preempt_request(scheduler.running.pop(), time.monotonic(), drop_stale_output=True)
+            scheduler.prev_step_scheduled_req_ids.clear()
         scheduler.set_pause_state(PauseState.PAUSED_ALL)
         self.is_halting = True
         try:
             while self.is_moving or self._core.batch_queue:
                 if time.monotonic() > until:
                     return False
-                self._step(told)
+                if has_queue:
+                    self._core._process_engine_step()
+                else:
+                    self._core.step_fn()
+                    time.sleep(PAUSE_S)
             return True
         finally:
             self.is_halting = False
             scheduler.set_pause_state(before)
-            if told:
-                self._tell_later(told)
-
-    def _step(self, told: list[tuple[Any, bool]]) -> None:
-        """Take a step. told: gets its outputs, where an engine core has no queue for them."""
-        from vllm.v1.engine.core import EngineCoreProc
-
-        if isinstance(self._core, EngineCoreProc):
-            self._core._process_engine_step()
-            return
-        outputs, was_run = self._core.step_fn()
-        if outputs:
-            told.append((outputs, was_run))
-        time.sleep(PAUSE_S)
-
-    def _tell_later(self, told: list[tuple[Any, bool]]) -> None:
-        """Return the outputs of steps that were taken to the caller of the next ones."""
-        step = self._core.step_fn
-
-        def from_before() -> tuple[Any, bool]:
-            if told:
-                return told.pop(0)
-            self._core.step_fn = step
-            outputs: tuple[Any, bool] = step()
-            return outputs
-
-        self._core.step_fn = from_before
 
     def _recompute_waiting(self) -> None:
         """Free the blocks of waiting requests, whose KV was loaded: they begin anew."""
@@ -593,70 +483,21 @@ class Resets:
             request.status = RequestStatus.PREEMPTED if request.num_preemptions else RequestStatus.WAITING
             scheduler.waiting.prepend_request(request)
 
-    # -- weights --------------------------------------------------------------------------------------
-
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Callers load weights by this, and do other things with workers."""
+        """Callers load weights by this, and do other things with workers; a sleep is one of them."""
 
-        @functools.wraps(call)
         def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
+            if method in STEPS:
+                return call(method, *args, **kwargs)
+            level = (kwargs.get("kwargs") or {}).get("level")
+            if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
+                self._half.paused(drops=False)
             try:
                 return call(method, *args, **kwargs)
             finally:
                 self._half.called(method in LOADS)
 
         return with_notice
-
-    # -- sleep ----------------------------------------------------------------------------------------
-
-    def _asleep(self, sleep: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.wraps(sleep)
-        def with_notice(level: int = 1, mode: str = "abort") -> Any:
-            if level == 1:
-                self._half.before_sleep()
-                self._due += 1
-                self._drain()
-            try:
-                return sleep(level, mode)
-            except Exception:
-                self._due = 0
-                raise
-
-        return with_notice
-
-    def _releasing(self, release: Callable[[], None]) -> Callable[[], None]:
-        @functools.wraps(release)
-        def with_notice() -> None:
-            self._due += 1
-            try:
-                release()
-            except Exception:
-                self._due = 0
-                raise
-
-        return with_notice
-
-    def _keeping(self, reset: Callable[..., None]) -> Callable[..., None]:
-        """vLLM resets its caches when the engine has come to rest, which may be long after it was asked to sleep."""
-
-        @functools.wraps(reset)
-        def with_reason(*args: Any, **kwargs: Any) -> None:
-            self._keeps, self._due = self._due > 0, max(0, self._due - 1)
-            try:
-                reset(*args, **kwargs)
-            finally:
-                self._keeps = False
-
-        return with_reason
-
-    def _drain(self) -> None:
-        """An engine core in a process of its own comes to rest by itself; one that its caller steps would not."""
-        from vllm.v1.engine.core import EngineCoreProc
-
-        core = self._core
-        if not isinstance(core, EngineCoreProc):
-            while core.scheduler.connector.has_pending_push_work() and not core.scheduler.has_unfinished_requests():
-                core.step_fn()
 
 
 class Lookups(Protocol):
@@ -685,149 +526,125 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
     vLLM offers connectors no say in its local prefix cache. 0.33's cap on the hit's length would not do either: another
     block of the same hash may be exact.
     """
+    from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     own: Any = pool
-    own.manthan_lookups = lookups
-    for name in ("get_computed_blocks", "get_computed_blocks_for_connector"):
-        lookup = getattr(KVCacheManager, name, None)
-        if lookup is not None and not hasattr(lookup, "manthan"):
-            setattr(KVCacheManager, name, _asking(lookup))
+    own.manthan = Watched(pool, marks, lookups)
+    wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", KVCacheManager, _asking)
+    wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", pool, own.manthan.serving)
+    wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", KVCacheCoordinator, _marking)
 
-    get_cached, cache_full, cache_partial = pool.get_cached_block, pool.cache_full_blocks, pool.cache_partial_block
-    own.manthan_asks = False
 
-    @functools.wraps(get_cached)
-    def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> "list[KVCacheBlock] | None":
-        if own.manthan_asks is False or not marks:
-            return get_cached(block_hash, kv_cache_group_ids)
-        served = []
-        for group in kv_cache_group_ids:
-            copies = _copies(pool, make_block_hash_with_group_id(block_hash, group))
-            one = next((block for block in copies if marks.serves(block.block_id, own.manthan_asks)), None)
-            if one is None:
-                return None
-            served.append(one)
-        return served
+def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
+    """vLLM asks this before each lookup."""
 
-    @functools.wraps(cache_full)
-    def cache_marked(
-        request: Any,
-        blocks: "list[KVCacheBlock]",
-        num_cached_blocks: int,
-        num_full_blocks: int,
-        block_size: int,
-        kv_cache_group_id: int,
-        block_mask: list[bool] | None = None,
-    ) -> None:
-        if marks:
-            new = blocks[num_cached_blocks:num_full_blocks]
-            settle(request, new, any(marks[block.block_id] for block in blocks[:num_full_blocks]))
-            hashes = resolve_block_hashes(request.block_hashes, pool.hash_block_size, block_size)
-            entered = [
-                (hashes[num_cached_blocks + at], block)
-                for at, block in enumerate(new)
-                if not block.is_null and (block_mask is None or block_mask[at])
-            ]
-            take_hashes(entered, kv_cache_group_id)
-        cache_full(request, blocks, num_cached_blocks, num_full_blocks, block_size, kv_cache_group_id, block_mask)
+    def enabled_for(self: Any, request: Any) -> bool:
+        watched: Watched | None = getattr(self.block_pool, "manthan", None)
+        if watched is not None:
+            watched.asker = watched.lookups.asker(request)
+        return is_enabled(self, request)
 
-    @functools.wraps(cache_partial)
-    def cache_partial_marked(
-        request: Any,
-        block: "KVCacheBlock",
-        num_tokens: int,
-        kv_cache_group_id: int,
-        block_size: int,
-        replace_existing_hashes: bool = False,
-    ) -> Any:
-        if marks and not block.is_null:
-            settle(request, [block], True)
-            take_hashes([(pool._get_partial_block_hash(request, num_tokens), block)], kv_cache_group_id)
-        return cache_partial(request, block, num_tokens, kv_cache_group_id, block_size, replace_existing_hashes)
+    return enabled_for
 
-    def settle(request: Any, new: "Sequence[KVCacheBlock]", may_be_lossy: bool) -> None:
-        """Have blocks marked. may_be_lossy: they are taken for derived if that fails."""
-        block_ids = [block.block_id for block in new if not block.is_null]
-        if not lookups.computed(request, block_ids) and may_be_lossy:
+
+def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
+    def cache_marked(self: Any, request: Any, num_computed_tokens: int) -> None:
+        watched: Watched | None = getattr(self.block_pool, "manthan", None)
+        if watched is None:
+            return cache_blocks(self, request, num_computed_tokens)
+        managers, name = self.single_type_managers, request.request_id
+        if watched.marks:
+            watched.copied(managers)
+        if request.num_computed_tokens == 0:  # it was admitted just now
+            watched.found(request, managers)
+        if not watched.marks:
+            return cache_blocks(self, request, num_computed_tokens)
+        before = [manager.num_cached_block.get(name, 0) for manager in managers]
+        cache_blocks(self, request, num_computed_tokens)
+        for manager, first in zip(managers, before, strict=True):
+            watched.cached(request, manager.req_to_blocks.get(name, ()), first)
+
+    return cache_marked
+
+
+class Watched:
+    """A block pool whose lookups and entries are watched."""
+
+    def __init__(self, pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
+        self._pool, self.marks, self.lookups = pool, marks, lookups
+        self.asker: Owner | None = None
+        """Whose request looks blocks up."""
+
+    def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
+        def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
+            if not self.marks:
+                return get_cached_block(block_hash, kv_cache_group_ids)
+            served = []
+            for group in kv_cache_group_ids:
+                copies = self._copies(make_block_hash_with_group_id(block_hash, group))
+                one = next((block for block in copies if self.marks.serves(block.block_id, self.asker)), None)
+                if one is None:
+                    return None
+                served.append(one)
+            return served
+
+        return get_served
+
+    def found(self, request: Any, managers: Sequence[Any]) -> None:
+        """vLLM has found blocks for a request, and has taken others for it, which have no mark."""
+        tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
+        self.lookups.found(request, [[block.block_id for block in blocks] for blocks in tables])
+
+    def copied(self, managers: Sequence[Any]) -> None:
+        """Give each copy (copy-on-write) of a lossy block its mark."""
+        for manager in managers:
+            for source, copy in manager._pending_cow_copies:
+                if self.marks[source.block_id]:
+                    self.marks.copy(source.block_id, copy.block_id)
+
+    def cached(self, request: Any, blocks: "Sequence[KVCacheBlock]", first: int) -> None:
+        """Mark the blocks from `first` on that vLLM has entered for a request.
+
+        Lossy blocks whose hash an exact one has now are evicted.
+        """
+        new = [block for block in blocks[first:] if block.block_hash is not None and not block.is_null]
+        if not new:
+            return
+        block_ids, marks = [block.block_id for block in new], self.marks
+        if not self.lookups.computed(request, block_ids) and any(marks[block.block_id] for block in blocks):
             marks.set((block_id for block_id in block_ids if not marks[block_id]), Mark.DERIVED, None)
-
-    def take_hashes(entered: "Iterable[tuple[BlockHash, KVCacheBlock]]", group: int) -> None:
-        """Evict lossy blocks whose hashes exact blocks are about to have."""
-        lossy = set()
-        for block_hash, block in entered:
+        lossy = set[int]()
+        for block in new:
             if not marks[block.block_id]:
-                copies = _copies(pool, make_block_hash_with_group_id(block_hash, group))
-                lossy |= {copy.block_id for copy in copies if marks[copy.block_id]}
+                for name in (block.block_hash, *self._pool.cached_block_hashes_by_block.get(block.block_id, ())):
+                    lossy |= {copy.block_id for copy in self._copies(name) if marks[copy.block_id]}
         if lossy:
-            pool.evict_blocks(lossy)
+            self._pool.evict_blocks(lossy)
 
-    own.get_cached_block, own.cache_full_blocks = get_served, cache_marked
-    own.cache_partial_block = cache_partial_marked
-
-
-def _asking(lookup: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(lookup)
-    def for_asker(self: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
-        lookups: Lookups | None = getattr(self.block_pool, "manthan_lookups", None)
-        if lookups is None:
-            return lookup(self, request, *args, **kwargs)
-        before, self.block_pool.manthan_asks = self.block_pool.manthan_asks, lookups.asker(request)
-        try:
-            found = lookup(self, request, *args, **kwargs)
-        finally:
-            self.block_pool.manthan_asks = before
-        lookups.found(request, found[0].get_block_ids())
-        return found
-
-    for_asker.manthan = True  # type: ignore[attr-defined]
-    return for_asker
+    def _copies(self, name: Any) -> "Iterable[KVCacheBlock]":
+        """The cached blocks of a hash, the one that vLLM would take first."""
+        found = self._pool.cached_block_hash_to_block._cache.get(name)
+        if found is None:
+            return ()
+        return found.values() if isinstance(found, dict) else (found,)
 
 
-def _copies(pool: "BlockPool", name: Any) -> "Iterable[KVCacheBlock]":
-    """The cached blocks of a hash, the one that vLLM would take first."""
-    found = pool.cached_block_hash_to_block._cache.get(name)
-    if found is None:
-        return ()
-    return found.values() if isinstance(found, dict) else (found,)
+class PoolMarks(Marks):
+    """Marks of a pool's blocks. A block loses its mark when the pool hands it out, which it tells watchers of."""
 
+    def __init__(self, pool: "BlockPool") -> None:
+        super().__init__(pool.num_gpu_blocks)
+        self._watchers = pool._reuse_watchers
 
-def keep_marks(pool: "BlockPool", marks: Marks) -> None:
-    """Clear a block's mark when it is allocated, and copy it with the block."""
-    from vllm.v1.core.single_type_kv_cache_manager import SingleTypeKVCacheManager
+    def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
+        block_ids = list(block_ids)
+        super().set(block_ids, mark, owner)
+        if mark:
+            self._watchers.update(dict.fromkeys(block_ids, self._forget))
 
-    own: Any = pool
-    own.manthan_marks = marks
-    get_new, move = pool.get_new_blocks, pool.move_block_hashes
-
-    @functools.wraps(get_new)
-    def get_cleared(num_blocks: int) -> "list[KVCacheBlock]":
-        blocks = get_new(num_blocks)
-        marks.clear(block.block_id for block in blocks)
-        return blocks
-
-    @functools.wraps(move)
-    def move_marked(src_block: "KVCacheBlock", dst_block: "KVCacheBlock") -> None:
-        move(src_block, dst_block)
-        marks.copy(src_block.block_id, dst_block.block_id)
-
-    own.get_new_blocks, own.move_block_hashes = get_cleared, move_marked
-
-    manager: Any = SingleTypeKVCacheManager
-    if hasattr(manager._apply_cow, "manthan"):
-        return
-    apply_cow = manager._apply_cow
-
-    @functools.wraps(apply_cow)
-    def apply_marked(
-        self: Any, request_id: str, block_idx: int, source_block: "KVCacheBlock", cow_block: "KVCacheBlock"
-    ) -> None:
-        apply_cow(self, request_id, block_idx, source_block, cow_block)
-        if (kept := getattr(self.block_pool, "manthan_marks", None)) is not None:
-            kept.copy(source_block.block_id, cow_block.block_id)
-
-    apply_marked.manthan = True  # type: ignore[attr-defined]
-    manager._apply_cow = apply_marked
+    def _forget(self, block: "KVCacheBlock") -> None:
+        self.clear((block.block_id,))
 
 
 class VllmPool:
@@ -845,8 +662,7 @@ class VllmPool:
     ) -> None:
         self._event = event
         self._pool, self._group, self._block_tokens = pool, group, block_tokens
-        self.marks = Marks(pool.num_gpu_blocks)
-        keep_marks(pool, self.marks)
+        self.marks: Marks = PoolMarks(pool)
 
     def __len__(self) -> int:
         return self._pool.get_num_free_blocks()
@@ -884,11 +700,12 @@ class VllmPool:
         return [self.hold(key) for key in keys]
 
     def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
-        found = self._pool.get_cached_block(BlockHash(key), [group])
-        if not found:
-            return None
-        self._pool.touch(found)
-        return found[0]
+        found = self._pool.cached_block_hash_to_block.get_one_block(
+            make_block_hash_with_group_id(BlockHash(key), group)
+        )
+        if found is not None:
+            self._pool.touch([found])
+        return found
 
     def take(self, count: int) -> "list[KVCacheBlock]":
         return self._pool.get_new_blocks(count)
@@ -1004,29 +821,28 @@ def watch_models(made: "Callable[[VllmConfig, ModelConfig, torch.nn.Module], Non
     """
     from vllm.model_executor.model_loader import utils
 
-    initialize = utils.initialize_model
-    if hasattr(initialize, "manthan"):
-        return
-    is_inner = False
+    name = "vllm.model_executor.model_loader.utils.initialize_model"
+    theirs, is_inner = utils.initialize_model, False
 
-    @functools.wraps(initialize)
-    def initialize_watched(vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
-        nonlocal is_inner
-        if is_inner:
-            return initialize(vllm_config, *args, **kwargs)
-        is_inner = True
-        try:
-            model = initialize(vllm_config, *args, **kwargs)
-        finally:
-            is_inner = False
-        made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
-        return model
+    def watched(initialize: Any) -> Any:
+        def initialize_watched(vllm_config: "VllmConfig", *args: Any, **kwargs: Any) -> Any:
+            nonlocal is_inner
+            if is_inner:
+                return initialize(vllm_config, *args, **kwargs)
+            is_inner = True
+            try:
+                model = initialize(vllm_config, *args, **kwargs)
+            finally:
+                is_inner = False
+            made(vllm_config, kwargs.get("model_config") or vllm_config.model_config, model)
+            return model
 
-    initialize_watched.manthan = True  # type: ignore[attr-defined]
+        return initialize_watched
+
     package = utils.__name__.rpartition(".")[0]
-    for name, module in list(sys.modules.items()):  # each loader has a name of its own for it
-        if name.startswith(package) and getattr(module, "initialize_model", None) is initialize:
-            cast(Any, module).initialize_model = initialize_watched
+    for module in list(sys.modules.values()):  # each loader has a name of its own for it
+        if getattr(module, "__name__", "").startswith(package) and getattr(module, "initialize_model", None) is theirs:
+            wrap(name, module, watched)
 
 
 def model_tensors(worker: Any) -> "Iterator[torch.Tensor]":

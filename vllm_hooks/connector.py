@@ -123,8 +123,8 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
         return self._ask(self.scheduler.computed, request, block_ids, otherwise=False)
 
-    def before_sleep(self) -> None:
-        self._ask(self.scheduler.before_sleep, otherwise=None)
+    def paused(self, drops: bool) -> None:
+        self._ask(self.scheduler.paused, drops, otherwise=None)
 
     def halt(self) -> None:
         self._ask(self.scheduler.halt, otherwise=None)
@@ -186,8 +186,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
             self._ask(self.scheduler.worker_output, report, otherwise=None)
             if self._is_broken:
                 self._try(self.scheduler.drain, report, otherwise=None)
-        if connector_output.finished_recving:
-            self._ask(self.scheduler.loaded, otherwise=None)
 
     def request_finished(self, request: "Request", block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
         self._promised.pop(request.request_id, None)
@@ -238,6 +236,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def register_kv_caches(self, kv_caches: "dict[str, torch.Tensor]") -> None:
         self.worker.register_kv_caches(kv_caches)
+
+    def get_handshake_metadata(self) -> None:
+        """vLLM asks each rank for this when it has warmed up, before the server reports that it is ready."""
+        self.worker.get_ready()
 
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The

@@ -45,7 +45,7 @@ def check_disk(vllm_config: "VllmConfig") -> None:
 
 def open_disk(config: ManthanConfig, parallel: "ParallelConfig", name: str, nbytes: int, rank: int) -> FrontStore:
     """A rank's part, of so many bytes. name: of what the codes mean. Raises ConfigError if another server has it."""
-    return open_rank(_root(config, parallel), name, rank, nbytes, config.disk.sync_s, config.disk.timeout_s)
+    return open_rank(_root(config, parallel), name, rank, nbytes)
 
 
 class DiskBooks:

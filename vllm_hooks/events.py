@@ -1,8 +1,7 @@
-"""KV events for what is cold: routers learn which blocks this engine can restore, by vLLM's own publisher.
+"""KV events of the cold store, by vLLM's own publisher: a block is stored, a block is removed.
 
-What the cold store gives back stands in the manager's books; what it is of, in tokens, only requests know. So the
-tokens of every tracked block are kept here while the manager knows the block, packed, and with them whatever else its
-event says. Only where events are on.
+The manager knows which blocks are stored, and only requests know their tokens. So the tokens of every tracked block,
+and what else its event says, are kept here, packed, while the manager knows the block. Only where events are on.
 """
 
 from collections.abc import Iterable, Iterator, Sequence
@@ -70,7 +69,7 @@ class KvEvents:
         self, manager: SessionMemoryManager, groups: "Groups", kv_cache_config: "KVCacheConfig", place: str
     ) -> None:
         self.notes: dict[Name, bytes] = {}
-        self._manager, self._groups = manager, groups
+        self._blocks, self._coded_group, self._groups = manager.blocks, manager.shape.group, groups
         self._medium, locality = PLACES[place]
         self._locality = locality.value
         specs = [group.kv_cache_spec for group in kv_cache_config.kv_cache_groups]
@@ -78,28 +77,26 @@ class KvEvents:
             Kind(spec.block_size, get_kv_cache_spec_kind(spec).value, get_kv_cache_spec_sliding_window(spec))
             for spec in specs
         ]
-        self._untold: dict[Name, None] = {}
-        """Blocks that can be restored and of which nobody knows the tokens."""
-        self._ready: list[Name] = []
-        """Blocks that could be before their tokens were known."""
+        self._told: dict[Name, None] = {}
+        """Blocks that are stored, and that subscribers know to be stored."""
         self._repeats = False
-        manager.restorable.listen()
+        self._blocks.changed = {(block.group, block.key): None for block in self._blocks}
 
     def repeat(self) -> None:
-        """Have `take` tell again of all blocks that can be restored, since vLLM says that all blocks are cleared."""
+        """Have `take` tell again of all stored blocks, because vLLM says that all blocks are cleared."""
         self._repeats = True
 
     @property
     def has_news(self) -> bool:
-        """Whether there may be something to tell."""
-        return bool(self._ready) or self._repeats or self._manager.restorable.has_news
+        """True if there may be something to tell."""
+        return self._repeats or bool(self._blocks.changed)
 
     # -- requests -------------------------------------------------------------------------------------
 
     def remember(self, request: "Request", blocks: int, parts: "Iterable[Part]" = ()) -> None:
         """Note the tokens of the request's first blocks, and of these of other groups, as far as the manager knows
         them."""
-        known, size = self._manager.blocks.get, self._groups.chain.spec.block_size
+        known, size = self._blocks.get, self._groups.chain.spec.block_size
         chain = self._groups.chain.index
         for at in range(blocks):
             key = self._key(request, (at + 1) * size)
@@ -118,47 +115,38 @@ class KvEvents:
         parent = self._key(request, first) if first else None
         tokens = list(request.all_token_ids[first:end])
         self.notes[name] = _pack(Note(parent, tokens, list(told[0] or ()) if told else None, source))
-        for other in self._alike(name):
-            if other in self._untold:
-                del self._untold[other]
-                self._ready.append(other)
+        for other, kind in enumerate(self._kinds):  # blocks of all groups with the same tokens have the same hash
+            if kind.tokens == self._kinds[name[0]].tokens:
+                self._blocks.touch(name[1], None if other == self._coded_group else other)
 
     def _key(self, request: "Request", end: int) -> "BlockHash":
         return request.block_hashes[end // self._groups.hash_tokens - 1]
 
-    def _alike(self, name: Name) -> Iterator[Name]:
-        """Blocks of all groups that have the same tokens and the same key."""
-        group, key = name
-        size = self._kinds[group].tokens
-        return ((other, key) for other, kind in enumerate(self._kinds) if kind.tokens == size)
-
     # -- events ---------------------------------------------------------------------------------------
 
     def take(self) -> list[KVCacheEvent]:
-        """What has changed since the last call."""
-        if not self.has_news:
-            return []
-        news = self._manager.restorable.take()
-        ready, self._ready = self._ready, []
-        silent = self._untold.keys() | set(ready)
-        removed = [name for name in news.removed if name not in silent]
-        gone = set(news.removed) & silent
-        for name in gone:
-            self._untold.pop(name, None)
-        stored = [name for name in ready if name not in gone]
-        for name in news.stored:
-            if self._find(name) is None:
-                self._untold[name] = None
-            else:
-                stored.append(name)
-        events: list[KVCacheEvent] = [*self._removed(removed), *self._stored(stored)]
+        """Return what has changed since the last call."""
+        changed, self._blocks.changed = self._blocks.changed or {}, {}
+        stored, removed = dict[Name, int](), list[Name]()
+        for group, key in changed:
+            block = self._blocks.get(key, group)
+            name = (self._groups.chain.index if group is None else group), key
+            if group is not None or self._coded_group is not None:  # else the chain's blocks have no codes
+                is_stored = block is not None and block.has_codes
+                if is_stored and block is not None and name not in self._told and self._find(name) is not None:
+                    stored[name] = block.depth
+                elif not is_stored and name in self._told:
+                    removed.append(name)
+                    del self._told[name]
+            if block is None:
+                self.notes.pop(name, None)
+        in_order = sorted(stored, key=lambda name: (name[0], stored[name]))  # heads before tails
         if self._repeats:
-            told = [name for name in self._manager.restorable.all() if name not in self._untold]
-            events += [*self._removed(told), *self._stored(told)]
             self._repeats = False
-        for name in news.forgotten:
-            self.notes.pop(name, None)
-        return events
+            removed += self._told
+            in_order = [*self._told, *in_order]
+        self._told |= dict.fromkeys(in_order)
+        return [*self._removed(removed), *self._stored(in_order)]
 
     def event(self, name: Name, medium: str) -> BlockStored | None:
         """That a block is stored, wherever; None if nobody knows its tokens."""

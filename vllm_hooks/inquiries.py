@@ -6,16 +6,16 @@ seconds.
 """
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
 from pydantic_core import to_json
 
 from manthan.manager.config.registered import choose_policy
-from manthan.manager.lives import Event, in_words
-from manthan.manager.sessions.listing import Query, Sort
-from manthan.manager.sessions.session import Held, Session, SessionInfo, SessionState
+from manthan.manager.sessions.listing import Listing, Query
+from manthan.manager.sessions.session import Session
+from manthan.vllm_hooks.http.models import CoreState, Policy, Pool, SessionWithLife, Store, Tier
 
 if TYPE_CHECKING:
     from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -27,7 +27,7 @@ ORDER = 50
 UNKNOWN, NOT_NOW, ASLEEP = 404, 409, 503
 
 Answer = dict[str, Any]
-"""`refused`: status and a sentence; or what was asked for."""
+"""`refused`: status and a sentence; or what was asked for, see `manthan.vllm_hooks.http.models`."""
 
 
 class Inquiries:
@@ -35,7 +35,7 @@ class Inquiries:
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.cold_store
-        self._listing, steering = half.manager.listing, half.manager.steering
+        self._listing, steering = Listing(half.manager.table, self._store.tier_names), half.manager.steering
         self._does: dict[str, Callable[..., str]] = {
             "evict": steering.evict,
             "prefetch": steering.prefetch,
@@ -49,129 +49,65 @@ class Inquiries:
         """The answer in JSON; what that does not know, as an option of a policy may be, as text."""
         return to_json(self.answer(what, asked), inf_nan_mode="constants", fallback=str)
 
-    def answer(self, what: str, asked: dict[str, Any]) -> Answer:
+    def answer(self, what: str, asked: dict[str, Any]) -> Any:
         """what: sessions, session, state, or what is to be done with a session. asked: its arguments; `bound` is the
         tenant that asks, None for somebody who may see all."""
-        self._offset = time.time() - time.monotonic()
+        self._offset, bound = time.time() - time.monotonic(), asked["bound"]
         if what == "sessions":
-            return self._sessions(asked)
+            page = self._listing.page(Query(**asked), self._offset)
+            return {"total": page.total, "now": time.time(), "keys": page.keys, "sessions": page.sessions}
         if what == "state":
-            return self._state(asked["bound"])
-        session = self._listing.find(asked["id"], asked["bound"])
+            return self._state(bound)
+        session = self._listing.find(asked["id"], bound)
         if session is None:
             return _refused(UNKNOWN, f"There is no session {asked['id']!r}.")
-        shown = self._session(session, asked["bound"])
+        shown = self._listing.info(session, bound, self._offset)
         if what == "session":
-            return shown | {"life": self._life(session)}
+            lives = self._half.telemetry.lives
+            events = lives.of(session.session_id) if lives is not None else ()
+            return SessionWithLife(**vars(shown), life=tuple(events))
         refused = self._steer(what, session, asked)
         if refused is not None or what == "release":
             return refused or shown
-        return self._session(session, asked["bound"])
+        return self._listing.info(session, bound, self._offset)
 
-    # -- looking on -----------------------------------------------------------------------------------
-
-    def _sessions(self, asked: Mapping[str, Any]) -> Answer:
-        tier, names = asked["tier"], self._store.tier_names
-        if tier is not None and tier not in names:
-            return {"total": 0, "now": time.time(), "keys": [], "sessions": []}
-        page = self._listing.page(
-            Query(
-                states=None if asked["states"] is None else {*map(SessionState, asked["states"])},
-                bound=asked["bound"],
-                tenant=asked["tenant"],
-                tier=None if tier is None else names.index(tier),
-                pinned=asked["pinned"],
-                prefix=asked["prefix"],
-                sort=Sort(asked["sort"]),
-                descending=asked["descending"],
-                limit=asked["limit"],
-                offset=asked["offset"],
-            )
+    def _state(self, bound: str | None) -> CoreState:
+        half, manager = self._half, self._manager
+        usage, shape, config = manager.usage, manager.shape, half.config
+        blocks = half.pool.usable_blocks
+        return CoreState(
+            now=time.time(),
+            policy=Policy(
+                name=config.policy.name,
+                options=dict(choose_policy(config.policy).options),
+                order=list(islice(self._listing.order(bound), ORDER)),
+            ),
+            store=Store(
+                kind=self._store.kind,
+                up=half.telemetry.store_is_up,
+                codec=shape.codec or config.codec.name,
+                verdict=half.telemetry.verdict,
+                tiers=self._tiers(usage.cold_nbytes, usage.budget_nbytes),
+            ),
+            pool=Pool(
+                block_tokens=shape.block_tokens,
+                blocks=blocks,
+                free_blocks=len(half.pool),
+                bytes=blocks * (shape.hot_nbytes or shape.pool_nbytes(shape.main_group)),
+                session_bytes=usage.hot_blocks * shape.hot_nbytes,
+            ),
+            sessions=self._listing.states(bound),
+            totals=half.telemetry.totals,
         )
-        shown = [self._shown(info, asked["bound"]) for info in page.sessions]
-        return {"total": page.total, "now": time.time(), "keys": [list(key) for key in page.keys], "sessions": shown}
 
-    def _session(self, session: Session, bound: str | None) -> Answer:
-        return self._shown(self._listing.info(session), bound)
-
-    def _life(self, session: Session) -> list[Answer]:
-        lives = self._half.telemetry.lives
-        return [_event(event) for event in (lives.of(session.session_id) if lives is not None else ())]
-
-    def _shown(self, info: SessionInfo, bound: str | None) -> Answer:
-        expected = info.expected
-        return {
-            "id": info.session_id if bound is None else info.told_id,
-            "tenant": info.tenant,
-            "state": str(info.state),
-            "tokens": info.tokens,
-            "blocks": info.blocks,
-            "hot_blocks": info.hot_blocks,
-            "cold_blocks": info.cold_blocks,
-            "hot_bytes": info.hot_nbytes,
-            "cold_bytes": info.cold_nbytes,
-            "tiers": self._tiers(info.tiers),
-            "created": self._time(info.created),
-            "last_used": self._time(info.last_used),
-            "requests": info.requests,
-            "pinned": info.pinned,
-            "priority": info.priority,
-            "expected_return": None if expected is None else self._time(expected),
-            "tool": info.awaits,
-            "lossy_tokens": info.lossy_tokens,
-        }
-
-    def _time(self, seconds: float) -> float:
-        """Of the manager's clock; the same each time, although two clocks are never read at once."""
-        return round(seconds + self._offset, 3)
-
-    def _tiers(self, held: Sequence[Held]) -> Answer:
-        """What each tier has of a session, of those that have something."""
-        tokens = self._manager.shape.block_tokens
-        return {
-            name: {"tokens": blocks * tokens, "blocks": blocks, "bytes": nbytes}
-            for name, (blocks, nbytes) in zip(self._store.tier_names, held, strict=True)
-            if nbytes
-        }
-
-    def _tiers_in_all(self, cold: int, budget: int) -> list[Answer]:
+    def _tiers(self, cold: int, budget: int) -> list[Tier]:
         """What each tier has of so many bytes of codes, and its part of the budget."""
-        fronts, moved, names = self._manager.table.fronts, self._manager.blocks.moved, self._store.tier_names
+        fronts, moved = self._manager.table.fronts, self._manager.blocks.moved
         used = [cold - moved[tier] for tier in range(len(fronts))]
         used.append(cold if fronts.keeps_behind else cold - used[0])
         budgets = [*fronts.budgets, budget if fronts.keeps_behind else budget - fronts.budgets[0]]
-        return [
-            {"name": name, "used_bytes": nbytes, "budget_bytes": most}
-            for name, nbytes, most in zip(names, used, budgets, strict=True)
-        ]
-
-    def _state(self, bound: str | None) -> Answer:
-        half, manager = self._half, self._manager
-        usage, shape, config = manager.usage, manager.shape, half.config
-        return {
-            "now": time.time(),
-            "policy": {
-                "name": config.policy.name,
-                "options": dict(choose_policy(config.policy).options),
-                "order": list(islice(self._listing.order(bound), ORDER)),
-            },
-            "store": {
-                "kind": self._store.kind,
-                "up": half.telemetry.store_is_up,
-                "codec": shape.codec or config.codec.name,
-                "verdict": half.telemetry.verdict,
-                "tiers": self._tiers_in_all(usage.cold_nbytes, usage.budget_nbytes),
-            },
-            "pool": {
-                "block_tokens": shape.block_tokens,
-                "blocks": half.pool.usable_blocks,
-                "free_blocks": len(half.pool),
-                "bytes": half.pool.usable_blocks * (shape.hot_nbytes or shape.pool_nbytes(shape.main_group)),
-                "session_bytes": usage.hot_blocks * shape.hot_nbytes,
-            },
-            "sessions": {str(state): count for state, count in self._listing.states(bound).items()},
-            "totals": dict(half.telemetry.totals),
-        }
+        parts = zip(self._store.tier_names, used, budgets, strict=True)
+        return [Tier(name=name, used_bytes=nbytes, budget_bytes=most) for name, nbytes, most in parts]
 
     # -- steering -------------------------------------------------------------------------------------
 
@@ -187,16 +123,3 @@ class Inquiries:
 
 def _refused(status: int, why: str) -> Answer:
     return {"refused": [status, why]}
-
-
-def _event(event: Event) -> Answer:
-    return {
-        "at": event.at,
-        "kind": str(event.kind),
-        "tokens": event.tokens,
-        "blocks": event.blocks,
-        "bytes": event.nbytes,
-        "seconds": event.seconds,
-        "saved_tokens": event.saved,
-        "text": in_words(event),
-    }

@@ -11,7 +11,6 @@ from manthan.manager.work import (
     GroupKeys,
     Load,
     LoadResult,
-    Moves,
     Name,
     SpillBlock,
     SpillResult,
@@ -26,7 +25,6 @@ __all__ = [
     "LoadResult",
     "ManthanMetadata",
     "ManthanWorkerMetadata",
-    "Moves",
     "SpillBlock",
     "SpillResult",
     "Verdict",
@@ -40,8 +38,6 @@ class ManthanMetadata(KVConnectorMetadata):
     place: str | None = None
     """Not None: the KV of old is void. An emptied store is used from now on; the directory's name for it."""
     drops: Sequence[GroupKeys] = ()
-    go_first: Sequence[Moves] = ()
-    """The next blocks to leave fast tiers for the ones behind them."""
     spills: Sequence[SpillBlock] = ()
     loads: Sequence[Load] = ()
     tokens: int = 0

@@ -8,24 +8,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from typing import TYPE_CHECKING
 
+from manthan.manager.config.model import FIELDS, FLAGS
 from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, resolve_config
 from manthan.manager.stores.sealed import keys_of
-from manthan.vllm_hooks.compat import (
-    add_routes,
-    extend_engine_args,
-    hash_features_by_content,
-    hash_media_by_content,
-    register_connector,
-    watch_models,
-)
+from manthan.vllm_hooks.compat import extend_engine_args, register_connector, watch_models
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.http.hints import (
-    MIDDLEWARE,
-    check_requests,
-    check_server_requests,
-    no_content,
-    tenant_header,
-)
+from manthan.vllm_hooks.http.hints import check_requests
 from manthan.vllm_hooks.settled import settle_codec
 from manthan.vllm_hooks.shared_store import check_redis
 from manthan.vllm_hooks.support import check_arguments, check_supported
@@ -41,36 +29,19 @@ from manthan.vllm_hooks.transfer_config import (
 from manthan.vllm_hooks.worker.capacity import set_gpu_memory_aside
 
 if TYPE_CHECKING:
-    from fastapi import FastAPI
     from torch.nn import Module
     from vllm import EngineArgs
     from vllm.config import ModelConfig, VllmConfig
     from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 CONFIG_FLAG = "--manthan-config"
-HELP = {
-    "--manthan-policy": (
-        "NAME",
-        "Turn Manthan on with this eviction policy, such as lru; `manthan policies` lists them.",
-    ),
-    CONFIG_FLAG: ("FILE", "Turn Manthan on with this YAML file; the other flags go before it."),
-    "--manthan-idle-after": ("SECONDS", "Compress a session after so many seconds without a request."),
-    "--manthan-codec": ("NAME", "How KV is encoded, such as wht-5x."),
-    "--manthan-codec-profile": ("FILE", "The model's profile, for a codec that takes one, such as klt-8x."),
-    "--manthan-cold-store": ("KIND", "Where codes are kept: host, device, disk, redis or tiered."),
-    "--manthan-cold-bytes": ("SIZE", "The most memory that codes may take, such as 8GiB."),
-    "--manthan-disk-path": ("FOLDER", "The folder of cold store disk, on a local file system; it is there already."),
-    "--manthan-encryption-key-file": ("FILE", "The keys that codes on a disk and in Redis are sealed with."),
-    "--manthan-api": ("on|off", "Whether the server answers below /manthan: sessions over HTTP, and a live page."),
-    "--manthan-redis-url": ("URL", "The server of cold store redis or tiered, such as redis://127.0.0.1:6379/0."),
-}
+MIDDLEWARE = "manthan.vllm_hooks.http.middleware.Middleware"
 
 
 def register() -> None:
     """The entry point that vLLM calls in each of its processes."""
     if register_connector(CONNECTOR, CONNECTOR_MODULE):
         extend_engine_args(add_flags, read_flags, precheck, check)
-        add_routes(add_api)
         watch_models(watch)
 
 
@@ -85,7 +56,7 @@ def watch(vllm_config: "VllmConfig", model_config: "ModelConfig", model: "Module
 def read_flags(args: argparse.Namespace) -> None:
     """What flags were given takes effect: the connector, and the server's middleware."""
     apply_flags(args)
-    keep_headers(args)
+    add_middleware(args)
 
 
 def precheck(arguments: "EngineArgs", from_command_line: bool) -> None:
@@ -108,40 +79,21 @@ def check(vllm_config: "VllmConfig", from_command_line: bool) -> None:
         check_redis(vllm_config)
         set_gpu_memory_aside(vllm_config)
     check_requests()
-    if from_vllm_config(vllm_config).cold_store.is_lasting:
-        hash_media_by_content(no_content)
-        if from_command_line:
-            hash_features_by_content(no_content)
-    if from_command_line:
-        check_server_requests()
 
 
-def add_api(app: "FastAPI") -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
-    args = app.state.args
-    if not is_on(args) or not (api := from_vllm_config(args).api).enabled:
-        return
-    from manthan.vllm_hooks.http.api import add_gate, make_router  # no other process needs FastAPI
-    from manthan.vllm_hooks.http.page import PATHS, page_router
-
-    add_gate(app, args, PATHS if api.page else frozenset())
-    app.include_router(make_router(args))
-    if api.page:
-        app.include_router(page_router())
-
-
-def keep_headers(args: argparse.Namespace) -> None:
-    """Have the server that these flags are for keep the header that names tenants, if there is one."""
+def add_middleware(args: argparse.Namespace) -> None:
+    """Give the server that these flags are for Manthan's middleware, if its engine has Manthan."""
     middleware = getattr(args, "middleware", None)  # other commands than `vllm serve` have no server
-    if middleware is not None and MIDDLEWARE not in middleware and is_on(args) and tenant_header(args):
+    if middleware is not None and MIDDLEWARE not in middleware and is_on(args):
         args.middleware = [*middleware, MIDDLEWARE]
 
 
 def add_flags(parser: "FlexibleArgumentParser") -> "FlexibleArgumentParser":
     """Add the group `Manthan` to vLLM's parser."""
     group = parser.add_argument_group("Manthan", "Session memory manager: any of these flags turns it on.")
-    for flag, (metavar, text) in HELP.items():
-        group.add_argument(flag, metavar=metavar, default=None, help=text)
+    group.add_argument(CONFIG_FLAG, metavar="FILE", help="A YAML file of keys; the other flags go before it.")
+    for key, flag in FLAGS.items():
+        group.add_argument(flag.name, metavar=flag.metavar, help=f"{key}: {FIELDS[key].description}.")
     return parser
 
 
@@ -156,11 +108,10 @@ def one_sentence() -> Iterator[None]:
 
 def apply_flags(args: argparse.Namespace) -> None:
     """Turn parsed `--manthan-*` flags into `args.kv_transfer_config`; ends the program if they cannot be used."""
-    given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in HELP}
-    given = {flag: value for flag, value in given.items() if value is not None}
-    if not given:
+    given = {flag: getattr(args, flag[2:].replace("-", "_"), None) for flag in (CONFIG_FLAG, *FLAG_KEYS)}
+    flags = {flag: value for flag, value in given.items() if value is not None}
+    if not flags:
         return
     with one_sentence():
-        flags = {flag: value for flag, value in given.items() if flag in FLAG_KEYS}
-        own = to_transfer_config(resolve_config(given.get(CONFIG_FLAG), flags=flags))
+        own = to_transfer_config(resolve_config(flags.pop(CONFIG_FLAG, None), flags=flags))
         args.kv_transfer_config = together(getattr(args, "kv_transfer_config", None), own)

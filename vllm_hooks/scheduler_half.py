@@ -1,6 +1,5 @@
 """The scheduler half of the connector: vLLM's events to the driver, the driver's orders to messages."""
 
-import sys
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -27,7 +26,6 @@ from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import on_each
-from manthan.vllm_hooks.adapters import Adapters
 from manthan.vllm_hooks.compat import (
     Boundary,
     Resets,
@@ -35,9 +33,7 @@ from manthan.vllm_hooks.compat import (
     ask_workers,
     engine_waker,
     offer,
-    press_on,
-    salt_requests,
-    tell_adapters_apart,
+    prepare_requests,
     watch_lookups,
 )
 from manthan.vllm_hooks.disk_store import DiskBooks
@@ -62,6 +58,7 @@ from manthan.vllm_hooks.telemetry.traces import make_traces
 from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keeps_bytes
 from manthan.vllm_hooks.worker.capacity import (
     COPIES_BYTES,
+    CPU_ENCODE_THREADS,
     ENCODE_THREADS,
     STAGING_BYTES,
     fast_tiers,
@@ -81,11 +78,9 @@ if TYPE_CHECKING:
 
 logger = init_logger("vllm.manthan")
 
-BRISK_STEPS = 3
-"""Steps that follow each other at once when codes in GPU memory are to be decoded: one orders it, the next hears of it,
-the third computes. That takes them less time than vLLM's pause between steps in which nothing is computed."""
-BEDTIME_S = 10.0
-"""So long, at most, idle sessions go cold before the engine sleeps."""
+LEAD_S = 2.0
+"""A session that is expected is restored so many seconds before, or half its idle time where that is less: it would be
+idle for too long again before its request comes."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
     "host": CacheHitSource.HOST,
@@ -138,10 +133,9 @@ class SchedulerHalf:
         lasting = config.cold_store.is_lasting
         namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
         owner = engine_name()
-        if vllm_config.lora_config is not None:
-            tell_adapters_apart(Adapters())
-        salt_requests(salts_of(config).of, PARAMS)
-        chosen = choose_policy(config.policy)
+        prepare_requests(salts_of(config).of, PARAMS, lasting)
+        chosen, quotas = choose_policy(config.policy), config.quotas
+        shares = Shares(quotas.pinned_share, quotas.others_share, quotas.tenants)
         self.manager = SessionMemoryManager(
             chosen.policy,
             self._shape,
@@ -151,15 +145,9 @@ class SchedulerHalf:
             label=owner if shared else "",
             options=chosen.options,
             fast=fast_tiers(config.cold_store, self._ranks),
-            shares=Shares(
-                config.quotas.pinned_share,
-                config.quotas.default_share,
-                config.quotas.tenants,
-                0.0 if shared else config.quotas.shared_heads_share,
-            ),
-            prefetch_lead_s=config.prefetch.lead_s if config.prefetch.enabled and self.groups.is_expected else None,
+            shares=shares._replace(heads=0.0) if shared else shares,
+            prefetch_lead_s=min(LEAD_S, config.idle_after_s / 2) if self.groups.is_expected else None,
             sink_tokens=config.codec.sink_tokens,
-            window_tokens=config.codec.window_tokens,
             shared_ttl_s=config.redis.ttl_s * (1 - FALL) if shared else None,
             quality=config.codec.quality,
         )
@@ -176,7 +164,7 @@ class SchedulerHalf:
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._redis = RedisLink(sessions, self.manager, self.telemetry, config.redis.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, sessions.timeout_s, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -184,23 +172,17 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
-        self._brisk = 0
-        self._is_near = config.cold_store.places[0] == "device"
-        if vllm_config.speculative_config is None:
-            press_on(self._goes_on)
         self._resets = Resets(self._boundary)
-        self._bedtime: float | None = None
-        """When the engine is to sleep at the latest; None if it is not about to."""
         self._weights: list[tuple[int, str]] | None = None
         """State of the weights that computed what is cold; None if it cannot be told."""
         self._is_unsure = False
         """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
+        self._drops = False
+        """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
         self._cancels = False
-        self._sweeper = Sweeper(
-            config.sweep_interval_s, min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring
-        )
+        self._sweeper = Sweeper(min(config.idle_after_s, AHEAD_AFTER_S), self._is_due, self._ring)
         announce(vllm_config, config, self._shape, capacity, namespace.name if namespace else "")
         notes = None if self._events is None else self._events.notes
         self._journal = self._books.link(self.manager, notes) if self._books is not None and not shared else None
@@ -209,13 +191,10 @@ class SchedulerHalf:
         """The pool exists: from now on there is something to watch."""
         event = None if self._events is None else self._events.event
         self.pool = VllmPool(pool, self._group, self._block_size, event)
-        marks = self.config.hot_pool
         self.driver = Driver(
             self.manager,
             self.pool,
             self.pool.usable_blocks,
-            low=marks.low_watermark,
-            high=marks.high_watermark,
             ranks=self._ranks,
             observer=self.telemetry,
             redis=self._redis,
@@ -249,7 +228,7 @@ class SchedulerHalf:
         bytes; on a GPU a step's where it stores them itself, and else what its threads have begun."""
         config, nbytes = self.config, max([self._shape.hot_nbytes, *self._shape.hot_beside.values()])
         if not is_on_gpu(self._vllm_config):
-            return max(config.encode_threads, COPIES_BYTES * self._ranks // nbytes)
+            return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
         if not config.cold_store.is_lasting:
             return A_STEP
         return max(1, ENCODE_THREADS * STAGING_BYTES * self._ranks // nbytes)
@@ -337,6 +316,7 @@ class SchedulerHalf:
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
         if tokens:
             block_ids = blocks.get_block_ids()
+            self.driver.hits(request.request_id, block_ids)  # others are told when vLLM caches what they compute
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
             found, beside = end + self.groups.again, []
             for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
@@ -386,7 +366,6 @@ class SchedulerHalf:
         depths = dict.fromkeys((computed, min(computed, self._prompt_depth(request))))
         places = [Place(depth, list(self._beside(depth, request))) for depth in depths if depth and self.groups.windows]
         outcome = self.driver.finished(request.request_id, keys, time.monotonic(), request.num_tokens, places)
-        self._prepare_more()
         if self._events is not None:
             self._events.remember(request, computed, (part for depth in depths for part in self.groups.beside(depth)))
         self._set_deadline()
@@ -433,15 +412,12 @@ class SchedulerHalf:
         self._heed_calls()
         if self._is_unsure and scheduled_tokens:
             self._begin_again()
-        self._prepare_more()
         taken = self.groups.taken(scheduled_tokens, scheduled_requests)
         work = self.driver.step(taken, time.monotonic())
         place, self._place = self._place, None
         self._set_deadline()
         self._step += 1
-        if self._is_near and any(not load.is_prefetch for load in work.loads):
-            self._brisk = BRISK_STEPS
-        orders = work.drops, work.go_first, work.spills, work.loads, scheduled_tokens
+        orders = work.drops, work.spills, work.loads, scheduled_tokens
         rests = not scheduled_tokens
         return ManthanMetadata(place, *orders, rests, self._step, cancels=self._cancels, revokes=work.revokes)
 
@@ -456,15 +432,6 @@ class SchedulerHalf:
         copied, report.copied = report.copied, []
         self.driver.copied(copied)
 
-    def loaded(self) -> None:
-        """Requests' loads have ended, so that a step can go on with them."""
-        self._brisk = max(self._brisk, 1)
-
-    def _goes_on(self) -> bool:
-        """Whether the engine's next step is to follow at once, though the model had nothing to compute in this one."""
-        self._brisk, was = max(0, self._brisk - 1), self._brisk
-        return was > 0
-
     @property
     def has_work(self) -> bool:
         """Whether the engine should run a step although no request asks for one; vLLM asks before it goes to sleep."""
@@ -472,8 +439,6 @@ class SchedulerHalf:
             return self._resets.is_moving
         if self.is_out_of_use:
             return False
-        if self._bedtime is not None:
-            self.driver.rests = time.monotonic() > self._bedtime
         if self.driver.rests:
             return self._rung or self._place is not None or self.driver.holds_blocks
         has_news = self._events is not None and self._events.has_news
@@ -505,7 +470,6 @@ class SchedulerHalf:
         self._cancels, self._is_unsure = False, True
         if was_reset:
             self.driver.forget_hot(time.monotonic())
-            self._bedtime = None
             self._rung = True  # a step tells vLLM's KV events and metrics of the reset
             if self._events is not None:
                 self._events.repeat()
@@ -519,28 +483,25 @@ class SchedulerHalf:
         """True while the engine sleeps."""
         return self._resets.is_asleep
 
-    def before_sleep(self) -> None:
-        """Let all that is idle go cold, as far as there is time. vLLM waits for that, since it is pending work."""
-        self._bedtime = time.monotonic() + BEDTIME_S
-        self._prepare_more()
-
-    def _prepare_more(self) -> None:
-        if self._bedtime is not None and not self.driver.rests:
-            self.manager.relieve(sys.maxsize, time.monotonic())
+    def paused(self, drops: bool) -> None:
+        self._drops = drops
 
     def _begin_again(self) -> None:
         """Drop what is cold if the weights have changed since it was computed. A request is about to be served.
 
         Weights may change before a reset or after it, so that they are looked at with the first request.
         """
-        self._bedtime, self.driver.rests = None, False
+        self.driver.rests = False
         self._heed_calls()
         if self._is_unsure:
             before, self._weights = self._weights, self._resets.ask(weights_state)
             self._is_unsure = False
             if self._weights is None or self._weights != before:
                 logger.info("Manthan: the weights have changed, or may have.")
-                self.reset()
+                self._drops = True
+        if self._drops:
+            self._drops = False
+            self.reset()
 
     def called(self, has_loaded: bool) -> None:
         self._was_called = True

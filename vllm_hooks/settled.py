@@ -23,7 +23,7 @@ logger = logging.getLogger("vllm.manthan")
 
 ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
 """Beside the configuration, in what vLLM carries to its processes."""
-AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "window_tokens": 0, "guard": False}
+AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """The codec of blocks that are kept as they are."""
 
 
@@ -63,7 +63,8 @@ def kernel_fault() -> str:
 
     capability = current_platform.get_device_capability()
     if capability is None or capability.major < 8:
-        return f"compute capability {capability} is below 8.0"
+        known = "not known" if capability is None else f"{capability.as_version_str()}, below 8.0"
+        return f"its compute capability is {known}"
     with ProcessPoolExecutor(1, get_context("fork")) as processes:
         fault = processes.submit(_compiling, f"sm_{capability.major}{capability.minor}").result()
     if fault and current_platform.is_integrated_gpu():  # the codec runs on the CPU there

@@ -17,6 +17,7 @@ from manthan.manager.stores.redis.store import AHEAD_THREADS, RedisStore
 from manthan.manager.stores.sealed import Sealer, derived, keys_of
 from manthan.vllm_hooks.fingerprint import model_identity
 from manthan.vllm_hooks.transfer_config import from_vllm_config
+from manthan.vllm_hooks.worker.capacity import CPU_ENCODE_THREADS
 
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
@@ -106,5 +107,5 @@ def check_redis(vllm_config: "VllmConfig") -> None:
 
 def make_redis(config: ManthanConfig, namespace: Namespace, rank: int) -> RedisStore:
     """Return one rank's blocks."""
-    client = connect(config.redis, threads=config.encode_threads + LOAD_THREADS + AHEAD_THREADS)
+    client = connect(config.redis, threads=CPU_ENCODE_THREADS + LOAD_THREADS + AHEAD_THREADS)
     return RedisStore(client, Circuit(), namespace, rank, config.redis.ttl_s)

@@ -116,7 +116,7 @@ def complete(vllm_config: "VllmConfig") -> None:
     transfer, extra = vllm_config.kv_transfer_config, settings(vllm_config)
     assert transfer is not None
     assert extra is not None
-    extra[EXTRA_KEY] = ManthanConfig.model_validate(extra.get(EXTRA_KEY, {})).model_dump(mode="json")
+    extra[EXTRA_KEY] = resolve_config(env={}, flags=extra.get(EXTRA_KEY, {})).config.model_dump(mode="json")
     for each in transfer.kv_connector_extra_config.get(ENTRIES, ()) if transfer.kv_connector == SEVERAL else ():
         if each.get("kv_connector") == CONNECTOR:
             each["kv_load_failure_policy"] = transfer.kv_load_failure_policy  # that of all of them counts

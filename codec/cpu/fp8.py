@@ -71,9 +71,6 @@ class Fp8Codec(Codec):
     def __init__(self, codec: Codec) -> None:
         self.name, self.varies, self._codec = codec.name, codec.varies, codec
 
-    def warm_up(self) -> None:
-        self._codec.warm_up()
-
     def max_nbytes(self, section: Section) -> int:
         return self._codec.max_nbytes(_wide(section))
 

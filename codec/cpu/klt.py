@@ -127,10 +127,6 @@ class KltCodec(Codec):
         _check(name, head_dim, profile, rope)
         self._coder = Coder(profile.frequencies)
 
-    def warm_up(self) -> None:
-        self._coder.warm_up()
-        _ = self._bases
-
     @cached_property
     def _bases(self) -> dict[SectionKind, _Bases]:
         layers = self._profile.layers

@@ -69,10 +69,6 @@ class Coder:
         f, c = (np.take_along_axis(x, symbols.astype(np.int64), 1) for x in (wide, before))
         self._decoding = symbols << np.uint32(24) | f << np.uint32(12) | (slots - c)
 
-    def warm_up(self) -> None:
-        """Compile the kernels, or load them from numba's cache."""
-        self._kernels()
-
     def _kernels(self) -> ModuleType:
         from manthan.codec.cpu import numba_rans
 

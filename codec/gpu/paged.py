@@ -203,10 +203,6 @@ class PagedCodec(ABC):
             self._forms[exact] = Form(header, sizes, tuple(starts(header, sizes)), block_nbytes(header, sizes), varies)
         return self._forms[exact]
 
-    def prepare(self, exact: int) -> None:
-        """Do now what the first block of this form would otherwise wait for."""
-        self.form(exact)
-
     def batch(
         self,
         exact: int,

@@ -8,8 +8,8 @@ from pydantic import ValidationError
 from manthan.codec import codec_names
 from manthan.manager.config.model import ConfigError, PolicyConfig
 from manthan.manager.config.profiles import AUTO
-from manthan.manager.config.resolve import Resolved, check_names
-from manthan.manager.config.sentences import first_mistake, must_be
+from manthan.manager.config.resolve import Resolved
+from manthan.manager.config.sentences import first_mistake, must_be, nearest
 from manthan.manager.stores.cold_store import COLD_STORES
 from manthan.policies import BadPolicyError, EvictionPolicy, PolicyOptions, get_policy, policy_names
 
@@ -26,18 +26,20 @@ def check_registered(resolved: Resolved) -> None:
 
     Also for an option's value that the policy does not take, and for a policy that cannot be loaded.
     """
-    chosen = resolved.config.policy
-    options: dict[str, Collection[str]] = dict.fromkeys(policy_names(), ())
-    if chosen.name in options:
-        options[chosen.name] = list(_load(chosen, resolved.sources).Options.model_fields)
-    check_names(
-        resolved.config,
-        policies=options,
-        codecs=[*codec_names(), AUTO],
-        stores=COLD_STORES,
-        sources=resolved.sources,
-    )
-    choose_policy(chosen, resolved.sources)
+    config, sources = resolved
+    policy = config.policy
+    _check_name("policy.name", "policy", policy.name, policy_names(), sources)
+    options = _load(policy, sources).Options.model_fields
+    for option in policy.options:
+        _check_name(f"policy.{option}", f"{policy.name} option", option, options, sources)
+    _check_name("codec.name", "codec", config.codec.name, [*codec_names(), AUTO], sources)
+    _check_name("cold_store.kind", "cold store", config.cold_store.kind, COLD_STORES, sources)
+    choose_policy(policy, sources)
+
+
+def _check_name(key: str, what: str, name: str, valid: Collection[str], sources: Mapping[str, str]) -> None:
+    if name not in valid:
+        raise ConfigError(f"{_source(sources, key)}unknown {what} '{name}'{nearest(name, valid)}")
 
 
 def choose_policy(config: PolicyConfig, sources: Mapping[str, str] | None = None) -> ChosenPolicy:

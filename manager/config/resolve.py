@@ -1,6 +1,6 @@
 """What can be configured, and where a value may come from: flags over environment over YAML over defaults.
 
-    config = load_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
+    config, sources = resolve_config("configs/default.yaml", flags={"--manthan-idle-after": 60})
 
 Every mistake is a ConfigError of one sentence: the source, the key, the value and what would be right.
 """
@@ -16,41 +16,15 @@ from typing import Any, NamedTuple
 import yaml
 from pydantic import ValidationError
 
-from manthan.manager.config.model import (
-    FIELDS,
-    GROUPS,
-    REDIS_PASSWORD,
-    ConfigError,
-    ManthanConfig,
-    check_names,
-)
+from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, ConfigError, ManthanConfig
 from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
-__all__ = [
-    "FLAG_KEYS",
-    "ConfigError",
-    "ManthanConfig",
-    "Resolved",
-    "check_names",
-    "load_config",
-    "resolve_config",
-]
+__all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "load_config", "resolve_config"]
 
 logger = logging.getLogger("vllm.manthan")
 
-FLAG_KEYS = {
-    "--manthan-policy": "policy",
-    "--manthan-idle-after": "idle_after_s",
-    "--manthan-codec": "codec",
-    "--manthan-codec-profile": "codec.profile",
-    "--manthan-cold-store": "cold_store.kind",
-    "--manthan-cold-bytes": "cold_store.max_bytes",
-    "--manthan-disk-path": "disk.path",
-    "--manthan-redis-url": "redis.url",
-    "--manthan-api": "api.enabled",
-    "--manthan-encryption-key-file": "cold_store.encryption.key_file",
-}
+FLAG_KEYS = {flag.name: key for key, flag in FLAGS.items()}
 ENV_PREFIX = "MANTHAN_"
 KUBERNETES = re.compile(r"MANTHAN_([A-Z0-9]+_)*(SERVICE_HOST|SERVICE_PORT(_.+)?|PORT(_.+)?)")
 """What a Service named `manthan` or `manthan-redis` puts into every pod of its namespace: not meant for us."""
@@ -88,7 +62,7 @@ def resolve_config(
     """The configuration and the source of every value.
 
     `path` is a YAML file. `env` is os.environ unless given; in it, `MANTHAN_COLD_STORE__MAX_BYTES` is
-    `cold_store.max_bytes`. `flags` has the names in FLAG_KEYS or dotted keys, None for what was not given.
+    `cold_store.max_bytes`. `flags` has options of `vllm serve` or dotted keys, None for what was not given.
     """
     given: dict[str, _Given] = {}
     env = os.environ if env is None else env

@@ -118,7 +118,6 @@ class Anchors:
 
     def _remove(self, anchor: Anchor, cause: DropCause) -> None:
         del self._at[anchor.key]
-        self._blocks.touch(anchor.key)
         self._standing.discard(anchor.key)
         idle = []
         for block in anchor.parts:

@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 
-from manthan.manager.sessions.chains import common_prefix
-from manthan.manager.sessions.session import Session
+from manthan.manager.sessions.session import Session, common_prefix
 from manthan.manager.sessions.table import SessionTable
 
 
@@ -21,8 +20,8 @@ def attribute(
     """
     found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
-    remembered = table.remembered.find(keys[known:], asked_id, tenant)
-    if remembered is not None and not _has_users(table, remembered, keys):
+    remembered = table.tips.recall(keys[known:], asked_id, tenant)
+    if remembered is not None and not _has_users(table, remembered):  # else one that has this KV is meant
         if table.by_id.get(remembered.session_id) is not remembered:
             table.revive(remembered)
         return remembered
@@ -36,9 +35,31 @@ def attribute(
 
 
 def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> Session | None:
-    """The tenant's session with KV that these keys extend."""
-    found = table.chains.find(keys, asked_id, tenant)
-    return None if found is None or _is_common_start(table, found, keys, asked_id) else found
+    """Return the tenant's session with KV that these keys extend; None means a new one or a fork.
+
+    That is one of this name which has all of them, for a prompt that is asked again. Otherwise it is the one with the
+    longest chain that is a prefix of them.
+    """
+    if asked_id is None:
+        found = table.tips.longest(keys[: table.blocks.known(keys)], None, tenant)
+        return None if found is None or _is_common_start(table, found, keys) else found
+    known, near = table.tips.nearest(keys, asked_id, tenant)
+    found = table.tips.longest(keys[:known], asked_id, tenant)
+    is_again = near is not None and known == len(keys)
+    return near if is_again and (found is None or len(found.chain) < known) else found
+
+
+def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes]) -> bool:
+    """True if others go on from where this session ends, as from a system prompt: then a new request is another."""
+    if session.asked_id is not None or len(session.chain) == len(keys):
+        return False
+    return table.tips.has_several(session.chain[-1], session.tenant)
+
+
+def _has_users(table: SessionTable, remembered: Session) -> bool:
+    """True if sessions have the KV of where this one, which lost it, ended. The request then belongs to one of them."""
+    block = table.blocks.get(remembered.tip)
+    return block is not None and next(table.tips.holders(block, remembered.tenant), None) is not None
 
 
 def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int) -> int:
@@ -66,14 +87,6 @@ def begin(session: Session, prompt_tokens: int, known_tokens: int, now: float) -
     session.expected = None
 
 
-def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes], asked_id: str | None) -> bool:
-    """Whether others go on from where this session ends, as from a system prompt: then a new request is another."""
-    length = len(session.chain)
-    if asked_id is not None or session.asked_id is not None or not 0 < length < len(keys):
-        return False
-    return table.chains.of(session.tenant).has_several(keys[:length])
-
-
 def _with_changed_answer(
     table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenant: str
 ) -> Session | None:
@@ -82,23 +95,19 @@ def _with_changed_answer(
     """
     if asked_id is None:
         return None
-    known, origin = table.chains.of(tenant, asked_id).nearest(keys)
+    known, origin = table.tips.nearest(keys, asked_id, tenant)
     if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
         return None
     prompt = origin.prompt_tokens
     return origin if prompt and known >= prompt // table.shape.block_tokens else None
 
 
-def _has_users(table: SessionTable, remembered: Session, keys: Sequence[bytes]) -> bool:
-    """Whether sessions have the KV of where this one ended; then it, which had lost that, need not be meant."""
-    block = table.blocks.get(remembered.tip)
-    return block is not None and table.chains.of(remembered.tenant).first(keys[: block.depth + 1]) is not None
-
-
 def _inherit(table: SessionTable, session: Session, keys: Sequence[bytes]) -> None:
-    chains = table.chains.of(session.tenant)
-    known, origin = chains.nearest(keys)
-    if origin is None or not 0 < known < len(origin.chain) or origin.requests or chains.has_several(keys[:known]):
+    """Take over the history of the only session that has the beginning of these keys, and goes on otherwise."""
+    known, origin = table.tips.nearest(keys[: table.blocks.known(keys)], None, session.tenant)
+    if origin is None or known == len(origin.chain) or origin.requests:
+        return
+    if table.tips.has_several(origin.chain[known - 1], session.tenant):
         return
     session.created, session.uses, session.last_used = origin.created, origin.uses, origin.last_used
     session.left_tokens = (len(origin.chain) - known) * table.shape.block_tokens

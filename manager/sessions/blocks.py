@@ -41,7 +41,7 @@ class BlockTable:
         self.reserved_of: Counter[str] = Counter()
         """By tenant, what `reserved` counts together."""
         self.changed: dict[tuple[int | None, bytes], None] | None = None
-        """By group and key, blocks that are not what they were in the cold store, where somebody asks for them."""
+        """By group and key, blocks whose codes came or went, or that are forgotten, where somebody asks for them."""
         self._count: Counter[CodeState] = Counter()
         self._nbytes: Counter[CodeState] = Counter()  # without what is to be replaced
 
@@ -93,8 +93,6 @@ class BlockTable:
                 block.hot += 1
                 block.running += 1
             chain.append(block)
-        if self.changed is not None:
-            self.changed.update(((None, key), None) for key in keys)
         self.hot += hot
         self.exposed -= exposed
 
@@ -107,8 +105,7 @@ class BlockTable:
             block.users = users = block.users - 1
             if not users and block.code is _NONE:
                 known.pop(block.key, None)
-        if self.changed is not None:
-            self.changed.update(((None, block.key), None) for block in blocks)
+                self.touch(block.key)
 
     def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
         """The same of another group's block."""
@@ -131,7 +128,11 @@ class BlockTable:
         return cast("list[Block]", found[:end])
 
     def safe(self, names: Iterable[BlockName | None], most: int) -> int:
-        """See the manager's. Written for speed: it is asked of thousands of blocks."""
+        """Return how many of these blocks, so many at most, come before the first that is at risk: whose only copy is
+        bf16 that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block.
+
+        Written for speed: it is asked of thousands of blocks.
+        """
         find, count = self._blocks.get, 0
         for count, name in enumerate(islice(names, most), 1):
             if name is not None and (block := find(name)) is not None:
@@ -141,7 +142,7 @@ class BlockTable:
         return count
 
     def touch(self, key: bytes, group: int | None = None) -> None:
-        """What is stored of the block, or behind it, is not what it was, or nobody needs it any more."""
+        """Note that the block's codes came or went, that it is forgotten, or that it is to be looked at again."""
         if self.changed is not None:
             self.changed[group, key] = None
 
@@ -189,8 +190,6 @@ class BlockTable:
         """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""
         for block in blocks:
             block.users += users
-        if users and self.changed is not None:
-            self.changed.update(((block.group, block.key), None) for block in blocks)
         self.move(blocks, hot=hot, running=running)
         if users < 0:
             for block in blocks:
@@ -205,13 +204,11 @@ class BlockTable:
 
     def queue_new(self, blocks: Sequence[Block], encodings: Iterable[Encoding], tenant: str) -> None:
         """The same of blocks without codes, all at once."""
-        changed, nbytes, exposed = self.changed, 0, 0
+        nbytes = exposed = 0
         for block, encoding in zip(blocks, encodings, strict=True):
             exposed += block.hot > 0 and not block.running
             block.code, block.encoding, block.tenant = _QUEUED, encoding, tenant
             nbytes += encoding.nbytes
-            if changed is not None:
-                changed[block.group, block.key] = None
         self.exposed -= exposed
         self._count[_QUEUED] += len(blocks)
         self._nbytes[_QUEUED] += nbytes
@@ -338,3 +335,4 @@ class BlockTable:
         if block.users or block.reserves:
             return
         self._blocks.pop(block.name, None)
+        self.touch(block.key, block.group)

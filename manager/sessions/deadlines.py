@@ -43,10 +43,6 @@ class Deadlines:
             self._look()
             yield first[2]
 
-    def clear(self) -> None:
-        self._when.clear()
-        self._look()
-
     def _look(self) -> None:
         first = self._when.first()
         self.first = None if first is None else first[0]

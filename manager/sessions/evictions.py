@@ -82,7 +82,6 @@ class Evictions:
         self._table.set_state(session, SessionState.EVICTING, now)
         session.evict_began, session.evict_encoded, session.evict_nbytes = now, 0, 0
         session.evict_pressed = is_pressed
-        self._exact.move_window(session)
         needed = [block for block in session.chain if block.code is _NONE]
         decoded = next((block for block in needed if self._pruning.mark(block) is Mark.DECODED), None)
         if decoded is not None:  # its compressed copy is gone: it may not be encoded again
@@ -98,7 +97,6 @@ class Evictions:
             fits = sum(block.depth < len(session.chain) for block in needed[:fits])
         self._orders.encode_all(needed[:fits][::-1], wanted[:fits][::-1], session.tenant)  # who has it stored pays
         if is_hot:
-            self._replace(session)
             for block, encoding in self._heads.replacements(session):
                 self._orders.encode(block, encoding, block.tenant)
         self._wait(session, is_hot)
@@ -160,16 +158,6 @@ class Evictions:
             found.append(encoding)
         return found
 
-    def _replace(self, session: Session) -> None:
-        """What is no longer at the session's end need not be exact; the old codes stay until there are others.
-
-        This loses no more than once either: what was exact came back as it was.
-        """
-        for block in self._exact.finer(session):
-            wanted = self.wanted(block)
-            if wanted.nbytes <= min(self._budget.free, self._budget.left(block.tenant)):
-                self._orders.encode(block, wanted, block.tenant)
-
     def try_again(self, now: float) -> None:
         """Sessions that were refused are idle again when they have waited for long enough; and one of them if something
         has left the store, which may be the room that it needs."""
@@ -197,7 +185,8 @@ class Evictions:
                 self.evict(session, now, is_hot=False, is_pressed=True)
 
     def relieve(self, wanted: int, now: float) -> bool:
-        """Evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any was chosen."""
+        """Evict idle sessions in policy order until `wanted` exposed blocks are under way, because memory is short.
+        Returns whether any was chosen."""
         goal = max(0, self._blocks.exposed - wanted)
         chosen = False
         if self._blocks.exposed > goal:
@@ -223,7 +212,6 @@ class Evictions:
             session = next(iter(self._table.fresh.values()))
             needed: list[Block] = []
             if self._table.shape.group is not None:
-                self._exact.move_window(session)
                 chain = session.chain[: self._pruning.usable(session, len(session.chain))]
                 needed = [block for block in chain if block.code is _NONE]
                 marks = [self._pruning.mark(block) for block in needed]
@@ -259,7 +247,7 @@ class Evictions:
             if not left or (most := most - fits) <= 0:
                 return
 
-    def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None) -> None:
+    def spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
         """Every rank has put the codes of these blocks of a group into its tier, where they take so many bytes."""
         names = keys if group is None else zip(repeat(group), keys)
         stale, run, nbytes = self._stale, list[Block](), list[int]()
@@ -305,7 +293,12 @@ class Evictions:
                 self._pruning.drop([block], DropCause.ABANDONED)
 
     def failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
-        """A rank could not store this block: its sessions stay hot, unless there are older codes of it."""
+        """A rank could not store this block: its sessions stay hot, unless there are older codes of it. Pressure leaves
+        them be for a while.
+
+        is_full: for lack of room. Each time that this happens to a session it is left alone for twice as long, or until
+        something else has left the store.
+        """
         if (block := self._spilling(key, group)) is not None:
             self._fail(block, now, is_full)
 

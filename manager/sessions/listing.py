@@ -4,7 +4,7 @@ import heapq
 import math
 from bisect import bisect_left
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from enum import StrEnum, auto
 from itertools import islice
 from typing import NamedTuple, TypeAlias
@@ -43,13 +43,13 @@ class Query(NamedTuple):
     """Filter and order of a list of sessions. A filter that is None passes all.
 
     bound: tenant that asks; it sees its own sessions only, under the names that it gave them. tenant: of the sessions.
-    tier: number of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
+    tier: name of a tier that has some of the session's blocks. prefix: of ids. offset: sessions before the page.
     """
 
     states: Collection[SessionState] | None = None
     bound: str | None = None
     tenant: str | None = None
-    tier: int | None = None
+    tier: str | None = None
     pinned: bool | None = None
     prefix: str = ""
     sort: Sort = Sort.LAST_USED
@@ -71,19 +71,24 @@ class Page(NamedTuple):
 
 
 class Listing:
-    """Reads a table of sessions, and changes nothing there. A page costs O(n log page) of n sessions."""
+    """Reads a table of sessions, and changes nothing there. A page costs O(n log page) of n sessions.
 
-    def __init__(self, table: SessionTable) -> None:
-        self._table = table
+    tiers: their names, the fastest first; numbers unless given.
+    """
 
-    def page(self, query: Query) -> Page:
-        """Return a page of the sessions that have KV, or a request."""
+    def __init__(self, table: SessionTable, tiers: Sequence[str] = ()) -> None:
+        self._table, self._tiers = table, tiers or [str(tier) for tier in range(len(table.fronts) + 1)]
+
+    def page(self, query: Query, offset: float = 0.0) -> Page:
+        """Return a page of the sessions that have KV, or a request. offset: from the manager's clock to that of the
+        times."""
         chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
         keys = ((self._value(query.sort, session), session.session_id) for session in chosen)
         end = query.offset + query.limit
         best = heapq.nlargest(end, keys) if query.descending else heapq.nsmallest(end, keys)
         page = best[query.offset :]
-        return Page(len(chosen), page, [self.info(self._table.by_id[session_id]) for _, session_id in page])
+        sessions = [self._table.by_id[session_id] for _, session_id in page]
+        return Page(len(chosen), page, [self.info(session, query.bound, offset) for session in sessions])
 
     def find(self, told_id: str, bound: str | None) -> Session | None:
         """The session of that id, for a tenant one of its own by the name that it gave it; None: for who sees all."""
@@ -103,8 +108,8 @@ class Listing:
         found = Counter(session.state for session in self._table.by_id.values() if session.tenant == bound)
         return {state: found[state] for state in SessionState}
 
-    def info(self, session: Session) -> SessionInfo:
-        """Counted block by block."""
+    def info(self, session: Session, bound: str | None = None, offset: float = 0.0) -> SessionInfo:
+        """Return what is told of a session, counted block by block. See `page`."""
         shape, chain = self._table.shape, session.chain
         hot = cold = nbytes = 0
         blocks, sizes = Counter[int](), Counter[int]()  # by the tiers that they left
@@ -124,33 +129,33 @@ class Listing:
                     sizes[block.moved] += block.encoding.nbytes
         blocks[0], sizes[0] = cold - blocks.total(), nbytes - sizes.total()
         return SessionInfo(
-            session_id=session.session_id,
+            id=session.session_id if bound is None else session.told_id,
             tenant=session.tenant,
             state=session.state,
             tokens=len(chain) * shape.block_tokens,
             blocks=len(chain),
             hot_blocks=hot,
             cold_blocks=cold,
-            cold_nbytes=nbytes,
-            created=session.created,
-            last_used=session.last_used,
+            hot_bytes=hot * shape.hot_nbytes,
+            cold_bytes=nbytes,
+            tiers={
+                name: held for tier, name in enumerate(self._tiers) if (held := self._held(tier, blocks, sizes)).bytes
+            },
+            created=round(session.created + offset, 3),
+            last_used=round(session.last_used + offset, 3),
             requests=session.uses,
             pinned=session.pinned,
             priority=session.priority,
-            expected=session.expected,
-            hot_nbytes=hot * shape.hot_nbytes,
-            tiers=[self._held(tier, blocks, sizes) for tier in range(len(self._table.fronts) + 1)],
-            told_id=session.told_id,
-            awaits=session.awaits,
+            expected_return=None if session.expected is None else round(session.expected + offset, 3),
+            tool=session.awaits,
             lossy_tokens=session.lossy_tokens,
         )
 
     def _held(self, tier: int, blocks: Mapping[int, int], sizes: Mapping[int, int]) -> Held:
         has = self._table.fronts.has
-        return Held(
-            sum(count for moved, count in blocks.items() if has(tier, moved)),
-            sum(nbytes for moved, nbytes in sizes.items() if has(tier, moved)),
-        )
+        count = sum(count for moved, count in blocks.items() if has(tier, moved))
+        nbytes = sum(nbytes for moved, nbytes in sizes.items() if has(tier, moved))
+        return Held(count * self._table.shape.block_tokens, count, nbytes)
 
     def _is_wanted(self, session: Session, query: Query) -> bool:
         if query.bound is not None and session.tenant != query.bound:
@@ -164,7 +169,9 @@ class Listing:
         name = session.session_id if query.bound is None else session.told_id
         if not name.startswith(query.prefix):
             return False
-        return query.tier is None or self._is_in(query.tier, session)
+        if query.tier is None:
+            return True
+        return query.tier in self._tiers and self._is_in(self._tiers.index(query.tier), session)
 
     def _is_in(self, tier: int, session: Session) -> bool:
         """True if a tier has some of the session's blocks. Tails leave a fast tier first."""

@@ -5,17 +5,15 @@ driver`) calls the event methods from one thread and carries out, in this order,
 `take_spills`.
 """
 
-import sys
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
 
-from manthan.manager.sessions.adoption import Adoption, LeftSession
+from manthan.manager.sessions.adoption import Adoption
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.attribution import attribute, begin, find, kept
 from manthan.manager.sessions.budget import ColdBudget, Shares
-from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.deadlines import earliest
 from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
@@ -26,7 +24,6 @@ from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
 from manthan.manager.sessions.remote import RemoteBlocks
-from manthan.manager.sessions.restorable import Restorable
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
@@ -36,16 +33,15 @@ from manthan.manager.sessions.session import (
     Drop,
     DropCause,
     Encoding,
-    Eviction,
     MemoryShape,
     News,
     NewsKind,
     Outcome,
     Place,
-    Prefetch,
     Session,
     SessionInfo,
     SessionState,
+    common_prefix,
 )
 from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
@@ -129,7 +125,7 @@ class SessionMemoryManager:
     shares: of the budget, for pinned sessions and for tenants.
     fast: the tiers in front of the last one, the fastest first.
     prefetch_lead_s: an expected session is restored so many seconds before; None for never.
-    sink_tokens, window_tokens: how many of each session's first and last tokens are kept exact.
+    sink_tokens: how many of each session's first tokens are kept exact.
     shared_ttl_s: seconds that blocks live in a store which engines share; None for one of this engine's own.
     quality: of requests that do not say it.
     mark: returns the mark of the block that the pool has under a name; None if it has none. A driver sets it.
@@ -148,7 +144,6 @@ class SessionMemoryManager:
         fast: Sequence[Fast] = (),
         prefetch_lead_s: float | None = None,
         sink_tokens: int = 0,
-        window_tokens: int = 0,
         shared_ttl_s: float | None = None,
         quality: Quality = "any",
         mark: Callable[[BlockName], Mark | None] = lambda name: Mark.EXACT,
@@ -164,8 +159,8 @@ class SessionMemoryManager:
         self._hints: dict[str, Hints] = {}  # by request id
         self._orders = Orders(self.blocks, shape.group)
         self._anchors = Anchors(self.blocks, self._orders, bool(shape.beside), self.table.touch)
-        self._exact = exact = ExactTokens(shape, sink_tokens, window_tokens)
-        self._pruning = Pruning(self.table, self._orders, exact, self._anchors, lambda name: self.mark(name))
+        self._exact = exact = ExactTokens(shape, sink_tokens)
+        self._pruning = Pruning(self.table, self._orders, self._anchors, lambda name: self.mark(name))
         self.remote = RemoteBlocks(self.table, self._anchors, self._running)
         if self._is_shared:
             self.table.changed = {}
@@ -191,7 +186,6 @@ class SessionMemoryManager:
             shared_ttl_s,
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
-        self.restorable = Restorable(self.table, self._anchors)
         self.listing = Listing(self.table)
         self.steering = Steering(
             self._evictions,
@@ -200,6 +194,18 @@ class SessionMemoryManager:
             self.table,
             PATIENCE * idle_after_s,
         )
+
+        # What its parts do for those who drive it; each says what.
+        self.adopt = self._adoption.adopt
+        self.match, self.restore_finished = self._restores.match, self._restores.finished
+        self.prefetch_blocks, self.take_prefetches = self._wishes.prefetch_blocks, self._wishes.take_prefetches
+        self.prefetch_finished = self._wishes.prefetched
+        self.relieve, self.encode_ahead = self._evictions.relieve, self._evictions.encode_ahead
+        self.all_spilled, self.spill_failed = self._evictions.spilled, self._evictions.failed
+        self.lost = self._evictions.lost
+        self.take_drops, self.take_releases = self._orders.take_drops, self._orders.take_releases
+        self.take_evictions, self.take_news = self._orders.take_evictions, self._orders.take_news
+        self.safe = self.blocks.safe
 
     @property
     def shape(self) -> MemoryShape:
@@ -216,13 +222,6 @@ class SessionMemoryManager:
         self._exact.keep_all(all_exact)
 
     # -- what was there before ------------------------------------------------------------------------
-
-    def adopt(self, left: Iterable[LeftSession], now: float) -> dict[str, int]:
-        """Sessions that an earlier process left in the cold store are cold here, as far as there is room.
-
-        Returns how many blocks of its chain each that was taken in has, by id.
-        """
-        return self._adoption.adopt(left, now)
 
     def disown(self, names: Iterable[tuple[int, bytes]]) -> None:
         """These blocks, by group and key, are in the cold store, and no session needs them: they are to be dropped."""
@@ -325,13 +324,13 @@ class SessionMemoryManager:
             return 0
         if session.asked_id is None:
             if not session.chain:
-                known, origin = self.table.chains.of(session.tenant).nearest(keys)
-                end = _end(keys, tail)
-                if origin is not None and end and known == len(keys) and origin.prompt_end == end:
-                    session.kin = origin.owner
-                    return known
+                end, last = _end(keys, tail), self.blocks.get(keys[-1]) if keys else None
+                for origin in self.table.tips.holders(last, session.tenant) if end and last is not None else ():
+                    if origin.prompt_end == end:
+                        session.kin = origin.owner
+                        return len(keys)
             return common_prefix(session.chain, keys)
-        return self.table.chains.of(session.tenant, session.asked_id).nearest(keys)[0]
+        return self.table.tips.nearest(keys, session.asked_id, session.tenant)[0]
 
     def served_elsewhere(self, request_id: str, blocks: int) -> None:
         """Another engine has served the request's session, which has so many blocks of its prompt from there."""
@@ -418,48 +417,12 @@ class SessionMemoryManager:
 
     # -- restore --------------------------------------------------------------------------------------
 
-    def match(self, keys: Sequence[bytes], request_id: str = "") -> int:
-        """How many of these keys, from the first on without a gap, can be restored. request_id: for whom, if that is
-        known."""
-        return self._restores.match(keys, request_id)
-
     def restore_started(self, request_id: str, keys: Sequence[bytes]) -> str:
         """These codes, which matched, and those of the anchor behind them are being read for the request; they are not
         dropped until it ends. Returns whose request it is."""
         self._restores.started(request_id, keys)
         session = self._running.get(request_id)
         return "" if session is None else session.tenant
-
-    def restore_finished(
-        self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()
-    ) -> None:
-        """The restore ended; codes in `failed`, or `beside`, by group and key, could not be read and are dropped."""
-        self._restores.finished(request_id, failed, beside)
-
-    def prefetch_blocks(self, now: float, most: int = sys.maxsize) -> int:
-        """Blocks of the longest cold session that is expected, of all groups; 0 if there is none. Those that are longer
-        than `most`, which is all that there can ever be room for, are expected no more.
-        """
-        return self._wishes.prefetch_blocks(now, most)
-
-    def take_prefetches(self, room: int, now: float, limit: int | None = None) -> list[Prefetch]:
-        """Cold sessions, up to `limit`, that are expected and fit into so many blocks together; answer each with
-        prefetch_finished.
-
-        Their codes are not dropped until then. Those that do not fit wait until they are late.
-        """
-        return self._wishes.take_prefetches(room, now, limit)
-
-    def prefetch_finished(
-        self,
-        session_id: str,
-        complete: bool,
-        failed: Iterable[bytes],
-        now: float,
-        beside: Iterable[tuple[int, bytes]] = (),
-    ) -> None:
-        """All blocks of the session are hot now, or not all; see restore_finished."""
-        self._wishes.prefetched(session_id, complete, failed, now, beside)
 
     # -- eviction -------------------------------------------------------------------------------------
 
@@ -480,40 +443,15 @@ class SessionMemoryManager:
         while (first := next(iter(self.table.idle.values()), None)) and first.idle_since + self.idle_after_s <= now:
             self._evictions.evict(first, now)
 
-    def relieve(self, wanted: int, now: float) -> bool:
-        """Memory is short: evict idle sessions in policy order until `wanted` exposed blocks are under way; whether any
-        session was chosen."""
-        return self._evictions.relieve(wanted, now)
-
     def save(self, names: Iterable[BlockName | None], walked: int, most: int) -> None:
         """Encode up to `most` of those free blocks, of which the first `walked` are looked at, that exist nowhere else.
         Their sessions stay as they are."""
         if most > 0:
             self._evictions.save(names, walked, most, dict.fromkeys(self._running.values()))
 
-    def encode_ahead(self, now: float, most: int) -> None:
-        """Encode up to `most` blocks of a session whose last request ended AHEAD_AFTER_S ago; it stays idle."""
-        self._evictions.encode_ahead(now, most)
-
     def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
         """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
         self._evictions.spilled((key,), (nbytes,), now, group)
-
-    def all_spilled(self, keys: Sequence[bytes], sizes: Iterable[int], now: float, group: int | None = None) -> None:
-        """The same of several of one group, in this order."""
-        self._evictions.spilled(keys, sizes, now, group)
-
-    def spill_failed(self, key: bytes, now: float, group: int | None = None, is_full: bool = False) -> None:
-        """A rank could not store this block: its sessions stay hot; pressure leaves them be for a while.
-
-        is_full: for lack of room. Each time that this happens to a session it is left alone for twice as long, or until
-        something else has left the store.
-        """
-        self._evictions.failed(key, now, group, is_full)
-
-    def lost(self, key: bytes, now: float, group: int | None = None) -> None:
-        """A block that was to be encoded is not in the pool any more: what follows it is of no use."""
-        self._evictions.lost(key, now, group)
 
     def reset(self) -> None:
         """Forget all KV, hot and cold: the weights changed, or somebody asked for it."""
@@ -546,14 +484,6 @@ class SessionMemoryManager:
 
     # -- what is to be done ---------------------------------------------------------------------------
 
-    def take_drops(self) -> list[Drop]:
-        """Codes to remove, before any spill taken later is begun."""
-        return self._orders.take_drops()
-
-    def take_releases(self, limit: int = sys.maxsize) -> list[bytes]:
-        """Up to `limit` blocks whose bf16 copy nobody needs any more."""
-        return self._orders.take_releases(limit)
-
     def take_spills(self, limit: int) -> list[SpillOrder]:
         """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""
         return [order for run in self.take_spill_runs(limit) for order in run.orders()]
@@ -570,22 +500,9 @@ class SessionMemoryManager:
         tokens = self.shape.tokens_of(group)
         return SpillRun([b.key for b in blocks], [b.depth * tokens for b in blocks], encodings, group, tenant)
 
-    @property
-    def has_fast_tiers(self) -> bool:
-        """Whether there are tiers in front of the last one."""
-        return bool(self.table.fronts)
-
-    def take_moves(self) -> list[list[bytes]]:
-        """Of each fast tier, blocks that are to leave it first, if it gets too small for the spills that were taken."""
-        return self.table.fronts.choose(self.table.by_id)
-
-    def take_evictions(self) -> list[Eviction]:
-        """Evictions that ended since the last call, for logs and metrics."""
-        return self._orders.take_evictions()
-
-    def take_news(self) -> list[News]:
-        """What else happened to sessions since the last call."""
-        return self._orders.take_news()
+    def settle_tiers(self) -> None:
+        """Reckon what leaves the fast tiers for what is being encoded."""
+        self.table.fronts.settle(self.table.by_id)
 
     @property
     def has_spills(self) -> bool:
@@ -608,11 +525,6 @@ class SessionMemoryManager:
         return bool(self._orders or self.table.changed)
 
     # -- what others may look at ----------------------------------------------------------------------
-
-    def safe(self, names: Iterable[BlockName | None], most: int) -> int:
-        """How many of these blocks, so many at most, come before the first that is at risk: whose only copy is bf16
-        that is not held, since it waits to be encoded or nobody has ordered that. None stands for no block."""
-        return self.blocks.safe(names, most)
 
     def unsaved(self, keys: Sequence[bytes]) -> int:
         """How many of these blocks of chains are known and have no codes, nor will have."""

@@ -1,5 +1,6 @@
 """What the manager wants done: codes to drop, bf16 to release, blocks to encode; and what is to be told of it."""
 
+import sys
 from collections import deque
 from collections.abc import Sequence
 from itertools import groupby
@@ -85,10 +86,12 @@ class Orders:
         return taken
 
     def take_drops(self) -> list[Drop]:
+        """Return codes to remove, before any spill taken later is begun."""
         taken, self.drops = self.drops, []
         return taken
 
-    def take_releases(self, limit: int) -> list[bytes]:
+    def take_releases(self, limit: int = sys.maxsize) -> list[bytes]:
+        """Return up to `limit` blocks whose bf16 copy nobody needs any more."""
         if not self.releases:
             return []
         keys, self.releases[:limit] = self.releases[:limit], []
@@ -100,10 +103,12 @@ class Orders:
         ]
 
     def take_evictions(self) -> list[Eviction]:
+        """Return evictions that ended since the last call, for logs and metrics."""
         taken, self.evictions = self.evictions, []
         return taken
 
     def take_news(self) -> list[News]:
+        """Return what else happened to sessions since the last call."""
         if not self.news:
             return []
         taken = list(self.news)

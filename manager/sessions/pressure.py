@@ -7,6 +7,9 @@ from typing import Protocol
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import BlockName, Drop
 
+LOW_WATERMARK, HIGH_WATERMARK = 0.1, 0.25
+"""Shares of the pool that should hold nothing worth keeping. Below the low one, sessions are evicted, idle or not,
+until the high one is reached."""
 WINDOW_SHARE = 16
 """A block is out of the pool's reach until it is copied to be encoded: at most one in so many blocks of the pool."""
 
@@ -61,10 +64,17 @@ class Runway:
 class Pressure:
     """Has sessions evicted before a pool of `blocks` blocks overwrites them.
 
-    low, high: shares of the pool, see `hot_pool` in the configuration.
+    low, high: shares of the pool.
     """
 
-    def __init__(self, manager: SessionMemoryManager, queue: FreeQueue, blocks: int, low: float, high: float) -> None:
+    def __init__(
+        self,
+        manager: SessionMemoryManager,
+        queue: FreeQueue,
+        blocks: int,
+        low: float = LOW_WATERMARK,
+        high: float = HIGH_WATERMARK,
+    ) -> None:
         self._manager = manager
         self.low, self._high = int(low * blocks), int(high * blocks)
         self.window = max(1, blocks // WINDOW_SHARE)

@@ -3,7 +3,6 @@
 from collections.abc import Callable, Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pins import Pins
@@ -30,11 +29,10 @@ class Pruning:
         self,
         table: SessionTable,
         orders: Orders,
-        exact: ExactTokens,
         anchors: Anchors,
         mark: Callable[[BlockName], Mark | None],
     ) -> None:
-        self._table, self._orders, self._exact, self._anchors, self._mark = table, orders, exact, anchors, mark
+        self._table, self._orders, self._anchors, self._mark = table, orders, anchors, mark
         self.pinned = Pins()
 
     def mark(self, block: Block) -> Mark | None:
@@ -74,7 +72,6 @@ class Pruning:
         cut = session.chain[length:]
         self._tell(session, cut, cause)
         self.unwait(session, cut)
-        self._exact.cut(session, length)
         self._anchors.cut(session, length, cause)
         self._table.truncate(session, length)
         if not session.chain:
@@ -118,16 +115,10 @@ class Pruning:
         holders = [session for session in self._table.holders(block) if session.state is state]
         return [self._shorten(session, block.depth, DropCause.ABANDONED) for session in holders]
 
-    def end_before_gone(self, session: Session) -> None:
-        """The same of one cold session, for who sees to all of them: nobody need look who else has the block."""
-        gone = next((block for block in session.chain if block.gone), None)
-        if gone is not None:
-            self._shorten(session, gone.depth, DropCause.ABANDONED)
-
     def forget_session(self, session: Session, cause: DropCause) -> None:
         """Nothing of it is to be kept, neither codes nor bf16, nor that it be known again."""
         keys = [block.key for block in session.chain]
-        self._table.remembered.forget(session)
+        self._table.tips.forget(session)
         self.cut(session, 0, cause)
         self._orders.releases += keys
 

@@ -5,9 +5,8 @@ from itertools import takewhile
 
 from manthan.manager.sessions.anchors import Anchors
 from manthan.manager.sessions.blocks import NOBODY
-from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.marks import Mark
-from manthan.manager.sessions.session import Block, CodeState, Encoding, FoundAnchor, Session
+from manthan.manager.sessions.session import Block, CodeState, Encoding, FoundAnchor, Session, common_prefix
 from manthan.manager.sessions.table import SessionTable
 
 

@@ -4,10 +4,9 @@ import sys
 from collections.abc import Iterable, Sequence
 
 from manthan.manager.sessions.anchors import Anchors
-from manthan.manager.sessions.chains import common_prefix
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.pruning import Pruning
-from manthan.manager.sessions.session import Block, CodeState, DropCause, Session
+from manthan.manager.sessions.session import Block, CodeState, DropCause, Session, common_prefix
 from manthan.manager.sessions.table import SessionTable
 
 
@@ -57,7 +56,7 @@ class Restores:
         self._blocks.pin(blocks, +1)
         self.under_way[request_id] = blocks
 
-    def finished(self, request_id: str, failed: Iterable[bytes], beside: Iterable[tuple[int, bytes]] = ()) -> None:
+    def finished(self, request_id: str, failed: Iterable[bytes] = (), beside: Iterable[tuple[int, bytes]] = ()) -> None:
         """failed: blocks of the chain that could not be read. beside: those of other groups, by group and key."""
         blocks = self.under_way.pop(request_id, [])
         self._blocks.pin(blocks, -1)

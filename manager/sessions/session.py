@@ -1,5 +1,6 @@
 """Sessions, the blocks their chains name, and what the manager asks of whoever owns the memory."""
 
+from bisect import bisect_left
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum, auto
@@ -154,9 +155,7 @@ class Block:
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
     moved: int = 0
-    """Which fast tiers its codes had to leave: bit n is for tier n, the fastest 0. See `FastTiers`."""
-    windows: int = 0
-    """Sessions that have it among their last tokens, which are kept exact."""
+    """Which fast tiers its codes have left, as is reckoned: bit n is for tier n, the fastest 0. See `FastTiers`."""
     mark: Mark = Mark.EXACT
     """Of the copy that its compressed block was made of."""
     waiters: "tuple[Session, ...] | dict[Session, None]" = ()
@@ -175,6 +174,11 @@ class Block:
     def reserves(self) -> bool:
         """Whether the block takes bytes of the cold store, or holds a reservation there."""
         return self.code is not _NONE
+
+    @property
+    def has_codes(self) -> bool:
+        """True if the cold store has codes of it, be it those that are being replaced."""
+        return self.code is _COLD or self.old is not None
 
     @property
     def in_flight(self) -> bool:
@@ -259,8 +263,6 @@ class Session:
     """How often the cold store had no room for it, one time after the other."""
     pending: int = 0
     """Blocks that an eviction under way still waits for."""
-    window: range = range(0)
-    """Places in the chain of its last tokens, when it was evicted last."""
     anchors: list[Anchor] = field(default_factory=list)
     """Where it can go on from, the deepest last; those that are still being made included."""
     prompt_depth: int = 0
@@ -322,6 +324,18 @@ class Session:
         return self.session_id.removeprefix(_owner(self.tenant, self.session_id))
 
 
+def common_prefix(chain: Sequence[Block], keys: Sequence[bytes], known: int = 0) -> int:
+    """Length of the leading run that a chain and a list of keys share, of which so much is known. O(log n).
+
+    A block key covers the whole prefix before it, so one that agrees settles all before it.
+    """
+    most = min(len(chain), len(keys))
+    if most <= known or chain[most - 1].key == keys[most - 1]:  # mostly all of it
+        return max(most, known)
+    both = range(known, most - 1)
+    return known + bisect_left(both, True, key=lambda place: chain[place].key != keys[place])
+
+
 def qualified(told_id: str, tenant: str) -> str:
     """A session's id among those of all tenants, of whom two may call theirs alike: no two of tenant and told id make
     the same, or who has a name would keep another tenant from it."""
@@ -335,40 +349,46 @@ def _owner(tenant: str, name: str) -> str:
     return "/" if "/" in name else ""
 
 
-class Held(NamedTuple):
-    """What a tier has of a session: blocks of its chain, and bytes of these and of its anchors."""
+@dataclass(frozen=True)
+class Held:
+    """What a tier has of a session. tokens, blocks: of its chain. bytes: of these and of its anchors."""
 
+    tokens: int
     blocks: int
-    nbytes: int
+    bytes: int
 
 
-class SessionInfo(NamedTuple):
-    """A session as everybody outside sees it. Times are seconds on the manager's clock; bytes of all ranks together.
+@dataclass(frozen=True)
+class SessionInfo:
+    """A session as everybody outside sees it. Times are seconds on the manager's clock, or on the one that was asked
+    for; bytes of all ranks together.
 
-    tokens, blocks: of its chain. hot_blocks: believed to be in the pool, where they take hot_nbytes. cold_blocks: with
-    codes. cold_nbytes: of these, and of what its anchors have in the cold store. tiers: of all that, what each has, the
-    fastest first. told_id: its id as its tenant is told it. awaits: the tool that its client waits for.
+    id: its tenant's own name for it, for a tenant. tokens, blocks: of its chain. hot_blocks: believed to be in the
+    pool, where they take hot_bytes. cold_blocks: with codes. cold_bytes: of these, and of what its anchors have in
+    the cold store. tiers: those that have some of that, by name, the fastest first. expected_return: as its client
+    said, or as long as its tool takes. tool: what its client waits for. lossy_tokens: cached tokens of its last
+    request that were decoded, or computed behind decoded ones. engine: which data-parallel engine has it.
     """
 
-    session_id: str
+    id: str
     tenant: str
-    state: str
+    state: SessionState
     tokens: int
     blocks: int
     hot_blocks: int
     cold_blocks: int
-    cold_nbytes: int
+    hot_bytes: int
+    cold_bytes: int
+    tiers: Mapping[str, Held]
     created: float
     last_used: float
     requests: int
     pinned: bool
     priority: int
-    expected: float | None
-    hot_nbytes: int
-    tiers: Sequence[Held]
-    told_id: str
-    awaits: str = ""
-    lossy_tokens: int = 0
+    expected_return: float | None
+    tool: str
+    lossy_tokens: int
+    engine: int = 0
 
 
 class Outcome(NamedTuple):

@@ -35,7 +35,7 @@ class Steering:
     def prefetch(self, session: Session, now: float) -> str:
         """As if it were expected any moment; what is hot stays so."""
         if not self._wishes.may_prefetch:
-            return "prefetch.enabled is false, or the model's sessions cannot be prefetched"
+            return "sessions of this model cannot be prefetched"
         self._wishes.expect([session.told_id], session.tenant, now + self._patience_s)
         return ""
 

@@ -6,12 +6,11 @@ from collections.abc import Callable, Iterator, Sequence
 from itertools import islice
 
 from manthan.manager.sessions.blocks import BlockTable
-from manthan.manager.sessions.chains import ChainIndex
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.fast_tier import Fast, FastTiers
 from manthan.manager.sessions.place import Place
-from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import HOT_STATES, Block, MemoryShape, Session, SessionState
+from manthan.manager.sessions.tips import Tips
 from manthan.policies import EvictionPolicy, SessionView
 
 _HOT, _IDLE, _EVICTING, _COLD = SessionState  # looked up once, see `manthan.manager.sessions.blocks`
@@ -35,8 +34,6 @@ class SessionTable:
         """Ids of sessions that are not what they were, where somebody asks for them."""
         self.forgotten: list[Callable[[str], None]] = []
         """Each is told of sessions that are gone, by id."""
-        self.grown: Callable[[Sequence[Block], int], None] | None = None
-        """Is told of chains that have grown, and from which place on, where somebody asks for that."""
         self.blocks = BlockTable()
         self.by_id: dict[str, Session] = {}
         self.states: Counter[SessionState] = Counter()
@@ -46,8 +43,7 @@ class SessionTable:
         """IDLE sessions that no sweep looks at, until when."""
         self.fresh: dict[str, Session] = {}
         """IDLE sessions not all of which has been encoded ahead yet, who is idle for longest first."""
-        self.chains = ChainIndex(label)
-        self.remembered = Remembered()
+        self.tips = Tips(label)
         self.hot = Place(make_policy)
         """HOT and IDLE sessions."""
         self.cold = Place(make_policy)
@@ -55,14 +51,14 @@ class SessionTable:
         self.cold_of: dict[str, Place] = {}
         """The same for each tenant that has a quota, and sessions."""
         self._sessions_of: Counter[str] = Counter()  # by tenant
-        self.fronts = FastTiers(make_policy, self.blocks, fast)
+        self.fronts = FastTiers(self.blocks, fast)
         """Sessions that have codes in fast tiers, where there are some in front of a slower one."""
 
     # -- sessions -------------------------------------------------------------------------------------
 
     def create(self, asked_id: str | None, tenant: str, now: float) -> Session:
         """A new session with an empty chain, HOT: a request of it runs or has just ended."""
-        session_id = self.chains.new_id(asked_id, tenant, self.by_id)
+        session_id = self.tips.new_id(asked_id, tenant, self.by_id)
         return self.adopt(session_id, asked_id, tenant, now, now)
 
     def adopt(self, session_id: str, asked_id: str | None, tenant: str, created: float, last_used: float) -> Session:
@@ -74,7 +70,7 @@ class SessionTable:
     def revive(self, session: Session) -> None:
         """A remembered session whose KV is gone has a request again: it is as a new one, but for its history."""
         if session.session_id in self.by_id:
-            session.session_id = self.chains.new_id(session.asked_id, session.tenant, self.by_id)
+            session.session_id = self.tips.new_id(session.asked_id, session.tenant, self.by_id)
         session.state, session.pending = SessionState.HOT, 0
         session.retry_after, session.refusals = 0.0, 0
         self._enter(session)
@@ -83,6 +79,7 @@ class SessionTable:
         self.by_id[session.session_id] = session
         self.states[session.state] += 1
         self._sessions_of[session.tenant] += 1
+        self.tips.add(session)
 
     def touch(self, session: Session) -> None:
         """The session, or what is stored of it, is not what it was."""
@@ -115,8 +112,8 @@ class SessionTable:
                 self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         elif (state is _EVICTING or state is _COLD) and session.session_id not in self.cold:
             self.enter_cold(session)
-        if state is _COLD and self.fronts:
-            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
+        if state is _COLD:
+            self.fronts.used(session.session_id)
 
     def put_off_until(self, session: Session, when: float) -> None:
         """An IDLE session is as one that has become so then."""
@@ -149,26 +146,23 @@ class SessionTable:
             self.hot.used(self.view(session, self.shape.hot_nbytes), session.priority)
         if session.session_id in self.cold:
             self.enter_cold(session)
-        if session.state is _COLD and self.fronts:
-            self.fronts.used(self.view(session, self.shape.cold_nbytes), session.priority)
 
     # -- chains ---------------------------------------------------------------------------------------
 
     def extend(self, session: Session, keys: Sequence[bytes]) -> None:
         """Grow the chain of a HOT session."""
         self.touch(session)
-        start = len(session.chain)
+        self.tips.leave(session)
         self.blocks.join(keys, session)
-        self.chains.grow(session, start)
-        if self.grown is not None:
-            self.grown(session.chain, start)
+        self.tips.enter(session)
 
     def truncate(self, session: Session, length: int) -> None:
         """Cut the chain to `length` blocks; a session left with none is forgotten unless a request runs."""
         self.touch(session)
-        self.chains.cut(session, length)
+        self.tips.leave(session)
         cut = session.chain[length:]
         del session.chain[length:]
+        self.tips.enter(session)
         hot, running = session.state in HOT_STATES, session.state is _HOT
         self.blocks.leave(cut, hot=hot, running=running)
         if not session.chain and not session.requests:
@@ -176,7 +170,7 @@ class SessionTable:
 
     def remember(self, session: Session) -> None:
         """A request of the session ended: by this chain it will be known again."""
-        self.remembered.add(session, REMEMBERED + 2 * len(self.by_id))
+        self.tips.remember(session, REMEMBERED + 2 * len(self.by_id))
 
     def holders(self, block: Block) -> list[Session]:
         """The sessions whose chain holds a block; a scan, for what is rare."""
@@ -249,10 +243,11 @@ class SessionTable:
         self.hot.forget(session.session_id)
         self.leave_cold(session)
         self.fronts.forget(session.session_id)
+        self.tips.remove(session)
         self._sessions_of[session.tenant] -= 1
         if not self._sessions_of[session.tenant]:  # tenants may be as many as clients make up
             del self._sessions_of[session.tenant]
             self.cold_of.pop(session.tenant, None)
-            self.chains.forget_tenant(session.tenant)
+            self.tips.forget_tenant(session.tenant)
         for tell in self.forgotten:
             tell(session.session_id)

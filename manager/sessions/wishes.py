@@ -184,7 +184,9 @@ class Wishes:
                 longest = max(longest, size)
         return longest
 
-    def take_prefetches(self, room: int, now: float, limit: int | None) -> list[Prefetch]:
+    def take_prefetches(self, room: int, now: float, limit: int | None = None) -> list[Prefetch]:
+        """Return cold sessions, up to `limit`, that are expected and fit into so many blocks together; answer each with
+        `prefetched`. Their codes are not dropped until then. Those that do not fit wait until they are late."""
         taken: list[Prefetch] = []
         for session in self._awaited(now):
             if len(taken) == limit:
@@ -215,7 +217,7 @@ class Wishes:
         now: float,
         beside: Iterable[tuple[int, bytes]] = (),
     ) -> None:
-        """failed, beside: see `Restores.finished`."""
+        """All blocks of the session are hot now, or not all. failed, beside: see `Restores.finished`."""
         self._restores.finished(_prefetch_id(session_id), failed, beside)
         session = self._table.by_id.get(session_id)
         if complete and session is not None and session.state is SessionState.COLD:

@@ -66,8 +66,6 @@ class EngineReplay:
             self.manager,
             self._pool,
             setup.hot_blocks,
-            low=setup.low_watermark,
-            high=setup.high_watermark,
             observer=self._counting,
         )
         self._waiting: deque[_Request] = deque()

@@ -31,8 +31,6 @@ class Setup:
     cost: CostModel = CostModel()  # noqa: RUF009 it is frozen
     idle_after_s: float = _DEFAULTS.idle_after_s
     min_tokens: int = _DEFAULTS.min_tokens
-    low_watermark: float = _DEFAULTS.hot_pool.low_watermark
-    high_watermark: float = _DEFAULTS.hot_pool.high_watermark
     first_measured: int = 0
 
     def manager(self) -> SessionMemoryManager:

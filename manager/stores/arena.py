@@ -10,10 +10,7 @@ With a fiftieth left free it lies in one or two: whoever fills an arena should l
 
 from bisect import bisect_left, insort
 from collections.abc import Iterable
-from itertools import pairwise
 from typing import NamedTuple
-
-from manthan.manager.integrity import IntegrityError
 
 GRANULE = 256
 """All extents begin and end at multiples of this, in bytes."""
@@ -115,25 +112,6 @@ class Arena:
                 self._remove(end)
                 end += after
             self._add(start, end - start)
-
-    def check(self) -> None:
-        """Raise IntegrityError if the holes overlap, touch, or are not what the counts say."""
-        holes = sorted(self._size_at.items())
-        for (start, size), (following, _) in pairwise(holes):
-            if start + size >= following:
-                raise IntegrityError(f"the hole of {size} bytes at {start} reaches the one at {following}.")
-        if holes and sum(holes[-1]) > self._end:
-            raise IntegrityError(f"the hole at {holes[-1][0]} ends behind the arena's end at {self._end}.")
-        if any(size <= 0 or size % GRANULE or start % GRANULE for start, size in holes):
-            raise IntegrityError(f"a hole does not begin or end at a multiple of {GRANULE}.")
-        if sum(size for _, size in holes) != self.available:
-            raise IntegrityError(f"{self.available} bytes count as free, but the holes differ.")
-        by_size = sorted((start, size) for size, starts in self._starts.items() for start in starts)
-        by_end = sorted((start, end - start) for end, start in self._start_before.items())
-        if not (by_size == by_end == holes and self._sizes == sorted(self._starts)):
-            raise IntegrityError("the holes by size, by start and by end are not the same.")
-        if any(not starts or starts != sorted(starts) for starts in self._starts.values()):
-            raise IntegrityError("the holes of one size are not in order.")
 
     def _in_pieces(self, left: int) -> tuple[Extent, ...]:
         """One extent of so many bytes, which are free, or as few as possible."""

@@ -72,12 +72,6 @@ class ColdStore(ABC):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         """Remove blocks; unknown keys are ignored."""
 
-    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:  # noqa: B027 most have one tier
-        """A store with tiers in front of another moves these blocks out of one before all others, in this order.
-
-        tier: of that one, how many are in front of it.
-        """
-
     def reached(self, step: int) -> None:  # noqa: B027 most stores are one rank's alone
         """All drops that were ordered up to this step of the engine, by its number, are carried out on this rank.
 
@@ -245,11 +239,6 @@ class HostStore(FrontStore):
         with self._lock:
             return list(self._blocks)
 
-    def check(self) -> None:
-        """Raise IntegrityError if the books of its memory do not agree with themselves."""
-        with self._lock:
-            self._arena.check()
-
     def _remove(self, block: tuple[int, bytes]) -> None:
         kept = self._blocks.pop(block, None)
         if kept is None:
@@ -268,5 +257,5 @@ class HostStore(FrontStore):
             self._spans += 1
 
 
-COLD_STORES = ("host", "device", "disk", "redis", "tiered")
+COLD_STORES = ("host", "device", "disk", "redis")
 """What `cold_store.kind` may be; "device" is GPU memory, which the worker half manages itself."""

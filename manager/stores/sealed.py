@@ -144,9 +144,6 @@ class SealedStore(ColdStore):
     def drop(self, group: int, keys: Iterable[bytes]) -> None:
         self.inner.drop(group, keys)
 
-    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:
-        self.inner.go_first(group, keys, tier)
-
     def close(self) -> None:
         self.inner.close()
 

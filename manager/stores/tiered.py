@@ -15,8 +15,8 @@ class TieredStore(ColdStore):
     """What was stored or read last is read from the front. All is written to the store behind as well, which may be one
     of these itself.
 
-    front: RAM, or a disk, with a budget of its own. What was not used for longest makes room in it, those blocks before
-    all others that were said to go first.
+    front: RAM, or a disk, with a budget of its own. What was not used for longest makes room in it, because the
+    store behind has it as well.
     """
 
     def __init__(self, front: FrontStore, behind: ColdStore) -> None:
@@ -25,8 +25,6 @@ class TieredStore(ColdStore):
         """Of all below. No I/O while it is held."""
         self._order: OrderedDict[Name, None] = OrderedDict.fromkeys(front.names())
         """What is in front, least recently used first."""
-        self._going: OrderedDict[Name, None] = OrderedDict()
-        """Those of them that go before others."""
         self._coming: dict[Name, object] = {}
         """What is being written there, and by whom."""
         self._is_void = False
@@ -42,10 +40,7 @@ class TieredStore(ColdStore):
         """Raises what the store behind raises, when it comes to the first block that is not in front."""
         with self._lock:
             near = [(group, key) in self._order for key in keys]
-            for key in compress(keys, near):
-                self._order.move_to_end((group, key))
-                if self._going:
-                    self._going.pop((group, key), None)
+        self._touch(group, keys)
         here = self._in_front(group, list(compress(keys, near)), tenant, into)
         if all(near):
             yield from here
@@ -61,6 +56,14 @@ class TieredStore(ColdStore):
             if not (buf is None or isinstance(buf, str)):
                 self._keep((group, key), buf, tenant)
             yield buf
+        self._touch(group, keys)
+
+    def _touch(self, group: int, keys: Sequence[bytes]) -> None:
+        """Blocks are used now. Of those that are read together tails make room first."""
+        with self._lock:
+            for key in reversed(keys):
+                if (group, key) in self._order:
+                    self._order.move_to_end((group, key))
 
     def _in_front(self, group: int, keys: Sequence[bytes], tenant: str, into: Landing | None) -> Iterator[Found]:
         """What is not to be had there, since it had to make room, or cannot be read, comes from behind."""
@@ -83,15 +86,6 @@ class TieredStore(ColdStore):
         self.front.drop(group, keys)
         self.behind.drop(group, keys)
 
-    def go_first(self, group: int, keys: Sequence[bytes], tier: int = 0) -> None:
-        if tier:
-            self.behind.go_first(group, keys, tier - 1)
-            return
-        with self._lock:
-            for key in keys:
-                if (group, key) in self._order:
-                    self._going[group, key] = None
-
     def reached(self, step: int) -> None:
         self.front.reached(step)
         self.behind.reached(step)
@@ -101,7 +95,6 @@ class TieredStore(ColdStore):
         with self._lock:
             self._is_void = True
             self._order.clear()
-            self._going.clear()
             self._coming.clear()
         return TieredStore(self.front.cleared(place), self.behind.cleared(place))
 
@@ -134,7 +127,7 @@ class TieredStore(ColdStore):
     def _make_room(self, need: int) -> bool:
         while self.front.used + need > self.front.usable:
             with self._lock:
-                first = next(iter(self._going), None) or next(iter(self._order), None)
+                first = next(iter(self._order), None)
                 if first is None:
                     return False
                 self._forget(first)
@@ -144,5 +137,4 @@ class TieredStore(ColdStore):
 
     def _forget(self, name: Name) -> None:
         self._order.pop(name, None)
-        self._going.pop(name, None)
         self._coming.pop(name, None)

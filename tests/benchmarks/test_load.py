@@ -1,6 +1,5 @@
 """`manthan bench load` on real servers, at a small size: who waits for what, mistakes, what is left out."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,13 +10,11 @@ from warm_server import warm_server
 
 from manthan.benchmarks import capacity_arms
 from manthan.benchmarks.capacity_arms import Memory
-from manthan.benchmarks.load_arms import ARMS, Arms, cannot_run, read_arms
-from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, Replay, made_up, replayed, writer
-from manthan.benchmarks.load_report import PARTS, Found, merged
-from manthan.benchmarks.load_run import as_report
-from manthan.benchmarks.load_talk import Asked, Talk, Talker
+from manthan.benchmarks.load_arms import ARMS, Arms
+from manthan.benchmarks.load_chats import EXPONENTIAL, FIXED, Made, made_up, writer
+from manthan.benchmarks.load_report import Found
+from manthan.benchmarks.load_talk import Asked, Talk
 from manthan.benchmarks.load_waits import Lines, explain, read_log
-from manthan.benchmarks.served import Served
 from manthan.benchmarks.server import VllmServer
 from manthan.codec import DEFAULT
 
@@ -42,6 +39,7 @@ def arm(found: dict[str, Any], name: str) -> dict[str, Any]:
     return next(one for one in found["runs"] if one["arm"] == name)
 
 
+@pytest.mark.slow
 def test_what_outgrows_the_pool_is_restored_and_not_computed(found: dict[str, Any]) -> None:
     plain, ours = Found.of(arm(found, "plain")), Found.of(arm(found, OURS))
     assert CHATS * TOKENS > POOL
@@ -54,6 +52,7 @@ def test_what_outgrows_the_pool_is_restored_and_not_computed(found: dict[str, An
     assert {one["wait"]["found"] for one in arm(found, "plain")["requests"]} <= {"first turn", "recomputed", "cached"}
 
 
+@pytest.mark.slow
 def test_all_arms_are_asked_the_same_and_answer_rightly(found: dict[str, Any]) -> None:
     asked = [{(one["chat"], one["turn"]): one["prompt_tokens"] for one in each["requests"]} for each in found["runs"]]
     assert asked[0] == asked[1]
@@ -65,27 +64,7 @@ def test_all_arms_are_asked_the_same_and_answer_rightly(found: dict[str, Any]) -
     assert arm(found, OURS)["manthan"]["cold_store"]["max_bytes"] == found["memory"]["store_nbytes"]
 
 
-def test_columns_are_consistent(found: dict[str, Any]) -> None:
-    for found_run in found["runs"]:
-        of = Found.of(found_run)
-        assert sorted(of.returns) == sorted(of.turns[2])
-        assert len(of.turns[1]) == len(of.turns[2]) == CHATS
-        assert of.rate * found_run["wall_s"] == pytest.approx(CHATS * TURNS * 4)
-        for one in found_run["requests"]:
-            assert 0 < one["ttft_s"] <= one["seconds"]
-            assert one["cached_tokens"] + one["wait"]["missed_tokens"] <= one["prompt_tokens"]
-            wait = one["wait"]
-            parts = sum(wait[part] or 0.0 for part in PARTS)
-            assert parts == pytest.approx(wait["ttft"], abs=1.5)  # the log says whole milliseconds
-        assert of.slow is not None
-        assert of.slow.mean_ms >= max(of.returns) / 2
-
-
-def test_an_arm_that_cannot_run_is_left_out_with_a_sentence(found: dict[str, Any]) -> None:
-    assert found["left_out_arms"] == {"offload": "Arm offload is left out: it needs a GPU, and none was found here."}
-    assert [one["arm"] for one in found["runs"]] == ["plain", OURS]
-
-
+@pytest.mark.slow
 def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     plot = found["folder"] / "load.png"
     assert is_png(plot)
@@ -99,19 +78,10 @@ def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     assert "Arm offload is left out" in result.output
 
 
-def test_runs_are_merged_if_they_were_asked_the_same(found: dict[str, Any], tmp_path: Path) -> None:
-    first, other, alien = (tmp_path / name for name in ("first.json", "other.json", "alien.json"))
-    known = {key: value for key, value in found.items() if key != "folder"}
-    first.write_text(json.dumps(known | {"runs": found["runs"][:1]}))
-    other.write_text(json.dumps(known | {"runs": found["runs"][1:]}))
-    assert [one["arm"] for one in merged([first, other])["runs"]] == ["plain", OURS]
-    alien.write_text(json.dumps(known | {"made": found["made"] | {"seed": 7}}))
-    assert "its made is" in refusal("load", "--plot-only", first, alien)
-
-
 # -- a server that runs already -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_trace_is_replayed_on_a_given_server(plain_server: VllmServer, tmp_path: Path) -> None:
     small = ("--shrink", 32, "--speed", 100, "--requests", 12)
     found = report(tmp_path, "load", "--base-url", f"{plain_server.url}/v1", "--trace", MOONCAKE, *small)
@@ -120,30 +90,6 @@ def test_a_trace_is_replayed_on_a_given_server(plain_server: VllmServer, tmp_pat
     assert one["planned"] == len(one["requests"]) == 12 - found["left_out"]
     assert Found.of(one).errors == 0
     assert is_png(tmp_path / "load.png")
-
-
-def test_what_a_server_refuses_counts_as_errors(plain_server: VllmServer) -> None:
-    """The second turn is too long for it, and so there is no third."""
-    chats = made_up(replace(MADE, tokens=580, said=100, think_s=0), writer(None, 1000, 0))
-    talk = Talker(plain_server, lambda: None, 60).run(chats)
-    one = Found.of(as_report(talk, explain(talk, read_log(None, 0), 32, False), False) | {"arm": "plain"})
-    assert (talk.planned, len(talk.asked), one.errors) == (12, 8, 8)
-    assert [len(times) for times in one.turns.values()] == [4]
-    assert {asked.error[:23] for asked in talk.asked if asked.turn == 2} == {"The server answered 400"}
-
-
-def test_after_its_time_nothing_more_is_sent(plain_server: VllmServer) -> None:
-    chats = made_up(replace(MADE, chats=2, tokens=64, turns=2, think_s=1), writer(None, 1000, 0))
-    talk = Talker(plain_server, lambda: None, 0).run(
-        [replace(chat, starts_s=0.0, turns=chat.turns[:1]) for chat in chats]
-    )
-    assert (talk.planned, talk.asked) == (2, [])
-
-
-def test_a_server_that_is_not_there_is_one_sentence(tmp_path: Path) -> None:
-    result = run("load", "--base-url", "http://127.0.0.1:1", "--out", tmp_path)
-    assert result.exit_code == 1
-    assert "The server at http://127.0.0.1:1 did not answer a request" in result.output
 
 
 # -- who says what, and when ----------------------------------------------------------------------------
@@ -162,37 +108,6 @@ def test_the_same_seed_is_the_same_chats() -> None:
     spread = [turn.pause_s for chat in made_up(replace(MADE, thinking=EXPONENTIAL), say) for turn in chat.turns[1:]]
     assert len(set(spread)) == len(spread)
     assert MADE.longest == 600 + 3 * 8 + 2 * 40
-
-
-def test_a_model_that_reads_is_asked_for_entries_of_a_table(tmp_path: Path) -> None:
-    served = Served.choose(None, 0, tmp_path, on_gpu=False)
-    (first, *later), (other, *_) = (chat.turns for chat in made_up(replace(MADE, chats=2), writer(served, 0, 0)))
-    assert 560 < len(first.said.tokens) <= 600
-    assert all(8 < len(turn.said.tokens) <= 44 and turn.said.right for turn in later)
-    assert first.said.tokens[:32] != other.said.tokens[:32]
-    assert later[0].said.tokens[0] != first.said.tokens[0]  # which begins every text
-
-
-def test_a_trace_keeps_what_prompts_share_and_when_they_come() -> None:
-    replay = Replay(MOONCAKE, speed=10, shrink=16, requests=200)
-    trace = replay.read()
-    chats = replayed(replay, trace, 100_000, 1000)
-    assert len(chats) == 200
-    requests = trace.requests
-    for one, other in ((0, 1), (5, 60), (10, 199)):
-        shared = sum(a == b for a, b in zip(requests[one].keys, requests[other].keys, strict=False))
-        prompts = [chats[index].turns[0].said.tokens for index in (one, other)]
-        assert prompts[0][: shared * 32] == prompts[1][: shared * 32]
-        assert prompts[0][shared * 32 : shared * 32 + 32] != prompts[1][shared * 32 : shared * 32 + 32]
-    assert [chat.starts_s for chat in chats] == [(request.at - requests[0].at) / 10 for request in requests[:200]]
-    assert abs(len(chats[0].turns[0].said.tokens) - requests[0].input_tokens / 16) < 1
-    assert chats[0].first == 1
-    assert max(chat.first for chat in chats) > 1
-    later = next(chat for chat in chats if chat.first > 1)
-    assert 0 < later.turns[0].known <= len(later.turns[0].said.tokens)
-    short = replayed(replay, trace, 300, 1000)
-    assert 0 < len(short) < 200
-    assert all(len(chat.turns[0].said.tokens) + chat.turns[0].answer_tokens <= 300 for chat in short)
 
 
 # -- what a wait is made of -----------------------------------------------------------------------------
@@ -253,7 +168,7 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         2000,
         4,
         1.0,
-        {"hot_pool": {"low_watermark": 0.2}},
+        {"min_tokens": 32},
         tmp_path / "profile",
         False,
         redis,
@@ -269,20 +184,10 @@ def test_all_arms_have_the_same_memory(tmp_path: Path) -> None:
         assert one.kind == kind
         assert {"--seed", "--enable-per-request-metrics"} <= {*one.flags}
     assert made["host"].manthan["codec"]["profile"] == str(tmp_path / "profile")
-    assert made["host"].manthan["hot_pool"] == {"low_watermark": 0.2}
+    assert made["host"].manthan["min_tokens"] == 32
     assert "profile" not in made["redis"].manthan["codec"]
     assert float(made["offload"].flags[-1]) == float(made["lmcache"].env["LMCACHE_MAX_LOCAL_CPU_SIZE"]) == 2
     assert Path(made["disk"].manthan["disk"]["path"]).is_dir()
-
-
-def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert read_arms("host, plain", False) == ["plain", "host"]
-    assert read_arms("", True) == ["plain", "offload", "host"]
-    assert cannot_run("device", True) == cannot_run("plain", False) == ""
-    assert cannot_run("lmcache", False) == "Arm lmcache is left out: it needs a GPU, and none was found here."
-    assert cannot_run("lmcache", True) == "Arm lmcache is left out: the package lmcache is not installed here."
-    monkeypatch.setenv("PATH", "")
-    assert "redis-server is not installed" in cannot_run("redis", False)
 
 
 @pytest.mark.parametrize(
@@ -293,7 +198,7 @@ def test_arms_for_here(monkeypatch: pytest.MonkeyPatch) -> None:
             "--arms hots is unknown: there are plain, wide, offload, lmcache, host,",
         ),
         (("--codecs", "lloyd9"), "--codecs lloyd9 is unknown: there are wht-5x,"),
-        (("--manthan", "{hot_pool: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
+        (("--manthan", "{quotas: 3}"), "--manthan must be keys as in docs/configuration.md and their values, not"),
         (("--memory", "64 apples"), "--memory must be a size such as 20GiB, not '64 apples'"),
         (
             ("--tokens", "9000"),

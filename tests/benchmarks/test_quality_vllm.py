@@ -14,7 +14,7 @@ from manthan.benchmarks.quality_vllm import check_origin
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 PREFIX, PIECES, TABLES, CHATS, NEEDLE = 512, 2, 1, 3, 1000
-SETTINGS = ("k3v3", "k3v3 4+128")
+SETTINGS = ("k3v3", "k3v3 128")
 
 
 @pytest.fixture(scope="module")
@@ -28,7 +28,7 @@ def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
         "--codec",
         "k3v3",
         "--exact",
-        "0+0,4+128",
+        "0,128",
         "--out",
         str(out),
         *map(str, sizes),
@@ -56,19 +56,11 @@ def test_every_prefix_was_restored_and_not_computed(report: dict[str, Any]) -> N
 
 
 @pytest.mark.slow
-def test_an_exact_prefix_costs_no_more_than_rounding(report: dict[str, Any]) -> None:
-    found = report["summary"]["vllm"]
-    assert found["exact"]["kl"]["mean"] == 0
-    assert abs(found["recomputed"]["added"]["mean"]) < 0.002
-    assert found["recomputed"]["kl"]["mean"] < 0.0005
-
-
-@pytest.mark.slow
 def test_compression_costs_what_is_known_of_it(report: dict[str, Any]) -> None:
     found = report["summary"]["vllm"]
     assert found["exact"]["recall"]["mean"] == 1
     assert found["k3v3"]["recall"]["mean"] > 0.97
-    assert 0.0005 < found["k3v3 4+128"]["kl"]["mean"] < found["k3v3"]["kl"]["mean"] < 0.03
+    assert 0.0005 < found["k3v3 128"]["kl"]["mean"] < found["k3v3"]["kl"]["mean"] < 0.03
 
 
 @pytest.mark.slow
@@ -81,15 +73,6 @@ def test_answers_after_a_return_are_beside_those_when_hot(report: dict[str, Any]
         assert 0.05 < found[name]["answers"]["share"] <= found["exact"]["answers"]["share"]
     hot = [[answer["hot"] for answer in arm["answers"]] for arm in report["arms"]["vllm"].values() if "answers" in arm]
     assert hot == [hot[0]] * len(hot)  # what is computed does not depend on the codec
-
-
-@pytest.mark.slow
-def test_bytes_are_those_of_the_store(report: dict[str, Any]) -> None:
-    """Which rounds blocks up to 256 bytes."""
-    vllm, plain = report["summary"]["vllm"], report["summary"]["transformers"]
-    for name in SETTINGS:
-        assert 0.98 < vllm[name]["ratio"] / plain[name]["ratio"] <= 1
-        assert 0.98 < vllm[name]["ratio_long"] / plain[name]["ratio_long"] <= 1
 
 
 @pytest.mark.slow
@@ -106,9 +89,3 @@ def test_vllm_and_transformers_agree(report: dict[str, Any]) -> None:
 def test_a_prefix_that_was_not_restored_is_no_figure(cached: int, external: int) -> None:
     with pytest.raises(WrongPathError, match=f"{cached} of 512 prefix tokens were not computed, {external} of these"):
         check_origin(Answer(0.0, 768, cached, external), 512, ours=True, what="piece 1")
-
-
-def test_a_hot_prefix_must_have_been_hot() -> None:
-    check_origin(Answer(0.0, 768, 512, 0), 512, ours=False, what="piece 1")
-    with pytest.raises(WrongPathError):
-        check_origin(Answer(0.0, 768, 512, 512), 512, ours=False, what="piece 1")

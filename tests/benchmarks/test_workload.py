@@ -4,19 +4,10 @@ import subprocess
 import sys
 from itertools import pairwise
 from pathlib import Path
-from statistics import mean, median
-
-import pytest
 
 from manthan.benchmarks.workload import (
-    AGENT,
-    CHAT,
     CONTEXT_TOKENS,
     LIE_S,
-    READER,
-    SINGLE,
-    TOOLS,
-    Kind,
     make_workload,
 )
 from manthan.manager.simulator.traces import read_trace
@@ -32,13 +23,6 @@ def test_lines_are_in_order_and_say_how_many_blocks_they_have() -> None:
     assert all(0 < line.input_length <= CONTEXT_TOKENS and line.output_length > 0 for line in lines)
 
 
-@pytest.mark.parametrize(("name", "kind"), [("chat", CHAT), ("agent", AGENT), ("single", SINGLE), ("reader", READER)])
-def test_turns_and_answers(name: str, kind: Kind) -> None:
-    lines = make_workload(400, seed=5, **(ONLY | {name: 1.0}))
-    assert len(lines) / 400 == pytest.approx(kind.turns, rel=0.15)
-    assert median(line.output_length for line in lines) == pytest.approx(kind.answer.median, rel=0.15)
-
-
 def test_a_session_goes_on_from_what_was_said() -> None:
     workloads = [make_workload(1, seed, **(ONLY | {"agent": 1.0})) for seed in range(20)]
     lines = max(workloads, key=len)
@@ -48,28 +32,6 @@ def test_a_session_goes_on_from_what_was_said() -> None:
         assert after.hash_ids[:full] == before.hash_ids[:full]
         assert after.input_length > before.input_length + before.output_length
         assert after.timestamp > before.timestamp
-
-
-def test_sessions_share_beginnings_and_nothing_behind_them() -> None:
-    lines = make_workload(300, seed=2, **(ONLY | {"single": 1.0}))
-    parents: dict[int, int] = {}
-    for line in lines:
-        for before, block in zip([-1, *line.hash_ids], line.hash_ids, strict=False):
-            assert parents.setdefault(block, before) == before
-    distinct, asked = len(parents), sum(len(line.hash_ids) for line in lines)
-    assert 0.5 * asked < distinct < asked
-
-
-def test_pauses_are_those_of_the_kind() -> None:
-    pauses = []
-    for seed in range(60):
-        lines = make_workload(1, seed, **(ONLY | {"agent": 1.0}))
-        pauses += [
-            (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
-            for before, after in pairwise(lines)
-        ]
-    assert median(pauses) == pytest.approx(AGENT.pause.median, rel=0.35)
-    assert mean(pauses) > 2 * median(pauses)
 
 
 def test_agents_say_when_they_will_be_back_and_others_lie() -> None:
@@ -86,24 +48,6 @@ def test_agents_say_when_they_will_be_back_and_others_lie() -> None:
         pause = (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
         assert before.expect_return_s is not None
         assert pause / 4 < before.expect_return_s < pause * 4
-
-
-def test_agents_that_name_their_tools_pause_for_these() -> None:
-    plain = make_workload(60, seed=4, agent=50, chat=50, single=0)
-    lines = make_workload(60, seed=4, agent=50, chat=50, single=0, tools=1)
-    assert sorted((line.input_length, line.output_length) for line in lines) == sorted(
-        (line.input_length, line.output_length) for line in plain
-    )
-    assert {line.tool for line in lines} == {"", *TOOLS}
-    pauses: dict[str, list[float]] = {name: [] for name in TOOLS}
-    for seed in range(80):
-        agent = make_workload(1, seed, tools=1, **(ONLY | {"agent": 1.0}))
-        assert agent[-1].tool == "", "it does not come back"
-        for before, after in pairwise(agent):
-            pause = (after.timestamp - before.timestamp) / 1000 - 0.3 - 0.02 * before.output_length
-            pauses[before.tool].append(pause)
-    for name, (_, spread) in TOOLS.items():
-        assert median(pauses[name]) == pytest.approx(spread.median, rel=0.5)
 
 
 def test_it_reads_back(tmp_path: Path) -> None:

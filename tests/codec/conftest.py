@@ -17,34 +17,6 @@ def from_bf16(bits):
     return (bits.astype(np.uint32) << 16).view(np.float32)
 
 
-def cosine(x, y):
-    """Each row's cosine similarity, in float64."""
-    x, y = x.astype(np.float64), y.astype(np.float64)
-    return (x * y).sum(1) / np.sqrt((x * x).sum(1) * (y * y).sum(1))
-
-
-def structured(head_dim, n=64, seed=0):
-    """{name: [n, head_dim] float32}, vectors as unlike Gaussian noise as those of trained models.
-
-    Channels are shuffled and signed vector by vector: one direction's mean would be its luck.
-    """
-    rng = np.random.default_rng(seed)
-    noise = rng.standard_normal((n, head_dim))
-    outliers = np.zeros((n, head_dim))
-    outliers[:, :3] = 40, -25, 15
-    wave = np.cos(rng.uniform(0, 7, (n, 1)) * 10000.0 ** (-np.arange(head_dim) / head_dim))
-    kinds = {
-        "outlier channels": noise + rng.permuted(outliers, axis=1),
-        "ramp": rng.permuted(np.arange(head_dim) - head_dim / 2.5 + 0.1 * noise, axis=1),
-        "rope waves": rng.permuted(wave + 0.1 * noise, axis=1),
-        "two values": rng.choice([-1, 3], (n, head_dim)) + 0.01 * noise,
-        "heavy tails": np.sign(noise) * np.abs(noise) ** 4,
-        "few non-zero": noise * (rng.random((n, head_dim)) < 0.1) + 1e-3 * noise,
-        "geometric": rng.permuted(noise * 0.9 ** np.arange(head_dim), axis=1),
-    }
-    return {name: (x * rng.choice([-1, 1], x.shape)).astype(np.float32) for name, x in kinds.items()}
-
-
 def edges(head_dim):
     """[n, head_dim] float32, all finite: zeros, one-hot, denormal, huge and mixed magnitudes."""
     rng = np.random.default_rng(1)
@@ -74,5 +46,5 @@ def edges(head_dim):
 
 @pytest.fixture(scope="session")
 def vectors():
-    """The functions above: to_bf16, from_bf16, cosine, structured, edges."""
-    return SimpleNamespace(to_bf16=to_bf16, from_bf16=from_bf16, cosine=cosine, structured=structured, edges=edges)
+    """The functions above: to_bf16, from_bf16, edges."""
+    return SimpleNamespace(to_bf16=to_bf16, from_bf16=from_bf16, edges=edges)

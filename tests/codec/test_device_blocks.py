@@ -3,14 +3,11 @@
 from dataclasses import replace
 
 import device_blocks
-import numpy as np
 import pytest
-import torch
 from device_blocks import FIRST_TOKENS, IDS, KEYS
 from fake_cuda import raw_codec
 
 from manthan.codec.base import Dtype
-from manthan.codec.errors import CodecError
 from manthan.codec.gpu import states
 from manthan.codec.gpu.paged import Batch
 from manthan.codec.gpu.raw import RawPagedCodec
@@ -27,29 +24,6 @@ def test_states(option: str, number: Dtype, at_once: int, monkeypatch: pytest.Mo
     rows[0, : 16 * 40] = 0
     rows[1, : 16 * 20 : 16] = 1
     world.check()
-
-
-@pytest.mark.parametrize("option", ["bf16", "int8"])
-def test_the_largest_states_stay_finite(option: str) -> None:
-    world = device_blocks.states(raw_codec, option)
-    numbers = world.bits[:, IDS[0], device_blocks.CONV : -64].contiguous().view(torch.float32)
-    numbers[:, ::16] = torch.finfo(torch.float32).max
-    world.bits[:, IDS[0], device_blocks.CONV : -64] = numbers.view(torch.uint8)
-    with np.errstate(over="ignore"):
-        world.check()
-
-
-@pytest.mark.parametrize("option", ["bf16", "int8"])
-@pytest.mark.parametrize("bad", [float("nan"), float("inf")])
-def test_states_that_are_not_finite_are_reported(option: str, bad: float) -> None:
-    world = device_blocks.states(raw_codec, option)
-    at = device_blocks.CONV + 4 * 16 * 5
-    world.bits[1, IDS[1], at : at + 4] = torch.tensor([bad]).view(torch.uint8)
-    assert world.encode() == [None, "decode", None, None]
-    with pytest.raises(CodecError):
-        world.by_numpy(1)
-    for i in (0, 2, 3):
-        assert np.array_equal(world.block(i), world.by_numpy(i))
 
 
 def test_the_host_never_waits_for_the_device() -> None:

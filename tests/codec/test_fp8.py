@@ -5,7 +5,7 @@ import pytest
 import torch
 
 from manthan.codec import wire
-from manthan.codec.base import Dtype, SectionKind
+from manthan.codec.base import Dtype
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.calibration import ProfileBuilder
 from manthan.codec.cpu.fp8 import FORMS, narrowed, widened
@@ -108,24 +108,6 @@ def test_a_block_whose_codes_are_larger_is_kept_as_it_is(dtype: Dtype) -> None:
     assert codecs(codes) == {"exact"}
     assert len(codes) == BlockFormat("wht-4x", shape, PRINT).expected_nbytes(0)
     assert np.array_equal(np.stack(back), np.stack([keys, values]))
-
-
-def test_bf16_that_a_codec_does_not_take_is_still_refused() -> None:
-    shape = BlockShape(2, 2, 32, 64)
-    numbers = np.full(shape.numbers, 0x7FC0, np.uint16)
-    with pytest.raises(ValueError, match="NaN"):
-        BlockFormat("wht-5x", shape, PRINT).encode(numbers, numbers, key=KEY, first_token=0, exact=0)
-
-
-def test_bytes_are_one_section_and_come_back() -> None:
-    shape = BlockShape(1, 7, 32, 16, Dtype.UINT8)
-    keys = np.random.default_rng(2).integers(0, 256, shape.numbers, dtype=np.uint8)
-    codes, back, nothing = there_and_back("exact", shape, keys, np.empty(shape.value_numbers, np.uint8))
-    [section] = wire.parse(codes).header.sections
-    assert (section.kind, section.codec) == (SectionKind.RAW, "exact")
-    assert np.array_equal(keys, back)
-    assert nothing.size == 0
-    assert len(codes) == keys.size + wire.HEADER.size + wire.ENTRY.size
 
 
 def test_the_guard_and_calibration_see_numbers_and_not_bytes() -> None:

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 
 from manthan.codec import wire
-from manthan.codec.base import Dtype, Section, SectionKind
+from manthan.codec.base import Dtype, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, piece_dim, sections
 from manthan.codec.cpu.numbers import as_floats
-from manthan.codec.errors import DamagedError, HeadDimError, ProfileError, ShapeError, SizeError, WireError
+from manthan.codec.errors import HeadDimError, ProfileError, ShapeError, SizeError
 from manthan.codec.fidelity import Sample, measure
 
 PRINT, KEY = bytes(range(16)), b"k" * 32
@@ -71,39 +71,11 @@ def test_a_block_comes_back(name, exact, dtype, vectors):
         assert 0 < noise_of(latents[:, :, exact:], back[:, :, exact:]) < most
 
 
-def test_the_default_has_the_noise_of_four_bits_whatever_latents_have_in_common(vectors):
-    """The finer one takes more bytes and has less; `k3v3` takes no mean off."""
-    for bias in (0.0, 3.0):
-        both = numbers(vectors, bias=bias)
-        sizes = {}
-        for name in ("wht-5x", "wht-4x", "k3v3"):
-            form = BlockFormat(name, SHAPE, PRINT)
-            buf = form.encode(*both, key=KEY, first_token=0, exact=0)
-            sizes[name] = len(wire.parse(buf).payloads[1]), noise_of(both[1], form.decode(buf, key=KEY)[1])
-        bits = 8 * sizes["wht-5x"][0] / both[1].size
-        assert sizes["wht-5x"][0] < sizes["wht-4x"][0]
-        assert bits < 4.15
-        assert sizes["wht-5x"][1] < NOISE
-        assert sizes["wht-4x"][1] < 0.5 * sizes["wht-5x"][1]
-        assert (sizes["k3v3"][1] > 2 * NOISE_OF_3_BITS) == (bias > 0)
-
-
 def test_a_token_takes_what_the_command_says():
     """DeepSeek-V3: 61 layers, 1,152 bytes each in bf16; see docs/codec.md."""
     shape = BlockShape(61, 1, 16, 64, latent=512)
     token = BlockFormat("wht-5x", shape, PRINT).expected_nbytes(0) / 16
     assert 61 * 1152 / token == pytest.approx(2.96, abs=0.01)
-
-
-def test_all_bytes_of_the_codes_are_held_against_the_checksum(vectors):
-    form = BlockFormat("wht-5x", SHAPE, PRINT)
-    buf = form.encode(*numbers(vectors), key=KEY, first_token=0, exact=4)
-    block = wire.parse(buf)
-    for at in wire.starts(block.header, [len(payload) for payload in block.payloads]):
-        bad = buf.copy()
-        bad[at + 9] ^= 4
-        with pytest.raises(WireError):
-            form.decode(bad, key=KEY)
 
 
 def forged(change, exact=4):
@@ -129,11 +101,6 @@ def forged(change, exact=4):
 def test_other_sections_are_refused(change):
     with pytest.raises(SizeError, match="are not a block of"):
         BlockFormat("wht-5x", SHAPE, PRINT).decode(forged(change), key=KEY)
-
-
-def test_codes_in_good_order_that_mean_nothing_are_refused():
-    with pytest.raises((SizeError, DamagedError)):
-        BlockFormat("wht-5x", SHAPE, PRINT).decode(forged(lambda found: found), key=KEY)
 
 
 def test_keys_and_values_are_not_taken_for_latents(vectors):
@@ -162,12 +129,6 @@ def test_calibrated_codecs_are_refused():
         BlockFormat("klt-8x", SHAPE, PRINT)
 
 
-def test_sections_of_latents_are_coded_as_keys_without_rope():
-    section = Section(SectionKind.LATENT, "wht-4x", 3, 16, 4, 128)
-    assert section.vector_kinds == ("key",)
-    assert section.shape == (3, 4, 16, 128)
-
-
 # ---- the guard's measure
 
 
@@ -183,14 +144,3 @@ def test_a_bias_of_latents_is_what_tells_codecs_apart(vectors):
     assert measured("wht-5x", both).is_faithful
     assert not measured("k3v3", both).is_faithful
     assert measured("k3v3", numbers(vectors, blocks=8)).is_faithful
-
-
-def test_rope_s_part_is_in_the_logits_that_are_measured(vectors):
-    """It is exact, and where it is large the same latents add less noise."""
-    turned, latents = numbers(vectors, blocks=8)
-    larger = vectors.to_bf16(8 * as_floats(turned))
-    small, large = measured("wht-5x", (turned, latents)), measured("wht-5x", (larger, latents))
-    assert 0 < 3 * large.logit_noise.max() < small.logit_noise.max()
-    assert np.allclose(large.value_noise, small.value_noise)
-    assert 0 < small.value_noise.max() < NOISE
-    assert (measured("exact", (turned, latents)).logit_noise == 0).all()

@@ -1,6 +1,5 @@
 """Profiles: files, digests, cuts, what is refused; and what a builder makes of keys and values."""
 
-import builtins
 from dataclasses import replace
 
 import numpy as np
@@ -122,20 +121,6 @@ def test_another_version(tmp_path, monkeypatch):
         Profile.load(path)
 
 
-def test_without_safetensors(tmp_path, monkeypatch):
-    path, real = saved(tmp_path), builtins.__import__
-
-    def import_(name, *args):
-        if name.startswith("safetensors"):
-            raise ImportError(name)
-        return real(name, *args)
-
-    monkeypatch.setattr(builtins, "__import__", import_)
-    for use in (lambda: Profile.load(path), lambda: PROFILE.save(path)):
-        with pytest.raises(ProfileError, match="take the package safetensors, which is not installed"):
-            use()
-
-
 def test_a_transform_that_cannot_be_undone():
     flat = Basis(np.zeros(4, np.float32), np.ones(4, np.float32), np.ones((4, 4), np.float16))
     with pytest.raises(ProfileError, match="cannot be undone"):
@@ -163,20 +148,6 @@ def test_cuts():
 )
 def test_heads_of_ranks(heads, ranks, each):
     assert [rank_heads(heads, rank, ranks) for rank in range(ranks)] == each
-
-
-def test_components_do_not_correlate_and_come_largest_first():
-    keys, _, positions = profiles.kv(2000, seed=5)
-    layer = PROFILE.layers[0].keys
-    x = profiles.ROPE.turn_back(keys, positions)[0].transpose(1, 0, 2).reshape(2000, -1)
-    y = (x - layer.mean) @ layer.forward
-    deviations = y.std(0)
-    assert np.abs(y.mean(0)).max() < 0.2 * deviations.max()
-    large = deviations > 0.05 * deviations.max()
-    correlations = np.corrcoef(y.T)[np.ix_(large, large)] - np.eye(large.sum())
-    assert np.abs(correlations).max() < 0.2
-    assert (np.diff(deviations[large]) < 0.15 * deviations[large][:-1]).all()
-    assert np.allclose(layer.forward @ layer.inverse, np.eye(profiles.SIZE), atol=1e-3)
 
 
 def test_a_metric_moves_errors_to_where_they_weigh_little():

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from manthan.codec.cpu.rans import STREAMS_MAX, Coded, Coder, Rows, streams_of
+from manthan.codec.cpu.rans import Coded, Coder, Rows
 from manthan.codec.errors import DamagedError
 from manthan.codec.tables.frequencies import DEVIATIONS, SCALE, costs, family
 
@@ -20,7 +20,7 @@ class PlainCoder(Coder):
 
 CODERS = {False: PlainCoder(family()), True: Coder(family())}
 for coder in CODERS.values():
-    coder.warm_up()
+    coder._kernels()
 WIDE = int(np.searchsorted(DEVIATIONS, 4))
 """A table in which the sample's numbers are no escapes."""
 each = pytest.mark.parametrize("fused", CODERS)
@@ -58,15 +58,6 @@ def test_what_comes_back(fused, made):
     assert np.array_equal(CODERS[fused].decode(coded, rows), numbers)
 
 
-@given(rows_with_numbers())
-def test_the_same_words(made):
-    numbers, rows = made
-    most = 4 * numbers.size + 4
-    one, other = (CODERS[fused].encode(numbers, rows, most) for fused in (False, True))
-    assert same(one, other)
-    assert all(np.array_equal(CODERS[fused].decode(one, rows), numbers) for fused in CODERS)
-
-
 @given(rows_with_numbers(), st.integers(0, 2**32 - 1))
 def test_damaged_words_are_refused_or_are_other_numbers(made, seed):
     """By both alike; and never is anything read that is not there."""
@@ -91,22 +82,6 @@ def test_damaged_words_are_refused_or_are_other_numbers(made, seed):
 
 
 @each
-def test_a_state_must_end_where_it_began(fused):
-    """So that almost any damage is seen without a checksum."""
-    numbers, rows = sample()
-    coded = CODERS[fused].encode(numbers, rows, 4 * numbers.size)
-    seen = 0
-    for at in range(coded.words.size):
-        words = coded.words.copy()
-        words[at] ^= 64
-        try:
-            CODERS[fused].decode(coded._replace(words=words), rows)
-        except DamagedError:
-            seen += 1
-    assert seen > 0.98 * coded.words.size
-
-
-@each
 @pytest.mark.parametrize("change", [-1, 1])
 def test_words_too_few_or_too_many(fused, change):
     numbers, rows = sample()
@@ -125,14 +100,6 @@ def test_what_finds_no_room(fused):
     exact = CODERS[fused].encode(numbers, rows, 4 * numbers.size).words.size
     assert CODERS[fused].encode(numbers, rows, exact).words.size == exact
     assert CODERS[fused].encode(numbers, rows, exact - 1) is None
-
-
-@each
-def test_no_numbers(fused):
-    rows = Rows(np.zeros(2, np.int64), np.zeros(0, np.uint8), 16, 1)
-    coded = CODERS[fused].encode(np.zeros(0, np.int16), rows, 8)
-    assert coded.words.size == 0
-    assert CODERS[fused].decode(coded, rows).size == 0
 
 
 def test_it_takes_what_the_tables_say():
@@ -159,10 +126,3 @@ def test_the_family_of_tables():
     bits = costs(family())
     assert bits[0, 127] < 0.01
     assert bits[0, 0] == bits[0, 255] > 16
-
-
-@pytest.mark.parametrize(
-    ("numbers", "streams"), [(1, 1), (1024, 1), (1025, 2), (3072, 4), (16384, 16), (10**6, STREAMS_MAX)]
-)
-def test_streams(numbers, streams):
-    assert streams_of(numbers) == streams

@@ -1,24 +1,19 @@
 """The other files of deploy/: what they name is there, and whoever reads them takes them, where that can be tried."""
 
 import argparse
-import json
-import os
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
 from typing import Any
 
-import jsonschema
 import pytest
-import yaml
 from deployment import DEPLOY, REPO, load, served_with
 from prometheus_server import program
 from vllm.engine.arg_utils import AsyncEngineArgs
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
-from manthan.manager.config.resolve import load_config, resolve_config
+from manthan.manager.config.resolve import resolve_config
 
 COMPOSE = load("compose.yaml")
 STACK = load("kubernetes/production-stack.yaml")
@@ -61,20 +56,6 @@ def test_redis_has_room_for_the_budget() -> None:
     [budget] = [flag.split("=")[1] for flag in served_with()["compose"] if "cold-bytes" in flag]
     assert settings["--maxmemory-policy"] == "volatile-ttl"
     assert int(settings["--maxmemory"].removesuffix("gb")) == 1.25 * int(budget.removesuffix("GiB"))
-
-
-def test_the_compose_file_is_taken(tmp_path: Path) -> None:
-    """By `docker compose config`, or by Compose 1, which knows no project name in the file."""
-    text, command = (DEPLOY / "compose.yaml").read_text(encoding="utf-8"), ["docker", "compose"]
-    if not shutil.which("docker") or subprocess.run([*command, "version"], capture_output=True).returncode:
-        text, command = text.replace("name: manthan\n", "", 1), [program("docker-compose")]
-    (tmp_path / "compose.yaml").write_text(text)
-    env = os.environ | {"MODEL": "m", "GRAFANA_PASSWORD": "p"}
-    done = subprocess.run(
-        [*command, "-f", tmp_path / "compose.yaml", "config"], env=env, capture_output=True, text=True, timeout=60
-    )
-    assert done.returncode == 0, done.stderr
-    assert yaml.safe_load(done.stdout)["services"].keys() == COMPOSE["services"].keys()
 
 
 def test_what_is_mounted_and_built_is_there() -> None:
@@ -123,19 +104,7 @@ def test_systemd_takes_the_unit(tmp_path: Path) -> None:
     assert "vllm-manthan.service" not in done.stderr
 
 
-def test_a_folder_that_the_unit_makes_is_one_for_cold_sessions(tmp_path: Path) -> None:
-    """What its comment says: StateDirectory is there before vLLM starts, and ProtectSystem leaves it writable."""
-    assert re.search(r"^StateDirectory=vllm-manthan$", UNIT, re.MULTILINE)
-    (tmp_path / "manthan.yaml").write_text("cold_store: {kind: disk}\ndisk: {path: /var/lib/vllm-manthan}\n")
-    assert load_config(tmp_path / "manthan.yaml", env={}).disk.path in UNIT
-
-
 # -- Kubernetes -------------------------------------------------------------------------------------------
-
-
-def test_the_chart_leaves_prefix_caching_on() -> None:
-    """Where its values do not say so, the chart gives --no-enable-prefix-caching, which Manthan refuses."""
-    assert engine()["vllmConfig"]["enablePrefixCaching"] is True
 
 
 def test_the_router_goes_by_the_session() -> None:
@@ -155,20 +124,3 @@ def test_what_is_scaled_is_what_the_chart_makes() -> None:
     settled = scaled["advanced"]["horizontalPodAutoscalerConfig"]["behavior"]["scaleDown"]
     [idle] = [flag.split("=")[1] for flag in served_with()["production-stack"] if "idle-after" in flag]
     assert settled["stabilizationWindowSeconds"] > float(idle)
-
-
-def test_the_chart_takes_the_values() -> None:
-    """The chart is not here by itself: VLLM_STACK_CHART is its folder. It is rendered by Helm's own library
-    (`pip install helm-python-sdk`)."""
-    folder = os.environ.get("VLLM_STACK_CHART") or pytest.skip("VLLM_STACK_CHART names no folder of the chart")
-    chart = pytest.importorskip("helm_python").Chart.load(folder)
-    jsonschema.validate(STACK, json.loads(Path(folder, "values.schema.json").read_text(encoding="utf-8")))
-    texts = chart.render(STACK, name="manthan").values()
-    made = [one for text in texts for one in yaml.safe_load_all(text) if one]
-    named = {(one["kind"], one["metadata"]["name"]): one for one in made}
-    deployment = named["Deployment", load("kubernetes/keda.yaml")["spec"]["scaleTargetRef"]["name"]]
-    [container] = deployment["spec"]["template"]["spec"]["containers"]
-    assert set(served_with()["production-stack"]) <= set(container["command"])
-    [router] = named["Deployment", "manthan-deployment-router"]["spec"]["template"]["spec"]["containers"]
-    assert "--session-key session_id" in " ".join(router["args"])
-    assert ("ServiceMonitor", "manthan-engine-servicemonitor") in named

@@ -9,7 +9,6 @@ from device_blocks import IDS, KEYS, LAYERS, TARGETS, World
 from manthan.benchmarks import made_up
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.fp8 import table
-from manthan.codec.gpu.k3v3_codec import K3v3PagedCodec
 from manthan.codec.gpu.klt_codec import KltPagedCodec
 from manthan.codec.gpu.raw import RawPagedCodec
 from manthan.codec.gpu.wht_codec import WhtPagedCodec
@@ -29,21 +28,6 @@ def test_latents_by_kernels(latent: int, rope: int, exact: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 def test_latents_of_any_dtype_in_blocks_of_any_size(dtype: torch.dtype, tokens: int, exact: int) -> None:
     device_blocks.latents(WhtPagedCodec, tokens=tokens, exact=exact, dtype=dtype, device=CUDA).check()
-
-
-def test_latents_of_many_layers() -> None:
-    device_blocks.latents(WhtPagedCodec, tokens=64, exact=4, device=CUDA, layers=61).check()
-
-
-def test_latents_that_no_transform_makes_gaussian() -> None:
-    """Two tokens, opposite to each other, and one number of each piece, are all that there is."""
-    world = device_blocks.latents(WhtPagedCodec, latent=128, rope=64, tokens=32, device=CUDA)
-    numbers = world.codec.layout.caches
-    for cache in numbers:
-        rows = cache[IDS[1]].view(32, 192)
-        rows[:, :128] = 0
-        rows[5, 7], rows[9, 7] = 1000, -1000
-    world.check()
 
 
 def test_latents_that_are_not_finite_or_damaged() -> None:
@@ -68,19 +52,6 @@ def test_latents_that_are_not_finite_or_damaged() -> None:
 @pytest.mark.parametrize("kind", FP8)
 def test_fp8_by_kernels(kind: Dtype, heads: int, head_dim: int, exact: int) -> None:
     device_blocks.fp8(WhtPagedCodec, "wht-5x", kind, heads, head_dim, exact=exact, device=CUDA).check()
-
-
-@pytest.mark.parametrize("exact", [0, 4, 16])
-@pytest.mark.parametrize("latent", [512, 96])
-def test_latents_in_single_vectors(latent: int, exact: int) -> None:
-    device_blocks.latents(K3v3PagedCodec, "k3v3", latent, exact=exact, device=CUDA).check()
-
-
-@pytest.mark.parametrize("exact", [0, 3])
-@pytest.mark.parametrize("head_dim", [40, 64, 128])
-@pytest.mark.parametrize("kind", FP8)
-def test_fp8_in_single_vectors(kind: Dtype, head_dim: int, exact: int) -> None:
-    device_blocks.fp8(K3v3PagedCodec, "k3v3", kind, head_dim=head_dim, exact=exact, device=CUDA).check()
 
 
 @pytest.mark.parametrize("kind", FP8)

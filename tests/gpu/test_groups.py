@@ -83,21 +83,6 @@ def test_exact_sections_give_what_the_hot_cache_gives(kind: str, store: str, mod
     assert all(blocks > 0 and where == [device] for _, blocks, where in said["stored"].values())
 
 
-@pytest.mark.parametrize("store", STORES)
-@pytest.mark.parametrize("option", ["bf16", "int8"])
-@pytest.mark.parametrize("kind", STATES)
-def test_states_in_fewer_bits_change_little(kind: str, option: str, store: str, models: Any) -> None:
-    codec = EXACT | {"state": option}
-    said = run(kind, models(kind), "come_back", cold_store=STORES[store], codec=codec)
-    full = said["prompt"] // said["block"] * said["block"]
-    assert said["hot"]["cached"] == said["cold"]["cached"] == said["again"]["cached"] == full
-    assert said["causes"] == []
-    assert said["cold"] == said["again"]
-    assert f"state-{option}" in {name for name, *_ in said["stored"].values()}
-    assert option == "bf16" or said["cold"]["first"] != said["hot"]["first"], "something is lost"
-    assert divergence(said["hot"]["first"], said["cold"]["first"]) < DIVERGENCE
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_default_codec_changes_little(kind: str, models: Any) -> None:
     """And that once: what returned is not encoded again."""

@@ -3,7 +3,6 @@
 import random
 import time
 from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ import torch
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, Moves, SpillBlock
+from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, SpillBlock
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
 from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.tiers import Tier, Tiers
@@ -95,16 +94,14 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
         drops = [key for key in stored if rng.random() < 0.03]
         for key in drops:
             del stored[key]
-        loads, go_first = [], []
+        loads = []
         if stored and len(free) > 40 and rng.random() < 0.7:
             keys = rng.sample(sorted(stored), min(len(stored), rng.randrange(1, 30)))
             targets = [free.pop(rng.randrange(len(free))) for _ in keys]
             loading[str(step)] = keys, targets, [stored[key] for key in keys]
             loads.append(Load(str(step), (GroupBlocks(GROUP, keys, targets),)))
-        if rng.random() < 0.3 and stored:
-            go_first.append(Moves(0, GROUP, rng.sample(sorted(stored), min(3, len(stored)))))
         rests = rng.random() < 0.3
-        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], go_first, loads=loads, model_rests=rests))
+        path.submit_loads(ManthanMetadata(None, [GroupKeys(GROUP, drops)], loads=loads, model_rests=rests))
         spills = []
         for _ in range(rng.randrange(6)):
             key = rng.randbytes(32)
@@ -117,43 +114,3 @@ def test_what_goes_on_at_once_does_not_disturb_what_else_does(tiers: tuple[int, 
     assert counts["good"] > 300
     assert world.tiers.used == sum(sizes[key] for key in stored)
     path.shutdown()
-
-
-@pytest.mark.parametrize("is_prefetch", [False, True])
-@pytest.mark.parametrize("what", ["verify", "decode"])
-def test_a_load_that_breaks_after_its_first_chunk_is_answered_once(
-    monkeypatch: pytest.MonkeyPatch, what: str, is_prefetch: bool
-) -> None:
-    world = World(0, 40)
-    spills = [SpillBlock(bytes([n]) * 32, GROUP, n, 16 * n, FORMS[n]) for n in range(3)]
-    world.path.submit_spills(ManthanMetadata(spills=spills))
-    reports: list[Any] = []
-
-    def poll() -> bool:
-        finished.extend(world.path.take_finished_loads())
-        report = world.path.take_report()
-        reports.extend([report] if report else [])
-        return bool(reports)
-
-    finished: list[str] = []
-    world.wait(poll)
-    real, calls = getattr(world.codec, what), []
-
-    def second_raises(*args: Any) -> None:
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("CUDA error")
-        real(*args)
-
-    monkeypatch.setattr(world.codec, what, second_raises)
-    reports.clear()
-    load = Load("request", (GroupBlocks(GROUP, [spill.key for spill in spills], [100, 101, 102]),), is_prefetch)
-    world.path.submit_loads(ManthanMetadata(loads=[load]))
-    world.wait(poll)
-    torch.cuda.synchronize()
-    for _ in range(10):
-        poll()
-    assert finished == ([] if is_prefetch else ["request"])
-    assert [report.loads[0].failed for report in reports] == [[(GROUP, spills[0].key, "internal")]]
-    assert world.path.take_failed_blocks() == (set() if is_prefetch else {100, 101, 102})
-    world.path.shutdown()

@@ -12,7 +12,7 @@ from vllm_engine import Engine, Table, running
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
 def engine(request: pytest.FixtureRequest) -> Iterator[Engine]:
-    options = {"blocks": 131, "idle_after_s": 1.0, "sweep_interval_s": 0.1, "prefetch": {"lead_s": 1.0}}
+    options = {"blocks": 131, "idle_after_s": 1.0}
     yield from running(**options | WAYS[request.param])
 
 
@@ -42,17 +42,6 @@ def test_expected_sessions_are_hot_again_and_right(engine: Engine) -> None:
     engine.wait(lambda: total(engine, "prefetch_hits") == before["prefetch_hits"] + 5, "five hits")
 
 
-def test_damaged_codes_are_recomputed(engine: Engine) -> None:
-    prompt, right = Table(320).question(6)
-    engine.ask(prompt, "damaged")
-    engine.wait_until_cold(1)
-    failures = engine.metric("manthan_failures_total", cause="checksum")
-    engine.on_worker(gpu_worker.damage, 0)
-    engine.ask("x", prefetch="damaged")
-    engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == failures + 1, "a failure")
-    assert engine.ask(prompt, "damaged").text == right
-
-
 def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> None:
     """Requests follow so soon that some wait for their prefetch, some find it done, and some restore themselves."""
     rng, tables = random.Random(2), [Table(340 + seed) for seed in range(12)]
@@ -77,17 +66,3 @@ def test_requests_that_come_at_once_read_what_was_decoded(engine: Engine) -> Non
     assert engine.failures() == failures
     engine.start_afresh()
     assert engine.on_worker(gpu_worker.stored) == 0
-
-
-def test_a_reset_meanwhile_leaves_nothing(engine: Engine) -> None:
-    prompt, right = Table(360).question(2)
-    for _ in range(5):
-        engine.ask(prompt, "alice")
-        engine.wait_until_cold(1)
-        asked = engine.start(engine.generate("x", hints={"prefetch": ["alice"]}))
-        engine.run(engine.llm.reset_prefix_cache(reset_connector=True))
-        asked.result(60)
-        engine.start_afresh()
-        answer = engine.ask(prompt, "alice")
-        assert (answer.text, answer.cached_tokens) == (right, 0)
-        engine.start_afresh()

@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_ways import WAYS
 from sleeper import MOMENTS, asked_again, asked_again_of_other_weights, converse, sleep, wake
-from vllm_engine import Engine, Table, running
+from vllm_engine import Engine, running
 
 
 @pytest.fixture(scope="module", params=WAYS, ids=str)
@@ -59,17 +59,6 @@ def test_three_sleeps_in_parts(engine: Engine) -> None:
         assert min(asked_again(engine, told)) > 400
 
 
-def test_the_cache_s_memory_alone_may_go(engine: Engine) -> None:
-    told = converse(engine)
-    sleep(engine)
-    wake(engine)
-    sleep(engine, level=0)
-    engine.run(engine.llm.release_kv_cache_memory())
-    wake(engine, "kv_cache")
-    engine.on_worker(garble)
-    assert min(asked_again(engine, told)) > 400
-
-
 @pytest.mark.parametrize("moment", MOMENTS)
 def test_codes_of_other_weights_are_dropped(engine: Engine, moment: str) -> None:
     assert asked_again_of_other_weights(engine, moment) == [0]
@@ -82,18 +71,3 @@ def test_level_2_drops_all(engine: Engine) -> None:
     engine.run(engine.llm.collective_rpc("reload_weights"))
     wake(engine, "kv_cache")
     assert asked_again(engine, told) == [0, 0, 0]
-
-
-def test_it_falls_asleep_amid_evictions_and_restores(engine: Engine) -> None:
-    tables = [Table(800 + seed) for seed in range(6)]
-    told = converse(engine, 6)
-    sleep(engine)
-    wake(engine)
-    running = [
-        engine.start(engine.generate(table.question(1)[0], f"late-{n}", 64)) for n, table in enumerate(tables)
-    ] + [engine.start(engine.generate(told[n][0].question(3)[0], f"sleeper-{n}", 64)) for n in range(6)]
-    sleep(engine)
-    wake(engine)
-    for each in running:
-        each.exception(timeout=60)  # some were aborted
-    assert min(asked_again(engine, told)) > 400

@@ -19,7 +19,7 @@ from vllm_engine import MODEL
 from manthan.vllm_hooks import kv_transfer_config
 
 SCHEDULER = (
-    *("new_request", "match", "allocated", "step", "worker_output", "finished", "take_events", "loaded"),
+    *("new_request", "match", "allocated", "step", "worker_output", "finished", "take_events"),
     *("asker", "found", "computed"),
 )
 WORKER = (
@@ -42,9 +42,7 @@ class Engine:
     """An engine, until its scheduler half has broken."""
 
     def __init__(self) -> None:
-        transfer = kv_transfer_config(
-            min_tokens=64, idle_after_s=0.05, sweep_interval_s=0.01, codec={"guard": False, "sink_tokens": EXACT}
-        )
+        transfer = kv_transfer_config(min_tokens=64, idle_after_s=0.05, codec={"guard": False, "sink_tokens": EXACT})
         self.llm = LLM(
             MODEL,
             block_size=32,

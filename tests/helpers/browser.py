@@ -19,9 +19,9 @@ PATIENCE_MS = 60_000
 
 @contextmanager
 def chromium() -> Iterator[Any]:
-    """Playwright's browser, with a profile that is new and empty. Skips where there is none."""
+    """Playwright's browser, with a profile that is new and empty. Fails where there is none: make installs one."""
     if CHROMIUM is None:
-        pytest.skip("chromium is not installed")
+        pytest.fail("chromium is not installed")
     from playwright.sync_api import expect, sync_playwright
 
     expect.set_options(timeout=PATIENCE_MS)

@@ -16,10 +16,7 @@ class Faults:
     def __init__(self, folder: Path) -> None:
         self._library, self._told = folder / "faults.so", folder / "fault"
         made = ["cc", "-shared", "-fPIC", "-O1", "-o", str(self._library), str(SOURCE), "-ldl"]
-        try:
-            subprocess.run(made, check=True)
-        except FileNotFoundError:
-            pytest.skip("there is no C compiler here")
+        subprocess.run(made, check=True)
         self.now("")
 
     @property

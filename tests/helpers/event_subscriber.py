@@ -30,7 +30,7 @@ class Subscriber:
     """endpoint, replay: those of the engine's publisher. What was published before, or is lost on the way, is asked for
     again.
 
-    cold: what Manthan's events say that can be restored, with the event that said so. pool: the same of vLLM's own.
+    cold: what Manthan's events say that is stored, with the event that said so. pool: the same of vLLM's own.
     hash_tokens: how many tokens lie between two hashes.
     """
 

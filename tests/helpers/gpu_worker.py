@@ -45,20 +45,6 @@ def digests(worker: Any, tokens: int) -> list[str]:
     return [hashlib.sha256(keys + values).hexdigest() for keys, values in both]
 
 
-def wipe(worker: Any) -> None:
-    """Nothing is left in the pool."""
-    with torch.inference_mode():
-        for cache in layout().caches:
-            cache.zero_()
-    torch.cuda.synchronize()
-
-
-def room_of(worker: Any, exact: int) -> int:
-    """What the codes of a block with so many exact tokens take in a tier, or in RAM."""
-    blocks = codec() if hasattr(path(), "tiers") else next(iter(path().blocks.values()))
-    return room(blocks.format.max_nbytes(exact))
-
-
 def stored(worker: Any) -> int:
     """Bytes in the rank's tiers, or in RAM."""
     return path().tiers.used if hasattr(path(), "tiers") else path().store.used

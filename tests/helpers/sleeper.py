@@ -27,7 +27,9 @@ def turned(worker: Any, factor: float) -> None:
 
 def converse(engine: Engine, count: int = 3) -> list[tuple[Table, Answer]]:
     tables = [Table(700 + seed) for seed in range(count)]
-    return [(table, engine.ask(table.question(0)[0], f"sleeper-{n}")) for n, table in enumerate(tables)]
+    told = [(table, engine.ask(table.question(0)[0], f"sleeper-{n}")) for n, table in enumerate(tables)]
+    engine.wait_until_cold(count)
+    return told
 
 
 def asked_again(engine: Engine, told: list[tuple[Table, Answer]]) -> list[int]:

@@ -51,10 +51,7 @@ AGAIN_S, POLL_S = 5.0, 0.2
 KEPT_ERRORS = 20
 SURE_NATS, EXACT_NATS = 2.0, 0.25
 """Margins, in nats, of a token over the next best that a codec's loss, and bf16's rounding, cannot turn around."""
-SLICE_S = 10.0
 STAGGER_S = 30.0
-RESTART = "restart"
-CALM = "calm"
 
 
 class BrokenError(Exception):
@@ -127,7 +124,6 @@ class Chat:
     tenant: str
     turns: list[Turn]
     is_agent: bool
-    is_chat: bool
     is_exact: bool
     home: int
     table: Table
@@ -143,9 +139,9 @@ class Chat:
         chance = random.Random(f"{seed}-{number}")
         name = f"session-{number}" if chance.random() < 0.6 else ""
         tenant, turns = chance.choice(TENANTS), agent or _short(chance)
-        is_chat, is_exact, home = chance.random() < 0.3, chance.random() < EXACT_SHARE, chance.randrange(2)
+        is_exact, home = chance.random() < EXACT_SHARE, chance.randrange(2)
         table = Table(chance, TABLE_NAMES, ENTRIES)
-        chat = cls(chance, name, tenant, turns, agent is not None, is_chat, is_exact, home, table)
+        chat = cls(chance, name, tenant, turns, agent is not None, is_exact, home, table)
         if agent:
             chat.messages.append({"role": "system", "content": head(chance.randrange(HEADS))})
         return chat
@@ -164,11 +160,6 @@ class Chat:
     def hears(self, text: str) -> None:
         self.messages.append({"role": "assistant", "content": text})
 
-    def path_and_prompt(self) -> tuple[str, dict[str, Any]]:
-        if self.is_chat:
-            return "/v1/chat/completions", {"messages": self.messages}
-        return "/v1/completions", {"prompt": "".join(message["content"] for message in self.messages)}
-
 
 def _short(chance: random.Random) -> list[Turn]:
     turns = [Turn(0.0, 0, DIGITS)]
@@ -183,14 +174,12 @@ class Answer(NamedTuple):
 
     Attributes:
         usage: As the server has it; empty if the client has left.
-        first_s: Seconds until the first token of a stream, else None.
         lossy: Cached tokens that were not exact, if the server said so.
         tokens: Text of each token, and its margin in nats; empty where nobody asked for them.
     """
 
     text: str
     usage: dict[str, Any]
-    first_s: float | None
     lossy: int = 0
     tokens: list[tuple[str, float]] = []  # noqa: RUF012
 
@@ -205,24 +194,14 @@ class Answer(NamedTuple):
 
 @dataclass
 class Asked:
-    """A request: the phase in which it was first sent, when, and how; and how often it was sent again."""
+    """A request: when it was first sent, how, and how often it was sent again."""
 
-    phase: str
     sent: float
     kind: str
     retries: int = 0
 
     def seconds(self) -> float:
         return time.monotonic() - self.sent
-
-
-@dataclass
-class Counts:
-    """What came of the requests of a phase. first_s: of streams."""
-
-    number: Counter[str] = field(default_factory=Counter)
-    first_s: list[float] = field(default_factory=list)
-    seconds: list[float] = field(default_factory=list)
 
 
 @dataclass
@@ -255,75 +234,59 @@ class Traffic:
         seed: Seed of all texts and choices.
         plain_url: Server that answers are compared with.
 
-    `phase` is set from outside. All else belongs to the loop that runs it.
+    `phase` is set from outside: it is in the messages of what went wrong. What happens to servers is told from any
+    thread, and all else belongs to the loop that runs it.
     """
 
     def __init__(
         self, model: str, rate: float, trace: list[list[Turn]], agents: int, seed: int, plain_url: str = ""
     ) -> None:
         self._model, self._rate, self._trace, self._agents, self._seed = model, rate, trace, agents, seed
-        self.plain_url = plain_url
-        self.phase = RESTART
-        self.counts: dict[str, Counts] = {}
+        self.plain_url, self.phase, self.sessions = plain_url, "start", 0
+        self.counts = Counter[str]()
         self.errors: list[str] = []
-        self.returns: dict[int, Counter[str]] = {}
-        """Returns by the server's life: to the life that had computed the session."""
-        self.returns_of_before: dict[int, Counter[str]] = {}
-        """The same to a later life of that server."""
-        self.returns_of_other: dict[int, Counter[str]] = {}
-        """The same to the other server."""
-        self.slices: dict[int, Counter[str]] = {}
-        """All returns, per SLICE_S."""
-        self.sessions = self.open_sessions = 0
+        self.returns: dict[str, Counter[str]] = {}
+        """Returns by server's life and by who had computed the session: "3 same", "3 before" (an earlier life of that
+        server) or "3 other" (the other server)."""
         self._backends = [Backend(0), Backend(1)]
         self._over = asyncio.Event()
         self._names: deque[tuple[str, str]] = deque(maxlen=200)
         """Sessions that think, with their tenants."""
         self._tasks: set[asyncio.Task[None]] = set()
-        self._began = 0.0
 
-    # -- from outside, on its loop ------------------------------------------------------------------------
-
-    async def goes_up(self, number: int, url: str, life: int) -> None:
+    def goes_up(self, number: int, url: str, life: int) -> None:
         """Say that a server answers, in which life."""
         backend = self._backends[number]
         backend.url, backend.life, backend.epoch, backend.is_up = url, life, 0, True
 
-    async def goes_down(self, number: int) -> None:
+    def goes_down(self, number: int) -> None:
         """Say that connections to a server may break from now on."""
         self._backends[number].is_up = False
 
-    async def was_reset(self, number: int) -> None:
+    def was_reset(self, number: int) -> None:
         """Say that a server has dropped all that was before."""
         backend = self._backends[number]
         backend.epoch, backend.reset_at = backend.epoch + 1, time.monotonic()
 
-    async def ends(self) -> None:
+    def ends(self) -> None:
         """Begin no session or turn any more; requests that were sent are answered."""
         self._over.set()
 
     async def run(self) -> None:
         """Run until `ends`."""
-        self._began = time.monotonic()
         # uvicorn closes a connection that nobody uses after 5 s, and if it is late, one that was just sent a request.
         connector = aiohttp.TCPConnector(limit=0, force_close=True)
         async with aiohttp.ClientSession(connector=connector, timeout=aiohttp.ClientTimeout(total=None)) as http:
             self._http = http
             for number in range(self._agents):
                 self._start(self._work(random.Random(f"{self._seed}-agent-{number}")))
-            await self._arrive()
+            chance, due = random.Random(self._seed), time.monotonic()
+            while not await self._is_over_within((due := due + chance.expovariate(self._rate)) - time.monotonic()):
+                self._start(self._talk())
             while self._tasks:
                 await asyncio.wait(self._tasks)
 
     # -- sessions -----------------------------------------------------------------------------------------
-
-    async def _arrive(self) -> None:
-        chance, due = random.Random(self._seed), time.monotonic()
-        while True:
-            due += chance.expovariate(self._rate)
-            if await self._is_over_within(due - time.monotonic()):
-                return
-            self._start(self._talk(self._new_chat()))
 
     async def _work(self, chance: random.Random) -> None:
         """Replay one session after the other, the first from a random turn on."""
@@ -331,12 +294,8 @@ class Traffic:
         turns = turns[chance.randrange(len(turns)) :]
         pause_s = chance.uniform(0, STAGGER_S)
         while not await self._is_over_within(pause_s):
-            await self._talk(self._new_chat(turns))
+            await self._talk(turns)
             turns, pause_s = chance.choice(self._trace), chance.uniform(*THINK_S)
-
-    def _new_chat(self, agent: list[Turn] | None = None) -> Chat:
-        self.sessions += 1
-        return Chat.new(self.sessions, self._seed, agent)
 
     def _start(self, coroutine: Any) -> None:
         task = asyncio.create_task(coroutine)
@@ -347,8 +306,8 @@ class Traffic:
         """Count an exception that nobody has thought of."""
         self._tasks.discard(task)
         if (error := task.exception()) is not None:
-            self.counts.setdefault(self.phase, Counts()).number["errors"] += 1
-            self._note(f"{self.phase}: {error!r}")
+            self.counts["errors"] += 1
+            self._note(repr(error))
 
     async def _is_over_within(self, seconds: float) -> bool:
         if self._over.is_set():  # wait_for does not look if no time is left
@@ -359,44 +318,37 @@ class Traffic:
             return False
         return True
 
-    async def _talk(self, chat: Chat) -> None:
+    async def _talk(self, agent: list[Turn] | None = None) -> None:
         """Play a session. It ends with its first failed request."""
-        self.open_sessions += 1
-        try:
-            for number, turn in enumerate(chat.turns):
-                if number and await self._is_over_within(turn.pause_s):
-                    return
-                if number and chat.chance.random() < MOVE_SHARE:
-                    chat.home = 1 - chat.home
-                if not await self._turn(chat, turn, is_last=number == len(chat.turns) - 1):
-                    return
-        finally:
-            self.open_sessions -= 1
+        self.sessions += 1
+        chat = Chat.new(self.sessions, self._seed, agent)
+        for number, turn in enumerate(chat.turns):
+            if number and await self._is_over_within(turn.pause_s):
+                return
+            if number and chat.chance.random() < MOVE_SHARE:
+                chat.home = 1 - chat.home
+            if not await self._turn(chat, turn, is_last=number == len(chat.turns) - 1):
+                return
 
     async def _turn(self, chat: Chat, turn: Turn, *, is_last: bool) -> bool:
         right, kind = chat.says(turn), chat.chance.choices(("posted", "streamed", "left"), (5, 4, 1))[0]
         hints = self._hints(chat, is_last) | ({"quality": "exact"} if chat.is_exact else {})
         tokens = LEFT_TOKENS if kind == "left" else turn.answer_tokens
-        asked = Asked(self.phase, time.monotonic(), kind)
+        asked = Asked(time.monotonic(), kind)
         number = Counter({"requests": 1, kind: 1, "named": bool(chat.name), "hinted": bool(hints)})
         number.update(agents=chat.is_agent, exact=chat.is_exact)
         answer = None
         try:
             answer, backend = await self._answered(chat, self._options(chat, hints, kind, tokens), asked)
-            seconds = asked.seconds()
             number.update(self._count_return(chat, answer, backend, asked))
-            number.update(await self._judged(chat, answer, tokens, right, asked))
+            number.update(await self._judged(chat, answer, tokens, right, kind))
         except (BrokenError, TimeoutError, aiohttp.ClientError, ValueError, KeyError) as error:
             number["errors"] += 1
-            self._note(f"{asked.phase}: {kind}: {type(error).__name__}: {error} after {asked.seconds():.1f} s")
+            self._note(f"{kind}: {type(error).__name__}: {error} after {asked.seconds():.1f} s")
         number["retried"] += asked.retries
-        counts = self.counts.setdefault(RESTART if asked.retries else asked.phase, Counts())
-        counts.number.update(number)
+        self.counts.update(number)
         if answer is None or number["errors"]:
             return False
-        if answer.first_s is not None:
-            counts.first_s.append(answer.first_s)
-        counts.seconds.append(seconds)
         chat.hears(answer.text)
         if chat.name and not is_last:
             self._names.append((chat.name, chat.tenant))
@@ -404,23 +356,25 @@ class Traffic:
 
     def _note(self, error: str) -> None:
         if len(self.errors) < KEPT_ERRORS:
-            self.errors.append(error)
+            self.errors.append(f"{self.phase}: {error}")
 
     # -- judging ------------------------------------------------------------------------------------------
 
-    async def _judged(self, chat: Chat, answer: Answer, tokens: int, right: str, asked: Asked) -> Counter[str]:
+    async def _judged(self, chat: Chat, answer: Answer, tokens: int, right: str, kind: str) -> Counter[str]:
         """Compare with the plain server's answer: the number looked up, or all of it if the session wants exact KV.
 
         A difference is `misled` if the plain server was sure of the token there, else `doubtful`.
         """
-        plain = await self._plain(chat, tokens if chat.is_exact else DIGITS)
-        length = min(len(answer.text), len(plain.text)) if asked.kind == "left" else len(plain.text)
+        options = ANSWER | {"max_tokens": tokens if chat.is_exact else DIGITS, "logprobs": True, "top_logprobs": 2}
+        async with asyncio.timeout(2 * TIMEOUT_S):
+            plain = await self._ask(self.plain_url, chat, options, "posted")
+        length = min(len(answer.text), len(plain.text)) if kind == "left" else len(plain.text)
         length = length if chat.is_exact else min(length, DIGITS)
         told, wanted = answer.text[:length], plain.text[:length]
         number = Counter(checked=1, errs=wanted[:DIGITS] != right[: len(wanted)])
         if chat.is_exact and answer.lossy:
             number["misled"] += 1
-            self._note(f"{asked.phase}: {answer.lossy} lossy tokens for who asked for exact ones, {answer.usage}")
+            self._note(f"{answer.lossy} lossy tokens for who asked for exact ones, {answer.usage}")
         if told == wanted and told:
             return number
         place = next((at for at, (one, other) in enumerate(zip(told, wanted, strict=False)) if one != other), len(told))
@@ -429,8 +383,7 @@ class Traffic:
         number.update(wrong=1, **{"misled" if is_sure else "doubtful": 1})
         if is_sure:
             exact = ", exact" if chat.is_exact else ""
-            told_by = f"{told!r} instead of {wanted!r}{exact}, sure by {margin:.1f}, lossy {answer.lossy}"
-            self._note(f"{asked.phase}: misled: {told_by}, {answer.usage}")
+            self._note(f"misled: {told!r} instead of {wanted!r}{exact}, sure by {margin:.1f}, {answer.usage}")
         return number
 
     def _count_return(self, chat: Chat, answer: Answer, backend: Backend, asked: Asked) -> Counter[str]:
@@ -443,19 +396,13 @@ class Traffic:
         if chat.known and usage:
             full = min(chat.known, usage["prompt_tokens"] - 1) // BLOCK * BLOCK
             cached = min(full, (usage["prompt_tokens_details"] or {}).get("cached_tokens") or 0)
+            who = "other" if chat.server != backend.number else "same" if chat.life == backend.life else "before"
+            is_before = chat.epoch != backend.epoch and asked.sent > backend.reset_at and not asked.retries
+            if who == "same" and is_before and cached > HEAD_ENTRIES * LINE_TOKENS + BLOCK:
+                number["stale"] = 1
+                self._note(f"{cached} tokens of before a reset that drops all")
             found = Counter(returns=1, full=full, cached=cached, came_back=int(cached > 0))
-            where = self.returns_of_before
-            if chat.server != backend.number:
-                where = self.returns_of_other
-            elif chat.life == backend.life:
-                where = self.returns
-                is_before = chat.epoch != backend.epoch and asked.sent > backend.reset_at and not asked.retries
-                if is_before and cached > HEAD_ENTRIES * LINE_TOKENS + BLOCK:
-                    number["stale"] = 1
-                    self._note(f"{asked.phase}: {cached} tokens of before a reset that drops all")
-            where.setdefault(backend.life, Counter()).update(found)
-            at = int((time.monotonic() - self._began) / SLICE_S)
-            self.slices.setdefault(at, Counter()).update(found)
+            self.returns.setdefault(f"{backend.life} {who}", Counter()).update(found)
         chat.known = usage["prompt_tokens"] + usage["completion_tokens"] - 1 if usage else 0
         chat.server, chat.life, chat.epoch = backend.number, backend.life, backend.epoch
         return number
@@ -482,19 +429,12 @@ class Traffic:
             more |= {"stream": True, "stream_options": {"include_usage": True}}
         return ANSWER | {"max_tokens": tokens} | more
 
-    async def _plain(self, chat: Chat, tokens: int) -> Answer:
-        """Ask the plain server, with the margins of its tokens."""
-        likeliest = {"logprobs": True, "top_logprobs": 2} if chat.is_chat else {"logprobs": 2}
-        options = ANSWER | {"max_tokens": tokens} | likeliest
-        async with asyncio.timeout(2 * TIMEOUT_S):
-            return await self._ask(self.plain_url, chat, options, Asked(self.phase, time.monotonic(), "posted"))
-
     async def _backend(self, chat: Chat) -> Backend:
         """Return the session's home, or the other server if that is down; wait if both are."""
         while True:
-            for backend in (self._backends[chat.home], self._backends[1 - chat.home]):
-                if backend.is_up:
-                    return backend
+            for number in (chat.home, 1 - chat.home):
+                if self._backends[number].is_up:
+                    return self._backends[number]
             await asyncio.sleep(POLL_S)
 
     async def _answered(self, chat: Chat, options: dict[str, Any], asked: Asked) -> tuple[Answer, Backend]:
@@ -504,37 +444,35 @@ class Traffic:
             life = backend.life
             try:
                 async with backend.places, asyncio.timeout(TIMEOUT_S):
-                    return await self._ask(backend.url, chat, options, asked), backend
+                    return await self._ask(backend.url, chat, options, asked.kind), backend
             except (BrokenError, aiohttp.ClientConnectionError, aiohttp.ClientPayloadError):
                 if backend.is_up and life == backend.life:
                     raise  # nobody has killed it
                 asked.retries += 1
                 await asyncio.sleep(random.uniform(0, AGAIN_S))
 
-    async def _ask(self, url: str, chat: Chat, options: dict[str, Any], asked: Asked) -> Answer:
-        path, prompt = chat.path_and_prompt()
-        headers, body = {HEADER: chat.tenant}, {"model": self._model, **prompt, **options}
-        async with self._http.post(url + path, json=body, headers=headers) as response:
+    async def _ask(self, url: str, chat: Chat, options: dict[str, Any], kind: str) -> Answer:
+        body = {"model": self._model, "messages": chat.messages, **options}
+        async with self._http.post(f"{url}/v1/chat/completions", json=body, headers={HEADER: chat.tenant}) as response:
             if response.status != 200:
                 raise ValueError(f"status {response.status}: {(await response.text())[:300]}")
-            if asked.kind == "posted":
+            if kind == "posted":
                 found = await response.json()
                 choice, told = found["choices"][0], (found.get("kv_transfer_params") or {}).get("manthan") or {}
                 _check_end(choice)
-                return Answer(_text(choice), found["usage"], None, told.get("lossy_tokens") or 0, _tokens(choice))
-            pieces, usage, first_s = [], {}, None
+                return Answer(
+                    choice["message"]["content"] or "", found["usage"], told.get("lossy_tokens") or 0, _tokens(choice)
+                )
+            pieces, usage = [], {}
             async for chunk in _events(response):
-                text = _text(chunk["choices"][0]) if chunk["choices"] else ""
-                if chunk["choices"]:
-                    _check_end(chunk["choices"][0])
-                if text:
-                    pieces.append(text)
-                    first_s = asked.seconds() if first_s is None else first_s
+                for choice in chunk["choices"]:
+                    _check_end(choice)
+                    pieces += [text] if (text := choice["delta"].get("content")) else []
                 usage = chunk.get("usage") or usage
-                if asked.kind == "left" and len(pieces) >= LEFT_AFTER:
+                if kind == "left" and len(pieces) >= LEFT_AFTER:
                     response.close()
-                    return Answer("".join(pieces), {}, first_s)
-            return Answer("".join(pieces), usage, first_s)
+                    return Answer("".join(pieces), {})
+            return Answer("".join(pieces), usage)
 
 
 def _check_end(choice: dict[str, Any]) -> None:
@@ -557,22 +495,8 @@ async def _events(response: aiohttp.ClientResponse) -> AsyncIterator[dict[str, A
     raise BrokenError("the stream has no end")
 
 
-def _text(choice: dict[str, Any]) -> str:
-    """Text of a completion or a chat completion, streamed or not."""
-    said = choice.get("delta") or choice.get("message")
-    return str((said.get("content") if said else choice.get("text")) or "")
-
-
 def _tokens(choice: dict[str, Any]) -> list[tuple[str, float]]:
-    """Tokens and margins of an answer that was asked for two log-probabilities of each token."""
-    told = choice.get("logprobs") or {}
-    ranked = [list(token.values()) for token in told.get("top_logprobs") or ()]
-    texts = list(told.get("tokens") or ())
-    for token in told.get("content") or ():
-        texts.append(token["token"])
-        ranked.append([one["logprob"] for one in token["top_logprobs"]])
-    return [(text, _margin(sorted(one, reverse=True))) for text, one in zip(texts, ranked, strict=True)]
-
-
-def _margin(ranked: list[float]) -> float:
-    return ranked[0] - ranked[1] if len(ranked) > 1 else 0.0
+    """Tokens of an answer, and their margins over the next best; nothing if nobody asked for log-probabilities."""
+    told = (choice.get("logprobs") or {}).get("content") or ()
+    ranked = [sorted((one["logprob"] for one in token["top_logprobs"]), reverse=True) for token in told]
+    return [(token["token"], one[0] - one[1] if len(one) > 1 else 0.0) for token, one in zip(told, ranked, strict=True)]

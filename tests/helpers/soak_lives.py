@@ -5,14 +5,15 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import httpx
+import numpy as np
+import psutil
 import yaml
 from soak_chats import BLOCK, HEADER, LONGEST
-from soak_memory import STEADY_MEMORY, Group, Sample
 
 from manthan.benchmarks.endpoint import ServerError
 from manthan.benchmarks.server import CHAT_TEMPLATE, VllmServer
@@ -26,14 +27,16 @@ HOST_SHARE, DISK_SHARE = 0.25, 0.5
 MANTHAN: dict[str, Any] = {
     "policy": "lru",
     "idle_after_s": 1,
-    "sweep_interval_s": 0.25,
     "min_tokens": 64,
-    "quotas": {"header": HEADER, "default_share": 0.5, "pinned_share": 0.05},
-    "prefetch": {"lead_s": 1},
+    "quotas": {"header": HEADER, "tenants": {"*": 0.5}, "pinned_share": 0.05},
 }
-DISK_SETTINGS = {"timeout_s": 0.5, "sync_s": 1}
 START_S = 1800.0
-SAMPLE_S = 2.0
+SAMPLE_S, WINDOW_S = 2.0, 120.0
+MIB = 2**20
+STEADY_MEMORY = {"MALLOC_TRIM_THRESHOLD_": str(128 * 1024), "ONEDNN_PRIMITIVE_CACHE_CAPACITY": "16"}
+"""Environment of vLLM's CPU build, unless the caller's says otherwise. The build makes a oneDNN primitive for each new
+number of tokens. It keeps 1,024 of them between large buffers, which glibc then cannot give back. Memory would grow for
+hours, also without Manthan. See docs/troubleshooting.md."""
 RESET_S, SLEEP_S = 30.0, 60.0
 LOOKS = 3
 """Times that a server is asked again for its metrics before that is an error."""
@@ -74,33 +77,40 @@ class Life:
 
     Attributes:
         server: Number of the server; -1 for the plain one.
-        ready_s: Second of the run, from which memory's seconds count.
-        by_process: Memory of each process, in the same samples.
-        processor_s: Of each process, without the start.
+        ready_s: When it answered, from which memory's seconds count.
+        memory: Seconds, and bytes of all processes.
         told: Its last metrics.
     """
 
     server: int
-    start_s: float
     ready_s: float = 0.0
     end_s: float = 0.0
-    processor_s: dict[str, float] = field(default_factory=dict)
-    memory: list[Sample] = field(default_factory=list)
-    by_process: list[dict[str, float]] = field(default_factory=list)
+    memory: list[tuple[float, int]] = field(default_factory=list)
     told: Told = field(default_factory=dict)
 
-    def as_json(self) -> dict[str, Any]:
-        return asdict(self) | {"memory": [list(sample) for sample in self.memory]}
+
+def resident_bytes(group: int) -> int:
+    """Return the resident bytes of a process group, without pages of files and what processes share.
+
+    The system takes pages of files away when other programs need room, and brings them back.
+    """
+    total = 0
+    for process in psutil.process_iter():
+        with contextlib.suppress(ProcessLookupError, psutil.Error):  # it has just ended
+            if os.getpgid(process.pid) == group:
+                size = process.memory_info()
+                total += size.rss - size.shared
+    return total
 
 
-class Clock:
-    """Seconds of the run."""
-
-    def __init__(self) -> None:
-        self._began = time.monotonic()
-
-    def now(self) -> float:
-        return time.monotonic() - self._began
+def rise(memory: Sequence[tuple[float, int]], warm_up_s: float) -> float | None:
+    """Return MiB by which the highest median of two minutes after the warm-up is above the first; None without two."""
+    windows: dict[int, list[int]] = {}
+    for seconds, nbytes in memory:
+        if seconds >= warm_up_s:
+            windows.setdefault(int((seconds - warm_up_s) / WINDOW_S), []).append(nbytes)
+    medians = [float(np.median(windows[at])) / MIB for at in sorted(windows)]
+    return max(medians) - medians[0] if len(medians) > 1 else None
 
 
 class Server:
@@ -109,11 +119,10 @@ class Server:
     Args:
         number: Number of the server, or -1 for a plain one.
         lives: List of all lives, in the order of their starts.
-        samples: List of what the servers said of themselves over time.
     """
 
-    def __init__(self, number: int, setting: Setting, clock: Clock, lives: list[Life], samples: list[Told]) -> None:
-        self.number, self._setting, self._clock, self._lives, self._samples = number, setting, clock, lives, samples
+    def __init__(self, number: int, setting: Setting, lives: list[Life]) -> None:
+        self.number, self._setting, self._lives = number, setting, lives
         self._watches = contextlib.ExitStack()
         self._starts = 0
         self.life: Life
@@ -134,7 +143,7 @@ class Server:
     def start(self) -> None:
         """Start the process."""
         self._starts += 1
-        self.life = Life(self.number, self._clock.now())
+        self.life = Life(self.number)
         steady = {name: value for name, value in STEADY_MEMORY.items() if name not in os.environ}
         environment = steady | {"VLLM_SERVER_DEV_MODE": "1"}
         if self.number >= 0:
@@ -146,10 +155,7 @@ class Server:
     def wait(self) -> int:
         """Return the number of this life, from 1 on, when the server answers. Raises ServerError."""
         self.server.wait_until_ready(START_S)
-        self.life.ready_s = self._clock.now()
-        assert self.server.pid is not None
-        self._group = Group(self.server.pid)
-        self._start_processor_s = self._group.processor_s()
+        self.life.ready_s = time.monotonic()
         self._lives.append(self.life)
         self._watches.enter_context(self._watched())
         return len(self._lives)
@@ -157,9 +163,7 @@ class Server:
     def end(self, *, kill: bool) -> None:
         """End all processes with SIGKILL, or politely."""
         life = self.life
-        life.told, life.end_s = self.look(), self._clock.now()
-        ended = self._group.processor_s()
-        life.processor_s = {name: value - self._start_processor_s.get(name, 0) for name, value in ended.items()}
+        life.told, life.end_s = self.look(), time.monotonic()
         self._watches.close()
         if kill:
             self.server.kill()
@@ -211,18 +215,13 @@ class Server:
 
     @contextlib.contextmanager
     def _watched(self) -> Iterator[None]:
-        """Take a sample every SAMPLE_S."""
-        over, server, life, group = threading.Event(), self.server, self.life, self._group
+        """Look at its memory every SAMPLE_S."""
+        over, life, group = threading.Event(), self.life, self.server.pid
+        assert group is not None
 
         def watch() -> None:
             while not over.wait(SAMPLE_S):
-                sizes = group.memory()
-                at_s = self._clock.now()
-                life.memory.append(Sample(at_s - life.ready_s, sum(sizes.values())))
-                life.by_process.append({"at_s": at_s - life.ready_s} | sizes)
-                with contextlib.suppress(ServerError):  # who asks it something finds out, too
-                    found = {name: value for name, value in told(server).items() if value}
-                    self._samples.append({"at_s": at_s, "server": self.number} | found)
+                life.memory.append((time.monotonic() - life.ready_s, resident_bytes(group)))
 
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
@@ -244,8 +243,7 @@ class Server:
         setting, folder = self._setting, self._setting.disk / self.name
         folder.mkdir(exist_ok=True)
         store = {
-            "kind": "tiered",
-            "tiers": ["host", "disk", "redis"],
+            "kind": "redis",
             "host_bytes": int(HOST_SHARE * setting.store_bytes),
             "disk_bytes": int(DISK_SHARE * setting.store_bytes),
             "max_bytes": setting.store_bytes,
@@ -253,7 +251,7 @@ class Server:
         path = setting.run / f"{self.name}.yaml"
         more = {
             "cold_store": store,
-            "disk": {"path": str(folder)} | DISK_SETTINGS,
+            "disk": {"path": str(folder)},
             "redis": {"url": setting.redis_url},
             "codec": {"name": setting.codec, "guard": False},
         }
@@ -291,15 +289,3 @@ def told(server: VllmServer) -> Told:
         key = name.removeprefix("vllm:").removeprefix("manthan_") + (f"{{{label}}}" if label else "")
         values[key] = values.get(key, 0.0) + value
     return values
-
-
-def left(now: Told) -> dict[str, float]:
-    """Return what is still held now that all is quiet: share of the pool in use, sessions by state, bytes."""
-    return {
-        "pool_in_use": now["kv_cache_usage_perc"],
-        "sessions_hot": now.get("sessions{hot}", 0.0) + now.get("sessions{evicting}", 0.0),
-        "sessions_idle": now.get("sessions{idle}", 0.0),
-        "sessions_cold": now.get("sessions{cold}", 0.0),
-        "cold_bytes": now.get("cold_bytes", 0.0),
-        "cold_budget_bytes": now.get("cold_budget_bytes", 0.0),
-    }

@@ -7,7 +7,6 @@ Behind decoded blocks it is marked as lossy, in the pool and in the stores, apar
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import chain as concat
 from zlib import crc32
 
 import numpy as np
@@ -17,7 +16,7 @@ from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
 from manthan.manager.sessions.marks import Mark, Marks, Owner
-from manthan.manager.sessions.session import Block, BlockName, CodeState, DropCause, MemoryShape, Place
+from manthan.manager.sessions.session import Block, BlockName, DropCause, MemoryShape, Place
 from manthan.manager.stores.arena import room
 from manthan.manager.stores.cold_store import Buffer, HostStore
 from manthan.manager.work import on_each
@@ -25,7 +24,7 @@ from manthan.policies import get_policy
 
 BOUNDS = {0: 1024, 10: 1536, 16: 2048}
 """Of one rank's block, by how many of its tokens are kept exact: none, the first ten, all."""
-SINK_TOKENS, WINDOW_TOKENS = 10, 20  # ten of one block, and two blocks
+SINK_TOKENS = 26  # a block, and ten of the next
 IDLE_AFTER_S = 10.0
 BESIDE = {1: 2, 2: 1}
 """Groups beside the chains', a window and a state: how many of the last blocks whoever goes on needs of each."""
@@ -196,7 +195,6 @@ class World:
             fast=[Fast(tier * self.shape.cold_nbytes, True) for tier in (fast_blocks, 2 * fast_blocks) if tier],
             prefetch_lead_s=None if self.beside else 1.0,
             sink_tokens=SINK_TOKENS if exact else 0,
-            window_tokens=WINDOW_TOKENS if exact else 0,
             mark=self.mark,
         )
         orders = self.manager._orders
@@ -406,10 +404,7 @@ class World:
         self.hold(limit)
         self.spills += self.held
         self.held.clear()
-        for key in concat.from_iterable(self.manager.take_moves()):
-            moved = self.manager.blocks.get(key)
-            assert moved is not None
-            assert moved.code is CodeState.COLD
+        self.manager.settle_tiers()
 
     def hold(self, limit: int) -> None:
         """Take references on blocks to be encoded; some are not there any more."""

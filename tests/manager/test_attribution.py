@@ -2,8 +2,8 @@
 
 from engine import SHAPE, Engine, chain
 
-from manthan.manager.sessions.remembered import Remembered
 from manthan.manager.sessions.session import Block, DropCause, Session
+from manthan.manager.sessions.tips import Tips
 from manthan.policies import SessionView
 
 
@@ -113,20 +113,19 @@ def test_tokens_are_counted_exactly_where_they_are_said() -> None:
 
 
 def test_the_oldest_are_forgotten() -> None:
-    remembered = Remembered()
+    tips = Tips()
     for i in range(5):
         key = b"%d" % i
-        remembered.add(Session(f"s{i}", None, 0.0, 0.0, chain=[Block(key, 0)]), limit=3)
-    assert [remembered.find([b"%d" % i], None, "") is not None for i in range(5)] == [False, False, True, True, True]
-    assert len(remembered) == 3
+        tips.remember(Session(f"s{i}", None, 0.0, 0.0, chain=[Block(key, 0)]), limit=3)
+    assert [tips.recall([b"%d" % i], None, "") is not None for i in range(5)] == [False, False, True, True, True]
 
 
 def test_a_name_is_known_by_that_name_or_none() -> None:
-    remembered = Remembered()
-    remembered.add(Session("s", "s", 0.0, 0.0, chain=[Block(b"k", 0)]), limit=3)
-    assert remembered.find([b"k"], None, "") is remembered.find([b"k"], "s", "") is not None
-    assert remembered.find([b"k"], "other", "") is None
-    assert remembered.find([b"k"], "s", "somebody") is None
+    tips = Tips()
+    tips.remember(Session("s", "s", 0.0, 0.0, chain=[Block(b"k", 0)]), limit=3)
+    assert tips.recall([b"k"], None, "") is tips.recall([b"k"], "s", "") is not None
+    assert tips.recall([b"k"], "other", "") is None
+    assert tips.recall([b"k"], "s", "somebody") is None
 
 
 # -- answers that come back changed -----------------------------------------------------------------------

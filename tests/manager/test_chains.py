@@ -1,7 +1,7 @@
 """Which session a request belongs to, by example."""
 
 import pytest
-from engine import SHAPE, Engine, chain
+from engine import SHAPE, Engine
 
 from manthan.manager.sessions.session import SessionState
 
@@ -23,12 +23,6 @@ def test_a_name_finds_its_session(engine: Engine) -> None:
     engine.talk("x y", "bob")
     engine.talk("a b c d", "alice")
     assert engine.chains() == {"alice": "a b c d", "bob": "x y"}
-
-
-def test_another_name_does_not_continue_a_session(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    engine.talk("a b c d", "bob")
-    assert engine.chains() == {"alice": "a b", "bob": "a b c d"}
 
 
 def test_a_request_without_a_name_may_continue_a_named_session(engine: Engine) -> None:
@@ -73,7 +67,6 @@ def test_asking_again_and_getting_the_same_answer_is_one_session(engine: Engine)
         engine.talk("a b c")
     assert list(engine.chains().values()) == ["a b c"]
     assert engine.states() == {"anonymous-1": "idle"}
-    assert len(engine.manager.table.chains.of("")) == 1
 
 
 def test_a_session_found_only_by_the_answer_is_continued(engine: Engine) -> None:
@@ -120,11 +113,6 @@ def test_an_abort_before_anything_was_computed_leaves_no_trace(engine: Engine) -
     assert engine.manager.next_deadline is None
 
 
-def test_the_end_of_an_unknown_request_is_ignored(engine: Engine) -> None:
-    engine.finish("nobody", "a b")
-    assert engine.chains() == {}
-
-
 def test_short_sessions_are_not_tracked() -> None:
     engine = Engine(min_tokens=2 * SHAPE.block_tokens + 1)
     engine.talk("a b")
@@ -132,43 +120,6 @@ def test_short_sessions_are_not_tracked() -> None:
     assert len(engine.manager.blocks) == 0
     engine.talk("a b c")
     assert list(engine.chains().values()) == ["a b c"]
-
-
-class CountedKey(bytes):
-    """A block key that counts how often any is compared."""
-
-    compared = 0
-    __hash__ = bytes.__hash__
-
-    def __eq__(self, other: object) -> bool:
-        CountedKey.compared += 1
-        return super().__eq__(other)
-
-    def __ne__(self, other: object) -> bool:
-        CountedKey.compared += 1
-        return super().__ne__(other)
-
-    def __gt__(self, other: bytes) -> bool:
-        CountedKey.compared += 1
-        return super().__gt__(other)
-
-
-def comparisons(conversations: int, last: str) -> int:
-    """Of keys, to tell where a prompt belongs under a name that so many conversations have."""
-    engine = Engine()
-    for n in range(conversations):
-        engine.talk(f"sys a b c d e f g h i j k l m n t{n} u v", "app")
-    keys = [CountedKey(key) for key in chain(f"sys a b c d e f g h i j k l m n {last}")]
-    CountedKey.compared = 0
-    engine.manager.request_started("counted", keys, "app", 0.0)
-    return CountedKey.compared
-
-
-@pytest.mark.parametrize("last", ["t7 u", "t7 u v w x", "new u v", ""])  # again, the next turn, a fork, a beginning
-def test_a_name_of_many_conversations_costs_no_look_at_each(last: str) -> None:
-    few, many = comparisons(10, last), comparisons(2000, last)
-    assert many < 300
-    assert many < 4 * few
 
 
 def test_conversations_of_one_name_are_told_apart_however_they_come_and_go() -> None:

@@ -46,36 +46,20 @@ def test_config_check_warns_of_unknown_variables_where_errors_go(tmp_path: Path)
     )
 
 
-def test_config_check_says_what_is_wrong_on_stderr(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.chdir(tmp_path)
-    Path("x.yaml").write_text("idle_after: 3")
-
-    result = CliRunner().invoke(app, ["config", "check", "x.yaml"])
-
-    assert result.exit_code == 1
-    assert result.stdout == ""
-    assert result.stderr == "x.yaml: unknown key 'idle_after' (did you mean 'idle_after_s'?)\n"
-
-
 @pytest.mark.parametrize(
     ("text", "sentence"),
     [
-        ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)"),
-        ("policy: {name: lru, half_life_s: 60}", "x.yaml: unknown lru option 'half_life_s' (there are none)"),
-        ("codec: wht-6x", "x.yaml: unknown codec 'wht-6x' (did you mean 'wht-5x'?)"),
-        ("cold_store: tape", "x.yaml: unknown cold store 'tape' (valid: device, disk, host, redis, tiered)"),
+        ("idle_after: 3", "x.yaml: unknown key 'idle_after' (did you mean 'idle_after_s'?)\n"),
+        ("policy: lry", "x.yaml: unknown policy 'lry' (did you mean 'lru'?)\n"),
     ],
 )
-def test_config_check_knows_the_names(
+def test_config_check_says_what_is_wrong_on_stderr(
     text: str, sentence: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     Path("x.yaml").write_text(text)
-
     result = CliRunner().invoke(app, ["config", "check", "x.yaml"])
-
-    assert result.exit_code == 1
-    assert result.stderr.strip() == sentence
+    assert (result.exit_code, result.stdout, result.stderr) == (1, "", sentence)
 
 
 @pytest.mark.parametrize(

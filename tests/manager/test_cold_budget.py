@@ -1,6 +1,5 @@
 """The manager by example: a full cold store, and restores. The store's room is in blocks."""
 
-import pytest
 from engine import Engine, chain
 
 from manthan.manager.sessions.session import Drop, DropCause
@@ -37,28 +36,6 @@ def test_the_least_recently_used_session_makes_room_tail_first() -> None:
     assert engine.cold() == {"a", "d", "e", "f", "x", "y"}
 
 
-def test_a_use_protects_a_session() -> None:
-    engine = Engine(capacity=4)
-    for text in ("a b", "c d"):
-        engine.talk(text)
-        engine.evict()
-    engine.finish(restore(engine, "a b"), "a b")
-    engine.evict()
-    engine.talk("x")
-    engine.evict()
-    assert dropped(engine) == ["d"]
-
-
-def test_room_is_made_before_anything_is_encoded() -> None:
-    engine = Engine(capacity=2)
-    engine.talk("a b")
-    engine.evict()
-    engine.talk("x y")
-    engine.sweep()
-    assert dropped(engine) == ["a", "b"]
-    assert engine.manager.blocks.reserved == engine.manager.budget.nbytes // 100 * 100
-
-
 def test_a_shared_prefix_is_stored_once_and_dropped_last() -> None:
     engine = Engine(capacity=5)
     for word in "abc":
@@ -86,15 +63,6 @@ def test_a_session_larger_than_the_store_keeps_its_head() -> None:
     engine.stored(engine.spill())
     assert engine.chains() == {"anonymous-2": "a b c"}
     assert engine.cold() == {"a", "b", "c"}
-
-
-def test_a_store_without_room_keeps_nothing() -> None:
-    engine = Engine(capacity=0)
-    engine.talk("a b")
-    engine.sweep()
-    assert engine.manager.take_releases() == chain("a b")
-    assert engine.chains() == {}
-    assert not engine.manager.has_work
 
 
 def test_a_session_worth_less_than_all_codes_is_given_up() -> None:
@@ -133,16 +101,6 @@ def test_a_request_that_waits_for_its_restore_keeps_its_codes() -> None:
     assert engine.manager.match(chain("a b c")) == 2
 
 
-def test_codes_read_by_a_fork_are_not_taken_from_the_middle_of_a_cold_session() -> None:
-    engine = Engine(capacity=3)
-    engine.talk("sys a b")
-    engine.evict()
-    restore(engine, "sys q")
-    engine.talk("x")
-    engine.evict()
-    assert dropped(engine) == ["b"]
-
-
 # -- restore ------------------------------------------------------------------------------------------
 
 
@@ -155,15 +113,6 @@ def test_what_matches_is_the_unbroken_run_from_the_first_key_on() -> None:
     assert engine.manager.match(chain("a x")) == 1
     assert engine.manager.match(chain("x b c")) == 0
     assert engine.manager.match([]) == 0
-
-
-def test_blocks_under_encoding_do_not_match_yet() -> None:
-    engine = Engine()
-    engine.talk("a b")
-    engine.sweep()
-    assert engine.manager.match(chain("a b")) == 0
-    engine.spill()
-    assert engine.manager.match(chain("a b")) == 0
 
 
 def test_codes_that_are_being_read_are_never_dropped() -> None:
@@ -180,20 +129,6 @@ def test_codes_that_are_being_read_are_never_dropped() -> None:
     engine.talk("y z")
     engine.evict()
     assert engine.cold() == {"y", "z"}
-
-
-def test_codes_whose_sessions_are_gone_are_dropped_when_the_last_restore_ends() -> None:
-    engine = Engine()
-    engine.talk("a")
-    engine.evict()
-    for reader in ("one", "two"):
-        engine.manager.restore_started(reader, chain("a"))
-    engine.manager._pruning.cut(engine.session("anonymous-1"), 0, DropCause.ABANDONED)
-    engine.manager.restore_finished("one")
-    assert dropped(engine, DropCause.ABANDONED) == []
-    engine.manager.restore_finished("two")
-    assert dropped(engine, DropCause.ABANDONED) == ["a"]
-    assert len(engine.manager.blocks) == 0
 
 
 def test_codes_that_cannot_be_read_are_dropped_and_encoded_anew() -> None:
@@ -220,21 +155,6 @@ def test_an_unreadable_prefix_is_healed_by_the_session_that_found_it() -> None:
     assert engine.manager.match(chain("sys b")) == 2
 
 
-def test_codes_behind_a_block_that_nobody_has_any_more_are_dropped() -> None:
-    engine = Engine()
-    engine.talk("sys a")
-    engine.talk("sys b")
-    engine.evict()
-    request = restore(engine, "sys a", failed="sys")
-    dropped(engine, DropCause.FAILED)
-    engine.finish(request, "")  # aborted before it was computed anew
-    engine.sweep()
-    engine.manager.lost(*engine.spill(), engine.now)
-    assert sorted(dropped(engine, DropCause.ABANDONED)) == ["a", "b"]
-    assert engine.chains() == {}
-    assert len(engine.manager.blocks) == 0
-
-
 def test_an_aborted_restore_of_unreadable_codes_cuts_the_cold_session() -> None:
     engine = Engine()
     engine.talk("a b c")
@@ -252,21 +172,6 @@ def test_an_aborted_restore_of_unreadable_codes_cuts_the_cold_session() -> None:
     ]
 
 
-def test_an_eviction_that_ends_without_its_head_keeps_no_tail() -> None:
-    engine = Engine()
-    engine.talk("a b")
-    engine.evict()
-    engine.manager.take_evictions()
-    engine.manager.restore_started("reader", chain("a"))
-    engine.talk("a b c")
-    engine.sweep()
-    engine.manager.restore_finished("reader", chain("a"))
-    engine.stored(engine.spill())
-    assert engine.chains() == {}
-    assert engine.manager.take_evictions() == []
-    assert len(engine.manager.blocks) == 0
-
-
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:
     engine = Engine(capacity=3_000)
     for i in range(2_000):
@@ -276,17 +181,3 @@ def test_many_sessions_may_lose_their_common_head_at_once() -> None:
     engine.manager.restore_finished("reader", [b"sys"])
     assert engine.chains() == {}
     assert len(engine.manager.blocks) == 0
-
-
-def test_making_room_asks_the_policy_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = Engine(capacity=20)
-    for i in range(20):
-        engine.talk(f"cold{i}")
-        engine.evict()
-    engine.talk(" ".join(f"long{i}" for i in range(20)))
-    asked: list[int] = []
-    order = engine.manager.table.cold_victims()
-    monkeypatch.setattr(engine.manager.table, "cold_victims", lambda _: asked.append(1) or order)
-    engine.evict()
-    assert len(dropped(engine)) == 20
-    assert asked == [1]

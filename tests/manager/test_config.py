@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -10,12 +9,12 @@ from logged import warnings
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS
+from manthan.manager.config.registered import check_registered
 from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.resolve import (
     FLAG_KEYS,
     ConfigError,
     ManthanConfig,
-    check_names,
     load_config,
     resolve_config,
 )
@@ -48,45 +47,9 @@ def refusal(path: Path | None = None, env: dict[str, str] | None = None, flags: 
     return sentence.replace(f"{path.parent}/", "") if path else sentence
 
 
-def test_defaults_are_the_documented_ones() -> None:
-    assert load().model_dump(mode="json") == {
-        "policy": {"name": "lru"},
-        "idle_after_s": 300,
-        "sweep_interval_s": 10,
-        "min_tokens": 256,
-        "codec": {
-            "name": "auto",
-            "profile": "",
-            "sink_tokens": 4,
-            "window_tokens": 0,
-            "state": "exact",
-            "guard": True,
-            "quality": "any",
-        },
-        "backend": "auto",
-        "encode_threads": 1,
-        "cold_store": {
-            "kind": "host",
-            "max_bytes": 4 << 30,
-            "host_bytes": 0,
-            "disk_bytes": 0,
-            "tiers": ["host", "redis"],
-            "encryption": {"key_file": ""},
-        },
-        "disk": {"path": "", "sync_s": 5, "timeout_s": 10},
-        "redis": {"url": "redis://127.0.0.1:6379/0", "prefix": "manthan:", "ttl_s": 86400, "timeout_s": 2},
-        "hot_pool": {"low_watermark": 0.1, "high_watermark": 0.25},
-        "quotas": {
-            "pinned_share": 0.25,
-            "default_share": 1,
-            "tenants": {},
-            "header": "",
-            "isolate": True,
-            "shared_heads_share": 0.25,
-        },
-        "prefetch": {"enabled": True, "lead_s": 2},
-        "api": {"enabled": True, "page": True, "hosts": []},
-    }
+def test_there_are_few_keys() -> None:
+    assert len(FIELDS) <= 25
+    assert not {*FIELDS} & {*REMOVED}
 
 
 def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
@@ -96,7 +59,7 @@ def test_each_source_goes_over_the_ones_below_it(write: WriteYaml) -> None:
 
     config, sources = resolve_config(path, env=env, flags=flags)
 
-    assert (config.sweep_interval_s, sources["sweep_interval_s"]) == (10, "default")
+    assert (config.redis.ttl_s, sources["redis.ttl_s"]) == (86400, "default")
     assert (config.policy.name, sources["policy.name"]) == ("lru", "default")
     assert (config.idle_after_s, sources["idle_after_s"]) == (1, str(path))
     assert (config.min_tokens, sources["min_tokens"]) == (2, "MANTHAN_MIN_TOKENS")
@@ -133,7 +96,6 @@ def test_the_environment_is_the_process_own_unless_given(monkeypatch: pytest.Mon
 
 @pytest.mark.parametrize("flag", FLAG_KEYS)
 def test_flags_set_the_key_they_stand_for(flag: str) -> None:
-    assert FLAG_KEYS[flag] in {*FIELDS, "policy", "codec"}
     others = {"--manthan-redis-url": "redis://there", "--manthan-api": "off"}
     value = others.get(flag, "77")
     assert flag in resolve_config(env={}, flags={"cold_store.kind": "redis", flag: value}).sources.values()
@@ -181,18 +143,15 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
         ("idle_after_s", "soon"),
         ("idle_after_s", float("nan")),
         ("idle_after_s", float("inf")),
-        ("sweep_interval_s", -1),
-        ("sweep_interval_s", True),
+        ("idle_after_s", True),
         ("min_tokens", -1),
         ("min_tokens", 2.5),
-        ("encode_threads", 0),
+        ("codec.sink_tokens", -1),
+        ("codec.sink_tokens", False),
         ("backend", "rocm"),
         ("policy", 3),
         ("cold_store", ["host"]),
-        ("hot_pool.low_watermark", 1.01),
-        ("hot_pool.high_watermark", -0.1),
         ("quotas.pinned_share", 1.01),
-        ("quotas.default_share", True),
         ("quotas.tenants", ["acme"]),
         ("quotas.tenants", {"acme": 1.01}),
         ("quotas.tenants", {"a.b": 0.5, "acme": "half"}),
@@ -201,8 +160,7 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
         ("quotas.header", "X Tenant"),
         ("quotas.header", "X-Tenant-ID: acme"),
         ("quotas.header", "AUTHORIZATION"),
-        ("prefetch.enabled", "now"),
-        ("prefetch.lead_s", -1),
+        ("api.enabled", "now"),
     ],
 )
 def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
@@ -225,14 +183,6 @@ def test_tenants_are_a_mapping_in_yaml_and_json_in_the_environment(write: WriteY
     assert load(path, env).quotas.tenants == {"beta": 1}  # a value as a whole goes over another
 
 
-def test_watermarks_out_of_order_are_refused_with_both_sources(write: WriteYaml) -> None:
-    path = write("hot_pool: {low_watermark: 0.5}")
-    assert refusal(path, env={"MANTHAN_HOT_POOL__HIGH_WATERMARK": "0.4"}) == (
-        "x.yaml, MANTHAN_HOT_POOL__HIGH_WATERMARK: hot_pool.low_watermark must not exceed "
-        "hot_pool.high_watermark, but 0.5 is above 0.4"
-    )
-
-
 @pytest.mark.parametrize(
     ("text", "expected"),
     [
@@ -247,7 +197,7 @@ def test_watermarks_out_of_order_are_refused_with_both_sources(write: WriteYaml)
             "unknown key 'cold_store.encryption.keyfile' (did you mean 'cold_store.encryption.key_file'?)",
         ),
         ("max_bytes: 1", "unknown key 'max_bytes' (did you mean 'cold_store.max_bytes'?)"),
-        ("hot_pool: 0.5", "hot_pool must be a mapping with low_watermark and high_watermark, not 0.5"),
+        ("quotas: 0.5", "quotas must be a mapping with pinned_share and tenants and header and isolate, not 0.5"),
         ("- policy", "must be a mapping of keys to values, not a list"),
         (
             "policy: lru\n codec: x",
@@ -264,7 +214,7 @@ def test_bad_files_are_refused(write: WriteYaml, text: str, expected: str) -> No
 
 def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
     assert refusal(flags={"zzz": 1}).startswith(
-        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, api.page, backend, codec, "
+        "argument: unknown key 'zzz' (valid: api, api.enabled, api.hosts, backend, codec, "
     )
 
 
@@ -272,8 +222,15 @@ def test_a_key_near_nothing_is_answered_with_what_there_is() -> None:
 def test_keys_are_refused_where_nothing_is_sealed(kind: str) -> None:
     flags = {"cold_store.kind": kind, "--manthan-encryption-key-file": "/etc/keys.yaml"}
     assert refusal(flags=flags) == (
-        "argument, --manthan-encryption-key-file: cold_store.encryption.key_file is for codes on a disk and in Redis, "
-        f"but kind is {kind}: leave it out, or use disk, redis or tiered"
+        "argument, --manthan-encryption-key-file: cold_store.encryption.key_file is for blocks on a disk and in Redis, "
+        f"but kind is {kind}: leave it out, or use disk or redis"
+    )
+
+
+def test_the_kind_that_is_no_more_is_refused_with_what_to_write(write: WriteYaml) -> None:
+    assert refusal(write("cold_store: {kind: tiered, host_bytes: 1GiB}")) == (
+        "x.yaml: cold_store.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
+        "those in front of it, cold_store.host_bytes and cold_store.disk_bytes"
     )
 
 
@@ -299,14 +256,14 @@ def test_of_unknown_variables_there_is_one_warning_each() -> None:
 
 
 def test_a_key_that_is_no_more_is_said_once_and_left_out(write: WriteYaml, caplog: pytest.LogCaptureFixture) -> None:
-    path = write("{codec: {calibrate: true, sink_tokens: 8}, log: json}")
+    path = write("{codec: {calibrate: true, sink_tokens: 8}, hot_pool: {low_watermark: 0.2}}")
     for _ in range(2):
         assert load(path, {"MANTHAN_CODEC__CALIBRATE": "false"}).codec.sink_tokens == 8
     said = [
         f"Manthan: {source}: {key} has no effect any more: {REMOVED[key]}"
         for source, key in (
             (str(path), "codec.calibrate"),
-            (str(path), "log"),
+            (str(path), "hot_pool"),
             ("MANTHAN_CODEC__CALIBRATE", "codec.calibrate"),
         )
     ]
@@ -337,24 +294,10 @@ def test_shorthands(write: WriteYaml) -> None:
 
 def test_what_is_kept_exact_comes_from_all_sources(write: WriteYaml) -> None:
     path = write("codec: {name: one, sink_tokens: 4}")
-    env = {"MANTHAN_CODEC__WINDOW_TOKENS": "128"}
-    config, sources = resolve_config(path, env=env, flags={"--manthan-codec": "two"})
-    assert (config.codec.name, config.codec.sink_tokens, config.codec.window_tokens) == ("two", 4, 128)
+    config, sources = resolve_config(path, env={}, flags={"--manthan-codec": "two"})
+    assert (config.codec.name, config.codec.sink_tokens) == ("two", 4)
     assert sources["codec.sink_tokens"] == str(path)
-    assert sources["codec.window_tokens"] == "MANTHAN_CODEC__WINDOW_TOKENS"
-    assert config.codec.keeps_exact
-    assert load(codec={"window_tokens": 1}).codec.keeps_exact
     assert load(env={"MANTHAN_CODEC": "two"}).codec.sink_tokens == 4
-    assert not load(codec={"sink_tokens": 0}).codec.keeps_exact
-
-
-@pytest.mark.parametrize("value", [-1, 0.5, "few", True, False, None])
-def test_bad_counts_of_exact_tokens_are_refused(write: WriteYaml, value: object) -> None:
-    shown = "empty" if value is None else repr(value)
-    for key, which in (("sink_tokens", "first"), ("window_tokens", "last")):
-        assert refusal(write(yaml.safe_dump({"codec": {key: value}}))) == (
-            f"x.yaml: codec.{key} must be a whole number of a session's {which} tokens, 0 for none, not {shown}"
-        )
 
 
 def test_another_policy_does_not_inherit_the_options_of_the_one_it_replaces(write: WriteYaml) -> None:
@@ -380,40 +323,29 @@ def test_a_configuration_is_frozen() -> None:
         config.cold_store.kind = "other"
 
 
-NAMES: dict[str, Any] = {
-    "policies": {"lru": (), "decay": ("half_life_s",)},
-    "codecs": ["auto", "k3v3"],
-    "stores": ["host"],
-}
-
-
 @pytest.mark.parametrize(
     ("flag", "value", "expected"),
     [
         ("--manthan-policy", "lur", "--manthan-policy: unknown policy 'lur' (did you mean 'lru'?)"),
         ("--manthan-codec", "k3v", "--manthan-codec: unknown codec 'k3v' (did you mean 'k3v3'?)"),
         ("cold_store", "hots", "argument: unknown cold store 'hots' (did you mean 'host'?)"),
-        ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: host)"),
+        ("cold_store", "xyz", "argument: unknown cold store 'xyz' (valid: device, disk, host, redis)"),
         ("policy", {"half_life": 1}, "argument: unknown lru option 'half_life' (there are none)"),
         (
             "policy",
-            {"name": "decay", "half_life": 1},
-            "argument: unknown decay option 'half_life' (did you mean 'half_life_s'?)",
+            {"name": "returns", "windows": 1},
+            "argument: unknown returns option 'windows' (did you mean 'window'?)",
         ),
     ],
 )
 def test_names_that_no_registry_has_are_refused(flag: str, value: object, expected: str) -> None:
-    config, sources = resolve_config(env={}, flags={flag: value})
     with pytest.raises(ConfigError) as error:
-        check_names(config, sources=sources, **NAMES)
+        check_registered(resolve_config(env={}, flags={flag: value}))
     assert str(error.value) == expected
-    with pytest.raises(ConfigError) as error:
-        check_names(config, **NAMES)
-    assert str(error.value) == expected.partition(": ")[2]
 
 
 def test_names_that_the_registries_have_are_accepted() -> None:
-    check_names(load(policy={"name": "decay", "half_life_s": 1}), **NAMES)
+    check_registered(resolve_config(env={}, flags={"policy": {"name": "returns", "window": 64}, "codec": "k3v3"}))
 
 
 def test_the_default_file_has_every_key_with_its_default_and_a_comment() -> None:
@@ -435,6 +367,6 @@ def test_the_files_users_start_from_load(path: Path) -> None:
 
 def test_the_demo_is_quick_and_gb10_encodes_on_the_cpu() -> None:
     demo = load(CONFIGS / "demo.yaml")
-    assert demo.idle_after_s + 2 * demo.sweep_interval_s <= 3
+    assert demo.idle_after_s == 2
     assert demo.cold_store.max_bytes == 64 << 20
     assert load(CONFIGS / "gb10.yaml").backend == "numpy"

@@ -18,7 +18,7 @@ from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.disk.journal import JOURNAL, Journal, JournalBlock, JournalChain, JournalSession
 from manthan.manager.stores.disk.root import LOCK, check_folder, open_rank, open_root
 from manthan.manager.stores.disk.segment import newest
-from manthan.manager.stores.disk.store import DiskStore, FolderInUseError, NoStore
+from manthan.manager.stores.disk.store import DiskStore, FolderInUseError
 
 KEYS = [bytes([n]) * 32 for n in range(20)]
 BLOCK = np.arange(9000, dtype=np.uint8)
@@ -235,13 +235,6 @@ def test_a_file_that_another_user_has_locked_stays(tmp_path: Path) -> None:
     os.chown(tmp_path / LOCK, 12345, 12345)
     with modes_count(), pytest.raises(ConfigError, match="another server uses"):
         open_root(tmp_path)
-
-
-def test_no_store_keeps_nothing() -> None:
-    store = NoStore()
-    assert store.put_all(0, dict.fromkeys(KEYS, BLOCK)) == dict.fromkeys(KEYS, "disk")
-    assert list(store.read(0, KEYS)) == [None] * len(KEYS)
-    assert store.absent(0, KEYS) == KEYS
 
 
 def test_sqlite_s_errors_that_are_the_disk_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,26 +101,17 @@ def test_what_is_of_another_configuration_is_removed_and_nothing_else(tmp_path: 
         (
             {"--manthan-cold-store": "disk"},
             "--manthan-cold-store: cold_store.kind is disk, but disk.path (--manthan-disk-path) is empty: name the "
-            "folder that the codes are to be kept in",
+            "folder that the blocks are to be kept in",
         ),
         (
-            {"cold_store": {"kind": "tiered", "tiers": ["disk", "host"]}},
-            "argument: cold_store.tiers must be a list of two or three of host, disk, redis, in this order, not "
-            "['disk', 'host']",
+            {"cold_store": {"kind": "redis", "disk_bytes": 5}},
+            "argument: cold_store.disk_bytes is set, but disk.path (--manthan-disk-path) is empty: name the folder "
+            "that the blocks are to be kept in",
         ),
         (
             {"cold_store": {"kind": "disk", "disk_bytes": 5}, "disk": "/x"},
-            "argument: cold_store.disk_bytes is disk in front of Redis, for cold_store.kind tiered with both as tiers, "
-            "but kind is disk: use max_bytes",
-        ),
-        (
-            {"cold_store": {"kind": "tiered", "tiers": ["disk", "redis"], "host_bytes": 5}, "disk": "/x"},
-            "argument: cold_store.host_bytes is RAM behind cold_store.kind device or in front of the other tiers of "
-            "kind tiered, but tiers are disk, redis: use max_bytes",
-        ),
-        (
-            {"disk.sync_s": "5s"},
-            "argument: disk.sync_s must be a plain number of seconds, 0 or more, such as 5, not '5s' (write 5)",
+            "argument: cold_store.disk_bytes is disk in front of cold_store.kind redis, but kind is disk: use "
+            "max_bytes",
         ),
     ],
 )
@@ -135,8 +126,9 @@ def test_tiers() -> None:
         return load_config(flags={"cold_store": {"max_bytes": 100, **given}, "disk": "/x"}, env={}).cold_store
 
     assert store(kind="disk").places == ("disk",)
-    assert store(kind="tiered").places == ("host", "redis")
-    three = store(kind="tiered", tiers="host, disk,redis", disk_bytes=50)
+    assert store(kind="redis", host_bytes=5).places == ("host", "redis")
+    three = store(kind="redis", host_bytes=25, disk_bytes=50)
     assert (three.places, three.front_bytes, three.front_disk_bytes) == (("host", "disk", "redis"), 25, 50)
-    two = store(kind="tiered", tiers=["host", "disk"], host_bytes=10)
+    two = store(kind="disk", host_bytes=10)
     assert (two.front_bytes, two.front_disk_bytes, two.is_shared, two.is_lasting) == (10, 0, False, True)
+    assert store(kind="device", host_bytes=10).tier_names == ("device", "host")

@@ -13,6 +13,7 @@ from pathlib import Path
 import disk_writer
 import numpy as np
 import pytest
+from integrity import check_store
 from numpy.typing import NDArray
 
 from manthan.manager.stores.cold_store import STORE_FULL
@@ -69,7 +70,7 @@ def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
     store.drop(0, KEYS)
     assert get(store, KEYS[0]) is None
     assert np.array_equal(get(store, KEYS[0], 3), numbers(3))
-    store.check()
+    check_store(store)
 
 
 def test_what_is_put_again_is_replaced(store: DiskStore) -> None:
@@ -88,7 +89,7 @@ def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
     store = again(store)
     assert store.blocks() == {(0, key): 5000 for key in KEYS} | {(7, KEYS[0]): 5000}
     assert all(np.array_equal(get(store, key), numbers(n)) for n, key in enumerate(KEYS))
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -107,7 +108,7 @@ def test_files_stay_within_the_budget_while_blocks_come_and_go(store: DiskStore)
                 there[key] = (number, nbytes)
         assert store.on_disk <= store.max_bytes
         assert sum(path.stat().st_size for path in files(store.folder)) <= store.max_bytes
-    store.check()
+    check_store(store)
     assert {key for _, key in store.blocks()} == set(there)
     for key, made in there.items():
         assert np.array_equal(get(store, key), numbers(*made))
@@ -126,15 +127,6 @@ def test_a_full_store_refuses_and_takes_again_what_fits(store: DiskStore) -> Non
     assert store.put_all(0, {b"x" * 32: numbers(0, store.max_bytes)}) == {b"x" * 32: STORE_FULL}
 
 
-def test_what_is_read_stays_as_it_was(store: DiskStore) -> None:
-    store.put_all(0, {KEYS[0]: numbers(0)})
-    found = get(store, KEYS[0])
-    store.put_all(0, {KEYS[0]: numbers(1)})
-    store.cleared("")
-    assert np.array_equal(found, numbers(0))
-    assert get(store, KEYS[0]) is None
-
-
 def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_since(store: DiskStore) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     assert store.cleared("elsewhere") is store
@@ -142,7 +134,7 @@ def test_what_was_cleared_is_not_found_by_the_next_process_nor_what_was_put_sinc
     store.put_all(0, {KEYS[3]: numbers(33)})
     assert np.array_equal(get(store, KEYS[3]), numbers(33))
     assert files(store.folder) == []
-    store.check()
+    check_store(store)
     store = again(store)
     assert store.blocks() == {}
     assert [path.name for path in store.folder.iterdir()] == ["lock"]
@@ -241,34 +233,11 @@ def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskSt
     store.close()
 
 
-def test_a_file_that_was_removed_is_a_miss_for_the_next_process(store: DiskStore) -> None:
-    store.put_all(0, {key: numbers(n, 60_000) for n, key in enumerate(KEYS)})
-    gone = files(store.folder)[1]
-    gone.unlink()
-    assert all(np.array_equal(get(store, key), numbers(n, 60_000)) for n, key in enumerate(KEYS))  # it is open
-    store = again(store)
-    there = [n for n in range(50) if (0, KEYS[n]) in store.blocks()]
-    assert 0 < len(there) < 50
-    assert all(np.array_equal(get(store, KEYS[n]), numbers(n, 60_000)) for n in there)
-    store.close()
-
-
 def test_a_file_that_was_cut_is_a_miss(store: DiskStore) -> None:
     store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
     for path in files(store.folder):
         os.truncate(path, PAGE)
     assert [get(store, key) for key in KEYS] == [None] * 50
-
-
-def test_what_is_no_segment_is_left_alone(store: DiskStore) -> None:
-    (store.folder / "notes.seg").write_bytes(b"MNDS" * 5000)
-    (store.folder / "00000099.seg").write_bytes(b"MNDS" * 5000)
-    store = again(store)
-    assert store.blocks() == {}
-    assert store.put_all(0, {KEYS[0]: numbers(0)}) == {}
-    store = again(store)
-    assert np.array_equal(get(store, KEYS[0]), numbers(0))
-    store.close()
 
 
 @pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
@@ -284,7 +253,7 @@ def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     assert store.put_all(0, {KEYS[2]: numbers(2)}) == {}
     store = again(store)
     assert set(store.blocks()) == {(0, KEYS[0]), (0, KEYS[2])}
-    store.check()
+    check_store(store)
     store.close()
 
 
@@ -321,24 +290,6 @@ def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
         with pytest.raises(DiskError, match=r"00000001\.seg: Input/output error"):
             get(store, KEYS[0])
     assert np.array_equal(get(store, KEYS[0]), numbers(0))
-
-
-def test_a_disk_that_takes_nothing_is_named_once_with_a_count(
-    store: DiskStore, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    def fail(*_: object) -> int:
-        raise OSError(errno.EIO, os.strerror(errno.EIO))
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", fail)
-        for n in range(20):
-            assert store.put_all(0, {KEYS[n]: numbers(n)}) == {KEYS[n]: "disk"}
-        assert [record.getMessage() for record in caplog.records] == [
-            f"Manthan: {store.folder}: a block could not be written: Input/output error"
-        ]
-        store._sparing._quiet_until.clear()
-        store.put_all(0, {KEYS[0]: numbers(0)})
-    assert "a block could not be written: Input/output error (20 times)" in caplog.text
 
 
 def test_while_a_read_hangs_nobody_else_waits(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -391,30 +342,8 @@ def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(
     while store.put_all(0, {KEYS[5]: numbers(5)}):
         time.sleep(0.01)
     assert set(store.blocks()) == {(0, KEYS[number]) for number in (0, 1, 5)}
-    store.check()
+    check_store(store)
     store.close()
-
-
-def test_who_writes_much_to_a_slow_disk_is_waited_for(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, real = DiskStore(folder, 4 * MIB, timeout_s=1.0), os.pwritev
-
-    def slow(*arguments: object) -> int:
-        time.sleep(0.1)
-        return real(*arguments)
-
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", slow)
-        assert store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS[:15])}) == {}
-    store.close()
-
-
-def test_a_disk_that_hangs_does_not_keep_a_store_open(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, hung = DiskStore(folder, 4 * MIB, timeout_s=0.1), threading.Event()
-    with monkeypatch.context() as broken:
-        broken.setattr(os, "pwritev", lambda *_: hung.wait(60))
-        assert store.put_all(0, {KEYS[0]: numbers(0)}) == {KEYS[0]: "store_down"}
-        store.close()
-        hung.set()
 
 
 # -- a process that is killed ---------------------------------------------------------------------------
@@ -441,15 +370,10 @@ def survives(folder: Path, kills: int) -> int:
             assert found is not None or key not in sure
             if found is not None:
                 assert disk_writer.version_of(key, found) == sure.get(key, disk_writer.version_of(key, found))
-        store.check()
+        check_store(store)
         store.close()
     return confirmed
 
 
 def test_what_was_confirmed_survives_kills(folder: Path) -> None:
     assert survives(folder, 40) > 40
-
-
-@pytest.mark.slow
-def test_what_was_confirmed_survives_a_thousand_kills(folder: Path) -> None:
-    assert survives(folder, 1000) > 1000

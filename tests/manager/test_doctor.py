@@ -10,7 +10,7 @@ from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ManthanConfig
 from manthan.manager.doctor.checks import Finding, Mark, check_disk, check_memlock, check_redis, file_system
-from manthan.manager.doctor.template import Message, Parting, check_template, common, partings
+from manthan.manager.doctor.template import Message, Parting, check_template, partings
 from manthan.manager.stores.disk.root import open_root
 
 GIB = 1 << 30
@@ -185,7 +185,3 @@ def test_where_turns_part_is_shown() -> None:
     assert (found.before, found.was, found.comes) == ("sistant>", "<think>\n", "The capi")
     said = check_template(Words(keeps=False)).said
     assert f"repeats {found.kept} of a turn's {found.tokens} tokens, up to 'sistant>'" in said
-
-
-def test_common_beginnings() -> None:
-    assert [common([1, 2, 3], other) for other in ([1, 2, 4], [1, 2], [1, 2, 3, 4], [], [5])] == [2, 2, 3, 0, 0]

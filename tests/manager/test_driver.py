@@ -1,20 +1,18 @@
 """The serving loop by example: what of a session that went cold is restored."""
 
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
+from integrity import check_integrity
 
 from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.observer import Observer
-from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import Place
 from manthan.manager.simulator.pool import SimulatedPool
-from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult, Moves, SpillResult
+from manthan.manager.work import FailedBlock, GroupBlocks, LoadResult, SpillResult
 from manthan.policies import get_policy
 
 KEYS = chain("a b c d e f")
@@ -32,9 +30,9 @@ class Hits(Observer):
 class Served:
     """An engine that computes so many blocks again of those that it finds. One session has been there."""
 
-    def __init__(self, again: int, hints: Hints, fast: Sequence[Fast] = ()) -> None:
+    def __init__(self, again: int, hints: Hints) -> None:
         manager = SessionMemoryManager(
-            get_policy("lru"), SHAPE, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S, fast=fast, prefetch_lead_s=1.0
+            get_policy("lru"), SHAPE, 100 * SHAPE.cold_nbytes, IDLE_AFTER_S, prefetch_lead_s=1.0
         )
         self.pool, self.hits = SimulatedPool(50), Hits()
         self.driver: Driver[int] = Driver(manager, self.pool, 50, low=0.05, high=0.1, observer=self.hits, again=again)
@@ -69,16 +67,6 @@ def test_what_is_computed_again_is_not_restored(again: int) -> None:
     served = Served(again, Hints())
     served.go_cold()
     assert served.come_back(20.0, hot=0) == 6 - again
-
-
-def test_each_fast_tier_is_told_what_is_to_leave_it_first() -> None:
-    """Two of the six blocks fit into the first one, four into the second."""
-    served = Served(0, Hints(), [Fast(200, fills_on_read=True), Fast(400, fills_on_read=True)])
-    served.go_cold()
-    group = SHAPE.group
-    assert group is not None
-    assert served.driver.step(0, 20.0).go_first == [Moves(0, group, KEYS[:1:-1]), Moves(1, group, KEYS[:3:-1])]
-    assert served.driver.step(0, 20.1).go_first == []
 
 
 def test_nothing_is_restored_where_the_last_block_alone_would_be() -> None:

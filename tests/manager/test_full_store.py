@@ -4,10 +4,10 @@ import math
 from itertools import pairwise
 
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S, DOUBLINGS
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.simulator.pool import SimulatedPool
 from manthan.manager.work import SpillResult, on_each
@@ -110,15 +110,6 @@ def test_a_request_ends_the_waiting_and_success_forgets_it() -> None:
     assert engine.manager.next_deadline == engine.now + AHEAD_AFTER_S
     engine.evict()
     assert engine.session("refused").refusals == 0
-
-
-def test_a_reset_forgets_who_waits() -> None:
-    engine = Engine()
-    engine.talk("a b")
-    tries(engine, 5 * LONGEST_S)
-    engine.manager.reset()
-    assert engine.manager.next_deadline is None
-    check_integrity(engine.manager)
 
 
 class Uneven:

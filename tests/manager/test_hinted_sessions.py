@@ -4,7 +4,7 @@ import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.session import DropCause, Prefetch
+from manthan.manager.sessions.session import DropCause
 
 
 def dropped(engine: Engine) -> list[tuple[str, str]]:
@@ -39,12 +39,6 @@ def test_a_session_that_is_pinned_no_longer_goes_in_its_turn() -> None:
     assert not {"a", "b", "x"} & engine.cold()
 
 
-def test_a_pin_holds_until_it_is_taken_back() -> None:
-    engine = Engine(capacity=20)
-    engine.talk("a b", "old", pin=True)
-    assert engine.talk("a b c d", "old").pinned
-
-
 def test_a_pin_beyond_the_share_is_refused_in_a_sentence() -> None:
     engine = Engine(capacity=8)
     engine.talk("a", "first", pin=True)
@@ -75,18 +69,6 @@ def test_the_share_is_free_again_when_a_pinned_session_ends() -> None:
     engine.talk("a b", "first", pin=True)
     engine.talk("a b", "first", release=True)
     assert engine.talk("c d", "second", pin=True).pinned
-
-
-def test_codes_of_a_pinned_session_are_not_redundant_while_its_request_runs() -> None:
-    engine = Engine(capacity=8)
-    engine.talk("a b", "old", pin=True)
-    engine.evict()
-    request = engine.start("a b c", "old")
-    engine.manager.restore_started(request, chain("a b"))
-    engine.manager.restore_finished(request)
-    engine.talk(" ".join(f"w{i}" for i in range(8)))
-    engine.evict()
-    assert {"a", "b"} <= engine.cold()
 
 
 # -- time to live, priority, release ------------------------------------------------------------------
@@ -151,19 +133,6 @@ def test_lower_priorities_go_first_whatever_the_policy_says() -> None:
     assert engine.cold() == {"a", "b", "e", "f"}
 
 
-def test_a_priority_holds_until_another_is_given() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a b", "s", priority=-1)
-    engine.talk("c d", "other")
-    engine.evict()
-    engine.now += 1
-    engine.talk("a b", "s", priority=1)
-    engine.evict()
-    engine.talk("e f")
-    engine.evict()
-    assert engine.cold() == {"a", "b", "e", "f"}
-
-
 def test_hot_sessions_of_lower_priority_are_evicted_first() -> None:
     engine = Engine()
     engine.talk("a b", "high", priority=1)
@@ -216,58 +185,12 @@ def test_a_tenant_never_has_more_than_its_share() -> None:
     assert engine.manager.blocks.reserved_of == {"small": 200}
 
 
-def test_without_a_share_anybody_takes_what_there_is() -> None:
-    engine = Engine(capacity=4, shares=Shares(tenants={"small": 0.25}))
-    engine.talk("a b c d", tenant="other")
-    engine.evict()
-    engine.talk("e f g h")
-    engine.evict()
-    assert engine.cold() == {"e", "f", "g", "h"}
-
-
 @pytest.mark.parametrize(("tenant", "share"), [("", 1.0), ("x", 0.5), ("named", 0.1)])
 def test_who_is_nobodys_tenant_has_no_quota(tenant: str, share: float) -> None:
     assert Shares(tenant=0.5, tenants={"named": 0.1}).of_tenant(tenant) == share
 
 
 # -- prefetch -----------------------------------------------------------------------------------------
-
-
-def test_an_expected_session_is_due_before_it_is_expected() -> None:
-    engine = Engine(prefetch_lead_s=2.0)
-    engine.talk("a b", "agent", expect_return_s=60)
-    engine.evict()
-    assert engine.manager.next_deadline == 58
-    assert engine.manager.take_prefetches(9, 57.9) == []
-    assert engine.manager.take_prefetches(9, 58) == [Prefetch("agent", chain("a b"))]
-    engine.manager.prefetch_finished("agent", True, (), 58.5)
-    assert engine.states() == {"agent": "idle"}
-    assert engine.manager.take_prefetches(9, 59) == []
-
-
-def test_a_session_is_fetched_that_another_request_names() -> None:
-    engine = Engine(prefetch_lead_s=2.0)
-    engine.talk("a b", "next")
-    engine.evict()
-    engine.talk("c d", prefetch=["next", "unknown"])
-    assert engine.manager.take_prefetches(9, engine.now) == [Prefetch("next", chain("a b"))]
-
-
-def test_nothing_is_fetched_for_which_there_is_no_room() -> None:
-    engine = Engine(prefetch_lead_s=2.0)
-    engine.talk("a b", "agent", expect_return_s=60)
-    engine.evict()
-    assert engine.manager.take_prefetches(1, 58) == []
-    assert engine.manager.take_prefetches(2, 59) == [Prefetch("agent", chain("a b"))]
-
-
-def test_nobody_is_fetched_who_is_late() -> None:
-    engine = Engine(prefetch_lead_s=2.0)
-    engine.talk("a b", "agent", expect_return_s=60)
-    engine.evict()
-    assert engine.manager.take_prefetches(0, 58) == []
-    assert engine.manager.take_prefetches(9, 60.1) == []
-    assert engine.manager.take_prefetches(9, 60.2) == []
 
 
 def test_codes_are_not_dropped_while_they_are_fetched() -> None:
@@ -279,13 +202,3 @@ def test_codes_are_not_dropped_while_they_are_fetched() -> None:
     engine.talk("c d")
     engine.evict()
     assert engine.cold() == {"a", "b"}
-
-
-def test_a_prefetch_that_cannot_be_read_ends_the_session_there() -> None:
-    engine = Engine(prefetch_lead_s=2.0)
-    engine.talk("a b c", "agent", expect_return_s=60)
-    engine.evict()
-    engine.manager.take_prefetches(9, 58)
-    engine.manager.prefetch_finished("agent", False, chain("a b")[1:], 58)
-    assert engine.chains() == {"agent": "a"}
-    assert engine.states() == {"agent": "cold"}

@@ -3,7 +3,6 @@
 from typing import Any
 
 import pytest
-from pydantic import ValidationError
 
 from manthan.manager.sessions.hints import (
     HIGHEST_PRIORITY,
@@ -62,11 +61,6 @@ def test_each_hint(name: str, given: object, expected: object) -> None:
     assert hints == Hints.model_validate({name: expected})
 
 
-def test_hints_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        NO_HINTS.pin = True  # type: ignore[misc]
-
-
 SECONDS = "a number of seconds above 0, and at most 2592000 (30 days)"
 PRIORITY = f"a whole number from -{HIGHEST_PRIORITY} to {HIGHEST_PRIORITY}"
 PREFETCH = f"a session id or a list of up to {MOST_PREFETCHES}, each of 1 to {LONGEST_NAME} printable characters"
@@ -120,10 +114,6 @@ def test_contradictions_are_refused(name: str, value: object) -> None:
         f": release drops the session when this request ends, but {name} keeps it: give one of them"
     )
     assert parse_hints({"release": False, name: value}).given == (name,)
-
-
-def test_to_let_go_in_two_ways_is_no_contradiction() -> None:
-    assert parse_hints({"release": True, "pin": False, "ttl_s": 5}).given == ("pin", "ttl_s", "release")
 
 
 def test_a_refusal_stays_short_whatever_was_sent() -> None:

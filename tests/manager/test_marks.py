@@ -4,10 +4,10 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import BlockName, MemoryShape, Place

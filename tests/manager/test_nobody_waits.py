@@ -88,17 +88,6 @@ def test_a_request_is_never_held_back_while_all_is_to_be_encoded() -> None:
         assert world.ask(f"chat{n}", 12, 5.0) == 0
 
 
-def test_nor_is_the_free_queue_walked_for_it() -> None:
-    world = World()
-    for n in range(4):
-        world.turn(f"chat{n}", 16, n)
-    world.driver.step(0, 4.0)
-    walks = world.pool.walks
-    for n in range(100):
-        world.ask(f"new{n}", 16, 5.0)
-    assert world.pool.walks == walks
-
-
 def test_vllm_is_not_told_to_wait_for_blocks_that_are_to_be_encoded() -> None:
     world = World()
     world.turn("chat", 60, 0.0)
@@ -188,7 +177,7 @@ def test_a_session_is_cold_once_vllm_has_overwritten_its_end_and_what_is_left_st
     world.turn("other", BLOCKS - 2, 3.0)
     assert len(world.pool.hit(world.keys("chat", 6))) == 2
     assert not world.driver.step(0, 3.1).spills
-    assert {session.session_id: str(session.state) for session in world.manager.sessions()} == {
+    assert {session.id: str(session.state) for session in world.manager.sessions()} == {
         "chat": "cold",
         "other": "idle",
     }

@@ -59,15 +59,6 @@ def test_one_that_goes_cold_when_it_is_due_already_is_restored_then(engine: Engi
     assert taken(engine) == ["A"]
 
 
-def test_one_that_was_back_before_its_time_is_not_expected_any_more(engine: Engine) -> None:
-    talk(engine, "a b", "A", expected_in(40))
-    engine.now = 1.0
-    talk(engine, "a b c", "A", Hints())
-    engine.evict()
-    engine.now = 39.0
-    assert taken(engine) == []
-
-
 def test_one_that_does_not_fit_is_taken_until_it_is_late(engine: Engine) -> None:
     talk(engine, "a b c", "A", expected_in(20))
     talk(engine, "x y", "X", expected_in(20))
@@ -91,18 +82,6 @@ def test_another_session_s_request_can_ask_for_it_even_when_it_is_late(engine: E
     assert taken(engine, limit=1) == ["A"]
     engine.evict()
     assert taken(engine) == []  # X was hot when it was asked for
-
-
-def test_one_that_a_request_named_is_waited_for_until_others_have_gone_cold(engine: Engine) -> None:
-    talk(engine, "a b c", "A", Hints())
-    talk(engine, "d e f", "D", Hints())
-    engine.evict()
-    talk(engine, "x y", "X", Hints(prefetch=("A", "D")))
-    assert taken(engine, room=2) == []
-    engine.now += 2 * IDLE_AFTER_S
-    assert taken(engine, limit=1) == ["A"]
-    engine.now += 0.1
-    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, [])
 
 
 def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engine: Engine) -> None:

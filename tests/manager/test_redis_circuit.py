@@ -78,15 +78,6 @@ def test_the_wait_doubles_up_to_a_bound(world: World, jitter: float, share: floa
     assert waits == pytest.approx([share * wait for wait in longest])
 
 
-def test_an_answer_makes_the_next_wait_short_again(world: World) -> None:
-    for _ in range(5):
-        wait = world.fail()
-    world.now += wait
-    world.command()
-    assert (world.circuit.is_up, world.circuit.wait_s) == (True, 0)
-    assert world.fail() == BREAK_FIRST_S
-
-
 def test_it_rings_when_the_state_changes_and_not_else(world: World) -> None:
     world.fail()
     world.fail()

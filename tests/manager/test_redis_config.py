@@ -1,11 +1,9 @@
 """What `redis.url` may be, connections by it, and what start-up says of a server."""
 
 import pytest
-from logged import warnings
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig
-from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.resolve import load_config
 from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
 
@@ -38,10 +36,11 @@ def test_an_option_that_redis_py_does_not_have() -> None:
         check(connect(config), config)
 
 
-def test_keys_that_are_no_more_are_said() -> None:
-    with warnings() as messages:
-        load_config(env={}, flags={key: "x" for key in REMOVED if key.startswith("redis.")})
-    assert len(messages) == 8
+@pytest.mark.parametrize(("options", "seconds"), [("", 2.0), ("?socket_timeout=0.5", 0.5)])
+def test_a_command_ends_within_two_seconds_unless_the_url_has_another_time(options: str, seconds: float) -> None:
+    pool = connect(RedisConfig(url=f"redis://127.0.0.1:1{options}")).connection_pool
+    assert pool.timeout == seconds
+    assert {pool.connection_kwargs[name] for name in ("socket_timeout", "socket_connect_timeout")} == {seconds}
 
 
 def test_a_user_and_a_password(server: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:

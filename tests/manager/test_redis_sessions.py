@@ -32,7 +32,7 @@ class Player:
     def __init__(
         self, server: RedisServer, name: str, namespace: Namespace = HERE, sealer: Sealer | None = None
     ) -> None:
-        self.config, self.namespace = RedisConfig(url=server.url, timeout_s=0.5), namespace
+        self.config, self.namespace = RedisConfig(url=f"{server.url}?socket_timeout=0.5"), namespace
         facts, client = {"model": namespace.name, "engine": name}, connect(self.config)
         self.rung = threading.Event()
         self.circuit = Circuit()

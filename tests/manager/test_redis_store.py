@@ -8,7 +8,6 @@ from redis_server import RedisServer, running
 
 from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.cold_store import Buffer, Landing
-from manthan.manager.stores.redis import store as redis_store
 from manthan.manager.stores.redis.client import Circuit, StoreDownError, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
@@ -112,43 +111,3 @@ def test_a_server_that_is_gone_refuses(store: RedisStore, server: RedisServer) -
             next(store.read(0, list(blocks_of(10))))
     finally:
         server.start()
-
-
-def test_a_cleared_store_is_another_place(store: RedisStore) -> None:
-    blocks = blocks_of(10, 20)
-    store.put_all(0, blocks)
-    other = store.cleared("elsewhere")
-    assert other.absent(0, list(blocks)) == list(blocks)
-    other.put_all(0, dict(list(blocks.items())[:1]))
-    assert other.absent(0, list(blocks)) == list(blocks)[1:]
-    assert store.absent(0, list(blocks)) == []
-
-
-@pytest.mark.parametrize(("size", "count"), [(1000, 250), (40_000, 20), (200_000, 3)])
-def test_a_pipeline_moves_about_so_many_bytes(
-    store: RedisStore, monkeypatch: pytest.MonkeyPatch, size: int, count: int
-) -> None:
-    """When it has seen a block or two."""
-    monkeypatch.setattr(redis_store, "BATCH_BYTES", 100_000)
-    counts: list[int] = []
-    pipelined = redis_store.pipelined
-
-    def counted(client: object, commands: Sequence[tuple[object, ...]], **options: bool) -> list[object]:
-        counts.append(len(commands))
-        return pipelined(client, commands, **options)
-
-    monkeypatch.setattr(redis_store, "pipelined", counted)
-    blocks, full = blocks_of(*[size] * count), max(1, 100_000 // size)
-    whole, rest = divmod(count, full)
-    wanted = [full] * whole + [rest] * (rest > 0)
-    assert store.put_all(0, blocks) == {}
-    assert counts == wanted
-    counts.clear()
-    assert same(store.read(0, list(blocks)), blocks, list(blocks))
-    assert counts == wanted
-    fresh = store.cleared(HERE.name)
-    fresh._nbytes.clear()
-    counts.clear()
-    assert same(fresh.read(0, list(blocks)), blocks, list(blocks))
-    assert (counts[0], sum(counts)) == (1, count)  # of one that nothing is known of
-    assert max(counts) <= full

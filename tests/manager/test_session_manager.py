@@ -6,7 +6,6 @@ import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import BlockName, Drop, DropCause
 
@@ -63,13 +62,6 @@ def test_what_was_overwritten_is_found_behind_a_session_whose_end_others_use() -
     assert engine.states() == {"short": "idle", "long": "cold", "other": "cold"}
     assert engine.spill() == engine.manager.take_releases() == []
     assert engine.manager.usage.hot_blocks == 2
-
-
-def test_running_sessions_are_not_swept(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.start("a b c")
-    engine.sweep()
-    assert engine.states() == {"anonymous-1": "hot"}
 
 
 def test_blocks_are_released_only_when_their_codes_are_stored(engine: Engine) -> None:
@@ -140,28 +132,6 @@ def test_a_return_in_the_middle_of_an_eviction_takes_back_what_only_waits(engine
     assert engine.spill() == [chain("a b c d")[3], second, third]  # the stored one is kept
 
 
-def test_a_block_that_another_eviction_waits_for_stays_queued(engine: Engine) -> None:
-    engine.talk("sys a")
-    engine.talk("sys b")
-    engine.sweep()
-    engine.start("sys a x")
-    assert set(engine.spill()) == set(chain("sys b"))
-
-
-def test_a_release_waits_if_the_block_is_queued_again(engine: Engine) -> None:
-    engine.talk("a")
-    engine.sweep()
-    engine.stored(engine.spill())  # not released yet
-    request = engine.start("a")
-    engine.manager.restore_started(request, chain("a"))
-    engine.manager.restore_finished(request, chain("a"))
-    engine.finish(request, "a")
-    engine.sweep()
-    assert engine.manager.take_releases() == []
-    engine.stored(engine.spill())
-    assert engine.manager.take_releases() == chain("a")
-
-
 def test_lost_blocks_cut_their_session(engine: Engine) -> None:
     engine.talk("a b c d")
     engine.sweep()
@@ -172,17 +142,6 @@ def test_lost_blocks_cut_their_session(engine: Engine) -> None:
     assert engine.manager.take_drops() == [Drop(0, [c, d], DropCause.ABANDONED)]
     engine.stored([a])
     assert engine.states() == {"anonymous-1": "cold"}
-
-
-def test_a_session_whose_head_is_lost_is_gone(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.sweep()
-    tail, head = engine.spill()
-    engine.manager.lost(head, engine.now)
-    assert engine.chains() == {}
-    engine.stored([tail])  # nobody's by now
-    assert engine.manager.take_drops() == [Drop(0, [tail], DropCause.ABANDONED)]
-    assert len(engine.manager.blocks) == 0
 
 
 def test_a_failed_spill_leaves_the_session_hot_and_is_tried_again(engine: Engine) -> None:
@@ -201,15 +160,6 @@ def test_a_failed_spill_leaves_the_session_hot_and_is_tried_again(engine: Engine
     assert engine.states() == {"anonymous-1": "cold"}
 
 
-def test_one_failed_spill_of_a_shared_block_fails_all_evictions_that_wait_for_it(engine: Engine) -> None:
-    engine.talk("sys a")
-    engine.talk("sys b")
-    engine.sweep()
-    engine.manager.take_spills(10)
-    engine.manager.spill_failed(b"sys", engine.now)
-    assert engine.states() == {"anonymous-1": "idle", "anonymous-2": "idle"}
-
-
 # -- memory pressure ----------------------------------------------------------------------------------
 
 
@@ -225,13 +175,6 @@ def test_relief_goes_in_policy_order_and_no_further_than_wanted(engine: Engine) 
         "anonymous-3": "evicting",
     }
     assert engine.manager.blocks.exposed == 3
-
-
-@pytest.mark.parametrize("wanted", [0, -5])
-def test_no_relief_is_given_where_none_is_wanted(engine: Engine, wanted: int) -> None:
-    engine.talk("a b")
-    assert not engine.manager.relieve(wanted, engine.now)
-    assert engine.states() == {"anonymous-1": "idle"}
 
 
 def test_relief_passes_over_sessions_that_vllm_may_overwrite_without_loss(engine: Engine) -> None:
@@ -304,16 +247,3 @@ def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> 
     engine.finish(request, "a b c")
     assert engine.chains() == {"alice": "a b c"}
     assert engine.states() == {"alice": "idle"}
-
-
-def test_a_reset_takes_a_session_along_that_was_cold_only_as_far_as_another_is_hot(engine: Engine) -> None:
-    for name in ("running", "cold"):
-        engine.talk("a b c", name)
-    engine.evict()
-    request = engine.start("a b c", "running")
-    engine.manager.restore_started(request, chain("a b c"))
-    engine.manager.restore_finished(request, chain("a"))
-    assert engine.states() == {"running": "hot", "cold": "cold"}
-    engine.manager.reset()
-    assert engine.chains() == {"running": ""}
-    check_integrity(engine.manager)

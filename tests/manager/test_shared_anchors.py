@@ -1,9 +1,9 @@
 """Anchors in a store that engines share, and anchors of sessions that are expected: the manager by example."""
 
 import pytest
+from integrity import check_integrity
 
 from manthan.manager.sessions.hints import Hints
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import FoundAnchor, MemoryShape, Place, Prefetch, SessionState
 from manthan.policies import get_policy
@@ -94,25 +94,6 @@ def test_a_deeper_anchor_takes_the_place_of_one_s_own(one: One) -> None:
     assert one.manager.match(KEYS) == 8
 
 
-def test_an_anchor_that_the_session_s_chain_does_not_reach_is_none(one: One) -> None:
-    one.start("r", 8, 0, "alice")
-    others = [b"x" * 32, *KEYS[1:6]]
-    one.manager.remote.found("r", KEYS[:6], [100] * 6)
-    one.manager.remote.found("r", others, [100] * 6, FoundAnchor(1, [(STATE, others[0], 0)], [70]))
-    assert one.manager.match(KEYS[:8]) == 0
-    assert len(one.manager._anchors) == 0
-    one.manager.remote.found("gone", KEYS[:6], [100] * 6, anchor(5))
-    assert len(one.manager._anchors) == 0
-
-
-def test_redis_hears_of_an_anchor_when_it_is_stored(one: One) -> None:
-    one.start("r", 5, 0, "alice")
-    one.manager.request_finished("r", KEYS[:5], 0, places=[Place(5, beside(5))])
-    one.manager.table.take_changes()
-    one.carry_out(0)
-    assert [name for name, _ in one.manager.table.take_changes()] == ["alice"]
-
-
 # -- sessions that are expected -----------------------------------------------------------------------
 
 
@@ -143,10 +124,3 @@ def test_a_prefetch_that_finds_no_anchor_ends_the_session(one: One) -> None:
     one.manager.prefetch_finished("alice", False, [], 21, [(STATE, KEYS[4])])
     assert (STATE, KEYS[4]) in one.dropped()
     assert one.state("alice") is None
-
-
-def test_what_is_too_long_for_the_pool_with_its_anchor_is_expected_no_more(one: One) -> None:
-    one.go_cold(5, 0)
-    one.start("who asks", 0, 20, prefetch=("alice",))
-    assert one.manager.prefetch_blocks(20, most=7) == 0
-    assert one.manager.take_prefetches(100, 20) == []

@@ -2,9 +2,9 @@
 
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Session
@@ -83,46 +83,6 @@ def test_what_is_found_extends_what_is_known(engine: Shared) -> None:
     assert engine.manager.match(chain("a b c d")) == 3
 
 
-def test_known_is_what_is_hot_or_cold(engine: Shared) -> None:
-    engine.talk("a b")
-    assert engine.manager.remote.known(chain("a b c")) == 2
-    engine.evict()
-    assert engine.manager.remote.known(chain("a b c")) == 2
-    assert engine.manager.remote.known(chain("x a")) == 0
-
-
-def test_what_is_hot_is_not_taken_for_stored(engine: Shared) -> None:
-    engine.talk("a b", "alice")
-    request = engine.start("a b c", "alice")
-    engine.find(request, "a b c", first=2)
-    assert engine.cold() == {"c"}
-
-
-def test_an_answer_after_the_request_has_ended_changes_nothing(engine: Shared) -> None:
-    request = engine.start("a b")
-    engine.finish(request, "")
-    engine.find(request, "a b")
-    assert engine.manager.match(chain("a b")) == 0
-    assert len(engine.manager.blocks) == 0
-
-
-def test_a_request_that_is_given_up_leaves_a_session_that_goes_cold_for_free(engine: Shared) -> None:
-    request = engine.start("a b c")
-    engine.find(request, "a b c")
-    engine.finish(request, "")
-    assert engine.evict() == []
-    assert engine.states() == {"anonymous-1": "cold"}
-    assert engine.cold() == {"a", "b", "c"}
-
-
-def test_a_session_that_is_not_used_for_so_long_is_forgotten(engine: Shared) -> None:
-    engine.talk("a b", "alice")
-    engine.evict()
-    engine.manager.sweep(engine.now + TTL_S)
-    assert engine.changes() == {"alice": None}
-    assert engine.cold() == set()
-
-
 def test_what_is_found_counts_towards_nobody_s_share() -> None:
     engine = Shared(capacity=4, shares=Shares(tenant=0.5))
     request = engine.start("a b c d", "alice")
@@ -158,26 +118,7 @@ def test_every_change_of_a_session_is_told_once(engine: Shared) -> None:
     assert engine.changes() == {"alice": None}
 
 
-def test_a_loss_of_codes_is_told() -> None:
-    engine = Shared(capacity=3)
-    engine.talk("a b c", "alice")
-    engine.evict()
-    engine.finish(engine.start("a b c", "alice"), "a b c")
-    engine.now += 1
-    engine.talk("x", "bob")
-    engine.changes()
-    engine.manager.relieve(1, engine.now)
-    assert "alice" in engine.changes()
-
-
 def test_sessions_without_a_name_carry_the_engines() -> None:
     engine = Shared(label="gpu-7")
     engine.talk("a b")
     assert list(engine.chains()) == ["anonymous-gpu-7-1"]
-
-
-def test_a_reset_leaves_nothing_to_tell(engine: Shared) -> None:
-    engine.talk("a b", "alice")
-    engine.evict()
-    engine.manager.reset()
-    assert engine.changes() == {}

@@ -120,14 +120,6 @@ def test_a_request_waits_for_room() -> None:
     assert [one.first_token_s for one in served if one] == [alone.first_token_s, 2 * alone.first_token_s]
 
 
-def test_a_request_that_waits_is_let_in_when_what_it_waits_for_is_gone() -> None:
-    requests = [request(0, "aaaa", rest=0), request(1, "baa", answer="aaa", rest=0)]
-    requests += [request(1, "b", answer="aa", rest=0), request(1, "aaa")]
-    served = replay(requests, replace(LRU, hot_blocks=10, cold_blocks=4, cost=SLOW, idle_after_s=3.0)).served[3]
-    assert served is not None
-    assert served.first_token_s < 7  # it would be more if only the end of the longest wait let it in
-
-
 def test_a_request_larger_than_the_pool_is_refused() -> None:
     with pytest.raises(ValueError, match="hot_blocks must be 7 or more, as the largest request, not 6"):
         replay([request(0, "abcdef")], replace(LRU, hot_blocks=6))

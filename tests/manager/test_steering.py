@@ -2,10 +2,9 @@
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.evictions import AHEAD_AFTER_S
-from manthan.manager.sessions.integrity import check_integrity
 from manthan.manager.sessions.manager import PATIENCE
 from manthan.manager.sessions.session import NewsKind
 from manthan.policies import get_policy, policy_names
@@ -50,15 +49,10 @@ def test_a_cold_session_is_prefetched_while_that_is_worth_it(engine: Engine) -> 
     assert manager.prefetch_blocks(engine.now + PATIENCE * IDLE_AFTER_S + 0.1) == 0
 
 
-def test_a_hot_session_need_not_be_prefetched(engine: Engine) -> None:
-    assert engine.manager.steering.prefetch(engine.session("a"), engine.now) == ""
-    assert engine.manager.prefetch_blocks(engine.now) == 0
-
-
-def test_nothing_is_prefetched_where_that_is_off() -> None:
+def test_nothing_is_prefetched_of_a_model_whose_sessions_cannot_be() -> None:
     engine = Engine()
     engine.talk("a one", "a")
-    assert engine.manager.steering.prefetch(engine.session("a"), 0.0).startswith("prefetch.enabled is false")
+    assert engine.manager.steering.prefetch(engine.session("a"), 0.0) == "sessions of this model cannot be prefetched"
 
 
 def test_pins_end_when_they_were_to(engine: Engine) -> None:
@@ -103,13 +97,6 @@ def test_a_pin_stays_when_others_come_to_share_its_head(engine: Engine) -> None:
     assert not session.pinned, "its own blocks count as before"
 
 
-def test_a_pin_beyond_the_share_is_refused(engine: Engine) -> None:
-    engine.talk("b one two three four", "b")
-    assert engine.manager.steering.pin(engine.session("b"), engine.now, 1.0).startswith("pin is refused: ")
-    assert engine.manager.next_deadline == AHEAD_AFTER_S, "there is no pin to end"
-    assert not engine.session("b").pinned
-
-
 @pytest.mark.parametrize("state", ["idle", "evicting", "cold"])
 def test_what_is_released_is_forgotten(engine: Engine, state: str) -> None:
     manager = engine.manager
@@ -139,17 +126,6 @@ def test_news(engine: Engine) -> None:
     engine.manager.steering.release(engine.session("a"), engine.now)
     [released] = engine.manager.take_news()
     assert (released.kind, released.blocks, released.nbytes, released.cause) == ("released", 3, 300, "released")
-
-
-def test_dropped_codes_are_news() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a one two", "a")
-    engine.evict()
-    engine.talk("b one two", "b")
-    engine.manager.take_news()
-    engine.evict()
-    [dropped] = engine.manager.take_news()
-    assert (dropped.session_id, dropped.kind, dropped.blocks, dropped.cause) == ("a", "dropped", 2, "budget")
 
 
 def test_who_is_expected_back_is_prefetched_in_time(engine: Engine) -> None:

@@ -11,10 +11,10 @@ import pytest
 from engine import Engine, chain
 from examples import examples
 from hypothesis import given, settings
+from integrity import check_integrity
 
 from manthan.manager.sessions.budget import Shares
-from manthan.manager.sessions.integrity import check_integrity
-from manthan.manager.sessions.session import Drop, DropCause, Prefetch, qualified
+from manthan.manager.sessions.session import Drop, DropCause, qualified
 from manthan.policies import policy_names
 
 NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
@@ -42,39 +42,6 @@ def test_a_name_of_two_tenants_is_two_sessions_and_each_is_told_its_own() -> Non
     assert engine.talk("a b c y z", "chat", tenant="a").session_id == "chat"
 
 
-def test_a_name_that_looks_like_another_tenant_s_is_not_its() -> None:
-    engine = Engine(prefetch_lead_s=LEAD_S)
-    engine.talk("a b c", "chat", tenant="a")
-    assert engine.talk("a b c d", "a/chat", release=True).session_id == "a/chat"  # as nobody is told it
-    assert engine.chains() == {"a/chat": "a b c"}
-    engine.evict()
-    engine.talk("x y", prefetch=["a/chat", "chat"])
-    assert engine.manager.take_prefetches(99, engine.now) == []
-    engine.talk("x y z", tenant="a", prefetch=["chat"])
-    assert engine.manager.take_prefetches(99, engine.now) == [Prefetch("a/chat", chain("a b c"), tenant="a")]
-
-
-def test_a_remembered_session_is_its_tenant_s() -> None:
-    engine = Engine(capacity=3)
-    engine.talk("a b c", "chat", tenant="a")
-    engine.evict()
-    engine.now += 1
-    engine.talk("x y z", tenant="b")
-    engine.evict()
-    engine.start("a b c d", tenant="b")
-    assert [s.uses for s in engine.manager.table.by_id.values() if s.tenant == "b"] == [1, 1]
-    engine.start("a b c d", tenant="a")
-    assert engine.session("a/chat").uses == 2
-
-
-def test_a_changed_conversation_has_the_history_of_its_own_tenant_only() -> None:
-    engine = Engine(shares=NO_QUOTA)
-    engine.talk("sys a b c", tenant="a")
-    engine.start("sys a x", tenant="b")
-    engine.start("sys a y", tenant="a")
-    assert [(s.tenant, s.uses) for s in engine.manager.table.by_id.values()] == [("a", 1), ("b", 1), ("a", 2)]
-
-
 def test_a_tenant_without_a_quota_drops_nobody_s_codes() -> None:
     engine = Engine(capacity=3, shares=NO_QUOTA)
     engine.talk("a b c", tenant="a")
@@ -100,36 +67,12 @@ def test_blocks_that_two_tenants_use_stay_until_neither_does() -> None:
     assert engine.chains() == {"b/chat": "sys b"}
 
 
-def test_who_takes_a_name_keeps_nobody_else_from_it() -> None:
-    engine = Engine(prefetch_lead_s=LEAD_S)
-    assert engine.talk("a b", "chat/1", tenant="a", priority=1).session_id == "chat/1"
-    assert engine.talk("c d", "1", tenant="a/chat", priority=1).session_id == "1"
-    assert engine.talk("e f", "a/chat/1", priority=1).session_id == "a/chat/1"
-    assert engine.talk("g h", "/a/chat/1", priority=1).session_id == "/a/chat/1"
-    assert set(engine.chains()) == {"a/chat/1", "a%2Fchat/1", "/a/chat/1", "//a/chat/1"}
-    engine.evict()
-    for tenant, told, text in [("a", "chat/1", "a b"), ("a/chat", "1", "c d"), ("", "a/chat/1", "e f")]:
-        engine.talk("x y", tenant=tenant, prefetch=[told])
-        [prefetch] = engine.manager.take_prefetches(2, engine.now)
-        assert (prefetch.keys, prefetch.tenant) == (chain(text), tenant)
-
-
 NAME = st.text("a/%", max_size=5)
 
 
 @given(NAME, NAME, NAME, NAME)
 def test_no_two_of_tenant_and_name_make_the_same_id(tenant: str, name: str, other: str, alike: str) -> None:
     assert (qualified(name, tenant) == qualified(alike, other)) == ((tenant, name) == (other, alike))
-
-
-def test_made_up_names_tell_nothing_of_how_many_others_were_made_up() -> None:
-    engine = Engine()
-    for tenant in ("a", "b", "b", ""):
-        engine.talk(f"{tenant}0 x", tenant=tenant)
-        engine.talk(f"{tenant}1 x", "chat", tenant)
-        engine.talk(f"{tenant}2 x", "chat", tenant)
-    told = [engine.talk(f"c{n} x", name, "c").session_id for n, name in enumerate([None, "chat", "chat"])]
-    assert told == ["anonymous-1", "chat", "chat~2"]
 
 
 def test_a_tenant_without_sessions_takes_no_memory() -> None:

@@ -28,12 +28,6 @@ def test_a_tool_takes_as_long_as_it_mostly_took() -> None:
     assert away(engine, "c") is None
 
 
-def test_too_few_pauses_say_nothing() -> None:
-    engine = Engine()
-    turns(engine, "a", [4.0] * (ENOUGH - 1), "search")
-    assert away(engine, "a") is None
-
-
 def test_what_the_client_says_itself_counts_more_and_its_pause_is_learned_nevertheless() -> None:
     engine = Engine()
     turns(engine, "a", [4.0] * ENOUGH, "search", expect_return_s=50)
@@ -52,19 +46,6 @@ def test_only_the_pause_that_follows_is_for_the_tool() -> None:
         engine.talk("a one two", "a")
         assert away(engine, "a") is None
         engine.now += 1000.0
-    engine.talk("a one two", "a", tool="search")
-    assert away(engine, "a") == 4.0
-
-
-def test_two_requests_at_once_are_one_return() -> None:
-    engine = Engine()
-    for _ in range(ENOUGH):
-        engine.talk("a one two", "a", tool="search")
-        engine.now += 4.0
-        first, second = engine.start("a one", "a"), engine.start("a one", "a")
-        engine.now += 100.0
-        engine.finish(first, "a one two")
-        engine.finish(second, "a one two")
     engine.talk("a one two", "a", tool="search")
     assert away(engine, "a") == 4.0
 

@@ -1,6 +1,5 @@
 """What holds for every registered policy, whatever its order is."""
 
-import random
 from dataclasses import dataclass, field
 
 import pytest
@@ -150,17 +149,6 @@ def test_victims_are_those_who_are_there_each_once(name: str, events: list[objec
 
 
 @each_policy
-def test_the_same_in_long_histories_of_sessions_that_come_back(name: str) -> None:
-    manager, rng = Manager(a_policy(name)), random.Random(0)
-    for _ in range(3000):
-        session_id = str(int(40 * rng.random() ** 2))
-        manager.apply(Request(session_id, rng.expovariate(1), 1.0, rng.randint(1, 5), None))
-        if rng.random() < 0.1:
-            manager.take(tuple((rng.random() < 0.5, None) for _ in range(rng.randint(1, 8))))
-            manager.take(tuple((rng.random() < 0.1, None) for _ in range(50)))  # to the end
-
-
-@each_policy
 @settings(deadline=None)
 @given(events=EVENTS)
 def test_who_only_looks_changes_nothing_and_the_same_events_give_the_same_order(
@@ -187,12 +175,3 @@ def test_one_look_gives_the_order_in_which_they_would_go_one_by_one(events: list
         gone.append(next(iter(manager.policy.victims())))
         manager.policy.evicted(gone[-1])
     assert gone == order
-
-
-@each_policy
-def test_both_places_have_a_policy_of_their_own(name: str) -> None:
-    make = get_policy(name).family()
-    hot, cold = make(), make()
-    hot.used(SessionView("a"))
-    cold.used(SessionView("b"))
-    assert (list(hot.victims()), list(cold.victims())) == (["a"], ["b"])

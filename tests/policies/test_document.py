@@ -33,15 +33,6 @@ def test_every_policy_has_a_row_a_section_and_a_word_in_the_readme() -> None:
     assert "docs/policies.md" in README
 
 
-def test_options_are_those_of_the_policies_with_their_defaults() -> None:
-    written = {(policy.strip("`"), option.strip("`"), float(value)) for option, policy, value, *_ in rows("option")}
-    assert written == {
-        (name, option, float(field.default))
-        for name, policy in BUILTIN.items()
-        for option, field in policy.Options.model_fields.items()
-    }
-
-
 def test_all_that_a_policy_is_told_is_explained() -> None:
     fields = [name for row in rows("field") for name in re.findall(r"`(\w+)`", row[0])]
     assert fields == list(SessionView._fields)

@@ -31,25 +31,3 @@ def test_it_is_used_by_its_name(site: Path, tmp_path: Path) -> None:
     assert ["policy.name", "largest", "x.yaml"] in rows
     assert ["policy.spared_tokens", "500", "x.yaml"] in rows
     assert run(site, tmp_path, ORDER).stdout.split() == ["longer", "long", "short", "shorter"]
-
-
-@pytest.mark.parametrize(
-    ("option", "sentence"),
-    [
-        (
-            "spared_tokens: -1",
-            "policy.spared_tokens must be a whole number of tokens, 0 or more, such as 4096, not -1",
-        ),
-        ("spared: 1", "unknown largest option 'spared' (did you mean 'spared_tokens'?)"),
-    ],
-)
-def test_its_option_is_checked(option: str, sentence: str, site: Path, tmp_path: Path) -> None:
-    (tmp_path / "x.yaml").write_text(f"policy: {{name: largest, {option}}}")
-    checked = run(site, tmp_path, MANTHAN, "config", "check", "x.yaml")
-    assert (checked.returncode, checked.stdout, checked.stderr.strip()) == (1, "", f"x.yaml: {sentence}")
-
-
-def test_it_is_listed(site: Path, tmp_path: Path) -> None:
-    listed = run(site, tmp_path, MANTHAN, "policies").stdout
-    assert "The largest session goes first." in listed
-    assert "spared_tokens=4096" in listed

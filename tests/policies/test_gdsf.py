@@ -1,7 +1,5 @@
 """GreedyDual-Size-Frequency with the time that recomputing takes."""
 
-import pytest
-
 from manthan.policies import SessionView
 from manthan.policies.gdsf import GDSF, GDSFOptions
 
@@ -23,20 +21,6 @@ def test_long_chains_are_kept_for_they_save_more_per_byte() -> None:
     assert order(view("long", 32_000), view("short", 500)) == ["short", "long"]
 
 
-def test_a_session_as_long_as_attention_weighs_is_worth_twice_its_tokens() -> None:
-    assert order(view("long", 1000), view("two", 1, uses=2), attention_tokens=1000) == ["long", "two"]
-    assert order(view("long", 1003), view("two", 1, uses=2), attention_tokens=1000) == ["two", "long"]
-
-
-def test_bytes_count_against_a_session() -> None:
-    small = SessionView("small", tokens=1000, nbytes=1000)
-    assert order(small, SessionView("large", tokens=1000, nbytes=5000)) == ["large", "small"]
-
-
-def test_requests_count() -> None:
-    assert order(view("often", 1000, uses=5), view("once", 1000)) == ["once", "often"]
-
-
 def test_who_is_not_used_is_overtaken_by_newcomers() -> None:
     policy = GDSF()
     policy.used(view("often", 1000, uses=5))
@@ -46,18 +30,3 @@ def test_who_is_not_used_is_overtaken_by_newcomers() -> None:
         gone.append(next(policy.victims()))
         policy.evicted(gone[-1])
     assert gone == ["new0", "new1", "new2", "new3", "often", "new4", "new5", "new6", "new7"]
-
-
-def test_only_what_the_policy_had_go_ages_the_others() -> None:
-    policy = GDSF()
-    policy.used(view("often", 1000, uses=5))
-    for number in range(9):
-        policy.used(view(f"new{number}", 1000))
-        policy.forget(f"new{number}")
-    policy.used(view("last", 1000))
-    assert list(policy.victims()) == ["last", "often"]
-
-
-@pytest.mark.parametrize("tokens", [0, 10**9])
-def test_any_size(tokens: int) -> None:
-    assert order(SessionView("a", tokens=tokens, nbytes=0)) == ["a"]

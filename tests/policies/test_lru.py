@@ -15,37 +15,11 @@ def used(*session_ids: str) -> EvictionPolicy:
     return policy
 
 
-def test_the_one_unused_for_longest_goes_first() -> None:
-    assert list(used("a", "b", "c").victims()) == ["a", "b", "c"]
-
-
-def test_a_use_moves_to_the_end() -> None:
-    assert list(used("a", "b", "c", "a").victims()) == ["b", "c", "a"]
-
-
-def test_who_is_forgotten_is_no_victim_and_comes_back_as_new() -> None:
-    policy = used("a", "b")
-    policy.forget("a")
-    assert list(policy.victims()) == ["b"]
-    policy.used(view("a"))
-    assert list(policy.victims()) == ["b", "a"]
-
-
-def test_forgetting_somebody_unknown_does_nothing() -> None:
-    policy = used("a")
-    policy.forget("b")
-    assert list(policy.victims()) == ["a"]
-
-
 def test_size_and_number_of_uses_do_not_matter() -> None:
     policy = used()
     policy.used(view("big", tokens=10**6, nbytes=10**9, uses=99))
     policy.used(view("small"))
     assert list(policy.victims()) == ["big", "small"]
-
-
-def test_nobody_is_no_victim() -> None:
-    assert list(used().victims()) == []
 
 
 @settings(deadline=None)

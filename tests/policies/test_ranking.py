@@ -36,20 +36,6 @@ def test_the_order_is_that_of_the_last_numbers(seed: int) -> None:
         assert (key in ranking) == (key in expected)
 
 
-def test_those_that_are_taken_out_ahead_are_not_passed() -> None:
-    ranking = Ranking()
-    for rank, key in enumerate("abcd"):
-        ranking.set(key, rank)
-    seen = []
-    for key in ranking.in_order():
-        seen.append(key)
-        ranking.discard("c")
-        if key == "b":
-            break
-    assert seen == ["a", "b"]
-    assert list(ranking.in_order()) == ["a", "b", "d"]
-
-
 def test_what_is_out_of_date_does_not_pile_up() -> None:
     ranking = Ranking()
     most = 0

@@ -10,17 +10,6 @@ from manthan.policies.registry import BUILTIN
 __all__ = ["another_package"]
 
 
-def test_ours_are_there() -> None:
-    assert get_policy("lru") is LRU
-    assert {"lru", "returns"} <= set(policy_names())
-
-
-@pytest.mark.parametrize("name", BUILTIN)
-def test_each_is_registered_under_its_own_name(name: str) -> None:
-    assert BUILTIN[name].name == name
-    assert issubclass(BUILTIN[name], EvictionPolicy)
-
-
 @pytest.mark.parametrize("name", BUILTIN)
 def test_each_says_what_it_and_its_options_are(name: str) -> None:
     assert BUILTIN[name].__doc__
@@ -49,12 +38,6 @@ def test_an_unknown_name_is_answered_with_all_names_and_the_nearest() -> None:
     assert str(error.value) == f"unknown policy 'newst': choose one of {names}; did you mean 'newest'?"
 
 
-def test_a_name_like_no_other_gets_no_suggestion() -> None:
-    with pytest.raises(UnknownPolicyError) as error:
-        get_policy("qqqq")
-    assert str(error.value) == f"unknown policy 'qqqq': choose one of {', '.join(policy_names())}"
-
-
 BAD = {
     "half": "others_policies:Half, must define forget, victims",
     "loose": "others_policies:Loose, must have Options that are a subclass of PolicyOptions, not <class 'dict'>",
@@ -71,9 +54,3 @@ def test_what_is_no_policy_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(BadPolicyError) as error:
         get_policy(name)
     assert str(error.value) == f"policy '{name}' of the package others-policies, {BAD[name]}"
-
-
-@pytest.mark.usefixtures("another_package")
-def test_a_function_is_no_policy() -> None:
-    with pytest.raises(BadPolicyError, match=r"must be a subclass of manthan\.policies\.EvictionPolicy, not <function"):
-        get_policy("function")

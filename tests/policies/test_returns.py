@@ -5,7 +5,7 @@ import random
 import numpy as np
 
 from manthan.policies import SessionView
-from manthan.policies.return_model import AGES, FEATURES, KINDS, ReturnModel, buckets
+from manthan.policies.return_model import AGES, ReturnModel, buckets
 from manthan.policies.returns import Returns, ReturnsOptions
 
 
@@ -95,15 +95,6 @@ def test_all_places_learn_from_all_and_count_a_request_once() -> None:
     assert hot.model.version == 2
 
 
-def test_a_session_that_was_evicted_is_still_learned_from() -> None:
-    model = ReturnModel(window=64, refit_every=1, prior=1.0)
-    policy = Returns(ReturnsOptions(window=64), model)
-    policy.used(view("s", 0.0))
-    policy.evicted("s")
-    policy.used(view("s", 50.0, 2, 50.0))
-    assert np.isclose(model._window.returned[0], 50.0)
-
-
 def test_hazards_are_found_that_made_the_data() -> None:
     """Exponential returns, three times as fast after short additions: the factors' ratio is 3, the rate is right."""
     chance = random.Random(1)
@@ -123,50 +114,6 @@ def test_hazards_are_found_that_made_the_data() -> None:
     assert 2.5 < factors[0] / factors[1] < 3.5
     piece = AGES.index(30)
     assert 0.024 < model.base[0, piece] * factors[0] < 0.036
-
-
-def test_the_index_of_a_constant_hazard_is_the_hazard() -> None:
-    model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full((KINDS, len(AGES) + 1), 0.01)
-    expected = [[0.01] * (len(AGES) + 1), [0.03] * (len(AGES) + 1)]
-    assert np.allclose(model.index(np.log([1.0, 3.0])), [expected] * KINDS)
-
-
-def test_the_index_looks_ahead_to_a_peak_and_not_behind_it() -> None:
-    model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    model.base = np.full((KINDS, len(AGES) + 1), 1e-6)
-    model.base[2, AGES.index(60)] = 0.1
-    index = model.index(np.zeros(1))[2, 0]
-    peak = AGES.index(60)
-    assert (np.diff(index[: peak + 1]) > 0).all()
-    assert (index[peak + 1 :] < 1e-4).all()
-
-
-def test_the_window_is_a_ring() -> None:
-    model = ReturnModel(window=64, refit_every=1000, prior=1.0)
-    for i in range(200):
-        session = view(f"s{i}", float(i))
-        model.observe(session, buckets(session))
-    assert sorted(model._window.began) == [float(i) for i in range(136, 200)]
-    late = view("s0", 300.0, 2, 300.0)
-    model.observe(late, buckets(late))
-    assert np.isnan(model._window.returned).all(), "s0 has left the window long ago"
-    assert len(model._open) <= 2 * 64 + 1
-
-
-def test_each_feature_tells_sessions_apart() -> None:
-    plain = buckets(view("s", 0.0))
-    others = [
-        view("s", 0.0, uses=2),
-        view("s", 0.0, gap=5.0),
-        view("s", 0.0, added=50_000),
-        view("s", 0.0, answer_tokens=500),
-        view("s", 0.0, left_tokens=16),
-        view("s", 0.0)._replace(tokens=50_000),
-        view("s", 0.0)._replace(expected=8.0),
-    ]
-    assert len(FEATURES) == len(others) + 1, "and how true it was what the client said"
-    assert all(buckets(other) != plain for other in others)
 
 
 def said(policy: Returns, true: bool, sessions: int = 400) -> float:
@@ -203,23 +150,3 @@ def test_who_says_when_it_will_be_back_stays_where_that_was_true() -> None:
 def test_what_is_said_is_worth_nothing_where_it_was_not_true() -> None:
     policy = quick()
     assert first_of_both(policy, said(policy, true=False)) == "says"
-
-
-def test_who_is_overdue_goes_before_who_is_expected() -> None:
-    policy = quick()
-    now = said(policy, true=True)
-    policy.used(view("overdue", now)._replace(expected=now + 30.0))
-    policy.used(view("expected", now + 400.0)._replace(expected=now + 430.0))
-    assert next(policy.victims()) == "overdue"
-
-
-def test_how_true_it_was_is_known_of_each_session() -> None:
-    model = ReturnModel(window=64, refit_every=64, prior=1.0)
-    for gap in (10.0, 100.0, 300.0):
-        first = view("s", 0.0)._replace(expected=100.0)
-        model.observe(first, model.buckets(first))
-        then = view("s", gap, 2, gap)
-        assert model.buckets(then) == buckets(then, gap / 100.0)
-        model.observe(then, model.buckets(then))
-        assert model.buckets(then) == buckets(then, gap / 100.0), "told again of the same request"
-        model._open.clear()

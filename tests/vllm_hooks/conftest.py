@@ -26,7 +26,7 @@ def start_engine() -> Callable[..., Iterator[Engine]]:
 @pytest.fixture(scope="package")
 def sweeping_engine() -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second; the pool has room for seven of them."""
-    yield from running(blocks=131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store={"max_bytes": "64MiB"})
+    yield from running(blocks=131, idle_after_s=0.2, cold_store={"max_bytes": "64MiB"})
 
 
 @pytest.fixture(scope="package")

@@ -19,31 +19,24 @@ def asked(folder: str, in_place: bool = False) -> LoRARequest:
 
 
 def test_other_weights_under_the_same_name_are_another_content(tmp_path: Path) -> None:
-    first = Adapters().content(asked(make_adapter(tmp_path / "one", seed=1)))
-    assert Adapters().content(asked(make_adapter(tmp_path / "one", seed=2))) != first
-    assert Adapters().content(asked(make_adapter(tmp_path / "elsewhere", seed=1))) == first
+    found = []
+    for name, seed in (("one", 1), ("one", 2), ("elsewhere", 1)):
+        folder = make_adapter(tmp_path / name, seed)
+        found.append(Adapters().content(asked(folder)))  # of an engine that begins now
+    assert found[0] == found[2] != found[1]
 
 
-def test_files_that_change_under_a_running_engine_are_nobody_elses(tmp_path: Path) -> None:
+def test_files_that_changed_since_the_engine_began_are_nobody_elses(tmp_path: Path) -> None:
     """vLLM may have loaded the old ones or the new ones."""
-    adapters, folder = Adapters(), make_adapter(tmp_path, seed=1)
+    folder = make_adapter(tmp_path, seed=1)
+    adapters, asked_late = Adapters(), Adapters()
     first = adapters.content(asked(folder))
     assert adapters.content(asked(folder)) == first
-    second = Adapters().content(asked(make_adapter(tmp_path, seed=2)))
-    unknown = adapters.content(asked(folder))
-    assert unknown not in (first, second)
-    assert adapters.content(asked(folder)) == unknown
-
-
-def test_files_that_change_while_vllm_loads_them_are_nobody_elses(tmp_path: Path) -> None:
-    adapters, folder = Adapters(), make_adapter(tmp_path, seed=1)
-    with adapters.loading(asked(folder)):
-        make_adapter(tmp_path, seed=2)
-    assert adapters.content(asked(folder)) != Adapters().content(asked(folder))
-    fresh = Adapters()
-    with fresh.loading(asked(folder)):
-        pass
-    assert fresh.content(asked(folder)) == Adapters().content(asked(folder))
+    make_adapter(tmp_path, seed=2)
+    second = Adapters().content(asked(folder))
+    unknown = [each.content(asked(folder)) for each in (adapters, asked_late)]
+    assert len({first, second, *unknown}) == 4
+    assert adapters.content(asked(folder)) == unknown[0]
 
 
 @pytest.mark.parametrize("in_place", [False, True])

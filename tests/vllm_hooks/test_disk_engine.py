@@ -22,9 +22,9 @@ ALL = 100_000
 @contextmanager
 def engine(folder: Path, **options: Any) -> Iterator[Engine]:
     """Sessions go cold after a fifth of a second. It is killed at the end, not stopped."""
-    disk = {"path": str(folder), "sync_s": 0.1}
+    disk = {"path": str(folder)}
     options = {"blocks": 131, "cold_store": {"kind": "disk", "max_bytes": "64MiB"}, "disk": disk} | options
-    made = Engine(idle_after_s=0.2, sweep_interval_s=0.05, **options)
+    made = Engine(idle_after_s=0.2, **options)
     try:
         yield made
         made.kill()

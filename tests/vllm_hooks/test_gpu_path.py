@@ -20,7 +20,6 @@ from manthan.vllm_hooks.messages import (
     Load,
     LoadResult,
     ManthanMetadata,
-    Moves,
     SpillBlock,
     SpillResult,
 )
@@ -234,16 +233,6 @@ def test_numbers_that_cannot_be_encoded_cost_their_block_alone(make: Callable[..
     assert (first.cause, second.cause, third.cause) == (None, "encode", None)
     assert world.tiers.used == 2 * room(world.nbytes(0))
     assert world.spill(order(2, exact=3))[0].cause is None  # where it is kept exact, it may be anything
-
-
-def test_what_the_policy_names_moves_down_first(monkeypatch: pytest.MonkeyPatch) -> None:
-    world = World(monkeypatch, (1 << 14, 1 << 16))
-    fit = (1 << 14) // room(world.nbytes(0))
-    world.spill(*(order(n) for n in range(fit)))
-    world.path.submit_loads(ManthanMetadata(go_first=[Moves(0, GROUP, [key(3), key(1)])]))
-    world.spill(order(100, block_id=9), order(101, block_id=9))
-    assert sorted(world.tiers.host.blocks()) == [(GROUP, key(1)), (GROUP, key(3))]
-    assert world.load([key(3), key(1)], [40, 41]).failed == []
 
 
 # -- answers ------------------------------------------------------------------------------------------

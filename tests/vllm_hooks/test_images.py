@@ -1,20 +1,25 @@
 """Multimodal prompts: an image is part of its blocks' keys, and its KV goes cold and returns with the others."""
 
-import uuid
 from typing import Any
 
 import pytest
+import torch
 from conversation import EXACT, told
 from image_model import make_image_model
-from PIL import Image
-from vllm.entrypoints.scale_out.token_in_token_out import mm_features
-from vllm.entrypoints.scale_out.token_in_token_out.protocol import MultiModalFeatures
-from vllm.multimodal import hasher
-from vllm.multimodal.parse import ImageProcessorItems, MultiModalDataItems
-from vllm.multimodal.processing.inputs import ProcessorInputs
+from vllm import SamplingParams
+from vllm.lora.request import LoRARequest
+from vllm.multimodal.inputs import (
+    MultiModalBatchedField,
+    MultiModalFeatureSpec,
+    MultiModalFieldElem,
+    MultiModalKwargsItem,
+    PlaceholderRange,
+)
+from vllm.v1.engine import EngineCoreRequest
 
-from manthan.vllm_hooks.compat import hash_features_by_content, hash_media_by_content
-from manthan.vllm_hooks.http.hints import RequestHintError, no_content
+from manthan.vllm_hooks import compat
+from manthan.vllm_hooks.http.hints import CONTENT
+from manthan.vllm_hooks.http.salts import Salts
 
 TEXT = "name = 4821\n" * 40
 MORE = TEXT + "assert name == "
@@ -43,60 +48,85 @@ def test_two_images_in_the_same_place_share_nothing_and_both_return(model: str) 
     assert ours[2]["tokens"] != ours[3]["tokens"]
 
 
-@pytest.fixture
-def by_content(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in the server of an engine with a cold store that lasts."""
-    monkeypatch.setattr(ProcessorInputs, "get_mm_hashes", vars(ProcessorInputs)["get_mm_hashes"])
-    monkeypatch.setattr(hasher, "_get_image_id_bytes", hasher._get_image_id_bytes)
-    monkeypatch.setattr(mm_features, "mm_kwargs_from_features", mm_features.mm_kwargs_from_features)
-    hash_media_by_content(no_content)
-    hash_features_by_content(no_content)
+class Cache:
+    """In the place of vLLM's, which keeps what was sent by the name that a client gave it."""
+
+    def __init__(self) -> None:
+        self._kept: dict[str, Any] = {}
+
+    def get_and_update_features(self, features: list[MultiModalFeatureSpec]) -> list[MultiModalFeatureSpec]:
+        for feature in features:
+            feature.data = self._kept.setdefault(str(feature.mm_hash), feature.data)
+        return features
 
 
-def picture(color: str, image_id: uuid.UUID | None = None) -> Image.Image:
-    image = Image.new("RGB", (8, 8), color)
-    if image_id is not None:
-        image.getexif()[Image.ExifTags.Base.ImageID] = image_id
-    return image
+class Core:
+    """Of an engine core, what makes requests of what comes in."""
+
+    def __init__(self, cache: Cache | None = None) -> None:
+        self.mm_receiver_cache = cache
+
+    def preprocess_add_request(self, request: EngineCoreRequest) -> EngineCoreRequest:
+        return request
 
 
-def hash_of(image: Image.Image | None, name: str | None = None) -> str:
-    items = MultiModalDataItems({"image": ImageProcessorItems([image])})
-    [found] = ProcessorInputs([], items, {"image": [name]}).get_mm_hashes("model", "sha256")["image"]
+def picture(color: float) -> MultiModalKwargsItem:
+    """An image as a processor makes it."""
+    pixels = MultiModalFieldElem(torch.full((3, 8, 8), color, dtype=torch.bfloat16), MultiModalBatchedField())
+    return MultiModalKwargsItem({"pixel_values": pixels})
+
+
+def made(core: Core, item: MultiModalKwargsItem | None, name: str, prefix: str = "") -> EngineCoreRequest:
+    """What becomes of a request with an image that its client gave a name."""
+    feature = MultiModalFeatureSpec(item, "image", prefix + name, PlaceholderRange(0, 1), name)
+    request = EngineCoreRequest(
+        "r", [5], [feature], SamplingParams(max_tokens=1), None, 0.0, None, None, None, kv_hints=None
+    )
+    found: EngineCoreRequest = core.preprocess_add_request(request)
     return found
 
 
-@pytest.mark.usefixtures("by_content")
-def test_an_image_is_its_content_whatever_a_client_calls_it() -> None:
-    red, blue, same = picture("red"), picture("blue"), uuid.uuid4()
-    assert hash_of(red, "cat") == hash_of(red, "dog") == hash_of(red) == hash_of(picture("red", same))
-    assert len({hash_of(red, "cat"), hash_of(picture("blue", same)), hash_of(picture("green", same))}) == 3
-    assert hash_of(blue, "cat") == hash_of(blue)
+@pytest.fixture
+def core(monkeypatch: pytest.MonkeyPatch) -> Core:
+    """Of an engine with a cold store that lasts."""
+    core = Core(Cache())
+    monkeypatch.setattr(compat, "_core_under_construction", lambda: core)
+    compat.prepare_requests(Salts(bytes(8)).of, "kv_transfer_params", by_content=True)
+    return core
 
 
-@pytest.mark.usefixtures("by_content")
-def test_a_name_without_content_is_refused() -> None:
-    with pytest.raises(RequestHintError, match=r"^an image or the like is named without its content, .*: send it$"):
-        hash_of(None, "cat")
+def name_of(request: EngineCoreRequest) -> str:
+    assert request.mm_features is not None
+    return request.mm_features[0].identifier
 
 
-def features(*items: str | None) -> MultiModalFeatures:
-    """Images as another server has prepared them, all by the same name."""
-    spans = [{"offset": at, "length": 1} for at in range(len(items))]
-    return MultiModalFeatures(
-        mm_hashes={"image": ["cat"] * len(items)},
-        mm_placeholders={"image": spans},
-        kwargs_data={"image": list(items)},
-    )
+def test_an_image_is_its_content_whatever_a_client_calls_it(core: Core) -> None:
+    cat = name_of(made(core, picture(1), "cat"))
+    assert cat == name_of(made(core, picture(1), "dog"))
+    assert len({cat, "cat", "dog", name_of(made(core, picture(2), "bird"))}) == 4
+    assert made(core, picture(1), "cat").cache_salt is None
 
 
-@pytest.mark.usefixtures("by_content")
-def test_nor_is_what_another_server_has_prepared_what_a_client_calls_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(mm_features, "decode_mm_kwargs_item", lambda item: item)
-    sent = features("red", "blue", "red")
-    mm_features.mm_kwargs_from_features(sent)
-    red, blue, again = sent.mm_hashes["image"]
-    assert red == again != blue
-    assert "cat" not in (red, blue)
-    with pytest.raises(RequestHintError, match="is named without its content"):
-        mm_features.mm_kwargs_from_features(features("red", None))
+def test_an_image_that_was_sent_before_is_its_content_too(core: Core) -> None:
+    cat = name_of(made(core, picture(1), "cat"))
+    assert name_of(made(core, None, "cat")) == cat
+
+
+def test_what_an_adapter_makes_of_images_is_told_apart(core: Core) -> None:
+    """As vLLM does with --enable-tower-connector-lora."""
+    assert name_of(made(core, picture(1), "cat", "style:")) == f"style:{name_of(made(core, picture(1), 'cat'))}"
+
+
+def test_blocks_of_an_image_that_is_not_at_hand_are_nobody_elses(core: Core) -> None:
+    salts = [made(each, None, "cat").cache_salt for each in (core, core)]
+    assert salts[0] == salts[1]
+    assert str(salts[0]).startswith(f"{CONTENT}unknown-")
+    assert Salts(bytes(8)).of(None, None, None, None, False) != salts[0]
+
+
+def test_salts_hold_adapters_beside_what_tenants_have(tmp_path: Any) -> None:
+    salts, adapter = Salts(bytes(8)), LoRARequest("adapter", 1, str(tmp_path))
+    alone = salts.of(None, None, None, adapter)
+    assert alone is not None
+    assert salts.of(None, None, "secret", adapter) == f"{alone}secret"
+    assert salts.of(None, None, alone) != alone  # nobody comes by it

@@ -19,7 +19,6 @@ MANTHAN: dict[str, Any] = {
     "ranks": 2,
     "flags": {"skip_tokenizer_init": True, "block_size": BLOCK},
     "idle_after_s": 0.5,
-    "sweep_interval_s": 0.1,
     "codec": {"sink_tokens": 4096},  # all tokens exact
 }
 

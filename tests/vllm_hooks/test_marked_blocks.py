@@ -4,11 +4,13 @@ from collections.abc import Sequence
 from typing import Any
 
 import pytest
+import torch
 from vllm import SamplingParams
 from vllm.utils.hashing import sha256
-from vllm.v1.core.block_pool import BlockPool
+from vllm.v1.core.kv_cache_coordinator import KVCacheCoordinator
+from vllm.v1.core.kv_cache_manager import KVCacheManager
 from vllm.v1.core.kv_cache_utils import KVCacheBlock, get_request_block_hasher, init_none_hash
-from vllm.v1.core.single_type_kv_cache_manager import FullAttentionManager
+from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheConfig, KVCacheGroupSpec
 from vllm.v1.request import Request
 
 from manthan.manager.sessions.marks import Mark, Owner
@@ -16,8 +18,10 @@ from manthan.vllm_hooks.compat import VllmPool, watch_lookups
 
 TOKENS, PART = 32, 16
 """Of a block, and between two hashes."""
+PROMPT = list(range(4 * TOKENS + PART + 1))
+"""Four blocks, and the beginning of one."""
 ALICE, BOB = ("", "alice"), ("", "bob")
-HASH = get_request_block_hasher(PART, sha256)
+SPEC = FullAttentionSpec(block_size=TOKENS, num_kv_heads=1, head_size=8, dtype=torch.bfloat16)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -26,20 +30,27 @@ def _none_hash() -> None:
 
 
 class Asked:
-    """vLLM's pool with four blocks of a prompt, which alice's session has brought back."""
+    """vLLM's KV cache with four blocks of a prompt, which alice's session has brought back.
 
-    def __init__(self) -> None:
-        self.pool = BlockPool(20, True, PART)
+    Args:
+        tokens: between two hashes. vLLM looks up parts of blocks in hybrid models only, and enters them in all.
+    """
+
+    def __init__(self, tokens: int = TOKENS) -> None:
+        config = KVCacheConfig(26, [], [KVCacheGroupSpec(["layer"], SPEC)])
+        self.manager = KVCacheManager(config, 1024, scheduler_block_size=TOKENS, hash_block_size=TOKENS)
+        self.pool = self.manager.block_pool
+        self.pool.hash_block_size = tokens
+        self.hash = get_request_block_hasher(tokens, sha256)
         self.blocks = VllmPool(self.pool, 0, TOKENS)
         self.marks = self.blocks.marks
         watch_lookups(self.pool, self.marks, self)
+        self.owner: Owner | None = None
+        """Whose request looks blocks up."""
         self.lossy_for: Owner | None = None
-        self.request = Request(
-            "r", list(range(4 * TOKENS + PART)), SamplingParams(max_tokens=1), None, block_hasher=HASH
-        )
-        self.decoded = self.pool.get_new_blocks(4)
-        self.marks.set(self.blocks.block_ids(self.decoded), Mark.DECODED, ALICE)
-        self.enter(self.decoded)
+        self.told: list[list[int]] = []
+        self.count = 0
+        self.decoded = self.enter(4 * TOKENS, Mark.DECODED)
 
     def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
         """A request behind decoded blocks computes what has no mark."""
@@ -48,24 +59,39 @@ class Asked:
             self.marks.set(new, Mark.DERIVED, self.lossy_for)
         return True
 
-    def asker(self, request: Any) -> Owner | None: ...
+    def asker(self, request: Any) -> Owner | None:
+        return self.owner
 
-    def found(self, request: Any, block_ids: Any) -> None: ...
+    def found(self, request: Any, block_ids: Any) -> None:
+        self.told = block_ids
 
-    def enter(self, blocks: list[KVCacheBlock], first: int = 0) -> None:
-        self.pool.cache_full_blocks(self.request, blocks, first, len(blocks), TOKENS, 0)
+    def request(self) -> Request:
+        self.count += 1
+        return Request(str(self.count), PROMPT, SamplingParams(max_tokens=1), None, block_hasher=self.hash)
 
-    def served(self, at: int, owner: Owner | None, tokens: int = TOKENS) -> list[KVCacheBlock] | None:
-        """What a lookup of the hash behind so many blocks of `tokens` finds for this asker."""
-        pool: Any = self.pool
-        pool.manthan_asks = owner
-        try:
-            found: list[KVCacheBlock] | None = pool.get_cached_block(
-                self.request.block_hashes[(at + 1) * tokens // PART - 1], [0]
-            )
-            return found
-        finally:
-            pool.manthan_asks = False
+    def enter(self, tokens: int, mark: Mark = Mark.EXACT) -> list[KVCacheBlock]:
+        """Blocks of a request that has computed or loaded so much of the prompt."""
+        request = self.request()
+        new = self.manager.allocate_slots(request, len(PROMPT), delay_cache_blocks=True)
+        assert new is not None
+        blocks = list(new.blocks[0])
+        if mark:
+            self.marks.set(self.blocks.block_ids(blocks[:4]), mark, ALICE)
+        request.num_computed_tokens = tokens
+        self.manager.cache_blocks(request, tokens)
+        return blocks
+
+    def served(self, owner: Owner | None) -> list[KVCacheBlock]:
+        """What a lookup of the prompt finds for this asker."""
+        self.owner = owner
+        found, _, _ = self.manager.get_computed_blocks(self.request())
+        return list(found.blocks[0])
+
+
+@pytest.fixture(autouse=True)
+def _as_vllm_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(KVCacheManager, "prefix_cache_lookup_enabled", KVCacheManager.prefix_cache_lookup_enabled)
+    monkeypatch.setattr(KVCacheCoordinator, "cache_blocks", KVCacheCoordinator.cache_blocks)
 
 
 @pytest.fixture
@@ -74,9 +100,20 @@ def asked() -> Asked:
 
 
 def test_a_block_serves_whom_it_may(asked: Asked) -> None:
-    assert asked.served(0, ALICE) == asked.decoded[:1]
-    assert asked.served(0, BOB) is None
-    assert asked.served(0, None) is None
+    assert asked.served(ALICE) == asked.decoded[:4]
+    assert asked.served(BOB) == asked.served(None) == []
+
+
+def test_a_request_is_told_of_when_it_is_admitted(asked: Asked) -> None:
+    request = asked.request()
+    asked.owner = ALICE
+    found, tokens, _ = asked.manager.get_computed_blocks(request)
+    asked.manager.allocate_slots(request, 1, tokens, found)
+    assert asked.told[0][:4] == asked.blocks.block_ids(asked.decoded[:4])
+    asked.told = []
+    request.num_computed_tokens = tokens + 1
+    asked.manager.allocate_slots(request, 1)
+    assert asked.told == []
 
 
 def test_an_allocated_block_has_no_mark(asked: Asked) -> None:
@@ -87,48 +124,46 @@ def test_an_allocated_block_has_no_mark(asked: Asked) -> None:
 
 def test_a_copy_has_the_mark_of_its_source(asked: Asked) -> None:
     source, [copy, moved] = asked.decoded[0], asked.pool.get_new_blocks(2)
-    manager: Any = FullAttentionManager.__new__(FullAttentionManager)
-    manager.block_pool, manager.req_to_blocks, manager._pending_cow_copies = asked.pool, {"r": [source]}, []
+    [manager] = asked.manager.coordinator.single_type_managers
+    manager.req_to_blocks["r"] = [source]
     manager._apply_cow("r", 0, source, copy)
     asked.pool.move_block_hashes(source, moved)
+    manager._pending_cow_copies.append((source, moved))  # as vLLM does then
+    asked.enter(0)
     assert [asked.marks[block.block_id] for block in (copy, moved)] == [Mark.DECODED] * 2
-    assert asked.served(0, ALICE) == [moved]
-    assert asked.served(0, BOB) is None
+    assert asked.served(ALICE) == [moved, *asked.decoded[1:4]]
+    assert asked.served(BOB) == []
 
 
 def test_an_exact_copy_takes_the_hash_from_lossy_ones(asked: Asked) -> None:
-    exact = asked.pool.get_new_blocks(2)
-    asked.enter(exact)
-    assert (
-        [asked.served(at, ALICE) for at in (0, 1)] == [asked.served(at, None) for at in (0, 1)] == [[b] for b in exact]
-    )
+    exact = asked.enter(2 * TOKENS)[:2]
+    assert asked.served(None) == exact
+    assert asked.served(ALICE) == [*exact, *asked.decoded[2:4]]
     assert asked.decoded[0].block_hash is None
-    assert asked.served(2, ALICE) == asked.decoded[2:3]
 
 
 def test_a_lossy_copy_takes_no_hash(asked: Asked) -> None:
-    exact = asked.pool.get_new_blocks(1)
-    asked.enter(exact)
+    exact = asked.enter(TOKENS)[:1]
     asked.lossy_for = BOB
-    derived = asked.pool.get_new_blocks(1)
-    asked.enter(derived)
-    assert asked.marks[derived[0].block_id] is Mark.DERIVED
-    assert asked.served(0, None) == asked.served(0, BOB) == exact
+    derived = asked.enter(TOKENS)[0]
+    assert asked.marks[derived.block_id] is Mark.DERIVED
+    assert asked.served(None) == asked.served(BOB) == exact
 
 
 @pytest.mark.parametrize("is_lossy", [True, False])
-def test_a_part_of_a_block_is_marked_as_the_block(asked: Asked, is_lossy: bool) -> None:
-    """vLLM 0.32 finds the beginnings of blocks in hybrid models."""
+def test_a_part_of_a_block_is_marked_as_the_block(is_lossy: bool) -> None:
+    asked = Asked(PART)
+    asked.enter(4 * TOKENS)
     asked.lossy_for = ALICE if is_lossy else None
-    [block] = asked.pool.get_new_blocks(1)
-    asked.pool.cache_partial_block(asked.request, block, 4 * TOKENS + PART, 0, TOKENS)
-    assert asked.served(8, BOB, PART) == (None if is_lossy else [block])
-    assert asked.served(8, ALICE, PART) == [block]
-    assert asked.marks[block.block_id] is (Mark.DERIVED if is_lossy else Mark.EXACT)
+    part = asked.enter(len(PROMPT))[4]
+    assert asked.pool.cached_block_hash_to_block.get_one_block(part.block_hash) is part
+    assert asked.marks[part.block_id] is (Mark.DERIVED if is_lossy else Mark.EXACT)
+    assert asked.marks.serves(part.block_id, BOB) is not is_lossy
 
 
-def test_an_exact_part_takes_the_hash_from_a_lossy_one(asked: Asked) -> None:
-    parts = asked.pool.get_new_blocks(2)
-    for asked.lossy_for, block in zip((ALICE, None), parts, strict=True):
-        asked.pool.cache_partial_block(asked.request, block, 4 * TOKENS + PART, 0, TOKENS)
-    assert asked.served(8, None, PART) == asked.served(8, ALICE, PART) == parts[1:]
+def test_an_exact_part_takes_the_hash_from_a_lossy_one() -> None:
+    asked, parts = Asked(PART), []
+    for asked.lossy_for in (ALICE, None):
+        parts.append(asked.enter(len(PROMPT))[4])
+    assert parts[0].block_hash is None
+    assert asked.pool.cached_block_hash_to_block.get_one_block(parts[1].block_hash) is parts[1]

@@ -23,7 +23,7 @@ FLAGS = ["--block-size", str(BLOCK), "--enforce-eager", "--enable-prompt-tokens-
 
 def manthan(tmp_path_factory: pytest.TempPathFactory, name: str, **config: Any) -> Iterator[VllmServer]:
     folder = tmp_path_factory.mktemp(name)
-    (folder / "manthan.yaml").write_text(json.dumps({"idle_after_s": 0.3, "sweep_interval_s": 0.1, **config}))
+    (folder / "manthan.yaml").write_text(json.dumps({"idle_after_s": 0.3, **config}))
     with warm_server(MODEL, [*FLAGS, "--manthan-config", str(folder / "manthan.yaml")], folder / "log") as server:
         server.wait_until_ready(300)
         yield server

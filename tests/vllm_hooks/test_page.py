@@ -16,8 +16,8 @@ from fastapi.testclient import TestClient
 
 from manthan.benchmarks.server import VllmServer
 from manthan.vllm_hooks import kv_transfer_config
+from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.page import FILES
-from manthan.vllm_hooks.plugin import add_api
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -474,7 +474,7 @@ def test_a_browser_is_told_to_run_and_load_only_what_is_of_the_page(server) -> N
 
 @pytest.mark.parametrize(
     ("api", "statuses"),
-    [({}, [200, 200, 200]), ({"page": False}, [404, 404, 200]), ({"enabled": False}, [404, 404, 404])],
+    [({}, [200, 200, 200]), ({"enabled": False}, [404, 404, 404])],
     ids=str,
 )
 def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> None:

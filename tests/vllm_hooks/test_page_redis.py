@@ -16,8 +16,8 @@ pytestmark = pytest.mark.slow
 expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 YAML = """
-{{idle_after_s: 2, sweep_interval_s: 0.2, min_tokens: 64,
- cold_store: {{kind: redis, max_bytes: 64MiB}}, redis: {{url: "{url}", timeout_s: 0.5}}}}
+{{idle_after_s: 2, min_tokens: 64,
+ cold_store: {{kind: redis, max_bytes: 64MiB}}, redis: {{url: "{url}?socket_timeout=0.5"}}}}
 """
 
 

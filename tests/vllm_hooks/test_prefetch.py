@@ -17,7 +17,6 @@ def prefetching(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engin
     yield from start_engine(
         blocks=131,
         idle_after_s=IDLE_AFTER_S,
-        sweep_interval_s=0.1,
         cold_store={"max_bytes": "64MiB"},
     )
 

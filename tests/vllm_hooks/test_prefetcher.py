@@ -31,7 +31,7 @@ from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult
 from manthan.policies import get_policy
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.compat import VllmPool
-from manthan.vllm_hooks.scheduler_half import SchedulerHalf
+from manthan.vllm_hooks.scheduler_half import LEAD_S, SchedulerHalf
 
 TOKENS = 16
 GROUP, WINDOW = 0, 1
@@ -336,10 +336,8 @@ def test_after_a_reset_nothing_is_entered(engine: Engine) -> None:
     assert (engine.counted.prefetches, engine.prefetcher.is_busy) == (0, False)
 
 
-@pytest.mark.parametrize(("config", "due"), [({"lead_s": 3.5}, 16.5), ({"enabled": False}, 300.0), ({}, 18.0)])
-def test_the_configuration_says_when(config: dict[str, Any], due: float) -> None:
-    """A session is expected after 20 s; without prefetches, it is only encoded ahead, and evicted after 300 s."""
-    transfer = kv_transfer_config(prefetch=config, idle_after_s=300, min_tokens=64)
+def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
+    transfer = kv_transfer_config(idle_after_s=300, min_tokens=64)
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
@@ -351,7 +349,7 @@ def test_the_configuration_says_when(config: dict[str, Any], due: float) -> None
     half.manager.encode_ahead(AHEAD_AFTER_S, len(keys))
     for order in half.manager.take_spills(len(keys)):
         half.manager.spilled(order.key, 100, AHEAD_AFTER_S)
-    assert half.manager.next_deadline == due
+    assert half.manager.next_deadline == 20 - LEAD_S
 
 
 # -- room ---------------------------------------------------------------------------------------------

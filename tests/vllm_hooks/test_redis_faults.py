@@ -24,9 +24,8 @@ def shared_engine(redis_server: RedisServer, start_engine) -> Iterator[Engine]:
     yield from start_engine(
         blocks=131,
         idle_after_s=0.2,
-        sweep_interval_s=0.05,
         cold_store={"kind": "redis", "max_bytes": "64MiB"},
-        redis={"url": redis_server.url, "timeout_s": 0.5},
+        redis={"url": f"{redis_server.url}?socket_timeout=0.5"},
     )
 
 

@@ -17,7 +17,7 @@ FLAGS = [
     *("--block-size", "32", "--num-gpu-blocks-override", "131", "--max-model-len", "4096"),
     *("--enforce-eager", "--enable-prompt-tokens-details"),
 ]
-YAML = "idle_after_s: 0.3\nsweep_interval_s: 0.1\nmin_tokens: 64\n"
+YAML = "idle_after_s: 0.3\nmin_tokens: 64\n"
 ANSWER = {"temperature": 0, "max_tokens": 4}
 PASSWORD = "Do-not-print-me-9"
 
@@ -27,9 +27,9 @@ def redis_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisServ
     yield from running(tmp_path_factory.mktemp("redis"), "--requirepass", PASSWORD)
 
 
-def serve(redis_server: RedisServer, folder: Path, kind: str = "redis", more: str = "") -> VllmServer:
+def serve(redis_server: RedisServer, folder: Path, more: str = "") -> VllmServer:
     (folder / "manthan.yaml").write_text(YAML + more)
-    flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", kind]
+    flags = ["--manthan-config", str(folder / "manthan.yaml"), "--manthan-cold-store", "redis"]
     flags += ["--manthan-redis-url", redis_server.url, "--manthan-cold-bytes", "64MiB"]
     return warm_server(MODEL, [*FLAGS, *flags], folder / "log", {"MANTHAN_REDIS_PASSWORD": PASSWORD})
 
@@ -54,10 +54,10 @@ def restored(reply: Reply) -> bool:
 @pytest.fixture(scope="module")
 def pair(redis_server: RedisServer, tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[VllmServer]]:
     """Two servers on one Redis, the second with RAM in front of it."""
-    tiers = "cold_store: {tiers: [host, redis], host_bytes: 16MiB}\n"
+    ram = "cold_store: {host_bytes: 16MiB}\n"
     with (
         serve(redis_server, tmp_path_factory.mktemp("first")) as one,
-        serve(redis_server, tmp_path_factory.mktemp("second"), "tiered", tiers) as two,
+        serve(redis_server, tmp_path_factory.mktemp("second"), ram) as two,
     ):
         one.wait_until_ready(600)
         two.wait_until_ready(600)

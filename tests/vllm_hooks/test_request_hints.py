@@ -15,15 +15,14 @@ from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.session import Outcome
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.http.hints import (
-    MIDDLEWARE,
-    HeaderKeeper,
     RequestHintError,
     answer_to,
     checked_params,
     hints_of,
+    keep,
     tenant_of,
 )
-from manthan.vllm_hooks.plugin import keep_headers
+from manthan.vllm_hooks.plugin import MIDDLEWARE, add_middleware
 
 HEADER = "X-Tenant-ID"
 
@@ -41,7 +40,11 @@ def checked_behind_a_gateway(params: object, *values: str | bytes) -> Any:
     async def app(*_: Any) -> None:
         seen.append(checked_params(params, HEADER))
 
-    asyncio.run(HeaderKeeper(app)({"type": "http", "headers": headers}, None, None))
+    async def ask() -> None:
+        keep(headers)
+        await app()
+
+    asyncio.run(ask())
     return seen[0]
 
 
@@ -210,15 +213,14 @@ def flags() -> argparse.Namespace:
     return argparse.Namespace(middleware=["theirs"], kv_transfer_config=transfer)
 
 
-def test_the_server_keeps_headers_where_one_counts(flags: argparse.Namespace) -> None:
+def test_the_server_gets_the_middleware_once(flags: argparse.Namespace) -> None:
     for _ in range(2):  # vLLM may read its flags twice
-        keep_headers(flags)
+        add_middleware(flags)
         assert flags.middleware == ["theirs", MIDDLEWARE]
 
 
-def test_the_server_keeps_no_headers_otherwise(flags: argparse.Namespace) -> None:
-    for transfer in (None, kv_transfer_config()):
-        flags.kv_transfer_config = transfer
-        keep_headers(flags)
-        assert flags.middleware == ["theirs"]
-    keep_headers(argparse.Namespace(kv_transfer_config=kv_transfer_config(quotas={"header": HEADER})))
+def test_other_servers_and_programs_do_not(flags: argparse.Namespace) -> None:
+    flags.kv_transfer_config = None
+    add_middleware(flags)
+    assert flags.middleware == ["theirs"]
+    add_middleware(argparse.Namespace(kv_transfer_config=kv_transfer_config()))

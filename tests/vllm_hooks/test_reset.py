@@ -20,7 +20,7 @@ from manthan.vllm_hooks.inquiries import METHOD
 @pytest.fixture(scope="module")
 def one(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
     """The pool has room for seven sessions."""
-    yield from start_engine(blocks=131, idle_after_s=0.5, sweep_interval_s=0.1)
+    yield from start_engine(blocks=131, idle_after_s=0.5)
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ class Loop:
             enforce_eager=True,
             gpu_memory_utilization=0.2,
             kv_cache_memory_bytes=GPU_BYTES,
-            kv_transfer_config=kv_transfer_config(min_tokens=64, idle_after_s=0.5, sweep_interval_s=0.1),
+            kv_transfer_config=kv_transfer_config(min_tokens=64, idle_after_s=0.5),
         )
         self.asked = 0
 

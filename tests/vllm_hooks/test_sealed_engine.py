@@ -15,8 +15,8 @@ GUESTS = {"alice-doe": "acme", "bob-poole": "", "carol-sue": "acme", "dave-smith
 def engine(folder: Path) -> Iterator[Engine]:
     """It is killed at the end, not stopped."""
     store = {"kind": "disk", "max_bytes": "64MiB", "encryption": {"key_file": str(folder / "keys")}}
-    disk = {"path": str(folder / "codes"), "sync_s": 0.1}
-    made = Engine(131, idle_after_s=0.2, sweep_interval_s=0.05, cold_store=store, disk=disk)
+    disk = {"path": str(folder / "codes")}
+    made = Engine(131, idle_after_s=0.2, cold_store=store, disk=disk)
     try:
         yield made
         made.kill()

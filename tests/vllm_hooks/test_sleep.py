@@ -21,9 +21,8 @@ def afresh(engine: Engine) -> None:
     engine.start_afresh()
 
 
-def test_what_was_hot_goes_cold_before_and_is_restored_after(engine: Engine) -> None:
+def test_what_was_cold_is_restored_after(engine: Engine) -> None:
     told = converse(engine)
-    assert engine.sessions("idle") == 3
     local = engine.metric("prefix_cache_hits_total")
     sleep(engine)
     assert engine.run(engine.llm.is_sleeping())

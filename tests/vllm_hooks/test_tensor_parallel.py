@@ -16,7 +16,6 @@ def pair(start_engine: Any) -> Iterator[Any]:
         blocks=131,
         ranks=2,
         idle_after_s=0.5,
-        sweep_interval_s=0.1,
         cold_store={"max_bytes": "64MiB"},
         codec={"sink_tokens": 4},
     )

@@ -13,21 +13,20 @@ from vllm_engine import Engine, Table, running
 from manthan.vllm_hooks.http.cores import Cores
 
 GUESTS = 8
-TIERS = "host,disk,redis"
+TIERS = ["host", "disk", "redis"]
 RAM, DISK = 1 << 20, 4 << 20
 """For two sessions, and for four: on disk a block takes whole pages."""
 
 
 @pytest.fixture
 def engine(tmp_path: Path) -> Iterator[Engine]:
-    store = {"kind": "tiered", "tiers": TIERS, "max_bytes": "64MiB", "host_bytes": RAM, "disk_bytes": DISK}
+    store = {"kind": "redis", "max_bytes": "64MiB", "host_bytes": RAM, "disk_bytes": DISK}
     (tmp_path / "redis").mkdir()
     (tmp_path / "disk").mkdir()
     with RedisServer(tmp_path / "redis", ()) as server:
         yield from running(
             blocks=131,
             idle_after_s=0.2,
-            sweep_interval_s=0.05,
             cold_store=store,
             disk={"path": str(tmp_path / "disk")},
             redis={"url": server.url},
@@ -71,7 +70,7 @@ def restored_from(engine: Engine, guest: int) -> Counter[str]:
 def check_what_is_told(engine: Engine, found: list[int]) -> None:
     """The API's books of each tier, beside what the worker has there. The books count bounds of what is being encoded,
     and no whole pages of a disk."""
-    names = TIERS.split(",")
+    names = TIERS
     told = {name: told_of(engine, tier=name) for name in names}
     assert all(0 < len(told[near]) <= len(told[far]) for near, far in pairwise(names))
     everybody = told[names[-1]]

@@ -11,6 +11,7 @@ from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from integrity import check_store
 
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE, Extent, room
@@ -171,12 +172,6 @@ class TierMachine(RuleBasedStateMachine):
         self.tiers.drop(group, keys)
         self.bytes = {name: kept for name, kept in self.bytes.items() if name[0] != group or name[1] not in keys}
 
-    @rule(group=st.integers(0, 1), keys=st.lists(st.integers(0, 12).map(lambda n: bytes([n])), unique=True))
-    def go_first(self, group: int, keys: list[bytes]) -> None:
-        self.tiers.go_first(group, keys)
-        there = [key for key in keys if (group, key) in self.tiers.first.blocks()]
-        assert [name for name, _ in zip(self.tiers.first.blocks(), there, strict=False)] == [(group, k) for k in there]
-
     @rule()
     def clear(self) -> None:
         self.tiers.clear()
@@ -204,7 +199,7 @@ class TierMachine(RuleBasedStateMachine):
         assert {name for one in self.tiers.all for name in one.blocks()} == self.bytes.keys()
         assert sum(len(one) for one in self.tiers.all) == len(self.bytes)
         for one in self.tiers.all:
-            one.arena.check()
+            check_store(one.arena)
             stored = [extent for block in one.blocks().values() for extent in block.extents]
             stored += [extent for _, taken, _ in self.taken if taken.tier is one for extent in taken.extents]
             stored.sort()

@@ -59,9 +59,8 @@ def start(model: Path, disk: Path, **options: Any) -> Start:
     transfer = kv_transfer_config(
         min_tokens=64,
         idle_after_s=0.1,
-        sweep_interval_s=0.05,
         cold_store={"kind": "disk", "max_bytes": "64MiB"},
-        disk={"path": str(disk), "sync_s": 0},
+        disk={"path": str(disk)},
     )
     llm = LLM(
         str(model),

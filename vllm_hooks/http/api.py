@@ -8,21 +8,21 @@ from typing import Annotated, Any
 from fastapi import APIRouter, Depends, FastAPI, Path, Query, Request
 from fastapi.security import HTTPBearer
 
-from manthan.manager.sessions.hints import TOOL_NAME, HintError
-from manthan.manager.sessions.listing import Sort
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.sessions.hints import HintError
+from manthan.manager.sessions.session import SessionInfo
 from manthan.vllm_hooks.compat import key_check
 from manthan.vllm_hooks.http.cores import Cores
-from manthan.vllm_hooks.http.errors import ApiError, not_right, route_with
+from manthan.vllm_hooks.http.errors import ApiError, route_with
 from manthan.vllm_hooks.http.gate import Gate
 from manthan.vllm_hooks.http.hints import tenant_header, tenant_in
 from manthan.vllm_hooks.http.models import (
+    RIGHTS,
+    Asked,
     EngineState,
     Error,
     Expect,
     Nothing,
     Pin,
-    Session,
     Sessions,
     SessionWithLife,
     Setting,
@@ -30,24 +30,6 @@ from manthan.vllm_hooks.http.models import (
 from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
 
 PREFIX = "/manthan"
-MOST_ROWS = 500
-FARTHEST = 1_000_000
-RIGHTS = {
-    "state": f"some of {', '.join(SessionState)}, with commas between them",
-    "tenant": "a tenant's name",
-    "tier": "a tier's name, such as host",
-    "pinned": "true or false",
-    "prefix": "what session ids begin with",
-    "sort": f"one of {', '.join(Sort)}",
-    "order": "asc or desc",
-    "limit": f"a whole number from 1 to {MOST_ROWS}",
-    "offset": f"a whole number from 0 to {FARTHEST}",
-    "seconds": str(Pin.model_fields["seconds"].description),
-    "tool": TOOL_NAME,
-}
-"""What parameters and fields must be."""
-RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
-"""Sorted so that they rise unless it is said otherwise; all else begins with the largest."""
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",
@@ -64,11 +46,12 @@ STEERED = OF_ONE | {
 }
 
 
-def add_gate(app: FastAPI, args: Namespace, page: frozenset[str] = frozenset()) -> None:
-    """Let nobody into the routes who may not ask; see `Gate`. page: paths of the page, if there is one."""
+def add_gate(app: FastAPI, args: Namespace, page: frozenset[str]) -> None:
+    """Let nobody into the routes who may not ask; see `Gate`. page: paths of the page."""
     hosts = {*from_vllm_config(args).api.hosts, getattr(args, "host", None) or ""} - {""}
-    app.add_middleware(
-        Gate,
+    router: Any = app.router
+    router.middleware_stack = Gate(  # behind vLLM's own middleware
+        router.middleware_stack,
         prefix=PREFIX,
         page=page,
         has_key=key_check(args),
@@ -88,32 +71,8 @@ def make_router(args: Namespace) -> APIRouter:
     Id = Annotated[str, Path(description="of the session, percent-encoded")]  # noqa: N806
 
     @router.get("/sessions", response_model=Sessions, summary="List sessions")
-    async def sessions(
-        request: Request,
-        bound: Bound,
-        state: Annotated[str | None, Query(description=RIGHTS["state"])] = None,
-        tenant: Annotated[str | None, Query(description=RIGHTS["tenant"])] = None,
-        tier: Annotated[str | None, Query(description=RIGHTS["tier"])] = None,
-        pinned: Annotated[bool | None, Query(description=RIGHTS["pinned"])] = None,
-        prefix: Annotated[str, Query(description=RIGHTS["prefix"])] = "",
-        sort: Annotated[Sort, Query(description=RIGHTS["sort"])] = Sort.LAST_USED,
-        order: Annotated[str | None, Query(description=RIGHTS["order"], pattern="^(asc|desc)$")] = None,
-        limit: Annotated[int, Query(description=RIGHTS["limit"], ge=1, le=MOST_ROWS)] = 100,
-        offset: Annotated[int, Query(description=RIGHTS["offset"], ge=0, le=FARTHEST)] = 0,
-    ) -> Any:
-        asked = {
-            "states": _states(state),
-            "bound": bound,
-            "tenant": tenant,
-            "tier": tier,
-            "pinned": pinned,
-            "prefix": prefix,
-            "sort": str(sort),
-            "descending": sort not in RISING if order is None else order == "desc",
-            "limit": limit,
-            "offset": offset,
-        }
-        return await _cores(request).sessions(asked)
+    async def sessions(request: Request, bound: Bound, asked: Annotated[Asked, Query()]) -> Any:
+        return await _cores(request).sessions(asked.query(bound))
 
     @router.get(
         "/sessions/{id:path}", response_model=SessionWithLife, responses=_errors(OF_ONE), summary="Show a session"
@@ -156,7 +115,7 @@ def _add_actions(router: APIRouter, Bound: Any, Id: Any) -> None:  # noqa: N803
             act,
             methods=["POST"],
             status_code=status,
-            response_model=Session,
+            response_model=SessionInfo,
             responses=_errors(STEERED),
             summary=summary,
             operation_id=f"manthan_{what}",
@@ -189,12 +148,3 @@ def _bound_by(header: str) -> Callable[[Request], str | None]:
             raise ApiError(422, str(error), header) from None
 
     return bound
-
-
-def _states(text: str | None) -> list[str] | None:
-    if text is None:
-        return None
-    states = [name.strip() for name in text.split(",")]
-    if not {*states} <= {*map(str, SessionState)}:
-        raise not_right("state", RIGHTS["state"], text)
-    return states

@@ -1,18 +1,16 @@
 """Hints on their way through vLLM: looked at where a request comes in, and read where it is scheduled.
 
-A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked twice in the process that takes
-requests, once an engine with Manthan is made there: on every request's way to the engine, and before the server begins
-to answer, for a streamed answer has begun with status 200 by the former. An orchestrator's are beside them in vLLM's
-own envelope, `kv_hints`: those are advice, and nobody's request is refused for them.
+A request carries them as `kv_transfer_params: {"manthan": {…}}`. They are checked where vLLM makes the engine's
+request of what a client sent. A streamed answer would have begun by then: the server's middleware holds it back. An
+orchestrator's hints are in vLLM's own envelope, `kv_hints`: those are advice, and nobody's request is refused for them.
 """
 
 import difflib
-import functools
 import hashlib
 import reprlib
 import secrets
 from argparse import Namespace
-from collections.abc import Awaitable, Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextvars import ContextVar
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -22,7 +20,7 @@ from vllm.logger import init_logger
 
 from manthan.manager.config.sentences import must_be
 from manthan.manager.sessions.hints import NO_HINTS, WHERE, HintError, Hints, check_session_id, parse_hints
-from manthan.vllm_hooks.compat import before_answer, before_engine
+from manthan.vllm_hooks.compat import before_engine
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, from_vllm_config, is_on
 
 if TYPE_CHECKING:
@@ -39,21 +37,15 @@ ANSWER = {"session_id", "pinned", "refused", "lossy_tokens"}
 """What a client is told of its hints."""
 ACTION, ACTION_VERSION = "manthan.hints", "1.0"
 """An action of vLLM's `kv_hints` whose payload are hints."""
-MIDDLEWARE = f"{__name__}.HeaderKeeper"
+CONTENT = "manthan-content-"
+"""Beginning of a cache salt that holds the content of an adapter; the request's other salt follows a slash."""
 
-_headers: ContextVar[Iterable[tuple[bytes, bytes]]] = ContextVar("manthan_headers", default=())
+_incoming: ContextVar["Incoming"] = ContextVar("manthan_incoming")
 _salt_key = secrets.token_bytes(16)
 
 
 class RequestHintError(VLLMClientError, ValueError):
     """Hints that cannot be used: status 400 from the server, a ValueError from `LLM`."""
-
-
-def no_content() -> RequestHintError:
-    """Refusal of a multi-modal item that a client names and does not send."""
-    return RequestHintError(
-        "an image or the like is named without its content, which a cold store on disk or in Redis needs: send it"
-    )
 
 
 class Asked(NamedTuple):
@@ -64,41 +56,51 @@ class Asked(NamedTuple):
     cache_salt: str | None
 
 
-class HeaderKeeper:
-    """ASGI middleware that keeps a request's headers at hand, where `quotas.header` names one of them."""
+class Incoming:
+    """A request on its way through the server.
 
-    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
-        self._app = app
+    Args:
+        headers: as ASGI has them.
+    """
 
-    async def __call__(self, scope: dict[str, Any], *channels: Any) -> None:
-        _headers.set(scope.get("headers", ()))
-        await self._app(scope, *channels)
+    def __init__(self, headers: Iterable[tuple[bytes, bytes]] = ()) -> None:
+        self.headers = headers
+        self.is_checked = False
+        self.refusal: RequestHintError | None = None
+        self.then: Callable[[], object] = lambda: None
+        """Called once the request is checked."""
+
+
+def keep(headers: Iterable[tuple[bytes, bytes]]) -> Incoming:
+    """Begin a request: from now on its headers are at hand in its tasks."""
+    incoming = Incoming(headers)
+    _incoming.set(incoming)
+    return incoming
 
 
 # -- where requests come in ---------------------------------------------------------------------------
 
 
-@functools.cache
 def check_requests() -> None:
-    """From now on no request with hints that cannot be used enters an engine with Manthan in this process."""
-    before_engine(_checked, PARAMS, _check_session_id)
+    """Let no request with unusable hints enter an engine with Manthan in this process from now on."""
+    before_engine(_checked, PARAMS)
 
 
-@functools.cache
-def check_server_requests() -> None:
-    """The same before the server begins to answer, so that a streamed answer has the right status too."""
-    before_answer(_checked, PARAMS, _check_session_id)
-
-
-def _checked(vllm_config: "VllmConfig", params: object) -> object:
-    return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
-
-
-def _check_session_id(session_id: str | None) -> None:
+def _checked(vllm_config: "VllmConfig", params: object, session_id: str | None) -> object:
+    """Return the request's parameters, with its tenant. Raises RequestHintError."""
+    incoming = _incoming.get(None) or Incoming()
     try:
-        check_session_id(session_id)
-    except HintError as error:
-        raise RequestHintError(str(error)) from None
+        try:
+            check_session_id(session_id)
+        except HintError as error:
+            raise RequestHintError(str(error)) from None
+        return checked_params(params, tenant_header(vllm_config)) if is_on(vllm_config) else params
+    except RequestHintError as error:
+        incoming.refusal = error
+        raise
+    finally:
+        incoming.is_checked = True
+        incoming.then()
 
 
 def tenant_header(config: "VllmConfig | Namespace") -> str:
@@ -148,7 +150,8 @@ def _own(params: Mapping[str, Any]) -> Any:
 
 def tenant_in(header: str) -> str:
     """What the header of the request at hand says; empty where it has none."""
-    values = {value for name, value in _headers.get() if name.lower() == header.lower().encode()}
+    headers = (_incoming.get(None) or Incoming()).headers
+    values = {value for name, value in headers if name.lower() == header.lower().encode()}
     if len(values) > 1:  # a gateway that adds its own to the client's: which is which?
         raise HintError(f"the header {header} must be given once, not with {len(values)} different values")
     value = values.pop().decode("utf-8", "surrogateescape") if values else ""
@@ -219,9 +222,12 @@ def tenant_of(request: "Request") -> str:
     named = hints_of(request).tenant
     if named or "tenant" in _own_names(request):  # "" is what a header says that is not there
         return named
-    if not request.cache_salt:
+    own = request.cache_salt or ""
+    if own.startswith(CONTENT):
+        own = own.partition("/")[2]
+    if not own:
         return ""
-    salt = request.cache_salt.encode("utf-8", "surrogatepass")
+    salt = own.encode("utf-8", "surrogatepass")
     return "salt-" + hashlib.blake2b(salt, digest_size=8, key=_salt_key).hexdigest()
 
 

@@ -3,67 +3,58 @@
 Descriptions of parameters and fields that are given complete the sentence "NAME must be …".
 """
 
+from dataclasses import dataclass
 from typing import Annotated, Any, Literal, Self
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field, model_validator
 
-from manthan.manager.lives import EventKind
+from manthan.manager.lives import Event
 from manthan.manager.sessions.hints import LONGEST_S, TOOL_NAME, ToolName
-from manthan.manager.sessions.session import SessionState
+from manthan.manager.sessions.listing import Sort
+from manthan.manager.sessions.session import SessionInfo, SessionState
+
+MOST_ROWS = 500
+FARTHEST = 1_000_000
+STATES = f"some of {', '.join(SessionState)}, with commas between them"
+RISING = (Sort.ID, Sort.STATE, Sort.EXPECTED)
+"""Sorted so that they rise unless it is said otherwise; all else begins with the largest."""
 
 
-class Part(BaseModel):
-    """What a tier has of a session's codes. tokens, blocks: of its chain. bytes: of windows and states, too."""
-
-    tokens: int
-    blocks: int
-    bytes: int
+def _states(text: str) -> list[str]:
+    return [name.strip() for name in text.split(",")]
 
 
-class Session(BaseModel):
-    """tokens, blocks: of its chain. hot_blocks: believed to be in the KV pool. cold_blocks: with codes. tiers: those
-    that have some of the codes, by name, the fastest first. expected_return: as its client said, or as long as
-    its tool takes. tool: what it waits for, if that was said. engine: which data-parallel engine has it.
-    lossy_tokens: cached tokens of its last request that were decoded, or computed behind decoded ones."""
-
-    id: str
-    tenant: str
-    state: SessionState
-    tokens: int
-    blocks: int
-    hot_blocks: int
-    cold_blocks: int
-    hot_bytes: int
-    cold_bytes: int
-    tiers: dict[str, Part]
-    created: float
-    last_used: float
-    requests: int
-    pinned: bool
-    priority: int
-    expected_return: float | None
-    tool: str
-    lossy_tokens: int
-    engine: int = 0
+def _check_states(text: str) -> str:
+    if not {*_states(text)} <= {*map(str, SessionState)}:
+        raise ValueError("not such states")
+    return text
 
 
-class Event(BaseModel):
-    """What happened to a session. saved_tokens: that were not computed."""
+class Asked(BaseModel):
+    """Filter, order and page of a list of sessions."""
 
-    at: float
-    kind: EventKind
-    tokens: int | None
-    blocks: int | None
-    bytes: int | None
-    seconds: float | None
-    saved_tokens: int | None
-    text: str
+    state: Annotated[str, AfterValidator(_check_states)] | None = Field(default=None, description=STATES)
+    tenant: str | None = Field(default=None, description="a tenant's name")
+    tier: str | None = Field(default=None, description="a tier's name, such as host")
+    pinned: bool | None = Field(default=None, description="true or false")
+    prefix: str = Field(default="", description="what session ids begin with")
+    sort: Sort = Field(default=Sort.LAST_USED, description=f"one of {', '.join(Sort)}")
+    order: Literal["asc", "desc"] | None = Field(default=None, description="asc or desc")
+    limit: int = Field(default=100, ge=1, le=MOST_ROWS, description=f"a whole number from 1 to {MOST_ROWS}")
+    offset: int = Field(default=0, ge=0, le=FARTHEST, description=f"a whole number from 0 to {FARTHEST}")
+
+    def query(self, bound: str | None) -> dict[str, Any]:
+        """Return the fields of a `Query`."""
+        order = self.order or ("asc" if self.sort in RISING else "desc")
+        given = {"bound": bound, "states": _states(self.state) if self.state else None, "descending": order == "desc"}
+        return self.model_dump(mode="json", exclude={"state", "order"}) | given
 
 
-class SessionWithLife(Session):
+@dataclass(frozen=True)
+class SessionWithLife(SessionInfo):
     """life: the newest event last; no more than 64."""
 
-    life: list[Event]
+    life: tuple[Event, ...] = ()
 
 
 class Sessions(BaseModel):
@@ -71,7 +62,7 @@ class Sessions(BaseModel):
 
     total: int
     now: float
-    sessions: list[Session]
+    sessions: list[SessionInfo]
 
 
 class Policy(BaseModel):
@@ -89,12 +80,13 @@ class Tier(BaseModel):
 
 
 class Store(BaseModel):
-    """up: whether it answers. codec: that new codes are made in. verdict: of the guard on the configured codec."""
+    """up: whether it answers. codec: that new codes are made in. verdict: none, faithful, slow or unfaithful: the
+    guard's, of the configured codec."""
 
     kind: str
     up: bool
     codec: str
-    verdict: Literal["none", "faithful", "slow", "unfaithful"]
+    verdict: str
     tiers: list[Tier]
 
 
@@ -108,28 +100,21 @@ class Pool(BaseModel):
     session_bytes: int
 
 
-class Totals(BaseModel):
-    """Since the start. computed_tokens: of prompts, that were neither hot nor restored."""
-
-    evictions: int
-    restores: int
-    prefetches: int
-    failures: int
-    restored_tokens: int
-    computed_tokens: int
-
-
-class EngineState(BaseModel):
-    """sessions: how many by state."""
+class CoreState(BaseModel):
+    """sessions: how many by state. totals: since the start; computed_tokens are those of prompts that were neither hot
+    nor restored."""
 
     now: float
-    version: str
-    model: str
     policy: Policy
     store: Store
     pool: Pool
     sessions: dict[SessionState, int]
-    totals: Totals
+    totals: dict[str, int]
+
+
+class EngineState(CoreState):
+    version: str
+    model: str
 
 
 class Setting(BaseModel):
@@ -165,25 +150,22 @@ Seconds = Annotated[
 ]
 
 
-class _Body(BaseModel):
+class Nothing(BaseModel):
+    """An empty object."""
+
     model_config = ConfigDict(extra="forbid")
 
 
-class Nothing(_Body):
-    """An empty object."""
-
-
-class Pin(_Body):
+class Pin(Nothing):
     """seconds: for so long; null for good."""
 
     seconds: Seconds = None
 
 
-class Expect(_Body):
+class Expect(Pin):
     """One of them, or both. seconds: until its client is back. tool: what it waits for, which takes as long as it took
     other sessions of the tenant, as soon as that is known."""
 
-    seconds: Seconds = None
     tool: ToolName = Field(default="", description=TOOL_NAME)
 
     @model_validator(mode="after")
@@ -191,3 +173,7 @@ class Expect(_Body):
         if self.seconds is None and not self.tool:
             raise ValueError("The body must say seconds, or a tool.")
         return self
+
+
+RIGHTS = {name: str(field.description) for model in (Asked, Expect) for name, field in model.model_fields.items()}
+"""What parameters and fields must be."""

@@ -2,7 +2,8 @@
 
 vLLM makes a request's `cache_salt` part of the hash of its first block, and so of all that follow; these hashes are the
 keys of whatever knows blocks. A request of a tenant gets a salt made of the tenant's name and of the salt that its
-client gave, so who sends another's prompt, name or salt still asks for blocks of its own.
+client gave, so who sends another's prompt, name or salt still asks for blocks of its own. A salt also holds the content
+of the request's LoRA adapter, which vLLM tells apart by name and path only.
 """
 
 import hashlib
@@ -11,9 +12,11 @@ from typing import TYPE_CHECKING, Any
 
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.manager.stores.sealed import derived, keys_of
-from manthan.vllm_hooks.http.hints import Asked, hints_of
+from manthan.vllm_hooks.adapters import Adapters
+from manthan.vllm_hooks.http.hints import CONTENT, Asked, hints_of
 
 if TYPE_CHECKING:
+    from vllm.lora.request import LoRARequest
     from vllm.v1.kv_hints import KvHintsEnvelope
 
 MARK = "manthan-"
@@ -29,9 +32,27 @@ class Salts:
 
     def __init__(self, key: bytes, isolate: bool = True) -> None:
         self._key, self._isolate = key, isolate
+        self._adapters = Adapters()
+        self._unknown = f"unknown-{secrets.token_hex(16)}"
 
-    def of(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:
-        """The salt of a request with these kv_transfer_params, kv_hints and salt; nobody's keep their own, or none."""
+    def of(
+        self,
+        params: Any,
+        envelope: "KvHintsEnvelope | None",
+        salt: str | None,
+        adapter: "LoRARequest | None" = None,
+        is_known: bool = True,
+    ) -> str | None:
+        """Return the salt of a request with these kv_transfer_params, kv_hints, salt and LoRA adapter.
+
+        Args:
+            is_known: False if media of the prompt are missing, so that no other engine may have the request's blocks.
+        """
+        salted = self._of_tenant(params, envelope, salt)
+        content = self._adapters.content(adapter) if adapter is not None else "" if is_known else self._unknown
+        return f"{CONTENT}{content}/{salted or ''}" if content else salted
+
+    def _of_tenant(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:
         tenant = hints_of(Asked(params, envelope, salt)).tenant if self._isolate else ""
         own = salt or ""
         if not tenant and not own.startswith(MARK):

@@ -59,9 +59,7 @@ def announce(
         shape.ratio,
         vllm_config.model_config.model,
         shape.coded_nbytes // shape.block_tokens,
-        f" with the first {codec.sink_tokens} and last {codec.window_tokens} tokens of each session kept exact"
-        if codec.keeps_exact
-        else "",
+        f" with the first {codec.sink_tokens} tokens of each session kept exact" if codec.sink_tokens else "",
         store.kind,
         human_bytes(store.max_bytes),
         f" and host of {human_bytes(host_bytes)}" if host_bytes else "",

@@ -231,10 +231,18 @@ class CpuBlocks(Blocks):
 
     batch = BATCH
 
-    def __init__(self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat) -> None:
-        """others: that can be read as well, and written where an order names their codec."""
+    def __init__(
+        self, memory: PagedMemory, format: BlockFormat, *others: BlockFormat, exacts: Sequence[int] = (0,)
+    ) -> None:
+        """Make it ready: nothing compiles later.
+
+        Args:
+            others: formats that can be read as well, and written where an order names their codec.
+            exacts: numbers of a block's first tokens that may have to be kept exact.
+        """
         self.formats, self._memory = (format, *others), memory
-        format.warm_up()
+        for each in self.formats:
+            each.warm_up(exacts)
 
     def copy(self, spills: Sequence[SpillBlock]) -> Copies:
         return [self._memory.gather(spill.block_id) for spill in spills]

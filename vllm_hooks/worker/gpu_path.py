@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from itertools import groupby
+from itertools import groupby, product
 from operator import attrgetter
 from typing import NamedTuple
 
@@ -140,12 +140,7 @@ class GpuPath(WorkerPath):
         self._may_pause = False
         self._others: dict[tuple[int, str], PagedCodec] = {}
         self._names: list[str] = []
-        self.decode_s = {}
-        self._warm_up(forms)
-        for name in names:
-            for group in self.codecs:
-                self._codec(group, name)
-            self.decode_s[name] = self._decode_time(self._codec(self._chain, name))
+        self.decode_s = self._warm_up(forms, names)
 
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         self.begun = []
@@ -155,8 +150,6 @@ class GpuPath(WorkerPath):
             self.tiers.clear()
         for group, keys in metadata.drops:
             self.tiers.drop(group, keys)
-        for _, group, keys in metadata.go_first:
-            self.tiers.go_first(group, keys)
         for load in metadata.loads:
             restore = Restore(load)  # from here on it is answered once, by those who poll
             (self._prefetches if load.is_prefetch else self._restores).append(restore)
@@ -497,38 +490,40 @@ class GpuPath(WorkerPath):
         here = torch.empty(there.shape, dtype=there.dtype, pin_memory=self._device.type == "cuda")
         return here.copy_(there, non_blocking=True)
 
-    def _warm_up(self, forms: Sequence[int]) -> None:
-        """Do now what the first job would otherwise pay for: compile and load the kernels, allocate pinned memory."""
-        for lane in self._lanes:
-            with torch.cuda.stream(lane.stream):
-                for codec in self.codecs.values():
-                    for exact in (
-                        (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
-                    ):
-                        places = _places(codec, lane, exact)
-                        none, offsets = [0] * len(places), [place[0].start for place in places]
-                        batch = codec.batch(exact, [b""] * len(none), none, none, offsets)
-                        codec.encode(batch, lane.staging.codes)
-                        self._chunk(codec, batch, lane.stream).done.synchronize()
+    def _warm_up(self, forms: Sequence[int], names: Sequence[str]) -> dict[str, float]:
+        """Do what first jobs would otherwise pay for: load kernels and tables, allocate pinned memory.
 
-    def _decode_time(self, codec: PagedCodec) -> float:
-        """Seconds to decode a token, by the second of two tries into block 0, which the pool does not use."""
-        lane, took = self._prefetch_lane, 0.0
+        Block 0 is encoded and decoded, which the pool does not use, in each codec and form on each stream.
+
+        Returns:
+            Seconds to decode a token, by codec.
+        """
+        for group in self.codecs:
+            for codec in {self._codec(group, name) for name in ("", *names)}:
+                exacts = (0,) if codec.format.shape.is_raw else {min(each, codec.layout.tokens) for each in forms}
+                for lane, exact in product(self._lanes, exacts):
+                    self._try(codec, lane, exact)
+        chain, lane = self._chain, self._prefetch_lane
+        return {name: self._try(self._codec(chain, name), lane, 0, 64) for name in names}
+
+    def _try(self, codec: PagedCodec, lane: Lane, exact: int, most: int = 1) -> float:
+        """Encode and decode block 0, so many times as fit; seconds to decode a token."""
         with torch.cuda.stream(lane.stream):
-            places = _places(codec, lane, 0)[:64]
+            places = _places(codec, lane, exact)[:most]
             none, offsets = [0] * len(places), [place[0].start for place in places]
-            made = codec.batch(0, [b""] * len(none), none, none, offsets)
+            made = codec.batch(exact, [b""] * len(none), none, none, offsets)
             codec.encode(made, lane.staging.codes)
-            sizes = made.nbytes.cpu().numpy()
-            for _ in range(2):
-                batch = codec.batch(0, [b""] * len(none), none, none, offsets, sizes)
-                codec.verify(batch, lane.staging.codes)
-                lane.stream.synchronize()
-                began = time.perf_counter()
-                codec.decode(batch, lane.staging.codes)
-                lane.stream.synchronize()
-                took = time.perf_counter() - began
-        return took / (len(none) * codec.layout.tokens)
+            chunk = self._chunk(codec, made, lane.stream)
+            chunk.done.synchronize()
+            if bool((chunk.status != GOOD).any()):
+                return 0.0
+            batch = codec.batch(exact, [b""] * len(none), none, none, offsets, made.nbytes.cpu().numpy())
+            codec.verify(batch, lane.staging.codes)
+            lane.stream.synchronize()
+            began = time.perf_counter()
+            codec.decode(batch, lane.staging.codes)
+            lane.stream.synchronize()
+        return (time.perf_counter() - began) / (len(none) * codec.layout.tokens)
 
 
 def _places(codec: PagedCodec, lane: Lane, exact: int) -> Places:

@@ -64,20 +64,24 @@ class Guard:
         self._prompts = Prompts(device)
 
     def warm_up(self) -> None:
-        """Compile the CPU's kernels on a thread. No measurement begins before that is done."""
-        self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
-        self._warm_up.start()
+        """Begin to compile the CPU's kernels beside a GPU, while vLLM warms up. On a CPU the path has compiled them."""
+        if self._device.type != "cpu":
+            self._warm_up = threading.Thread(target=self._compile, name="manthan-warm-up", daemon=True)
+            self._warm_up.start()
+
+    def wait(self) -> None:
+        """Wait until the kernels are compiled."""
+        if self._warm_up is not None:
+            self._warm_up.join()
 
     def _compile(self) -> None:
-        """Compile in another process beside a GPU: the compiler holds the GIL, which the model's thread needs.
+        """Compile in another process, because the compiler holds the GIL, which the model's thread needs.
 
-        numba's cache on disk hands the result over. Where it does not, the kernels are compiled here. On a CPU the
-        path has compiled them already.
+        numba's cache on disk hands the result over. Where it does not, the kernels are compiled here.
         """
-        if self._device.type != "cpu":
-            names = [format.codec for format in self._formats]
-            command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
-            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        names = [format.codec for format in self._formats]
+        command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
+        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
         for format in self._formats:
             format.warm_up()
 
@@ -135,8 +139,7 @@ class Guard:
     ) -> None:
         tokens = self._formats[0].shape.tokens
         found: list[Fidelity] | None = None
-        if self._warm_up is not None:
-            self._warm_up.join()
+        self.wait()
         try:
             if copied is not None:
                 copied.synchronize()

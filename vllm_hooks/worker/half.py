@@ -37,7 +37,7 @@ from manthan.vllm_hooks.worker.blocks import (
     PagedMemory,
 )
 from manthan.vllm_hooks.worker.capacity import (
-    ENCODE_THREADS,
+    CPU_ENCODE_THREADS,
     RESTORE_STAGING_BYTES,
     RESTORE_STAGINGS,
     STAGING_BYTES,
@@ -181,6 +181,11 @@ class WorkerHalf:
         if config.codec.guard:
             self._guard = self._make_guard(chain, rope)
 
+    def get_ready(self) -> None:
+        """Wait for what compiles beside vLLM's own warm-up. The server is not ready before that."""
+        if self._guard is not None:
+            self._guard.wait()
+
     def _pinning_for(self, device: torch.device) -> torch.device | None:
         """The GPU that reads RAM itself; None where the CPU does."""
         return device if codec_backend(self._config.backend, device) == "cuda" else None
@@ -259,7 +264,7 @@ class WorkerHalf:
         On a GPU's cores, into tiers that it reaches or a store that only the CPU does; or on the CPU's cores, from a
         cache in its memory or a GPU's. store: None for one of this engine alone.
         """
-        device, threads = chain.layers[0].rows.device, self._config.encode_threads
+        device = chain.layers[0].rows.device
         on_gpu = codec_backend(self._config.backend, device) == "cuda"
         groups = {chain.forms[0].group: chain, **beside}
         if on_gpu and store is None:
@@ -274,12 +279,16 @@ class WorkerHalf:
         intakes = None
         if on_gpu:
             blocks = paged = {index: _paged_blocks(each) for index, each in groups.items()}
-            threads, intakes = min(threads, ENCODE_THREADS), _intakes(list(paged.values()), device)
+            intakes = _intakes(list(paged.values()), device)
         else:
-            blocks = {index: CpuBlocks(each.memory, *each.forms) for index, each in groups.items()}
+            blocks = {index: CpuBlocks(each.memory, *each.forms, exacts=each.exacts) for index, each in groups.items()}
         if store is None:
             store = HostStore(tier_bytes.host)
-        return HostPath(blocks, store, threads, device, self._fails_whole, intakes)
+        threads = 1 if on_gpu or device.type == "cpu" else CPU_ENCODE_THREADS
+        path = HostPath(blocks, store, threads, device, self._fails_whole, intakes)
+        if on_gpu:
+            path.warm_up({index: each.exacts for index, each in groups.items()})
+        return path
 
 
 def codec_backend(wanted: str, device: torch.device) -> str:
@@ -323,10 +332,7 @@ def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCode
 
 
 def _paged_blocks(cache: GroupCache) -> PagedBlocks:
-    codecs = [paged_codec(cache.layout, form) for form in cache.forms]
-    for exact in (0,) if cache.shape.is_raw else cache.exacts:
-        codecs[0].prepare(min(exact, cache.layout.tokens))
-    return PagedBlocks(*codecs)
+    return PagedBlocks(*(paged_codec(cache.layout, form) for form in cache.forms))
 
 
 def _intakes(blocks: Sequence[PagedBlocks], device: torch.device) -> tuple[Intake, Intake]:

@@ -67,6 +67,35 @@ class HostPath(WorkerPath):
         self._loaders = Threads(1, "manthan-restore", cpus)
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
+    def warm_up(self, exacts: Mapping[int, Sequence[int]]) -> None:
+        """Encode and decode block 0, which the pool does not use, on each thread, and store nothing.
+
+        Args:
+            exacts: by group, numbers of a block's first tokens that may have to be kept exact.
+        """
+        made: dict[tuple[int, str, int], Buffer] = {}
+
+        def encode() -> None:
+            for group, blocks in self.blocks.items():
+                for codec in [each.codec for each in blocks.formats]:
+                    for exact in exacts[group]:
+                        [found] = blocks.encode_all([SpillBlock(b"", group, 0, 0, exact, codec)])
+                        if not isinstance(found, str):
+                            made[group, codec, exact] = np.array(found)
+
+        def decode(intake: Intake | None) -> None:
+            for (group, _, _), encoded in made.items():
+                if intake is None:
+                    self.blocks[group].decode_all([b""], [0], [encoded])
+                else:
+                    self.blocks[group].begin([b""], [0], [encoded], intake)()
+                    intake.clear()
+
+        restores, prefetches = self._intakes or (None, None)
+        self._encoders.on_each(encode)
+        self._loaders.on_each(lambda: decode(restores))
+        self._prefetchers.on_each(lambda: decode(prefetches))
+
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Only the dictionary work of drops is done on the caller's thread."""
         self.begun = []
@@ -79,8 +108,6 @@ class HostPath(WorkerPath):
             self.store = self.store.cleared(metadata.place)
         for group, keys in metadata.drops:
             self.store.drop(group, keys)
-        for tier, group, keys in metadata.go_first:
-            self.store.go_first(group, keys, tier)
         self.store.reached(metadata.step)
         model = model_event(self._device) if metadata.loads else None
         for load in metadata.loads:

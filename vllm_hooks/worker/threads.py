@@ -32,11 +32,22 @@ class Threads:
 
     def wait(self) -> None:
         """Until all jobs that were given are done; after a shutdown there are none."""
+        self.on_each(lambda: None)
+
+    def on_each(self, job: Callable[[], object]) -> None:
+        """Have each thread do a job once it has done its others, and wait for them all."""
         if not any(thread.is_alive() for thread in self._threads):
             return
         all_idle = threading.Barrier(len(self._threads) + 1)
+
+        def do() -> None:
+            try:
+                job()
+            finally:
+                all_idle.wait()
+
         for _ in self._threads:
-            self.submit(all_idle.wait)
+            self.submit(do)
         all_idle.wait()
 
     def shutdown(self) -> None:

@@ -182,12 +182,6 @@ class Tier:
         for key in keys:
             self._columns.move_to_end((group, key))
 
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        """These blocks, as far as they are here, are to be taken out before all others, in this order."""
-        for key in reversed(keys):
-            if (group, key) in self._columns:
-                self._columns.move_to_end((group, key), last=False)
-
     def oldest(self) -> tuple[Name, Stored] | None:
         """The block that was not used for longest."""
         name = next(iter(self._columns), None)
@@ -324,7 +318,7 @@ class Tiers:
         for tier in self.all:
             if (run := tier.run(group, keys, tier is self.device)) is not None:
                 if len(self.all) > 1:  # where nothing moves down, the order does not matter
-                    tier.used(group, keys[: len(run.starts)])
+                    tier.used(group, reversed(keys[: len(run.starts)]))  # tails move down first
                 return run
         return None
 
@@ -333,10 +327,6 @@ class Tiers:
         for other in self.all:
             other.drop([name for name in blocks if name in other])
         tier.put(blocks)
-
-    def go_first(self, group: int, keys: Sequence[bytes]) -> None:
-        """These blocks move down before all others, in this order."""
-        self.first.go_first(group, keys)
 
     def drop(self, group: int, keys: Sequence[bytes]) -> None:
         for tier in self.all:

@@ -12,7 +12,7 @@ import torch
 import xxhash
 from vllm.logger import init_logger
 
-from manthan.vllm_hooks.compat import model_tensors, parts_of, tensors_of
+from manthan.vllm_hooks.compat import model_tensors, parts_of, tensors_of, wrap
 
 if TYPE_CHECKING:
     from vllm.config import ModelConfig, VllmConfig
@@ -41,15 +41,16 @@ class Loaded:
 
     def watch(self, model: torch.nn.Module, name: str) -> None:
         """Note what is loaded into a model from now on. name: tells it from the engine's other models."""
-        watched: Any = model
-        load = watched.load_weights
         self._models[name] = ref(model)
 
-        def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
-            self.loads += 1
-            return load(self._noted(name, weights), *args, **kwargs)
+        def noting(load: Any) -> Any:
+            def load_noted(weights: Iterable[tuple[str, torch.Tensor]], *args: Any, **kwargs: Any) -> Any:
+                self.loads += 1
+                return load(self._noted(name, weights), *args, **kwargs)
 
-        watched.load_weights = load_noted
+            return load_noted
+
+        wrap("vllm.model_executor.models.llama.LlamaForCausalLM.load_weights", model, noting)
 
     def _noted(self, model: str, weights: Iterable[tuple[str, torch.Tensor]]) -> Iterator[tuple[str, torch.Tensor]]:
         for name, tensor in weights:

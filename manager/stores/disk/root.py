@@ -83,7 +83,7 @@ def open_root(path: Path) -> IO[bytes] | None:
     return file
 
 
-def open_rank(path: Path, name: str, rank: int, max_bytes: int, sync_s: float, timeout_s: float) -> FrontStore:
+def open_rank(path: Path, name: str, rank: int, max_bytes: int) -> FrontStore:
     """A rank's part of the folder, for what codes of this name mean; see `DiskStore`.
 
     Returns NoStore, and says so, where the disk cannot be used. Raises ConfigError if another server has the folder.
@@ -92,7 +92,7 @@ def open_rank(path: Path, name: str, rank: int, max_bytes: int, sync_s: float, t
         if not path.is_dir():
             make_folder(path)
         make_folder(path / name)
-        return DiskStore(path / name / f"rank-{rank}", max_bytes, sync_s, timeout_s)
+        return DiskStore(path / name / f"rank-{rank}", max_bytes)
     except FolderInUseError:
         raise _in_use(path) from None
     except OSError as error:

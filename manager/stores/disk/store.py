@@ -25,7 +25,6 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 
-from manthan.manager.integrity import IntegrityError
 from manthan.manager.sparing import Sparing
 from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, Landing
 from manthan.manager.stores.disk.files import is_damage, lock, make_folder, set_aside
@@ -339,18 +338,6 @@ class DiskStore(FrontStore):
         for segment in segments:
             segment.sync()
             self._writers.answered()
-
-    def check(self) -> None:
-        """Raise IntegrityError if its books do not agree with themselves. Nothing may be under way."""
-        with self._lock:
-            alive = dict.fromkeys(self._logs, 0)
-            for kept in self._index.values():
-                alive[kept.segment.number] += kept.record.room
-            counted = {number: log.alive for number, log in self._logs.items()}
-            if counted != alive:
-                raise IntegrityError(f"alive are {alive} bytes by segment, but {counted} count.")
-            if self._on_disk() > self.max_bytes:
-                raise IntegrityError(f"files take {self._on_disk()} of {self.max_bytes} bytes.")
 
     # -- the log --------------------------------------------------------------------------------------
 

@@ -10,6 +10,7 @@ from typing import Any, TypeAlias
 
 import redis
 from redis.backoff import ExponentialWithJitterBackoff
+from redis.connection import parse_url
 from redis.exceptions import AuthenticationError, AuthorizationError, OutOfMemoryError, RedisError, ResponseError
 from redis.retry import Retry
 
@@ -19,6 +20,8 @@ from manthan.manager.work import STORE_DOWN
 
 Client: TypeAlias = Any  # redis.Redis: its annotations leave open what is bytes and what is str
 
+TIMEOUT_S = 2.0
+"""Seconds to wait for a connection or an answer, unless the URL has a socket_timeout."""
 RETRIES = 1
 BREAK_FIRST_S, BREAK_MOST_S = 0.25, 4.0
 OLDEST_VERSION = 7
@@ -105,14 +108,15 @@ def connect(config: RedisConfig, threads: int = 1) -> Client:
         threads: Number of threads that use it at once. Each needs a connection, or it looks as if the server hung.
     """
     try:
+        timeout_s = float(parse_url(config.url).get("socket_timeout", TIMEOUT_S))
         pool = redis.BlockingConnectionPool.from_url(
             config.url,
             password=os.environ.get(REDIS_PASSWORD) or None,
             max_connections=threads + 1,
-            timeout=config.timeout_s,
-            socket_timeout=config.timeout_s,
-            socket_connect_timeout=config.timeout_s,
-            retry=Retry(ExponentialWithJitterBackoff(cap=config.timeout_s / 4, base=0.02), RETRIES),
+            timeout=timeout_s,
+            socket_timeout=timeout_s,
+            socket_connect_timeout=timeout_s,
+            retry=Retry(ExponentialWithJitterBackoff(cap=timeout_s / 4, base=0.02), RETRIES),
             client_name="manthan",
             protocol=2,
         )

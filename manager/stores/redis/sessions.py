@@ -88,6 +88,7 @@ class RedisSessions:
         ring: Callable[[], None],
         sealer: Sealer | None = None,
     ) -> None:
+        self.timeout_s: float = client.connection_pool.connection_kwargs["socket_timeout"]
         self._client, self._circuit, self._ranks, self._ttl_s = client, circuit, ranks, ttl_s
         self._base = self._namespace = namespace
         self._facts, self._ring, self._sealer = facts, ring, sealer

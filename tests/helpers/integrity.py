@@ -1,26 +1,75 @@
-"""Whether a manager's books agree with each other: every total counted again, every link followed both ways.
+"""Whether books agree with each other: every total counted again, every link followed both ways.
 
-For tests, after each event, and for `manthan simulate --check`; it takes time linear in blocks and sessions.
+It takes time linear in blocks and sessions.
 """
 
 from collections import Counter
 from collections.abc import Iterator
+from itertools import pairwise
 
-from manthan.manager.integrity import IntegrityError
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import HOT_STATES, Block, CodeState, Session, SessionState
+from manthan.manager.stores.arena import GRANULE, Arena
+from manthan.manager.stores.cold_store import HostStore
+from manthan.manager.stores.disk.store import DiskStore
 from manthan.manager.work import Name
+
+
+class IntegrityError(AssertionError):
+    """Says in one sentence what does not agree."""
+
+
+Findings = Iterator[tuple[bool, str]]
 
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order, _restorable):
-        for right, sentence in checks(manager):
-            if not right:
-                raise IntegrityError(sentence)
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order):
+        _raise_for(checks(manager))
 
 
-Findings = Iterator[tuple[bool, str]]
+def check_store(store: Arena | HostStore | DiskStore) -> None:
+    """The same of a store's own books. Nothing may be under way there."""
+    if isinstance(store, Arena):
+        _raise_for(_holes(store))
+    elif isinstance(store, HostStore):
+        with store._lock:
+            _raise_for(_holes(store._arena))
+    else:
+        with store._lock:
+            _raise_for(_segments(store))
+
+
+def _raise_for(findings: Findings) -> None:
+    for right, sentence in findings:
+        if not right:
+            raise IntegrityError(sentence)
+
+
+def _holes(arena: Arena) -> Findings:
+    holes = sorted(arena._size_at.items())
+    for (start, size), (following, _) in pairwise(holes):
+        yield start + size < following, f"the hole of {size} bytes at {start} reaches the one at {following}"
+    yield not holes or sum(holes[-1]) <= arena._end, f"a hole ends behind the arena's end at {arena._end}"
+    whole = all(size > 0 and not (size % GRANULE or start % GRANULE) for start, size in holes)
+    yield whole, f"a hole does not begin or end at a multiple of {GRANULE}"
+    free = sum(size for _, size in holes)
+    yield free == arena.available, f"{arena.available} bytes count as free, but the holes differ"
+    by_size = sorted((start, size) for size, starts in arena._starts.items() for start in starts)
+    by_end = sorted((start, end - start) for end, start in arena._start_before.items())
+    same = by_size == by_end == holes and arena._sizes == sorted(arena._starts)
+    yield same, "the holes by size, by start and by end are not the same"
+    in_order = all(starts and starts == sorted(starts) for starts in arena._starts.values())
+    yield in_order, "the holes of one size are not in order"
+
+
+def _segments(store: DiskStore) -> Findings:
+    alive = dict.fromkeys(store._logs, 0)
+    for kept in store._index.values():
+        alive[kept.segment.number] += kept.record.room
+    counted = {number: log.alive for number, log in store._logs.items()}
+    yield counted == alive, f"alive are {alive} bytes by segment, but {counted} count"
+    yield store._on_disk() <= store.max_bytes, f"files take {store._on_disk()} of {store.max_bytes} bytes"
 
 
 def _budget(manager: SessionMemoryManager) -> Findings:
@@ -79,26 +128,23 @@ def _totals(manager: SessionMemoryManager) -> Findings:
 
 def _blocks(manager: SessionMemoryManager) -> Findings:
     users: dict[bytes, list[Session]] = {}
-    windows: Counter[bytes] = Counter()
     for session in manager.table.by_id.values():
         for depth, block in enumerate(session.chain):
             same = manager.blocks.get(block.key) is block and block.depth == depth
             yield same, f"{block.key!r} is not the block that {session.session_id} has at {depth}"
             users.setdefault(block.key, []).append(session)
-        windows.update(session.chain[depth].key for depth in session.window)
     pins = Counter(block for blocks in manager._restores.under_way.values() for block in blocks)
     for block in manager.blocks:
         if block.group is not None:
             continue
         states = [session.state for session in users.get(block.key, [])]
         running = states.count(SessionState.HOT)
-        counts = (block.users, block.running, block.hot, block.pins, block.windows)
+        counts = (block.users, block.running, block.hot, block.pins)
         found = (
             len(states),
             running,
             sum(state in HOT_STATES for state in states),
             pins[block],
-            windows[block.key],
         )
         yield counts == found, f"{block.key!r} counts {counts}, but there are {found}"
         yield from _leaks(manager, block)
@@ -170,28 +216,19 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
 
 
 def _chains(manager: SessionMemoryManager) -> Findings:
-    table = manager.table
-    trees = dict.fromkeys(tree for session in table.by_id.values() for tree in table.chains.trees(session) if tree)
-    ends: Counter[Session] = Counter()
-    for tree in trees:
-        for node in tree.nodes():
-            ends.update(node.ends)
-            fits = node.parent is None or (node.some is not None and len(node.some.chain) >= node.depth)
-            yield fits, f"a place at {node.depth} names {node.some and node.some.session_id}, whose chain is shorter"
-            whole = node.parent is None or bool(node.ends) or len(node.children) > 1
-            yield whole, f"a place at {node.depth} is neither an end nor a fork"
-            for key, child in node.children.items():
-                way = child.some is not None and child.some.chain[node.depth].key == key
-                right = way and child.parent is node and child.depth > node.depth
-                yield right, f"the way from {node.depth} to {child.depth} is not that of {key!r}"
-            for session in node.ends:
-                known = len(session.chain) == node.depth and table.by_id.get(session.session_id) is session
-                yield known, f"{session.session_id} is entered with {node.depth} blocks, and has {len(session.chain)}"
-                keys = [block.key for block in session.chain]
-                yield tree.first(keys) in node.ends, f"{session.session_id} is not found by its keys"
-                yield tree.end(session) is node, f"{session.session_id} is said to end elsewhere than it does"
-    entered = {session: 1 + (session.asked_id is not None) for session in table.by_id.values() if session.chain}
-    yield ends == entered, "sessions are not entered once each for all of their tenant and for their name"
+    table, tips = manager.table, manager.table.tips
+    sessions = list(table.by_id.values())
+    ends = {((s.tenant, s.chain[-1].key), s) for s in sessions if s.chain}
+    found = {(place, session) for place, some in tips._ending.items() for session in some or [None]}
+    yield ends == found, f"{len(ends)} chains end, and {len(found)} tips are kept"
+    names = {((s.tenant, name), s) for s in sessions for name in {s.asked_id, None}}
+    named = {(place, session) for place, some in tips._named.items() for session in some or [None]}
+    yield names == named, f"{len(names)} names are in use, and {len(named)} are kept"
+    for session in sessions:
+        if session.chain:
+            longest = tips.longest([block.key for block in session.chain], session.asked_id, session.tenant)
+            same = longest is not None and longest.chain == session.chain
+            yield same, f"{session.session_id} is not found by its keys"
 
 
 def _order(manager: SessionMemoryManager) -> Findings:
@@ -215,23 +252,9 @@ def _order(manager: SessionMemoryManager) -> Findings:
     yield soonest is None or (due is not None and due <= soonest), f"a session is due at {soonest}, the next at {due}"
 
 
-def _restorable(manager: SessionMemoryManager) -> Findings:
-    """What whoever listens was told of, up to the last news."""
-    if not manager.restorable.is_listened_to or manager.restorable.has_news:
-        return
-    told, found = set(manager.restorable.all()), set(restorable(manager))
-    yield told == found, f"{found - told} can be restored and was not told of, and {told - found} the other way round"
-
-
-def restorable(manager: SessionMemoryManager) -> Iterator[Name]:
-    """By group and key, the blocks that the cold store gives back, found anew."""
+def stored(manager: SessionMemoryManager) -> Iterator[Name]:
+    """By group and key, the blocks that the cold store has."""
     group = manager.shape.group
-    for session in manager.table.by_id.values():
-        keys = [block.key for block in session.chain]
-        length = manager.match(keys)
-        if group is not None:
-            yield from ((group, key) for key in keys[:length])
-        anchors = (manager._anchors.at(key) for key in keys[:length])
-        for anchor in anchors:
-            if anchor is not None and anchor.stands:
-                yield from ((part.group, part.key) for part in anchor.parts if part.group is not None)
+    for block in manager.blocks:
+        if block.has_codes and (named := group if block.group is None else block.group) is not None:
+            yield named, block.key

@@ -1,0 +1,77 @@
+"""Nothing compiles after an engine is ready, and where kernels cannot be compiled it starts without them."""
+
+import sys
+from collections.abc import Callable, Iterator
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from logged import warnings
+from vllm.platforms import current_platform
+from vllm.platforms.interface import DeviceCapability
+from vllm_engine import Engine, Table
+
+from manthan.codec.cpu.exact import EXACT
+from manthan.vllm_hooks import settled
+from manthan.vllm_hooks.transfer_config import EXTRA_KEY, kv_transfer_config
+
+
+def loaded(worker: Any) -> dict[str, list[Any]]:
+    """What numba has compiled, or loaded from its cache, in a worker, by the function's name."""
+    found = {}
+    for name in ("numba_wht", "numba_rans"):
+        module = sys.modules.get(f"manthan.codec.cpu.{name}")
+        for function, made in vars(module).items() if module else ():
+            if hasattr(made, "stats"):
+                misses, hits = made.stats.cache_misses, made.stats.cache_hits
+                found[f"{name}.{function}"] = [len(made.signatures), sum(misses.values()), sum(hits.values())]
+    return found
+
+
+@pytest.fixture(scope="module")
+def engine(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
+    yield from start_engine(idle_after_s=0.1)
+
+
+def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) -> None:
+    before = engine.on_worker(loaded)
+    assert before
+    prompt, right = Table(1).question(0)
+    assert engine.ask(prompt, "first").text == right
+    engine.wait_until_cold(1)
+    assert engine.reset()
+    assert engine.ask(prompt, "first").cached_tokens > 0
+    assert engine.metric("manthan_restored_blocks_total") > 0
+    assert engine.on_worker(loaded) == before
+
+
+@pytest.fixture
+def gpu(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """An engine's configuration on a GPU, seen from a machine without NVRTC."""
+    monkeypatch.setattr(settled, "is_on_gpu", lambda config: True)
+    monkeypatch.setattr(current_platform, "is_integrated_gpu", lambda: False, raising=False)
+    model = SimpleNamespace(model="m", revision=None, use_mla=False)
+    parallel = SimpleNamespace(tensor_parallel_size=1)
+    return SimpleNamespace(kv_transfer_config=kv_transfer_config(), model_config=model, parallel_config=parallel)
+
+
+@pytest.mark.parametrize(
+    ("capability", "reason"),
+    [
+        (DeviceCapability(9, 0), "the Python package cuda-bindings is not installed"),
+        (DeviceCapability(7, 5), "its compute capability is 7.5, below 8.0"),
+    ],
+)
+def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
+    gpu: Any, capability: DeviceCapability, reason: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(current_platform, "get_device_capability", lambda: capability, raising=False)
+    monkeypatch.setattr("manthan.codec.gpu.nvrtc.nvrtc", None)
+    settled.kernel_fault.cache_clear()
+    with warnings() as said:
+        settled.settle_codec(gpu)
+    settled.kernel_fault.cache_clear()
+    config = gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]
+    assert (config["codec"]["name"], config["backend"]) == (EXACT, "numpy")
+    expected = "Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: "
+    assert said == [expected + reason]

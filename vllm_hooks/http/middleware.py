@@ -1,0 +1,88 @@
+"""Middleware of a server with Manthan: it adds /manthan, keeps headers at hand, and refuses streams with status 400."""
+
+import asyncio
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from fastapi import FastAPI
+from fastapi.responses import JSONResponse
+
+from manthan.vllm_hooks.http.api import add_gate, make_router
+from manthan.vllm_hooks.http.hints import Incoming, keep
+from manthan.vllm_hooks.http.page import PATHS, page_router
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
+
+Message = MutableMapping[str, Any]
+Send = Callable[[Message], Awaitable[None]]
+
+
+class Middleware:
+    """ASGI middleware, outside of vLLM's own, of the server of an engine with Manthan."""
+
+    def __init__(self, app: Callable[..., Awaitable[None]]) -> None:
+        self._app = app
+        self._has_begun = False
+
+    async def __call__(self, scope: dict[str, Any], receive: Any, send: Send) -> None:
+        if not self._has_begun:  # the server's start: routes can be added, and its flags are known
+            self._has_begun = True
+            add_api(scope["app"])
+        if scope["type"] == "http":
+            incoming = keep(scope["headers"])
+            send = Answer(incoming, scope, receive, send).send
+        await self._app(scope, receive, send)
+
+
+class Answer:
+    """An answer, whose beginning waits until the request is checked if it is a stream.
+
+    vLLM begins a streamed answer, with status 200, before it makes the engine's request.
+    """
+
+    def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
+        self._incoming, self._scope, self._receive, self._send = incoming, scope, receive, send
+        self._lock = asyncio.Lock()
+        self._start: Message | None = None
+        self._is_refused = False
+
+    async def send(self, message: Message) -> None:
+        async with self._lock:
+            if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
+                self._start = message
+                loop = asyncio.get_running_loop()
+                self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self._go_on())
+                return
+            await self._begin()
+            if not self._is_refused:
+                await self._send(message)
+
+    async def _go_on(self) -> None:
+        async with self._lock:
+            await self._begin()
+
+    async def _begin(self) -> None:
+        start, self._start = self._start, None
+        if start is None:
+            return
+        refusal = self._incoming.refusal
+        if refusal is None:
+            await self._send(start)
+            return
+        self._is_refused = True
+        error = {"message": str(refusal), "type": "BadRequestError", "param": None, "code": 400}
+        await JSONResponse({"error": error}, 400)(self._scope, self._receive, self._send)
+
+
+def _is_stream(message: Message) -> bool:
+    headers = dict(message.get("headers", ()))
+    return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
+
+
+def add_api(app: FastAPI) -> None:
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
+    args = app.state.args
+    if not is_on(args) or not from_vllm_config(args).api.enabled:
+        return
+    add_gate(app, args, PATHS)
+    app.include_router(make_router(args))
+    app.include_router(page_router())
