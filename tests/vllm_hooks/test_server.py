@@ -10,7 +10,7 @@ import httpx
 import pytest
 
 from manthan.benchmarks.server import Reply, VllmServer
-from manthan.vllm_hooks.plugin import HELP
+from manthan.manager.config.resolve import FLAG_KEYS
 from manthan.vllm_hooks.telemetry.metrics import METRICS
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -130,6 +130,6 @@ def test_without_flags_it_is_plain_vllm(plain_server, table) -> None:
 def test_the_flags_have_a_group_of_their_own_in_the_help() -> None:
     vllm = Path(sys.executable).with_name("vllm")
     page = subprocess.run([vllm, "serve", "--help=Manthan"], capture_output=True, text=True, check=True).stdout
-    for flag in HELP:
+    for flag in FLAG_KEYS:
         assert flag in page
     assert "Session memory manager" in page

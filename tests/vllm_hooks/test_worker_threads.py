@@ -46,6 +46,7 @@ def affinities(given: set[int], bound: set[int], folder: Any) -> str:
     return done.stdout.strip()
 
 
+@pytest.mark.slow
 def test_an_operators_affinity_is_kept(tmp_path: Any) -> None:
     cpu = max(os.sched_getaffinity(0))
     assert affinities({cpu}, {cpu}, tmp_path) == f"[{cpu}] [{cpu}]"
