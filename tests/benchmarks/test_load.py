@@ -97,6 +97,8 @@ def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     for name in ("plain", OURS):
         assert len([line for line in lines if line.strip().startswith(f"{name} ")]) == 2
     assert "Arm offload is left out" in result.output
+    [started] = [line for line in lines if "Start-up and first prompts: plain ready after " in line]
+    assert started.endswith(" of plain's)")
 
 
 def test_runs_are_merged_if_they_were_asked_the_same(found: dict[str, Any], tmp_path: Path) -> None:
