@@ -183,7 +183,7 @@ def starts(found: Sequence[Found]) -> str:
         if plain is not None and one is not plain and plain.turns.get(1):
             text += f" ({first / quantile(plain.turns[1], 0.5):.2f} of plain's)"
         parts.append(text)
-    return "; ".join(parts)
+    return "Start-up and first prompts: " + "; ".join(parts)
 
 
 def _turn_name(turn: int) -> str:

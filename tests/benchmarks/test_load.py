@@ -76,6 +76,8 @@ def test_tables_and_plot_are_shown_again(found: dict[str, Any]) -> None:
     for name in ("plain", OURS):
         assert len([line for line in lines if line.strip().startswith(f"{name} ")]) == 2
     assert "Arm offload is left out" in result.output
+    [started] = [line for line in lines if "Start-up and first prompts: plain ready after " in line]
+    assert started.endswith(" of plain's)")
 
 
 # -- a server that runs already -------------------------------------------------------------------------

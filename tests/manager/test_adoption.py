@@ -195,7 +195,7 @@ def test_a_time_to_live_that_ended_meanwhile() -> None:
     mine = manager()
     mine.adopt([left("a", "aa", 1.0, history={"ttl_s": 3.0}), left("b", "bb", 1.0, history={"ttl_s": 30.0})], 5.0)
     mine.sweep(5.0)
-    assert [info.session_id for info in mine.sessions()] == ["b"]
+    assert [info.id for info in mine.sessions()] == ["b"]
     assert mine.take_drops() == [Drop(0, chain("aa"), DropCause.EXPIRED)]
 
 

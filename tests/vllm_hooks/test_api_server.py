@@ -265,6 +265,8 @@ def test_a_running_session_is_not_evicted(api) -> None:
 
 def test_a_sleeping_engine_is_looked_at_only(api) -> None:
     api.talk("alice")
+    api.post("/sessions/alice/evict")
+    api.server.wait_for(lambda: api.ids(state="cold") == ["alice"], 60, "let alice go cold")
     assert api._http.post("/sleep?level=1").status_code == 200
     try:
         for action in ACTIONS:

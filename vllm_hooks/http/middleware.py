@@ -14,6 +14,8 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
+MOST_HELD = 8
+"""Messages of a stream that are held back at most: some routes announce an answer before they make it."""
 
 
 class Middleware:
@@ -28,9 +30,15 @@ class Middleware:
             self._has_begun = True
             add_api(scope["app"])
         if scope["type"] == "http":
-            incoming = keep(scope["headers"])
-            send = Answer(incoming, scope, receive, send).send
-        await self._app(scope, receive, send)
+            answer = Answer(keep(scope["headers"]), scope, receive, send)
+            try:
+                await self._app(scope, receive, answer.send)
+            except Exception:
+                await answer.go_on()
+                if not answer.is_refused:
+                    raise
+        else:
+            await self._app(scope, receive, send)
 
 
 class Answer:
@@ -42,35 +50,40 @@ class Answer:
     def __init__(self, incoming: Incoming, scope: dict[str, Any], receive: Any, send: Send) -> None:
         self._incoming, self._scope, self._receive, self._send = incoming, scope, receive, send
         self._lock = asyncio.Lock()
-        self._start: Message | None = None
-        self._is_refused = False
+        self._held: list[Message] | None = None
+        self.is_refused = False
+        """True if the request was refused in place of the stream."""
 
     async def send(self, message: Message) -> None:
         async with self._lock:
             if message["type"] == "http.response.start" and _is_stream(message) and not self._incoming.is_checked:
-                self._start = message
+                self._held = [message]
                 loop = asyncio.get_running_loop()
-                self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self._go_on())
+                self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self.go_on())
                 return
-            await self._begin()
-            if not self._is_refused:
+            is_early = not self._incoming.is_checked and bool(message.get("more_body"))
+            if self._held is not None and is_early and len(self._held) < MOST_HELD:
+                self._held.append(message)
+                return
+            await self._release()
+            if not self.is_refused:
                 await self._send(message)
 
-    async def _go_on(self) -> None:
+    async def go_on(self) -> None:
+        """Send what was held back."""
         async with self._lock:
-            await self._begin()
+            await self._release()
 
-    async def _begin(self) -> None:
-        start, self._start = self._start, None
-        if start is None:
-            return
+    async def _release(self) -> None:
+        held, self._held = self._held, None
         refusal = self._incoming.refusal
-        if refusal is None:
-            await self._send(start)
+        if held and refusal is not None:
+            self.is_refused = True
+            error = {"message": str(refusal), "type": "BadRequestError", "param": None, "code": 400}
+            await JSONResponse({"error": error}, 400)(self._scope, self._receive, self._send)
             return
-        self._is_refused = True
-        error = {"message": str(refusal), "type": "BadRequestError", "param": None, "code": 400}
-        await JSONResponse({"error": error}, 400)(self._scope, self._receive, self._send)
+        for message in held or ():
+            await self._send(message)
 
 
 def _is_stream(message: Message) -> bool:
