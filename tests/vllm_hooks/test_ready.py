@@ -30,11 +30,7 @@ def loaded(worker: Any) -> dict[str, list[Any]]:
 
 @pytest.fixture(scope="module")
 def engine(start_engine: Callable[..., Iterator[Engine]]) -> Iterator[Engine]:
-<<<<<<< HEAD
-    yield from start_engine(idle_after_s=0.1)
-=======
-    yield from start_engine(blocks=131, idle_after_s=0.1, sweep_interval_s=0.05)
->>>>>>> vcompat
+    yield from start_engine(blocks=131, idle_after_s=0.1)
 
 
 def test_first_blocks_to_be_encoded_and_decoded_compile_nothing(engine: Engine) -> None:
