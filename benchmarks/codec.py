@@ -25,7 +25,6 @@ from rich.box import SIMPLE
 from rich.console import Console
 from rich.table import Table
 
-from manthan.benchmarks import made_up
 from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.model import ModelFacts
 
@@ -49,7 +48,9 @@ class Result:
 
 def measure(name: str, cores: int, tokens: int, repeats: int) -> Iterator[Result]:
     """Encode and decode BLOCKS blocks of random numbers."""
-    rope = made_up.rope_of(HEAD_DIM)
+    from manthan.benchmarks.made_up import rope_of  # needs torch
+
+    rope = rope_of(HEAD_DIM)
     shape = BlockShape(LAYERS, HEADS, tokens, HEAD_DIM)
     form = BlockFormat(name, shape, bytes(16), facts=ModelFacts(rope))
     form.warm_up()

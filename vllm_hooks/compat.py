@@ -100,7 +100,7 @@ def wrap(name: str, owner: Any, make: Callable[[Any], Any], kind: Callable[[Any]
     theirs = getattr(owner, attribute)
     if hasattr(theirs, "manthan"):
         return
-    ours: Any = functools.wraps(theirs)(make(theirs))
+    ours: Any = functools.wraps(getattr(theirs, "__func__", theirs))(make(theirs))
     ours.manthan = True
     setattr(owner, attribute, kind(ours))
 

@@ -141,10 +141,10 @@ def test_bytes_are_those_of_encoded_blocks_exact_tokens_in_them() -> None:
     prefix = coded("k3v3", 8)
     assert prefix.nbytes(Setting("k3v3")) == 8 * encoded
     assert prefix.long_nbytes(Setting("k3v3")) == 256 * encoded
-    assert prefix.nbytes(Setting("k3v3", 4, 128)) == 3 * encoded + first + 4 * exact
-    assert prefix.long_nbytes(Setting("k3v3", 4, 128)) == 251 * encoded + first + 4 * exact
-    assert prefix.nbytes(Setting("k3v3", 256, 0)) == 8 * exact
-    assert prefix.long_nbytes(Setting("k3v3", 256, 0)) == 248 * encoded + 8 * exact  # not in the prefix
+    assert prefix.nbytes(Setting("k3v3", 4)) == 7 * encoded + first
+    assert prefix.long_nbytes(Setting("k3v3", 4)) == 255 * encoded + first
+    assert prefix.nbytes(Setting("k3v3", 256)) == 8 * exact
+    assert prefix.long_nbytes(Setting("k3v3", 256)) == 248 * encoded + 8 * exact  # not in the prefix
 
 
 def test_an_answer_counts_up_to_its_first_difference() -> None:

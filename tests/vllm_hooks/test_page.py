@@ -170,8 +170,8 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     )
     expect(life.locator("#life-strip svg rect.cold")).to_have_count(1)
     path = f"{server.url}/manthan/sessions/there-and-back/expect"
-    httpx.post(path, json={"tool": "search"}, headers=AUTHORIZED).raise_for_status()
-    expect(life).to_contain_text("–, after search")
+    httpx.post(path, json={"tool": "compile"}, headers=AUTHORIZED).raise_for_status()
+    expect(life).to_contain_text("–, after compile")
 
 
 def test_one_that_is_prefetched_comes_back_without_a_request(server, table, tabs) -> None:

@@ -130,7 +130,7 @@ def test_what_is_reserved_and_what_is_expected(tiny_profile: Path) -> None:
     shape = memory_shape(codec, group(), Shards(1), profile)
     centred = memory_shape(CodecConfig(name="wht-5x", sink_tokens=4), group(), Shards(1))
     assert shape.hot_nbytes / shape.cold_nbytes == pytest.approx(8, rel=0.15)  # tables' own entropy, not what they cost
-    assert centred.cold_nbytes == centred.bounds[0]
+    assert shape.cold_nbytes < centred.cold_nbytes < centred.bounds[0]
     for exact in (0, 4):
         assert shape.bounds[exact] == pytest.approx(centred.bounds[exact], rel=0.1)
     with pytest.raises(ConfigError, match="is of 4 layers, but 3 have a KV cache of their own"):
