@@ -2,7 +2,7 @@
 
 It does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. Whoever drives it (`manthan.manager.
 driver`) calls the event methods from one thread and carries out, in this order, `take_drops`, `take_releases`,
-`take_spills`.
+`take_spill_runs`.
 """
 
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
@@ -55,22 +55,6 @@ PATIENCE = 2.0
 _GROUP_AND_TENANT = attrgetter("group", "tenant")
 
 
-class SpillOrder(NamedTuple):
-    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
-
-    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains. tenant:
-    who has it stored.
-    """
-
-    key: bytes
-    first_token: int
-    exact: int
-    codec: str
-    nbytes: int
-    group: int | None = None
-    tenant: str = ""
-
-
 class SpillRun(NamedTuple):
     """Orders for several blocks of one group and one tenant: key, place of the first token in the chain, and what the
     codes are to be, of each."""
@@ -88,12 +72,6 @@ class SpillRun(NamedTuple):
         keep = [at for at in range(len(self.keys)) if at not in places]
         keys, first_tokens = [self.keys[at] for at in keep], [self.first_tokens[at] for at in keep]
         return SpillRun(keys, first_tokens, [self.encodings[at] for at in keep], self.group, self.tenant)
-
-    def orders(self) -> Iterator[SpillOrder]:
-        """One by one."""
-        columns = zip(self.keys, self.first_tokens, self.encodings, strict=True)
-        for key, first, (nbytes, exact, codec) in columns:
-            yield SpillOrder(key, first, exact, codec, nbytes, self.group, self.tenant)
 
 
 class Usage(NamedTuple):
@@ -449,10 +427,6 @@ class SessionMemoryManager:
         if most > 0:
             self._evictions.save(names, walked, most, dict.fromkeys(self._running.values()))
 
-    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
-        """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled((key,), (nbytes,), now, group)
-
     def reset(self) -> None:
         """Forget all KV, hot and cold: the weights changed, or somebody asked for it."""
         for request_id in list(self._restores.under_way):  # they read from a store that is being emptied
@@ -484,12 +458,8 @@ class SessionMemoryManager:
 
     # -- what is to be done ---------------------------------------------------------------------------
 
-    def take_spills(self, limit: int) -> list[SpillOrder]:
-        """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""
-        return [order for run in self.take_spill_runs(limit) for order in run.orders()]
-
     def take_spill_runs(self, limit: int) -> list[SpillRun]:
-        """The same by runs, which is faster."""
+        """Up to `limit` blocks to encode now; each must be answered by all_spilled, spill_failed or lost."""
         runs = []
         for (group, tenant), some in groupby(self._orders.take_spills(limit), _GROUP_AND_TENANT):
             blocks = list(some)

@@ -3,6 +3,7 @@
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 from integrity import check_integrity
+from spills import take_spills
 
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import PATIENCE
@@ -87,7 +88,7 @@ def test_a_pin_stays_when_others_come_to_share_its_head(engine: Engine) -> None:
     assert engine.manager.steering.pin(session, engine.now) == ""
     engine.talk("a one two b", "b")
     engine.sweep()
-    for order in engine.manager.take_spills(99):
+    for order in take_spills(engine.manager, 99):
         engine.stored([order.key], order.nbytes)
     assert [block.encoding.exact for block in session.chain] == [16, 16, 16]
     assert engine.talk("a one two", "a").refused == ""
