@@ -5,7 +5,7 @@ driver`) calls the event methods from one thread and carries out, in this order,
 `take_spill_runs`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import NO_HINTS, Hints, Quality
-from manthan.manager.sessions.listing import Listing
 from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
@@ -39,18 +38,17 @@ from manthan.manager.sessions.session import (
     Outcome,
     Place,
     Session,
-    SessionInfo,
     SessionState,
     common_prefix,
 )
-from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 PATIENCE = 2.0
 """A session that a request named is worth a prefetch for so many idle times: what is idle now has made room by then."""
-
+AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
+"""What an operator may ask of a session only while no request of it runs."""
 
 _GROUP_AND_TENANT = attrgetter("group", "tenant")
 
@@ -164,14 +162,6 @@ class SessionMemoryManager:
             shared_ttl_s,
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
-        self.listing = Listing(self.table)
-        self.steering = Steering(
-            self._evictions,
-            self._wishes,
-            self._pruning,
-            self.table,
-            PATIENCE * idle_after_s,
-        )
 
         # What its parts do for those who drive it; each says what.
         self.adopt = self._adoption.adopt
@@ -456,6 +446,36 @@ class SessionMemoryManager:
                 self._evictions.evict(session, now, is_hot=False)
         self._orders.releases.clear()
 
+    # -- what an operator asks for --------------------------------------------------------------------
+
+    def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
+        """Do at once what a hint or the time would do. Return in a sentence why not, if so.
+
+        Args:
+            what: evict, prefetch, expect, pin, unpin or release.
+            seconds: from `now` to the end of a pin, None for good; or to the client's return, None if it waits for the
+                tool.
+        """
+        if session.requests and what in AFTERWARDS:
+            return f"a request of it runs; it can {AFTERWARDS[what]} when that has ended"
+        match what:
+            case "evict" if session.state is SessionState.IDLE:
+                self._evictions.evict(session, now)
+            case "prefetch" if not self._wishes.may_prefetch:
+                return "sessions of this model cannot be prefetched"
+            case "prefetch":
+                self._wishes.expect([session.told_id], session.tenant, now + PATIENCE * self.idle_after_s)
+            case "expect":
+                self._wishes.await_return(session, seconds, tool, session.last_used if seconds is None else now)
+                self.table.told(session)
+            case "pin":
+                return self._wishes.pin(session, None if seconds is None else now + seconds)
+            case "unpin":
+                self._wishes.unpin(session)
+            case "release":
+                self._pruning.forget_session(session, DropCause.RELEASED)
+        return ""
+
     # -- what is to be done ---------------------------------------------------------------------------
 
     def take_spill_runs(self, limit: int) -> list[SpillRun]:
@@ -548,15 +568,6 @@ class SessionMemoryManager:
             blocks.cold_nbytes,
             self.budget.nbytes,
         )
-
-    def sessions(self) -> Iterator[SessionInfo]:
-        """All sessions that have KV, or a request."""
-        return map(self.listing.info, self.table.by_id.values())
-
-    def session(self, session_id: str) -> SessionInfo | None:
-        """The session of that id."""
-        session = self.table.by_id.get(session_id)
-        return None if session is None else self.listing.info(session)
 
 
 def _end(keys: Sequence[bytes], tail: bytes | None) -> str:

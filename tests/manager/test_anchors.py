@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from integrity import check_integrity
 from spills import spilled, take_spills
+from told import told
 
 from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -153,7 +154,7 @@ def test_of_windows_alone_only_anchors_are_kept() -> None:
     assert world.stored == {(WINDOW, KEYS[3]), (WINDOW, KEYS[4])}
     assert world.state("s") is SessionState.COLD
     assert world.manager.blocks.cold_nbytes == 100
-    assert world.manager.session("s").cold_bytes == 100
+    assert told(world.manager, "s").cold_bytes == 100
     [eviction] = world.manager.take_evictions()
     assert (eviction.hot_nbytes, eviction.cold_nbytes) == (1000, 100)
     assert (world.manager.match(KEYS), world.manager.match(KEYS[:4])) == (5, 0)
@@ -215,13 +216,13 @@ def test_pins_count_windows() -> None:
 def test_what_is_told_of_a_session_counts_its_anchor(world: World) -> None:
     world.turn("s", 5, 0)
     assert world.manager.usage.anchors == 1
-    assert world.manager.session("s").cold_bytes == 2 * 50
+    assert told(world.manager, "s").cold_bytes == 2 * 50
     world.idle(100)
     [eviction] = world.manager.take_evictions()
     assert (eviction.blocks, eviction.beside, eviction.tokens) == (5, 2, 80)
     assert (eviction.hot_nbytes, eviction.cold_nbytes) == (5 * 1000 + 2 * 200, 5 * 100 + 2 * 50)
     assert (eviction.encoded, eviction.encoded_nbytes) == (5, 500)
-    info, usage = world.manager.session("s"), world.manager.usage
+    info, usage = told(world.manager, "s"), world.manager.usage
     assert (info.blocks, info.cold_blocks, info.cold_bytes) == (5, 5, 600)
     assert (usage.cold_blocks, usage.cold_nbytes, usage.pool_nbytes) == (7, 600, 5400)
     world.manager.reset()

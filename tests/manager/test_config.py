@@ -5,19 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loaded import load_config
 from logged import warnings
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.removed import REMOVED
-from manthan.manager.config.resolve import (
-    FLAG_KEYS,
-    ConfigError,
-    ManthanConfig,
-    load_config,
-    resolve_config,
-)
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
