@@ -18,13 +18,11 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from manthan.manager.commands.completion import complete_policies
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
-from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.engine import replay, total_blocks
 from manthan.manager.simulator.replay import Setup
 from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
@@ -44,7 +42,7 @@ class Run(NamedTuple):
 class Result:
     """Figures of a replay. Shares are of the asked blocks, partial ones included; times in seconds.
 
-    best_share: what Belady's optimum finds in one cache as large as pool and cold store. evictions: sessions gone cold.
+    evictions: sessions gone cold.
     """
 
     policy: str
@@ -52,7 +50,6 @@ class Result:
     cold_tokens: int
     hot_share: float
     restored_share: float
-    best_share: float
     first_token_mean_s: float
     first_token_p99_s: float
     evictions: int
@@ -65,9 +62,7 @@ def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's.")],
     policy: Annotated[
         str,
-        typer.Option(
-            help="Names, with options as NAME:OPTION=VALUE, separated by commas.", autocompletion=complete_policies
-        ),
+        typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%).")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
@@ -132,7 +127,6 @@ def _run(run: Run) -> Result:
     tally = replay(requests, setup)
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked = sum(one.asked for one in served)
-    best = belady(requests, setup.block_tokens, setup.hot_blocks + setup.cold_blocks, setup.first_measured)
     seconds = np.array([one.first_token_s for one in served])
     return Result(
         run.label,
@@ -140,7 +134,6 @@ def _run(run: Run) -> Result:
         setup.cold_blocks * setup.block_tokens,
         sum(one.hot for one in served) / asked,
         sum(one.restored for one in served) / asked,
-        best / asked,
         float(seconds.mean()),
         float(np.percentile(seconds, 99)),
         tally.evictions,
@@ -153,14 +146,14 @@ def _run(run: Run) -> Result:
 def _table(results: Sequence[Result]) -> Table:
     """A row a replay; shares of the asked blocks, in percent."""
     table = Table(
-        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "best possible", "first token", "p99"),
+        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "first token", "p99"),
         *("evictions", "encoded", "restored blocks", "dropped"),
         box=None,
     )
     for column in table.columns[1:]:
         column.justify = "right"
     for row in results:
-        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share, row.best_share)
+        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share)
         table.add_row(
             row.policy,
             *(f"{tokens:,}" for tokens in (row.hot_tokens, row.cold_tokens)),
