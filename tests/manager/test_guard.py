@@ -19,7 +19,7 @@ WHOLE = MemoryShape(16, 500, dict.fromkeys((0, 4, 16), 500))
 
 def fidelity(codec: str, noise: float, decode_s: float = 0.0) -> Fidelity:
     layers = np.full(3, noise * LOGIT_NOISE, np.float32)
-    return Fidelity(codec, 256, layers, layers, 1 - layers, 1 - layers, layers, 4.0, decode_s)
+    return Fidelity(codec, 256, layers, layers, decode_s)
 
 
 def verdict(coarse: float, finer: float = 0.1, rank: int = 0) -> Verdict:
