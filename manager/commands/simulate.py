@@ -2,8 +2,6 @@
 
 import gc
 import json
-import multiprocessing
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -25,7 +23,7 @@ from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
 from manthan.manager.simulator.engine import replay, total_blocks
 from manthan.manager.simulator.replay import Setup
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
@@ -69,7 +67,6 @@ def simulate(
     idle_after: Annotated[float | None, typer.Option(help="As idle_after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = os.cpu_count() or 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
@@ -98,7 +95,10 @@ def simulate(
         )
         for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
     ]
-    results = _run_all(read, runs, jobs)
+    gc.freeze()  # a replay makes many objects that live long and are in no cycles
+    gc.set_threshold(50_000, 20, 20)
+    bar = track(runs, "replays", len(runs), console=Console(stderr=True), transient=True)
+    results = [_run(run, read.requests) for run in bar]
     make_console().print(_table(results))
     if json_file is not None:
         about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
@@ -106,24 +106,8 @@ def simulate(
         json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def _run_all(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Result]:
-    """Return the results in the order of the runs."""
-    global _trace
-    _trace = trace  # forked processes have it too
-    gc.freeze()  # a replay makes many objects that live long and are in no cycles
-    gc.set_threshold(50_000, 20, 20)
-    bar = Console(stderr=True)
-    if jobs == 1 or len(runs) == 1:
-        return list(track(map(_run, runs), "replays", len(runs), console=bar, transient=True))
-    with multiprocessing.get_context("fork").Pool(min(jobs, len(runs))) as pool:
-        return list(track(pool.imap(_run, runs), "replays", len(runs), console=bar, transient=True))
-
-
-_trace: Trace
-
-
-def _run(run: Run) -> Result:
-    setup, requests = run.setup, _trace.requests
+def _run(run: Run, requests: Sequence[TracedRequest]) -> Result:
+    setup = run.setup
     tally = replay(requests, setup)
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked = sum(one.asked for one in served)

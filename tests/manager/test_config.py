@@ -163,14 +163,6 @@ def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
     assert refusal(flags={key: value}) == f"argument: {leaf} must be {FIELDS[leaf].description}, not {value!r}"
 
 
-@pytest.mark.parametrize(("value", "seconds"), [("5m", "300"), ("1.5 h", "5400"), ("500ms", "0.5"), ("30s", "30")])
-def test_a_duration_with_a_unit_is_answered_with_its_seconds(value: str, seconds: str) -> None:
-    assert refusal(flags={"--manthan-idle-after": value}) == (
-        "--manthan-idle-after: idle_after_s must be a plain number of seconds above 0, such as 300, "
-        f"not '{value}' (write {seconds})"
-    )
-
-
 def test_tenants_are_a_mapping_in_yaml_and_json_in_the_environment(write: WriteYaml) -> None:
     path = write('quotas: {tenants: {acme: 0.5, "42": 0.1, a.b: 0}}')
     assert load(path).quotas.tenants == {"acme": 0.5, "42": 0.1, "a.b": 0}
