@@ -19,13 +19,6 @@ from typing import Annotated
 import typer
 
 from manthan.codec import DEFAULT
-from manthan.manager.commands.completion import complete_codecs, completes
-
-
-def _arms() -> tuple[str, ...]:
-    from manthan.benchmarks.capacity_arms import ARMS
-
-    return ARMS
 
 
 def capacity(
@@ -34,13 +27,10 @@ def capacity(
         str,
         typer.Option(
             help="Of plain, offload, host, device, redis, tiered; default: plain, host, on a GPU all 4.",
-            autocompletion=completes(_arms),
         ),
     ] = "",
     budgets: Annotated[str, typer.Option(help="Sizes with commas between, such as 64MiB,128MiB.")] = "",
-    codecs: Annotated[
-        str, typer.Option(help="Of Manthan's arms, with commas between.", autocompletion=complete_codecs)
-    ] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
     tokens: Annotated[int, typer.Option(help="Of a session's prompt; 0: 2000, on a GPU 8192.")] = 0,
     model: Annotated[
         Path | None, typer.Option(help="A model's folder; without weights in it they are made up.")

@@ -16,8 +16,7 @@ import typer
 from rich.table import Table
 
 from manthan.manager.commands.console import make_console
-from manthan.manager.doctor.template import Message, common
-from manthan.vllm_hooks.doctor.command import LocalRenderer
+from manthan.manager.doctor.template import Message, Renderer, common
 
 BETWEEN_MINUTES = 7
 """How long a user thinks."""
@@ -178,7 +177,7 @@ def turns(tokenizer: Any, behaviour: Behaviour, lengths: "Lengths", count: int, 
     before: list[int] = []
     for number, messages in enumerate(conversation(lengths, count, behaviour.has_calls)):
         tools = tuple(tool(at) for at in range(2 + behaviour.tools * number))
-        renderer = LocalRenderer(tokenizer, behaviour.template, tools)
+        renderer = Renderer(tokenizer, behaviour.template, tools)
         for message in messages:
             if message["role"] == "assistant":
                 prompt = renderer.render(history, asks=True, minutes=BETWEEN_MINUTES * number)

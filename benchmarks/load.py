@@ -24,7 +24,6 @@ from pydantic import ByteSize, TypeAdapter, ValidationError
 from manthan.benchmarks.shapes import DEFAULT as DEFAULT_SHAPE
 from manthan.benchmarks.shapes import PUBLIC
 from manthan.codec import DEFAULT
-from manthan.manager.commands.completion import complete_codecs, completes
 from manthan.manager.config.model import ManthanConfig
 
 
@@ -35,12 +34,6 @@ class Thinking(StrEnum):
     exponential = "exponential"
 
 
-def _arms() -> tuple[str, ...]:
-    from manthan.benchmarks.load_arms import ARMS
-
-    return ARMS
-
-
 def load(
     context: typer.Context,
     arms: Annotated[
@@ -48,12 +41,9 @@ def load(
         typer.Option(
             help="Of plain, wide, offload, lmcache, host, device, disk, redis, tiered; default: plain, wide, host; "
             "on a GPU plain, offload, host.",
-            autocompletion=completes(_arms),
         ),
     ] = "",
-    codecs: Annotated[
-        str, typer.Option(help="Of Manthan's arms, with commas between.", autocompletion=complete_codecs)
-    ] = DEFAULT,
+    codecs: Annotated[str, typer.Option(help="Of Manthan's arms, with commas between.")] = DEFAULT,
     chats: Annotated[int, typer.Option(min=0, help="That come; 0: 20, on a GPU 64.")] = 0,
     tokens: Annotated[int, typer.Option(min=0, help="Of a chat's first prompt; 0: 512, on a GPU 8192.")] = 0,
     turns: Annotated[int, typer.Option(min=1, help="Of each chat.")] = 3,

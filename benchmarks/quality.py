@@ -39,7 +39,6 @@ from manthan.benchmarks.quality_settings import (
 )
 from manthan.codec import DEFAULT
 from manthan.codec.model import ModelFacts
-from manthan.manager.commands.completion import complete_codecs
 
 CPU_BLOCK, GPU_BLOCK = 32, 16
 ANSWER = 48
@@ -199,7 +198,7 @@ def main(
     text: Annotated[Path | None, typer.Option(help="What the model reads, UTF-8; tiny-llama brings its own.")] = None,
     codec: Annotated[
         str,
-        typer.Option(help="Codecs, by comma; all that are registered if not given.", autocompletion=complete_codecs),
+        typer.Option(help="Codecs, by comma; all that are registered if not given."),
     ] = "",
     exact: Annotated[str, typer.Option(help="Numbers of first tokens that are left exact, by comma.")] = "0",
     profile: Annotated[

@@ -30,7 +30,6 @@ from manthan.benchmarks.local_redis import redis_at
 from manthan.benchmarks.restore_report import CAPACITY, DISK, LATENCY, NAMED, OURS, REDIS, show
 from manthan.benchmarks.shapes import DEFAULT, PUBLIC, Shape, write_model
 from manthan.codec.registry import needs_profile
-from manthan.manager.commands.completion import complete_codecs
 
 SESSIONS = 3
 """Asked in turn, on a pool with room for POOL_SESSIONS: whoever returns was overwritten by the others."""
@@ -303,9 +302,7 @@ def main(
     capacity_sessions: Annotated[int, typer.Option(help="The budget: bytes of so many bf16 sessions.")] = 16,
     only: Annotated[Only | None, typer.Option(help="One of the two measurements.")] = None,
     arms: Annotated[str, typer.Option(help="Only these, with commas between.")] = "",
-    codecs: Annotated[
-        str, typer.Option(help="Arm host with each of these, by comma.", autocompletion=complete_codecs)
-    ] = "",
+    codecs: Annotated[str, typer.Option(help="Arm host with each of these, by comma.")] = "",
     profile: Annotated[Path | None, typer.Option(help="The model's, for codecs that take one.")] = None,
     model: Annotated[Path | None, typer.Option(help="Folder with a config.json, instead of a shape.")] = None,
     shape: Annotated[str, typer.Option(help=f"Of a public model: {', '.join(PUBLIC)}.")] = DEFAULT,

@@ -51,20 +51,12 @@ class NothingToMeasureError(CodecError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What a codec does to keys and values. By layer, [layers]: noise as above, cosines of what comes back with what
-    was, and what share of the keys' energy their mean has.
-
-    tokens: so many were measured. outlier: the largest number of all keys over their root mean square.
-    """
+    """What a codec does to keys and values of so many tokens: noise as above by layer, [layers]."""
 
     codec: str
     tokens: int
     logit_noise: Floats
     value_noise: Floats
-    key_cosine: Floats
-    value_cosine: Floats
-    mean_share: Floats
-    outlier: float
     decode_s: float = 0.0
     """Seconds that decoding took for each token; 0 if that is not known."""
 
@@ -86,13 +78,12 @@ class Fidelity:
     @classmethod
     def median(cls, found: "Sequence[Fidelity]") -> "Fidelity":
         """Median of several measurements of one codec, layer by layer, so that one odd session decides nothing."""
-        names = ("logit_noise", "value_noise", "key_cosine", "value_cosine", "mean_share")
+        names = ("logit_noise", "value_noise")
         middle = {name: np.median([getattr(one, name) for one in found], axis=0) for name in names}
         return replace(
             found[0],
             **middle,
             tokens=sum(one.tokens for one in found),
-            outlier=float(np.median([one.outlier for one in found])),
             decode_s=min(one.decode_s for one in found),
         )
 
@@ -115,25 +106,12 @@ class Fidelity:
 
         positions: [tokens], their places in the chain. rope: how the model turns keys, if that is known.
         """
-        layers = [
-            _of_layer(layer_keys, back_keys, positions, rope)
-            for layer_keys, back_keys in zip(keys, kept[0], strict=True)
-        ]
-        logits, shares = np.array(layers, np.float32).T
+        pairs = zip(keys, kept[0], strict=True)
+        logits = np.array([_of_layer(of_layer, back, positions, rope) for of_layer, back in pairs], np.float32)
         centred = values - values.mean(axis=2, keepdims=True)
         wrong, differs = kept[1] - values, _differ(centred, values)[..., None, None]
         value_noise = _energy(wrong * differs) / (_energy(centred * differs) + TINY)
-        largest = float(np.abs(keys).max(initial=0))
-        return cls(
-            codec,
-            keys.shape[2],
-            logits,
-            value_noise,
-            _cosine(keys, kept[0]),
-            _cosine(values, kept[1]),
-            shares,
-            largest / float(np.sqrt(np.square(keys, dtype=np.float64).mean()) + TINY),
-        )
+        return cls(codec, keys.shape[2], logits, value_noise)
 
 
 @dataclass(frozen=True)
@@ -204,31 +182,22 @@ def _attended(turned: Floats, latents: Floats) -> tuple[Floats, Floats]:
     return np.concatenate([values, turned], axis=3), values
 
 
-def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | None) -> tuple[float, float]:
-    """The noise of a layer's logits, and what share of its keys' energy their mean has. keys: [heads, tokens, D]."""
+def _of_layer(keys: Floats, back: Floats, positions: Positions, rope: Rope | None) -> float:
+    """The noise of a layer's logits. keys: [heads, tokens, D]."""
     turned = keys if rope is None else rope.turn_back(keys, positions)
-    mean = turned.mean(axis=1, keepdims=True)
-    centred = turned - mean
-    share = float(np.square(mean).sum() * keys.shape[1] / (np.square(turned).sum() + TINY))
+    centred = turned - turned.mean(axis=1, keepdims=True)
     differs = _differ(centred, turned)
     if not differs.any():
-        return 0.0, min(share, 1.0)
+        return 0.0
     if rope is not None:
         centred = rope.turn(centred, positions)
     centred, keys, back = centred[differs], keys[differs], back[differs]
     queries = centred[:, :: 2 * -(-keys.shape[1] // (2 * QUERIES))]
     wanted, wrong = (queries @ np.swapaxes(x[:, 1::2], 1, 2) for x in (centred, back - keys))
     noise = wrong.var(axis=2).mean() / (wanted.var(axis=2).mean() + TINY) if keys.shape[1] > 1 else 0.0
-    return float(noise), min(share, 1.0)
+    return float(noise)
 
 
 def _energy(x: Floats) -> Floats:
     found: Floats = np.square(x, dtype=np.float64).sum(axis=(1, 2, 3)).astype(np.float32)
-    return found
-
-
-def _cosine(x: Floats, y: Floats) -> Floats:
-    """Mean over all vectors, by layer."""
-    lengths = np.sqrt(np.square(x).sum(axis=3) * np.square(y).sum(axis=3))
-    found: Floats = ((x * y).sum(axis=3) / (lengths + TINY)).mean(axis=(1, 2))
     return found

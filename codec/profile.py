@@ -119,15 +119,6 @@ class Profile:
             )
         return replace(self, ranks=(self.ranks[rank],))
 
-    def for_layers(self, layers: Sequence[int]) -> "Profile":
-        """What a KV cache group of these layers of the model needs, in their order."""
-        missing = [layer for layer in layers if not 0 <= layer < len(self.ranks[0])]
-        if missing:
-            raise ProfileError(
-                f"the profile of {self.info.model} has {len(self.ranks[0])} layers, and none of number {missing[0]}."
-            )
-        return replace(self, ranks=tuple(tuple(rank[layer] for layer in layers) for rank in self.ranks))
-
     @property
     def layers(self) -> tuple[LayerProfile, ...]:
         """Of the one rank that a cut is for. Raises ProfileError for a profile of several."""

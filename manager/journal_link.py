@@ -2,12 +2,12 @@
 what an earlier one left."""
 
 import time
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from itertools import takewhile
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
-from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession, Part
+from manthan.manager.sessions.adoption import FACTS, HISTORY, LeftAnchor, LeftSession, Part
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import NO_CODES, Anchor, Block, CodeState, Encoding, Session, SessionState
 from manthan.manager.stores.disk.journal import (
@@ -193,9 +193,10 @@ class JournalLink:
         if not chain or (self._needs_anchors and not standing):
             return None
         try:
-            return _left(written, offset, [block.key for block in chain], standing, codes, derived)
+            facts = _shifted(written.facts, offset)
         except (KeyError, TypeError):
             return None
+        return LeftSession(written.session_id, facts, [block.key for block in chain], standing, codes, derived)
 
     def _was_stored(self, block: JournalBlock, sizes: Mapping[Name, int]) -> bool:
         """Whether a chain's block has what it is to have."""
@@ -220,27 +221,8 @@ def _facts(session: Session, offset: float) -> dict[str, object]:
     }
 
 
-def _left(
-    written: JournalSession,
-    offset: float,
-    chain: Sequence[bytes],
-    anchors: Sequence[LeftAnchor],
-    codes: Mapping[Part, Encoding],
-    derived: Collection[Part],
-) -> LeftSession:
-    """Raises KeyError and TypeError for facts that are not those of `_facts`."""
-    facts = written.facts
-    expected = facts["expected"]
-    return LeftSession(
-        written.session_id,
-        facts["asked_id"],
-        facts["tenant"],
-        facts["created"] - offset,
-        facts["last_used"] - offset,
-        facts["pinned"],
-        {name: facts[name] for name in HISTORY} | {"expected": expected and expected - offset},
-        chain,
-        anchors,
-        codes,
-        derived,
-    )
+def _shifted(facts: Mapping[str, Any], offset: float) -> dict[str, Any]:
+    """Return what `_facts` made, on the manager's clock. Raises KeyError and TypeError for other facts."""
+    times = {name: facts[name] - offset for name in ("created", "last_used")}
+    expected = facts["expected"] and facts["expected"] - offset
+    return {name: facts[name] for name in FACTS} | times | {"expected": expected}

@@ -43,8 +43,3 @@ class ByteQueue:
         nbytes = self._sizes.pop(session_id, 0)
         self.nbytes -= nbytes
         return nbytes
-
-    def trim(self, limit: float) -> None:
-        """Take out the first ones until the bytes are within the limit."""
-        while self._sizes and self.nbytes > limit:
-            self.nbytes -= self._sizes.popitem(last=False)[1]

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 from documents import REPO, documents
+from loaded import load_config
 
 from manthan.manager.config.model import GROUPS, RedisConfig
-from manthan.manager.config.resolve import load_config
 from manthan.manager.sessions.hints import HIGHEST_PRIORITY, LONGEST_NAME, MOST_PREFETCHES, Hints, parse_hints
 from manthan.manager.sessions.session import DropCause
 

@@ -14,7 +14,8 @@ from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
 from manthan.manager.sessions.marks import Owner
-from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
+from manthan.manager.work import GroupBlocks, Load
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 from manthan.vllm_hooks.support import check_supported
 from manthan.vllm_hooks.telemetry.metrics import ManthanPromMetrics, ManthanStats

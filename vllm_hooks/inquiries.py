@@ -6,7 +6,7 @@ seconds.
 """
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -35,15 +35,7 @@ class Inquiries:
 
     def __init__(self, half: "SchedulerHalf") -> None:
         self._half, self._manager, self._store = half, half.manager, half.config.cold_store
-        self._listing, steering = Listing(half.manager.table, self._store.tier_names), half.manager.steering
-        self._does: dict[str, Callable[..., str]] = {
-            "evict": steering.evict,
-            "prefetch": steering.prefetch,
-            "expect": steering.expect,
-            "pin": steering.pin,
-            "unpin": steering.unpin,
-            "release": steering.release,
-        }
+        self._listing = Listing(half.manager.table, self._store.tier_names)
 
     def reply(self, what: str, asked: dict[str, Any]) -> bytes:
         """The answer in JSON; what that does not know, as an option of a policy may be, as text."""
@@ -116,7 +108,7 @@ class Inquiries:
         if self._half.is_out_of_use:
             return _refused(ASLEEP, "The engine sleeps.")
         said = {name: value for name, value in asked.items() if name not in ("id", "bound")}
-        refused = self._does[what](session, time.monotonic(), **said)
+        refused = self._manager.steer(what, session, time.monotonic(), **said)
         self._half.steered()
         return _refused(NOT_NOW, f"Not now: {refused}.") if refused else None
 

@@ -5,30 +5,7 @@ from dataclasses import dataclass, field
 
 from vllm.distributed.kv_transfer.kv_connector.v1.base import KVConnectorMetadata, KVConnectorWorkerMetadata
 
-from manthan.manager.work import (
-    FailedBlock,
-    GroupBlocks,
-    GroupKeys,
-    Load,
-    LoadResult,
-    Name,
-    SpillBlock,
-    SpillResult,
-    Verdict,
-)
-
-__all__ = [
-    "FailedBlock",
-    "GroupBlocks",
-    "GroupKeys",
-    "Load",
-    "LoadResult",
-    "ManthanMetadata",
-    "ManthanWorkerMetadata",
-    "SpillBlock",
-    "SpillResult",
-    "Verdict",
-]
+from manthan.manager.work import GroupKeys, Load, LoadResult, Name, SpillBlock, SpillResult, Verdict
 
 
 @dataclass

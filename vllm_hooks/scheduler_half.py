@@ -25,7 +25,7 @@ from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.session import MemoryShape, Place, SessionState
 from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
-from manthan.manager.work import on_each
+from manthan.manager.work import GroupBlocks, Load, on_each
 from manthan.vllm_hooks.compat import (
     Boundary,
     Resets,
@@ -42,7 +42,7 @@ from manthan.vllm_hooks.http.hints import PARAMS, answer_to, hints_of, tenant_of
 from manthan.vllm_hooks.http.salts import salts_of
 from manthan.vllm_hooks.inquiries import METHOD, Inquiries
 from manthan.vllm_hooks.memory import Shards, fallback_shapes, memory_shape, with_windows
-from manthan.vllm_hooks.messages import GroupBlocks, Load, ManthanMetadata, ManthanWorkerMetadata
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import engine_name, make_sessions, namespace_of
 from manthan.vllm_hooks.support import (

@@ -100,12 +100,6 @@ def profile_digest(vllm_config: "VllmConfig") -> str:
     return str(_extra(vllm_config).get(DIGEST, ""))
 
 
-def is_codec_chosen(vllm_config: "VllmConfig") -> bool:
-    """Whether the codec was chosen here, so that it may be another one at the next start."""
-    asked = _extra(vllm_config).get(ASKED)
-    return asked is not None and CodecConfig.model_validate(asked).name == AUTO
-
-
 def settled_profile(vllm_config: "VllmConfig") -> Profile | None:
     """The profile that codes are made with. Raises ConfigError for another one than was there when the engine began to
     start."""

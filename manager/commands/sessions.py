@@ -5,7 +5,7 @@ import os
 from collections.abc import Mapping
 from datetime import datetime
 from http.client import HTTPException
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
 from urllib.request import Request, urlopen
@@ -26,6 +26,11 @@ Tenant = Annotated[str, typer.Option("--tenant", metavar="NAME", help="Whose ses
 Id = Annotated[str, typer.Argument(metavar="SESSION", help="Its id, as `list` shows it.")]
 COLUMNS = ("id", "tenant", "state", "tokens", "hot_bytes", "tiers", "last_used", "requests", "pinned")
 LOCAL = "http://127.0.0.1:8000"
+
+
+class AskError(Exception):
+    """A server did not answer as asked; one sentence."""
+
 
 app = typer.Typer(no_args_is_help=True, help=f"Sessions of a running server; its API key is read from {KEY_ENV}.")
 
@@ -83,6 +88,20 @@ def release(session: Id, url: Url = LOCAL, tenant: Tenant = "") -> None:
 
 def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     """Return the server's answer, or end the program with one sentence."""
+    try:
+        return ask(url, path, body)
+    except AskError as error:
+        typer.echo(str(error), err=True)
+        raise typer.Exit(1) from None
+
+
+def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
+    """Return the answer of Manthan's API at the server of this URL. Raises AskError.
+
+    Args:
+        path: behind /manthan.
+        body: of a POST; None for a GET.
+    """
     headers, key = {"Content-Type": "application/json"}, os.environ.get(KEY_ENV)
     if key:
         headers["Authorization"] = f"Bearer {key}"
@@ -94,12 +113,12 @@ def _ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     except HTTPError as error:
         told = error.read()
         if b'"message"' not in told:
-            _end(f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})")
-        _end(str(json.loads(told)["error"]["message"]))
+            raise AskError(f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})") from None
+        raise AskError(str(json.loads(told)["error"]["message"])) from None
     except (OSError, HTTPException) as error:
-        _end(f"The server at {url} cannot be reached: {getattr(error, 'reason', error)}.")
+        raise AskError(f"The server at {url} cannot be reached: {getattr(error, 'reason', error)}.") from None
     except ValueError as error:
-        _end(f"There is no server with Manthan at {url}: {error}.")
+        raise AskError(f"There is no server with Manthan at {url}: {error}.") from None
 
 
 def _path(session: str, tenant: str) -> str:
@@ -115,8 +134,3 @@ def _value(name: str, value: Any) -> str:
     if isinstance(value, dict):
         return " and ".join(f"{ByteSize(part['bytes']).human_readable()} {tier}" for tier, part in value.items())
     return str(value)
-
-
-def _end(sentence: str) -> NoReturn:
-    typer.echo(sentence, err=True)
-    raise typer.Exit(1)

@@ -2,8 +2,6 @@
 
 import gc
 import json
-import multiprocessing
-import os
 import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,16 +16,14 @@ from rich.console import Console
 from rich.progress import track
 from rich.table import Table
 
-from manthan.manager.commands.completion import complete_policies
 from manthan.manager.commands.console import make_console
 from manthan.manager.config.model import PolicyConfig
 from manthan.manager.config.registered import ChosenPolicy, choose_policy
 from manthan.manager.config.resolve import ConfigError, resolve_config
 from manthan.manager.config.sentences import nearest
-from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.engine import replay, total_blocks
 from manthan.manager.simulator.replay import Setup
-from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TraceError, read_trace
+from manthan.manager.simulator.traces import MOONCAKE_BLOCK_TOKENS, Trace, TracedRequest, TraceError, read_trace
 from manthan.policies import BadPolicyError, UnknownPolicyError, get_policy
 
 _UNITS = {"": 1, "k": 1_000, "M": 1_000_000, "G": 1_000_000_000}
@@ -44,7 +40,7 @@ class Run(NamedTuple):
 class Result:
     """Figures of a replay. Shares are of the asked blocks, partial ones included; times in seconds.
 
-    best_share: what Belady's optimum finds in one cache as large as pool and cold store. evictions: sessions gone cold.
+    evictions: sessions gone cold.
     """
 
     policy: str
@@ -52,7 +48,6 @@ class Result:
     cold_tokens: int
     hot_share: float
     restored_share: float
-    best_share: float
     first_token_mean_s: float
     first_token_p99_s: float
     evictions: int
@@ -65,16 +60,13 @@ def simulate(
     trace: Annotated[Path, typer.Argument(metavar="TRACE", help="JSON lines as Mooncake's.")],
     policy: Annotated[
         str,
-        typer.Option(
-            help="Names, with options as NAME:OPTION=VALUE, separated by commas.", autocompletion=complete_policies
-        ),
+        typer.Option(help="Names, with options as NAME:OPTION=VALUE, separated by commas."),
     ] = "lru,returns",
     hot: Annotated[str, typer.Option(help="The KV pool: tokens (64000, 4M) or a share (5%).")] = "5%",
     cold: Annotated[str, typer.Option(help="The cold store: tokens that its blocks stand for, or a share.")] = "10%",
     idle_after: Annotated[float | None, typer.Option(help="As idle_after_s.")] = None,
     measure_from: Annotated[float, typer.Option(min=0, max=0.99, help="Count only what follows this share.")] = 0,
     block_tokens: Annotated[int, typer.Option(min=1, help="Of a block.")] = MOONCAKE_BLOCK_TOKENS,
-    jobs: Annotated[int, typer.Option(min=1, help="Processes side by side.")] = os.cpu_count() or 1,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all figures into this file.")] = None,
 ) -> None:
     """Replay a request trace for each policy and each pair of capacities."""
@@ -103,7 +95,10 @@ def simulate(
         )
         for (label, kind, options), (hot_blocks, cold_blocks) in product(policies, pairs)
     ]
-    results = _run_all(read, runs, jobs)
+    gc.freeze()  # a replay makes many objects that live long and are in no cycles
+    gc.set_threshold(50_000, 20, 20)
+    bar = track(runs, "replays", len(runs), console=Console(stderr=True), transient=True)
+    results = [_run(run, read.requests) for run in bar]
     make_console().print(_table(results))
     if json_file is not None:
         about = {"name": read.name, "requests": len(read.requests), "distinct_blocks": read.distinct_blocks}
@@ -111,28 +106,11 @@ def simulate(
         json_file.write_text(json.dumps({"trace": about, "results": rows}, indent=1) + "\n", encoding="utf-8")
 
 
-def _run_all(trace: Trace, runs: Sequence[Run], jobs: int) -> list[Result]:
-    """Return the results in the order of the runs."""
-    global _trace
-    _trace = trace  # forked processes have it too
-    gc.freeze()  # a replay makes many objects that live long and are in no cycles
-    gc.set_threshold(50_000, 20, 20)
-    bar = Console(stderr=True)
-    if jobs == 1 or len(runs) == 1:
-        return list(track(map(_run, runs), "replays", len(runs), console=bar, transient=True))
-    with multiprocessing.get_context("fork").Pool(min(jobs, len(runs))) as pool:
-        return list(track(pool.imap(_run, runs), "replays", len(runs), console=bar, transient=True))
-
-
-_trace: Trace
-
-
-def _run(run: Run) -> Result:
-    setup, requests = run.setup, _trace.requests
+def _run(run: Run, requests: Sequence[TracedRequest]) -> Result:
+    setup = run.setup
     tally = replay(requests, setup)
     served = [one for one in tally.served[setup.first_measured :] if one is not None]
     asked = sum(one.asked for one in served)
-    best = belady(requests, setup.block_tokens, setup.hot_blocks + setup.cold_blocks, setup.first_measured)
     seconds = np.array([one.first_token_s for one in served])
     return Result(
         run.label,
@@ -140,7 +118,6 @@ def _run(run: Run) -> Result:
         setup.cold_blocks * setup.block_tokens,
         sum(one.hot for one in served) / asked,
         sum(one.restored for one in served) / asked,
-        best / asked,
         float(seconds.mean()),
         float(np.percentile(seconds, 99)),
         tally.evictions,
@@ -153,14 +130,14 @@ def _run(run: Run) -> Result:
 def _table(results: Sequence[Result]) -> Table:
     """A row a replay; shares of the asked blocks, in percent."""
     table = Table(
-        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "best possible", "first token", "p99"),
+        *("policy", "hot tokens", "cold tokens", "hot", "restored", "found", "first token", "p99"),
         *("evictions", "encoded", "restored blocks", "dropped"),
         box=None,
     )
     for column in table.columns[1:]:
         column.justify = "right"
     for row in results:
-        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share, row.best_share)
+        shares = (row.hot_share, row.restored_share, row.hot_share + row.restored_share)
         table.add_row(
             row.policy,
             *(f"{tokens:,}" for tokens in (row.hot_tokens, row.cold_tokens)),

@@ -20,7 +20,7 @@ from manthan.manager.config.model import FIELDS, FLAGS, GROUPS, REDIS_PASSWORD, 
 from manthan.manager.config.removed import REMOVED
 from manthan.manager.config.sentences import first_mistake, must_be, nearest
 
-__all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "load_config", "resolve_config"]
+__all__ = ["FLAG_KEYS", "ConfigError", "ManthanConfig", "Resolved", "resolve_config"]
 
 logger = logging.getLogger("vllm.manthan")
 
@@ -41,16 +41,6 @@ class Resolved(NamedTuple):
 class _Given(NamedTuple):
     value: object
     source: str
-
-
-def load_config(
-    path: str | Path | None = None,
-    *,
-    env: Mapping[str, str] | None = None,
-    flags: Mapping[str, object] | None = None,
-) -> ManthanConfig:
-    """The configuration from all sources; see `resolve_config`."""
-    return resolve_config(path, env=env, flags=flags).config
 
 
 def resolve_config(

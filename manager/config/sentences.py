@@ -7,8 +7,6 @@ from typing import NamedTuple
 
 from pydantic import ValidationError
 
-_SECONDS_PER = {"ms": 0.001, "s": 1, "sec": 1, "m": 60, "min": 60, "h": 3600, "d": 86400}
-
 
 class Mistake(NamedTuple):
     """The first thing that pydantic found. key: dotted, empty where a validator compares several; said: by that one.
@@ -44,7 +42,7 @@ def must_be(key: str, right: str | None, value: object, show: Callable[[object],
     shown = show(value)
     if key == "redis.url" and re.search("[@?]", str(value)):  # there may be a password in it
         shown = "a URL with '@' or '?' in it"
-    return f"{key} must be {right}, not {shown}{_in_seconds(key, value)}"
+    return f"{key} must be {right}, not {shown}"
 
 
 def nearest(name: str, valid: Iterable[str]) -> str:
@@ -56,11 +54,3 @@ def nearest(name: str, valid: Iterable[str]) -> str:
     if close:
         return f" (did you mean '{close[0]}'?)"
     return f" (valid: {', '.join(valid)})"
-
-
-def _in_seconds(key: str, value: object) -> str:
-    """What someone who wrote `5m` should have written."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?) *(ms|s|sec|m|min|h|d)", str(value).strip())
-    if not key.endswith("_s") or not match:
-        return ""
-    return f" (write {float(match[1]) * _SECONDS_PER[match[2]]:g})"

@@ -5,8 +5,12 @@ messages. What it repeats, token by token from the first one on, is found again;
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple, Protocol, TypeAlias
+from dataclasses import dataclass
+from datetime import datetime, timedelta
+from pathlib import Path
+from typing import Any, NamedTuple, TypeAlias
 
+from manthan.manager.config.model import ConfigError
 from manthan.manager.doctor.checks import Finding, Mark
 
 TEMPLATE = "chat template"
@@ -20,21 +24,49 @@ THOUGHT_KEYS = ("reasoning_content", "reasoning", "thinking")
 """What templates call a message's thinking."""
 A_DAY = 27 * 60
 """And some hours: in minutes."""
+BEGINNING = datetime(2026, 1, 5, 9, 30)
+"""When a conversation begins, for templates that say the time."""
 AROUND = 8
 """So many tokens are shown around the place."""
 
 
-class Renderer(Protocol):
-    """A model's tokenizer and chat template."""
+@dataclass(frozen=True)
+class Renderer:
+    """A model's chat template, and its tokenizer of Transformers. tools: what the model may call, as the template gets
+    it."""
+
+    tokenizer: Any
+    template: str
+    tools: tuple[Message, ...] = ()
 
     def render(self, messages: Sequence[Message], *, asks: bool, minutes: int = 0) -> list[int]:
-        """The tokens of a conversation. asks: with what has the model answer. minutes: so much later than at first."""
+        """Return the tokens of a conversation. Raises ConfigError for a template that cannot be rendered.
+
+        Args:
+            asks: with what has the model answer.
+            minutes: so much later than at first.
+        """
+        from jinja2 import TemplateError
+
+        now = BEGINNING + timedelta(minutes=minutes)
+        try:
+            text = self.tokenizer.apply_chat_template(
+                list(messages),
+                chat_template=self.template,
+                tools=list(self.tools) or None,
+                add_generation_prompt=asks,
+                tokenize=False,
+                strftime_now=now.strftime,
+            )
+        except TemplateError as error:
+            raise ConfigError(f"the chat template cannot be rendered: {error}") from None
+        return self.encode(text)
 
     def encode(self, text: str) -> list[int]:
-        """The tokens of a text, no special ones added."""
+        return list(self.tokenizer.encode(text, add_special_tokens=False))
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """Their text, special ones included."""
+        return str(self.tokenizer.decode(list(tokens), skip_special_tokens=False))
 
 
 class Parting(NamedTuple):
@@ -118,3 +150,21 @@ def check_template(renderer: Renderer) -> Finding:
         f"to {worst.before!r}, and goes on with {worst.comes!r} where {worst.was!r} was{f' ({also})' if also else ''}; "
         "what is behind that is computed anew in each turn: use a template that only appends (--chat-template).",
     )
+
+
+def load_renderer(model: str, template: str = "") -> Renderer:
+    """Load a model's tokenizer, with the chat template of a Jinja file or else its own. Raises ConfigError."""
+    from transformers import AutoTokenizer
+
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(model)
+    except (OSError, ValueError, ImportError) as error:
+        why = str(error).splitlines()[0]
+        raise ConfigError(f"--model is {model}, whose tokenizer cannot be loaded: {why}") from None
+    try:
+        text = Path(template).read_text(encoding="utf-8") if template else tokenizer.chat_template
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"--chat-template is {template}, which cannot be read: {error}") from None
+    if not isinstance(text, str) or not text:
+        raise ConfigError(f"--model is {model}, which has no chat template: name one with --chat-template.")
+    return Renderer(tokenizer, text)

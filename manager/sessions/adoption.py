@@ -27,7 +27,8 @@ HISTORY = (
     "priority",
     "expected",
 )
-"""Fields of a session that another process is to know besides."""
+"""Fields of a session that another process is to know besides those that it is made of."""
+FACTS = (*HISTORY, "asked_id", "tenant", "pinned", "created", "last_used")
 
 
 class LeftAnchor(NamedTuple):
@@ -41,17 +42,12 @@ class LeftAnchor(NamedTuple):
 class LeftSession:
     """What an earlier process knew of a session. Times are seconds on the manager's clock.
 
-    history: values of HISTORY. codes: what the blocks of its chain and its anchors have in the store. derived:
+    facts: values of FACTS. codes: what the blocks of its chain and its anchors have in the store. derived:
     those of them that were computed behind decoded blocks.
     """
 
     session_id: str
-    asked_id: str | None
-    tenant: str
-    created: float
-    last_used: float
-    pinned: bool
-    history: Mapping[str, Any]
+    facts: Mapping[str, Any]
     chain: Sequence[bytes]
     anchors: Sequence[LeftAnchor]
     codes: Mapping[Part, Encoding]
@@ -64,7 +60,7 @@ class LeftSession:
 
     def kept(self, length: int) -> list[LeftAnchor]:
         """Its anchors in so much of it that sessions keep: that at the end, and that where the last prompt ends."""
-        depths = {length, min(length, self.history["prompt_depth"])}
+        depths = {length, min(length, self.facts["prompt_depth"])}
         return [anchor for anchor in self.anchors if anchor.depth in depths]
 
 
@@ -80,8 +76,8 @@ class Adoption:
 
         Returns how many blocks of its chain each has, by id.
         """
-        newest_first = sorted(left, key=lambda session: session.last_used, reverse=True)
-        entered = [(self._enter(each), each.pinned) for each in newest_first]
+        newest_first = sorted(left, key=lambda session: session.facts["last_used"], reverse=True)
+        entered = [(self._enter(each), each.facts["pinned"]) for each in newest_first]
         for session, was_pinned in reversed(entered):  # in the order in which policies would have seen them
             if session is None:
                 continue
@@ -92,13 +88,15 @@ class Adoption:
 
     def _enter(self, left: LeftSession) -> Session | None:
         """The session with all of it that there is room for; it is HOT for a moment."""
-        self._budget.enter_tenant(left.tenant)
+        facts = left.facts
+        self._budget.enter_tenant(facts["tenant"])
         length = self._fitting(left)
         if not length or left.session_id in self._table.by_id:
             return None
-        session = self._table.adopt(left.session_id, left.asked_id, left.tenant, left.created, left.last_used)
+        known = (facts[name] for name in ("asked_id", "tenant", "created", "last_used"))
+        session = self._table.adopt(left.session_id, *known)
         for name in HISTORY:
-            setattr(session, name, left.history[name])
+            setattr(session, name, facts[name])
         self._table.extend(session, left.chain[:length])
         for part in left.parts(length):
             if part[0] is None:
@@ -112,7 +110,7 @@ class Adoption:
 
     def _fitting(self, left: LeftSession) -> int:
         """How much of it fits: up to an anchor, where those are needed."""
-        room = min(self._budget.free, self._budget.left(left.tenant))
+        room = min(self._budget.free, self._budget.left(left.facts["tenant"]))
         if self._anchors.is_needed:
             depths = sorted((anchor.depth for anchor in left.anchors), reverse=True)
             return next((depth for depth in depths if sum(self._sizes(left, depth)) <= room), 0)
@@ -131,6 +129,6 @@ class Adoption:
         group, key = part
         block = self._blocks.get(key, group)
         if block is not None and block.code is CodeState.NONE:
-            self._blocks.store(block, left.codes[part], left.tenant)
+            self._blocks.store(block, left.codes[part], left.facts["tenant"])
             block.mark = Mark.DERIVED if part in left.derived else Mark.EXACT
             self._blocks.mark_moved(block, self._table.fronts.all_moved)

@@ -73,11 +73,11 @@ class Page(NamedTuple):
 class Listing:
     """Reads a table of sessions, and changes nothing there. A page costs O(n log page) of n sessions.
 
-    tiers: their names, the fastest first; numbers unless given.
+    tiers: their names, the fastest first.
     """
 
-    def __init__(self, table: SessionTable, tiers: Sequence[str] = ()) -> None:
-        self._table, self._tiers = table, tiers or [str(tier) for tier in range(len(table.fronts) + 1)]
+    def __init__(self, table: SessionTable, tiers: Sequence[str]) -> None:
+        self._table, self._tiers = table, tiers
 
     def page(self, query: Query, offset: float = 0.0) -> Page:
         """Return a page of the sessions that have KV, or a request. offset: from the manager's clock to that of the

@@ -2,10 +2,10 @@
 
 It does no I/O, starts no thread, reads no clock and knows neither torch nor vLLM. Whoever drives it (`manthan.manager.
 driver`) calls the event methods from one thread and carries out, in this order, `take_drops`, `take_releases`,
-`take_spills`.
+`take_spill_runs`.
 """
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import groupby
 from operator import attrgetter, itemgetter
 from typing import NamedTuple
@@ -19,7 +19,6 @@ from manthan.manager.sessions.evictions import Evictions
 from manthan.manager.sessions.exact import ExactTokens
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import NO_HINTS, Hints, Quality
-from manthan.manager.sessions.listing import Listing
 from manthan.manager.sessions.marks import Mark, Owner
 from manthan.manager.sessions.orders import Orders
 from manthan.manager.sessions.pruning import Pruning
@@ -39,36 +38,19 @@ from manthan.manager.sessions.session import (
     Outcome,
     Place,
     Session,
-    SessionInfo,
     SessionState,
     common_prefix,
 )
-from manthan.manager.sessions.steering import Steering
 from manthan.manager.sessions.table import SessionTable
 from manthan.manager.sessions.wishes import Wishes
 from manthan.policies import EvictionPolicy, PolicyOptions
 
 PATIENCE = 2.0
 """A session that a request named is worth a prefetch for so many idle times: what is idle now has made room by then."""
-
+AFTERWARDS = {"evict": "go cold", "expect": "be expected back", "release": "be released"}
+"""What an operator may ask of a session only while no request of it runs."""
 
 _GROUP_AND_TENANT = attrgetter("group", "tenant")
-
-
-class SpillOrder(NamedTuple):
-    """Encode the block of this key; first_token: its place in the chain; exact: how many tokens are kept exact.
-
-    codec: as in MemoryShape. nbytes: what it takes at most. group: the block's; None for that of chains. tenant:
-    who has it stored.
-    """
-
-    key: bytes
-    first_token: int
-    exact: int
-    codec: str
-    nbytes: int
-    group: int | None = None
-    tenant: str = ""
 
 
 class SpillRun(NamedTuple):
@@ -88,12 +70,6 @@ class SpillRun(NamedTuple):
         keep = [at for at in range(len(self.keys)) if at not in places]
         keys, first_tokens = [self.keys[at] for at in keep], [self.first_tokens[at] for at in keep]
         return SpillRun(keys, first_tokens, [self.encodings[at] for at in keep], self.group, self.tenant)
-
-    def orders(self) -> Iterator[SpillOrder]:
-        """One by one."""
-        columns = zip(self.keys, self.first_tokens, self.encodings, strict=True)
-        for key, first, (nbytes, exact, codec) in columns:
-            yield SpillOrder(key, first, exact, codec, nbytes, self.group, self.tenant)
 
 
 class Usage(NamedTuple):
@@ -186,14 +162,6 @@ class SessionMemoryManager:
             shared_ttl_s,
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
-        self.listing = Listing(self.table)
-        self.steering = Steering(
-            self._evictions,
-            self._wishes,
-            self._pruning,
-            self.table,
-            PATIENCE * idle_after_s,
-        )
 
         # What its parts do for those who drive it; each says what.
         self.adopt = self._adoption.adopt
@@ -449,10 +417,6 @@ class SessionMemoryManager:
         if most > 0:
             self._evictions.save(names, walked, most, dict.fromkeys(self._running.values()))
 
-    def spilled(self, key: bytes, nbytes: int, now: float, group: int | None = None) -> None:
-        """Every rank has put the codes of this block into its tier, where they take so many bytes together."""
-        self._evictions.spilled((key,), (nbytes,), now, group)
-
     def reset(self) -> None:
         """Forget all KV, hot and cold: the weights changed, or somebody asked for it."""
         for request_id in list(self._restores.under_way):  # they read from a store that is being emptied
@@ -482,14 +446,40 @@ class SessionMemoryManager:
                 self._evictions.evict(session, now, is_hot=False)
         self._orders.releases.clear()
 
+    # -- what an operator asks for --------------------------------------------------------------------
+
+    def steer(self, what: str, session: Session, now: float, seconds: float | None = None, tool: str = "") -> str:
+        """Do at once what a hint or the time would do. Return in a sentence why not, if so.
+
+        Args:
+            what: evict, prefetch, expect, pin, unpin or release.
+            seconds: from `now` to the end of a pin, None for good; or to the client's return, None if it waits for the
+                tool.
+        """
+        if session.requests and what in AFTERWARDS:
+            return f"a request of it runs; it can {AFTERWARDS[what]} when that has ended"
+        match what:
+            case "evict" if session.state is SessionState.IDLE:
+                self._evictions.evict(session, now)
+            case "prefetch" if not self._wishes.may_prefetch:
+                return "sessions of this model cannot be prefetched"
+            case "prefetch":
+                self._wishes.expect([session.told_id], session.tenant, now + PATIENCE * self.idle_after_s)
+            case "expect":
+                self._wishes.await_return(session, seconds, tool, session.last_used if seconds is None else now)
+                self.table.told(session)
+            case "pin":
+                return self._wishes.pin(session, None if seconds is None else now + seconds)
+            case "unpin":
+                self._wishes.unpin(session)
+            case "release":
+                self._pruning.forget_session(session, DropCause.RELEASED)
+        return ""
+
     # -- what is to be done ---------------------------------------------------------------------------
 
-    def take_spills(self, limit: int) -> list[SpillOrder]:
-        """Up to `limit` blocks to encode now; each must be answered by spilled, spill_failed or lost."""
-        return [order for run in self.take_spill_runs(limit) for order in run.orders()]
-
     def take_spill_runs(self, limit: int) -> list[SpillRun]:
-        """The same by runs, which is faster."""
+        """Up to `limit` blocks to encode now; each must be answered by all_spilled, spill_failed or lost."""
         runs = []
         for (group, tenant), some in groupby(self._orders.take_spills(limit), _GROUP_AND_TENANT):
             blocks = list(some)
@@ -578,15 +568,6 @@ class SessionMemoryManager:
             blocks.cold_nbytes,
             self.budget.nbytes,
         )
-
-    def sessions(self) -> Iterator[SessionInfo]:
-        """All sessions that have KV, or a request."""
-        return map(self.listing.info, self.table.by_id.values())
-
-    def session(self, session_id: str) -> SessionInfo | None:
-        """The session of that id."""
-        session = self.table.by_id.get(session_id)
-        return None if session is None else self.listing.info(session)
 
 
 def _end(keys: Sequence[bytes], tail: bytes | None) -> str:

@@ -203,11 +203,6 @@ class Block:
         return self.code is _COLD and not self.pins
 
     @property
-    def gone(self) -> bool:
-        """Whether sessions name it that nobody has any more, as bf16 or as codes."""
-        return self.users > 0 and self.hot == 0 and self.code is _NONE
-
-    @property
     def exposed(self) -> bool:
         """Whether vLLM may overwrite the only copy: idle in the pool, and neither cold nor on its way."""
         return self.hot > 0 and self.running == 0 and self.code is _NONE

@@ -34,16 +34,8 @@ class SimulatedPool:
         """What the free blocks hold, from the head on."""
         return chain(repeat(None, len(self._empty)), map(self._key.__getitem__, self._queue))
 
-    def blocks(self) -> Iterator[int]:
-        """The free blocks, from the head on."""
-        return chain(reversed(self._empty), self._queue)
-
     def users(self, block: int) -> int:
         return self._users[block]
-
-    def get(self, key: bytes) -> int | None:
-        """The block with that key."""
-        return self._cached.get(key)
 
     def mark(self, name: BlockName) -> Mark | None:
         """Mark of the block that holds this; None if no block does."""

@@ -49,7 +49,6 @@ def test_without_a_bias_all_codecs_are_faithful(codec, vectors):
     found = of(codec, kv(vectors))
     assert found.is_faithful
     assert (found.codec, found.tokens) == (codec, 128)
-    assert found.mean_share.max() < 0.02
 
 
 @pytest.mark.parametrize("pairs", [SLOW, FAST])
@@ -57,8 +56,6 @@ def test_without_a_bias_all_codecs_are_faithful(codec, vectors):
 def test_with_biased_keys_those_that_are_centred_are(codec, faithful, pairs, vectors):
     found = of(codec, kv(vectors, pairs))
     assert found.is_faithful == bool(faithful)
-    assert found.mean_share.min() > 0.9
-    assert found.key_cosine.min() > 0.98  # which says nothing
 
 
 def test_the_noise_is_what_queries_suffer(vectors):
@@ -68,7 +65,6 @@ def test_the_noise_is_what_queries_suffer(vectors):
     found = Fidelity.of("some", keys, values, (keys + noise * 0.1, values + noise * 0.2), np.arange(512), None)
     assert found.logit_noise == pytest.approx(0.01, rel=0.1)
     assert found.value_noise == pytest.approx(0.04, rel=0.1)
-    assert found.key_cosine == pytest.approx(1 / np.sqrt(1.01), rel=1e-3)
 
 
 def test_one_bad_layer_of_many_is_enough(vectors):

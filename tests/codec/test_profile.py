@@ -133,9 +133,6 @@ def test_cuts():
     assert rank.digest == two.digest
     assert rank.layers[0].keys.mean.shape == (profiles.HEAD_DIM,)
     assert np.array_equal(rank.layers[2].keys.mean, PROFILE.layers[2].keys.mean[profiles.HEAD_DIM :])
-    assert PROFILE.for_layers([2, 0]).layers == (PROFILE.layers[2], PROFILE.layers[0])
-    with pytest.raises(ProfileError, match="has 3 layers, and none of number 3"):
-        PROFILE.for_layers([0, 3])
     with pytest.raises(ProfileError, match="is for 2 tensor-parallel ranks, and there are 1: run"):
         two.for_rank(0, 1)
     with pytest.raises(ProfileError, match="cut it with for_rank first"):

@@ -20,8 +20,9 @@ from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
 from manthan.manager.stores.tiered import TieredStore
+from manthan.manager.work import GroupKeys
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.messages import GroupKeys, ManthanMetadata
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import pinned
 from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.pinned import PinnedRam

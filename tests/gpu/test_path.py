@@ -10,7 +10,8 @@ import torch
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import GroupBlocks, GroupKeys, Load, ManthanMetadata, SpillBlock
+from manthan.manager.work import GroupBlocks, GroupKeys, Load, SpillBlock
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.gpu_path import GpuPath
 from manthan.vllm_hooks.worker.half import paged_codec
 from manthan.vllm_hooks.worker.tiers import Tier, Tiers

@@ -5,10 +5,10 @@ import subprocess
 import sys
 from pathlib import Path
 
+from loaded import load_config
 from redis_server import RedisServer
 
 from manthan.manager.config.model import ManthanConfig
-from manthan.manager.config.resolve import load_config
 
 PASSWORD = "not-for-the-log"
 REDIS_MD = Path(__file__).parents[2] / "docs" / "redis.md"

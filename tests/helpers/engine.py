@@ -6,6 +6,8 @@ A block is written as a word: "sys a b" is a chain of three blocks, and forks sh
 from collections.abc import Iterable
 from typing import Any
 
+from spills import spilled, take_spills
+
 from manthan.manager.sessions.hints import parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import CodeState, MemoryShape, Outcome, Session
@@ -54,11 +56,11 @@ class Engine:
         self.manager.sweep(self.now)
 
     def spill(self, limit: int = 10_000) -> list[bytes]:
-        return [order.key for order in self.manager.take_spills(limit)]
+        return [order.key for order in take_spills(self.manager, limit)]
 
     def stored(self, keys: Iterable[bytes], nbytes: int = SHAPE.cold_nbytes) -> None:
         for key in keys:
-            self.manager.spilled(key, nbytes, self.now)
+            spilled(self.manager, key, nbytes, self.now)
 
     def evict(self) -> list[bytes]:
         """Everything idle goes cold; returns what had to be encoded."""

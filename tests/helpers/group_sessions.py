@@ -24,7 +24,7 @@ from vllm.lora.request import LoRARequest
 from manthan.codec.base import Numbers
 from manthan.codec.cpu.numbers import as_floats
 from manthan.manager.sessions.session import SessionState
-from manthan.vllm_hooks.messages import SpillBlock
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.worker.blocks import Copies
 
 FIRST, TURNS, MORE = 700, 4, 60

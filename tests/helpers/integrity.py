@@ -208,7 +208,9 @@ def _sessions(manager: SessionMemoryManager) -> Findings:
         yield session.pending == waits, f"{name} waits for {waits} blocks, and {session.pending} are counted"
         evicting = session.state is SessionState.EVICTING
         yield evicting == bool(waits), f"{name} is {session.state} and waits for {waits} blocks"
-        headless = session.state is SessionState.COLD and any(block.gone for block in session.chain)
+        headless = session.state is SessionState.COLD and any(
+            block.users and not block.reserves and not block.hot for block in session.chain
+        )
         yield not headless, f"{name} keeps a tail without its head"
     asked = {session.session_id for session in manager.table.by_id.values() if session.requests}
     running = {session.session_id for session in manager._running.values()}

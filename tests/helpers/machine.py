@@ -149,15 +149,15 @@ class Sessions(RuleBasedStateMachine):
         """An operator asks something of a session, in whatever state it is."""
         sessions = list(self.manager.table.by_id.values())
         session, now = sessions[which % len(sessions)], self.world.now
-        before, steering = session.state, self.manager.steering
+        before = session.state
         if what.startswith("pin"):
-            refused = steering.pin(session, now, None if what == "pin" else 5.0)
+            refused = self.manager.steer("pin", session, now, None if what == "pin" else 5.0)
             assert session.pinned is not bool(refused)
         elif what == "expect":
-            refused = steering.expect(session, now, tool="search")
+            refused = self.manager.steer(what, session, now, tool="search")
             assert bool(refused) == (before is SessionState.HOT)
         else:
-            refused = getattr(steering, what)(session, now)
+            refused = self.manager.steer(what, session, now)
         if what == "evict":
             assert bool(refused) == (before is SessionState.HOT)
             assert refused or session.state in (SessionState.EVICTING, SessionState.COLD) or not session.chain

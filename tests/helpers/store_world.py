@@ -8,7 +8,8 @@ import torch
 
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.stores.cold_store import ColdStore
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.intake import Intake
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks

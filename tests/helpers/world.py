@@ -10,11 +10,12 @@ from dataclasses import dataclass, field
 from zlib import crc32
 
 import numpy as np
+from spills import SpillOrder, spilled, take_spills
 
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.hints import parse_hints
-from manthan.manager.sessions.manager import SessionMemoryManager, SpillOrder
+from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark, Marks, Owner
 from manthan.manager.sessions.session import Block, BlockName, DropCause, MemoryShape, Place
 from manthan.manager.stores.arena import room
@@ -408,7 +409,7 @@ class World:
 
     def hold(self, limit: int) -> None:
         """Take references on blocks to be encoded; some are not there any more."""
-        for order in self.manager.take_spills(limit):
+        for order in take_spills(self.manager, limit):
             assert order.first_token == 16 * (len(order.key) - 1)
             pool, name = self.pool_of(order.group), name_of(order.group, order.key) if order.group else order.key
             block = pool.cached.get(name)
@@ -470,7 +471,7 @@ class World:
                 is_full = len(spill.key) % 2 == 0
                 self.manager.spill_failed(spill.key, self.now, spill.order.group, is_full)
             else:
-                self.manager.spilled(spill.key, self.weigh(spill.sizes), self.now, spill.order.group)
+                spilled(self.manager, spill.key, self.weigh(spill.sizes), self.now, spill.order.group)
             self.release()
 
     @property

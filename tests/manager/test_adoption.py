@@ -13,6 +13,7 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from integrity import check_integrity
 from machine import POOL_BLOCKS, PROFILE, Sessions
+from told import all_told, told
 from world import BESIDE, IDLE_AFTER_S, World, chain
 
 from manthan.manager.journal_link import JournalLink
@@ -174,11 +175,10 @@ def manager(capacity: int = 1000, beside: bool = False) -> SessionMemoryManager:
 def left(name: str, text: str, last_used: float, nbytes: int = 100, **facts: object) -> LeftSession:
     codes = {(None, key): Encoding(nbytes) for key in chain(text)}
     history = dict.fromkeys(HISTORY, 0) | {"ttl_s": None, "gap": None, "expected": None}
-    known = {"tenant": "", "pinned": False, "anchors": (), "created": 0.0} | facts
-    known["history"] = history | known.get("history", {})
-    known["codes"] = codes | {(group, key): Encoding(50) for a in known["anchors"] for group, key, _ in a.parts}
-    asked = name.rpartition("/")[2]
-    return LeftSession(session_id=name, asked_id=asked, last_used=last_used, chain=chain(text), **known)
+    known = history | {"asked_id": name.rpartition("/")[2], "tenant": "", "pinned": False, "created": 0.0} | facts
+    anchors = known.pop("anchors", ())
+    codes |= {(group, key): Encoding(50) for a in anchors for group, key, _ in a.parts}
+    return LeftSession(name, known | {"last_used": last_used}, chain(text), anchors, codes)
 
 
 def test_a_tenant_s_share_holds_and_a_pin_that_still_fits() -> None:
@@ -186,16 +186,16 @@ def test_a_tenant_s_share_holds_and_a_pin_that_still_fits() -> None:
     sessions = [left("small/a", "aaaaa", 1.0, tenant="small"), left("b", "bbb", 2.0, pinned=True)]
     sessions.append(left("c", "ccc", 3.0, pinned=True))
     assert mine.adopt(sessions, 5.0) == {"small/a": 3, "b": 3, "c": 3}
-    assert [mine.session(name).pinned for name in ("small/a", "b", "c")] == [False, True, False]
+    assert [told(mine, name).pinned for name in ("small/a", "b", "c")] == [False, True, False]
     check_integrity(mine)
     assert mine.request_started("r", chain("aaaaaa"), "a", 6.0, tenant="small") == "small/a"
 
 
 def test_a_time_to_live_that_ended_meanwhile() -> None:
     mine = manager()
-    mine.adopt([left("a", "aa", 1.0, history={"ttl_s": 3.0}), left("b", "bb", 1.0, history={"ttl_s": 30.0})], 5.0)
+    mine.adopt([left("a", "aa", 1.0, ttl_s=3.0), left("b", "bb", 1.0, ttl_s=30.0)], 5.0)
     mine.sweep(5.0)
-    assert [info.id for info in mine.sessions()] == ["b"]
+    assert [info.id for info in all_told(mine)] == ["b"]
     assert mine.take_drops() == [Drop(0, chain("aa"), DropCause.EXPIRED)]
 
 
@@ -203,7 +203,7 @@ def test_what_stands_where_the_prompt_ends_comes_too() -> None:
     keys = chain("aaaa")
     anchors = [LeftAnchor(depth, [(1, keys[depth - 1], depth - 1)]) for depth in (1, 2, 4)]
     mine = manager(beside=True)
-    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors, history={"prompt_depth": 2})], 5.0) == {"a": 4}
+    assert mine.adopt([left("a", "aaaa", 1.0, anchors=anchors, prompt_depth=2)], 5.0) == {"a": 4}
     assert [anchor.depth for anchor in mine.table.by_id["a"].anchors] == [2, 4]
     assert mine.match(keys[:3]) == 2
     check_integrity(mine)
@@ -270,8 +270,8 @@ def test_a_pin_for_a_while_ends_with_its_process(tmp_path: Path) -> None:
     mine, journal = manager(), Journal(tmp_path)
     link = JournalLink(journal, mine, clock=lambda: 5.0)
     mine.adopt([left("a", "aa", 1.0), left("b", "bb", 2.0), left("c", "cc", 3.0)], 5.0)
-    mine.steering.pin(mine.table.by_id["a"], 5.0, seconds=60.0)
-    mine.steering.pin(mine.table.by_id["b"], 5.0)
+    mine.steer("pin", mine.table.by_id["a"], 5.0, seconds=60.0)
+    mine.steer("pin", mine.table.by_id["b"], 5.0)
     link.tell(5.0)
     journal.close()
     facts = {session.session_id: session.facts["pinned"] for session in Journal(tmp_path).sessions()}

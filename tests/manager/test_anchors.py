@@ -4,6 +4,8 @@ from dataclasses import replace
 
 import pytest
 from integrity import check_integrity
+from spills import spilled, take_spills
+from told import told
 
 from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -49,7 +51,7 @@ class World:
         for _ in range(20):
             for drop in manager.take_drops():
                 self.stored -= {(drop.group, key) for key in drop.keys}
-            orders = manager.take_spills(100)
+            orders = take_spills(manager, 100)
             if not orders:
                 break
             for order in orders:
@@ -58,7 +60,7 @@ class World:
                     manager.lost(order.key, now, order.group)
                 else:
                     self.stored.add(name)
-                    manager.spilled(order.key, order.nbytes, now, order.group)
+                    spilled(manager, order.key, order.nbytes, now, order.group)
                 check_integrity(manager)
         manager.take_releases()
         check_integrity(manager)
@@ -152,7 +154,7 @@ def test_of_windows_alone_only_anchors_are_kept() -> None:
     assert world.stored == {(WINDOW, KEYS[3]), (WINDOW, KEYS[4])}
     assert world.state("s") is SessionState.COLD
     assert world.manager.blocks.cold_nbytes == 100
-    assert world.manager.session("s").cold_bytes == 100
+    assert told(world.manager, "s").cold_bytes == 100
     [eviction] = world.manager.take_evictions()
     assert (eviction.hot_nbytes, eviction.cold_nbytes) == (1000, 100)
     assert (world.manager.match(KEYS), world.manager.match(KEYS[:4])) == (5, 0)
@@ -174,10 +176,10 @@ def test_a_window_that_is_stored_late_leaves_the_pool_then() -> None:
     manager = world.manager
     manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
     manager.request_finished("r", KEYS[:5], 0, tokens=80, places=[Place(5, [(WINDOW, KEYS[4], 4)])])
-    [order] = manager.take_spills(10)
+    [order] = take_spills(manager, 10)
     manager.sweep(50)
     assert manager.take_releases() == KEYS[:5]  # the last is held still
-    manager.spilled(order.key, 50, 51, order.group)
+    spilled(manager, order.key, 50, 51, order.group)
     assert manager.take_releases() == [KEYS[4]]
     check_integrity(manager)
 
@@ -191,7 +193,7 @@ def test_exact_tokens_of_a_larger_block() -> None:
     world.manager.request_finished(
         "r", KEYS[:4], 0, tokens=80, places=[Place(4, [(WINDOW, KEYS[1], 0), (WINDOW, KEYS[3], 1)])]
     )
-    assert {order.first_token: order.exact for order in world.manager.take_spills(10)} == {0: 32, 32: 8}
+    assert {order.first_token: order.exact for order in take_spills(world.manager, 10)} == {0: 32, 32: 8}
 
 
 def test_states_stay_in_their_codec_when_the_others_change() -> None:
@@ -200,7 +202,7 @@ def test_states_stay_in_their_codec_when_the_others_change() -> None:
     world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70)
     world.manager.request_finished("r", KEYS[:5], 0, tokens=80, places=[Place(5, [(WINDOW, KEYS[4], 4)])])
     world.manager.sweep(50)
-    codecs = {order.group: order.codec for order in world.manager.take_spills(10)}
+    codecs = {order.group: order.codec for order in take_spills(world.manager, 10)}
     assert codecs == {WINDOW: "", None: "wht-4x"}
 
 
@@ -214,13 +216,13 @@ def test_pins_count_windows() -> None:
 def test_what_is_told_of_a_session_counts_its_anchor(world: World) -> None:
     world.turn("s", 5, 0)
     assert world.manager.usage.anchors == 1
-    assert world.manager.session("s").cold_bytes == 2 * 50
+    assert told(world.manager, "s").cold_bytes == 2 * 50
     world.idle(100)
     [eviction] = world.manager.take_evictions()
     assert (eviction.blocks, eviction.beside, eviction.tokens) == (5, 2, 80)
     assert (eviction.hot_nbytes, eviction.cold_nbytes) == (5 * 1000 + 2 * 200, 5 * 100 + 2 * 50)
     assert (eviction.encoded, eviction.encoded_nbytes) == (5, 500)
-    info, usage = world.manager.session("s"), world.manager.usage
+    info, usage = told(world.manager, "s"), world.manager.usage
     assert (info.blocks, info.cold_blocks, info.cold_bytes) == (5, 5, 600)
     assert (usage.cold_blocks, usage.cold_nbytes, usage.pool_nbytes) == (7, 600, 5400)
     world.manager.reset()
@@ -279,7 +281,7 @@ def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
     manager.request_finished(
         "r", KEYS[10:14], 50, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (12, 13)])]
     )
-    assert [order.group for order in manager.take_spills(3)] == [WINDOW, WINDOW, None]
+    assert [order.group for order in take_spills(manager, 3)] == [WINDOW, WINDOW, None]
 
 
 def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
@@ -290,13 +292,13 @@ def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
     manager.request_finished(
         "r", KEYS[:8], 101, tokens=130, places=[Place(8, [(WINDOW, KEYS[at], at) for at in (6, 7)])]
     )
-    slow = manager.take_spills(2)
+    slow = take_spills(manager, 2)
     assert {order.group for order in slow} == {WINDOW}
     world.idle(200)
     assert world.state("s") is SessionState.COLD
     assert manager.match(KEYS) == 5
     for order in slow:
-        manager.spilled(order.key, order.nbytes, 201, WINDOW)
+        spilled(manager, order.key, order.nbytes, 201, WINDOW)
     check_integrity(manager)
     assert manager.match(KEYS) == 8
 
@@ -305,7 +307,7 @@ def test_an_anchor_that_nobody_needs_any_more_is_not_encoded(world: World) -> No
     manager = world.manager
     manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"release": True}))
     manager.request_finished("r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])])
-    assert manager.take_spills(100) == []
+    assert take_spills(manager, 100) == []
     assert manager.blocks.reserved == len(manager.blocks) == 0
     check_integrity(manager)
 

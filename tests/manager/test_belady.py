@@ -1,11 +1,11 @@
 """Belady's optimum against all choices that there are, and against what real caches find."""
 
+from belady import belady
 from examples import examples
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, best_of_all, block_lru, request
 
-from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.traces import read_trace
 
 texts = st.lists(st.text("ab", min_size=1, max_size=4), min_size=1, max_size=7)

@@ -65,12 +65,7 @@ def test_config_check_says_what_is_wrong_on_stderr(
 @pytest.mark.parametrize(
     ("words", "offered"),
     [
-        (["simulate", "x.jsonl", "--policy", "lr"], ["lru"]),
-        (["simulate", "x.jsonl", "--policy", "returns,l"], ["returns,lru"]),
         (["simulate", "x.jsonl", "--pol"], ["--policy"]),
-        (["bench", "capacity", "--arms", "plain,h"], ["plain,host"]),
-        (["bench", "capacity", "--codecs", "k"], ["klt-5x", "klt-8x", "klt-12x", "k3v3"]),
-        (["eval", "quality", "MODEL", "--codec", "k3v3,wht-4"], ["k3v3,wht-4x"]),
         (["config", "ch"], ["check"]),
     ],
 )

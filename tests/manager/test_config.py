@@ -5,19 +5,14 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loaded import load_config
 from logged import warnings
 from pydantic import ValidationError
 
 from manthan.manager.config.model import FIELDS
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.removed import REMOVED
-from manthan.manager.config.resolve import (
-    FLAG_KEYS,
-    ConfigError,
-    ManthanConfig,
-    load_config,
-    resolve_config,
-)
+from manthan.manager.config.resolve import FLAG_KEYS, ConfigError, ManthanConfig, resolve_config
 
 CONFIGS = Path(__file__).parents[2] / "configs"
 
@@ -166,14 +161,6 @@ def test_a_refusal_names_the_source_of_the_value(write: WriteYaml) -> None:
 def test_values_out_of_bounds_are_refused(key: str, value: object) -> None:
     leaf = {"policy": "policy.name", "cold_store": "cold_store.kind"}.get(key, key)
     assert refusal(flags={key: value}) == f"argument: {leaf} must be {FIELDS[leaf].description}, not {value!r}"
-
-
-@pytest.mark.parametrize(("value", "seconds"), [("5m", "300"), ("1.5 h", "5400"), ("500ms", "0.5"), ("30s", "30")])
-def test_a_duration_with_a_unit_is_answered_with_its_seconds(value: str, seconds: str) -> None:
-    assert refusal(flags={"--manthan-idle-after": value}) == (
-        "--manthan-idle-after: idle_after_s must be a plain number of seconds above 0, such as 300, "
-        f"not '{value}' (write {seconds})"
-    )
 
 
 def test_tenants_are_a_mapping_in_yaml_and_json_in_the_environment(write: WriteYaml) -> None:

@@ -7,9 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+from loaded import load_config
 
 from manthan.manager.config.model import ConfigError
-from manthan.manager.config.resolve import load_config
 from manthan.manager.stores.disk.journal import Journal
 from manthan.manager.stores.disk.root import check_folder, open_root, remove_others
 

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 from engine import IDLE_AFTER_S, SHAPE, chain
 from integrity import check_integrity
+from spills import spilled, take_spills
 
 from manthan.manager.driver import A_STEP, Driver
 from manthan.manager.observer import Observer
@@ -95,8 +96,8 @@ def test_a_restore_reads_the_anchor_behind_the_block_that_is_computed_again() ->
     manager.request_started("first", KEYS, "A", 0.0, tokens=96)
     manager.request_finished("first", KEYS, 1.0, places=[Place(6, [(window, KEYS[4], 4)])])
     manager.sweep(2.0 + IDLE_AFTER_S)
-    for order in manager.take_spills(100):
-        manager.spilled(order.key, order.nbytes, 12.0, order.group)
+    for order in take_spills(manager, 100):
+        spilled(manager, order.key, order.nbytes, 12.0, order.group)
     driver.started("second", MORE, "A", 20.0, tokens=96, blocks=8)
     assert driver.usable(96) == 6
     assert driver.wanted("second", MORE[:6], 0, 8, 20.0) == 5

@@ -1,14 +1,15 @@
 """Which tokens are kept exact, by example: blocks of 16 tokens; codes of one take 100 bytes, all of it exact 500."""
 
 from engine import Engine
+from spills import spilled, take_spills
 
 
 def evict(engine: Engine) -> dict[str, int]:
     """Everything idle goes cold; what had to be encoded, by last word, and how many tokens of it exact."""
     engine.sweep()
-    orders = engine.manager.take_spills(99)
+    orders = take_spills(engine.manager, 99)
     for order in orders:
-        engine.manager.spilled(order.key, {0: 100, 4: 150, 16: 500}[order.exact], engine.now)
+        spilled(engine.manager, order.key, {0: 100, 4: 150, 16: 500}[order.exact], engine.now)
     engine.manager.take_releases()
     return {order.key.decode().split()[-1]: order.exact for order in orders}
 

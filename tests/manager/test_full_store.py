@@ -5,6 +5,7 @@ from itertools import pairwise
 
 from engine import IDLE_AFTER_S, SHAPE, Engine, chain
 from integrity import check_integrity
+from told import told
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S, DOUBLINGS
@@ -161,7 +162,7 @@ def test_a_store_that_others_fill_is_asked_less_and_less_often() -> None:
     world.room = 200
     for n in range(200, 240):
         world.step(100.0 + n * IDLE_AFTER_S)
-    assert world.driver.manager.session("s0").state == "cold"
+    assert told(world.driver.manager, "s0").state == "cold"
 
 
 def test_no_rank_is_full_while_the_budget_is_not() -> None:

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 from engine import SHAPE, Engine
+from spills import take_spills
 
 from manthan.codec.fidelity import LOGIT_NOISE, Fidelity
 from manthan.manager.guard import Choice, Guard
@@ -18,7 +19,7 @@ WHOLE = MemoryShape(16, 500, dict.fromkeys((0, 4, 16), 500))
 
 def fidelity(codec: str, noise: float, decode_s: float = 0.0) -> Fidelity:
     layers = np.full(3, noise * LOGIT_NOISE, np.float32)
-    return Fidelity(codec, 256, layers, layers, 1 - layers, 1 - layers, layers, 4.0, decode_s)
+    return Fidelity(codec, 256, layers, layers, decode_s)
 
 
 def verdict(coarse: float, finer: float = 0.1, rank: int = 0) -> Verdict:
@@ -52,7 +53,7 @@ class World:
         """What is ordered for another session: codec, exact tokens and bytes of each block."""
         self.engine.talk(f"{name}1 {name}2", name)
         self.engine.sweep()
-        return [(order.codec, order.exact, order.nbytes) for order in self.manager.take_spills(10)]
+        return [(order.codec, order.exact, order.nbytes) for order in take_spills(self.manager, 10)]
 
 
 def test_sessions_go_cold_before_a_verdict_in_the_finest_codec() -> None:
@@ -140,7 +141,7 @@ def test_blocks_of_the_codec_before_stay_what_they_are() -> None:
     engine.manager.recode(FINER, 5_000)
     engine.talk("x y", "two")
     engine.sweep()
-    orders = engine.manager.take_spills(10)
+    orders = take_spills(engine.manager, 10)
     assert [(order.key[-1:], order.codec, order.nbytes) for order in orders] == [
         (b"b", "", 100),
         (b"a", "", 100),

@@ -4,6 +4,7 @@ import random
 
 import pytest
 from engine import SHAPE, Engine
+from told import listing_of
 
 from manthan.manager.sessions.fast_tier import Fast
 from manthan.manager.sessions.listing import Query, Sort
@@ -28,7 +29,7 @@ def engine() -> Engine:
 
 
 def ids(engine: Engine, **query: object) -> list[str]:
-    return [name for _, name in engine.manager.listing.page(Query(**query)).keys]  # type: ignore[arg-type]
+    return [name for _, name in listing_of(engine.manager).page(Query(**query)).keys]  # type: ignore[arg-type]
 
 
 def test_who_was_used_last_is_first(engine: Engine) -> None:
@@ -52,13 +53,13 @@ def test_who_was_used_last_is_first(engine: Engine) -> None:
     ],
 )
 def test_filters(engine: Engine, query: dict[str, object], found: set[str]) -> None:
-    page = engine.manager.listing.page(Query(**query))  # type: ignore[arg-type]
+    page = listing_of(engine.manager).page(Query(**query))  # type: ignore[arg-type]
     assert {info.id for info in page.sessions} == found
     assert page.total == len(found)
 
 
 def test_a_tenant_finds_its_own_by_the_names_it_gave_them(engine: Engine) -> None:
-    listing = engine.manager.listing
+    listing = listing_of(engine.manager)
     page = listing.page(Query(bound="acme"))
     assert [info.id for info in page.sessions] == ["c", "a"]
     assert ids(engine, bound="acme", prefix="c") == ["acme/c"]
@@ -90,7 +91,7 @@ def test_sorted(engine: Engine, sort: Sort, rising: list[str]) -> None:
 
 
 def test_what_is_told_of_a_session(engine: Engine) -> None:
-    listing = engine.manager.listing
+    listing = listing_of(engine.manager)
     cold, idle = listing.info(engine.session("b")), listing.info(engine.session("acme/c"))
     assert (cold.tokens, cold.blocks, cold.hot_blocks, cold.cold_blocks) == (48, 3, 0, 3)
     assert (cold.hot_bytes, cold.cold_bytes) == (0, 3 * SHAPE.cold_nbytes)
@@ -111,7 +112,7 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         engine.talk("b one", "b")
         engine.evict()
         engine.manager.settle_tiers()
-        infos = {info.id: info for info in engine.manager.listing.page(Query()).sessions}
+        infos = {info.id: info for info in listing_of(engine.manager).page(Query()).sessions}
         three, two = (Held(16 * blocks, blocks, blocks * SHAPE.cold_nbytes) for blocks in (3, 2))
         assert infos["a"].tiers == {"1": three}
         assert infos["b"].tiers == {"0": two} | ({"1": two} if keeps else {})
@@ -126,7 +127,7 @@ def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
         engine.talk(text, name)
         engine.evict()
         engine.manager.settle_tiers()
-    infos = {info.id: info for info in engine.manager.listing.page(Query()).sessions}
+    infos = {info.id: info for info in listing_of(engine.manager).page(Query()).sessions}
     assert {name: {tier: held.blocks for tier, held in info.tiers.items()} for name, info in infos.items()} == {
         "a": {"2": 2},
         "b": {"0": 1, "1": 3, "2": 3},
@@ -139,7 +140,7 @@ def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
 def keys_of(engine: Engine, sort: Sort) -> dict[str, float | str]:
     """What each session is sorted by, asked of it alone."""
     sessions = engine.manager.table.by_id.values()
-    infos = {session.session_id: engine.manager.listing.info(session) for session in sessions}
+    infos = {session.session_id: listing_of(engine.manager).info(session) for session in sessions}
     states = list(SessionState)
     return {
         name: {
@@ -195,7 +196,7 @@ def test_every_page_is_that_of_all_sessions_sorted(
     for limit in (1, 7, 100):
         for offset in (0, 3, 40, len(chosen) - 1, len(chosen)):
             asked = Query(sort=sort, descending=descending, limit=limit, offset=offset, **query)  # type: ignore[arg-type]
-            page = busy.manager.listing.page(asked)
+            page = listing_of(busy.manager).page(asked)
             ids = [name for _, name in chosen[offset : offset + limit]]
             assert page.total == len(chosen)
             assert [name for _, name in page.keys] == ids

@@ -88,7 +88,7 @@ def test_nobody_is_told_of_a_session_that_had_the_same_name_before(engine: Engin
     lives = lives_of(engine)
     engine.talk("a one two", "a")
     told(engine, lives)
-    engine.manager.steering.release(engine.session("a"), engine.now)
+    engine.manager.steer("release", engine.session("a"), engine.now)
     told(engine, lives)
     assert lives.of("a") == []
     engine.now = 3.0

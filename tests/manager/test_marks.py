@@ -5,6 +5,7 @@ from collections.abc import Callable
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 from integrity import check_integrity
+from spills import spilled, take_spills
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.budget import Shares
@@ -147,8 +148,8 @@ def test_shared_heads_are_kept_exact_within_a_share(share: float, kept: int) -> 
 def evict(engine: Engine) -> None:
     """Everything idle goes cold, and takes as many bytes as it may."""
     engine.sweep()
-    for order in engine.manager.take_spills(100):
-        engine.manager.spilled(order.key, order.nbytes, engine.now)
+    for order in take_spills(engine.manager, 100):
+        spilled(engine.manager, order.key, order.nbytes, engine.now)
 
 
 def test_a_head_makes_way_for_one_that_more_sessions_share() -> None:
@@ -170,10 +171,10 @@ def test_what_another_engine_has_stored_counts_as_lossy() -> None:
     for last in "xy":
         engine.talk(f"s {last}")
     engine.sweep()
-    for order in engine.manager.take_spills(10):
+    for order in take_spills(engine.manager, 10):
         assert (order.exact == 16) == (order.key == b"s")
         engine.manager.encodes(order.key, None, Mark.EXACT)
-        engine.manager.spilled(order.key, 100, engine.now)
+        spilled(engine.manager, order.key, 100, engine.now)
     assert engine.manager.stored_mark(b"s") is Mark.DECODED
     assert engine.manager.match(chain("s z"), engine.start("s z", "z")) == 0
 
@@ -194,8 +195,8 @@ class Served:
         self.parts = [(1, key, 3) for key in chain(parts)[-1:]] if parts else []
         manager.request_finished("first", self.keys, 1.0, places=[Place(4, self.parts)] if parts else [])
         manager.sweep(2.0 + IDLE_AFTER_S)
-        for order in manager.take_spills(10):
-            manager.spilled(order.key, order.nbytes, 12.0, order.group)
+        for order in take_spills(manager, 10):
+            spilled(manager, order.key, order.nbytes, 12.0, order.group)
         self.driver: Driver[int] = Driver(manager, self.pool, 20, low=0.05, high=0.1)
         self.driver.started("second", [*self.keys, b"e"], "A", 20.0, tokens=81, blocks=6)
         self.driver.hits("second", [[]])

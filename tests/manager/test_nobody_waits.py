@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from engine import SHAPE
+from told import all_told
 
 from manthan.manager.driver import Driver, Work
 from manthan.manager.observer import Observer
@@ -161,7 +162,7 @@ def test_a_turn_is_encoded_ahead_two_seconds_after_it_ended_if_nothing_else_is()
     rest = world.driver.step(0, 2.4)
     assert len(first.spills) + len(rest.spills) == 6
     world.stored(rest, 2.5)
-    assert [str(session.state) for session in world.manager.sessions()] == ["idle"]
+    assert [str(session.state) for session in all_told(world.manager)] == ["idle"]
     assert len(world.pool.hit(world.keys("chat", 6))) == 6, "it stays in the pool"
     assert world.manager.blocks.cold == 6
 
@@ -177,7 +178,7 @@ def test_a_session_is_cold_once_vllm_has_overwritten_its_end_and_what_is_left_st
     world.turn("other", BLOCKS - 2, 3.0)
     assert len(world.pool.hit(world.keys("chat", 6))) == 2
     assert not world.driver.step(0, 3.1).spills
-    assert {session.id: str(session.state) for session in world.manager.sessions()} == {
+    assert {session.id: str(session.state) for session in all_told(world.manager)} == {
         "chat": "cold",
         "other": "idle",
     }

@@ -1,10 +1,10 @@
 """What `redis.url` may be, connections by it, and what start-up says of a server."""
 
 import pytest
+from loaded import load_config
 from redis_server import RedisServer, running
 
 from manthan.manager.config.model import ConfigError, RedisConfig
-from manthan.manager.config.resolve import load_config
 from manthan.manager.stores.redis.client import RedisUnreachableError, check, connect
 
 

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from spills import spilled
 
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.marks import Mark
@@ -97,7 +98,7 @@ def test_an_unknown_or_repeated_answer_is_ignored(engine: Engine) -> None:
     engine.talk("a b")
     engine.evict()
     for key in (b"a", b"unknown"):
-        engine.manager.spilled(key, 50, engine.now)
+        spilled(engine.manager, key, 50, engine.now)
         engine.manager.spill_failed(key, engine.now)
         engine.manager.lost(key, engine.now)
     assert engine.states() == {"anonymous-1": "cold"}
@@ -208,7 +209,7 @@ def test_codes_from_before_a_reset_never_match_again(engine: Engine) -> None:
     assert not engine.manager.has_work
 
 
-@pytest.mark.parametrize("answer", ["spilled", "spill_failed", "lost"])
+@pytest.mark.parametrize("answer", ["all_spilled", "spill_failed", "lost"])
 def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, answer: str) -> None:
     settle: Callable[..., None] = getattr(engine.manager, answer)
     engine.talk("a b")
@@ -217,7 +218,7 @@ def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, an
     engine.manager.reset()
     engine.talk("a b")  # computed anew, under the same keys
     engine.sweep()
-    settle(tail, *([100] if answer == "spilled" else []), engine.now)
+    settle(*([[tail], [100]] if answer == "all_spilled" else [tail]), engine.now)
     assert engine.manager.match(chain("a b")) == 0
     engine.manager.take_drops()
     engine.talk("a b")

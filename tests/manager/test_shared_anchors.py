@@ -2,6 +2,7 @@
 
 import pytest
 from integrity import check_integrity
+from spills import spilled, take_spills
 
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -40,8 +41,8 @@ class One:
         self.carry_out(now)
 
     def carry_out(self, now: float) -> None:
-        for order in self.manager.take_spills(1000):
-            self.manager.spilled(order.key, order.nbytes, now, order.group)
+        for order in take_spills(self.manager, 1000):
+            spilled(self.manager, order.key, order.nbytes, now, order.group)
             check_integrity(self.manager)
 
     def go_cold(self, blocks: int, now: float) -> None:
@@ -112,7 +113,7 @@ def test_a_prefetch_is_of_the_chain_and_its_anchor(one: One) -> None:
     assert not one.manager.is_missed((WINDOW, KEYS[2]))  # the window has gone on
     assert one.manager.is_missed(KEYS[2])
     one.manager.sweep(40)
-    assert one.manager.take_spills(100) == []  # the codes were kept
+    assert take_spills(one.manager, 100) == []  # the codes were kept
     assert one.state("alice") is SessionState.COLD
     assert not one.manager.is_missed((STATE, KEYS[4]))
 

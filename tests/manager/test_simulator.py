@@ -3,11 +3,11 @@
 from dataclasses import replace
 
 import pytest
+from belady import belady
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from traces import BLOCK, EXCERPT, check_journal, request
 
-from manthan.manager.simulator.belady import belady
 from manthan.manager.simulator.cost_model import CostModel
 from manthan.manager.simulator.engine import replay
 from manthan.manager.simulator.replay import Setup, Tally

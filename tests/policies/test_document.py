@@ -5,9 +5,10 @@ from pathlib import Path
 
 import pytest
 import yaml
+from loaded import load_config
 
 from manthan.manager.config.registered import check_registered
-from manthan.manager.config.resolve import load_config, resolve_config
+from manthan.manager.config.resolve import resolve_config
 from manthan.policies import EvictionPolicy, SessionView
 from manthan.policies.registry import BUILTIN
 

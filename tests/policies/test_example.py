@@ -6,11 +6,11 @@ import pytest
 from example_package import EXAMPLES, MANTHAN, install, run
 
 ORDER = """
-from manthan.manager.config.resolve import load_config
+from manthan.manager.config.resolve import resolve_config
 from manthan.manager.config.registered import choose_policy
 from manthan.policies import SessionView
 
-policy, options = choose_policy(load_config("x.yaml").policy)
+policy, options = choose_policy(resolve_config("x.yaml").config.policy)
 largest = policy(options)
 for session_id, tokens in (("long", 900), ("short", 100), ("longer", 1000), ("shorter", 10)):
     largest.used(SessionView(session_id, tokens=tokens))

@@ -19,7 +19,7 @@ from paged_cache import (
 )
 
 from manthan.codec import wire
-from manthan.vllm_hooks.messages import SpillBlock
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.support import UnsupportedError
 from manthan.vllm_hooks.worker.blocks import CpuBlocks
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers

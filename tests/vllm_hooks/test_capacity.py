@@ -5,9 +5,10 @@ from typing import Any
 
 import pytest
 import torch
+from loaded import load_config
 from vllm.platforms import current_platform
 
-from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.arena import GRANULE
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.support import UnsupportedError

@@ -21,7 +21,6 @@ def asked(url: str) -> tuple[int, dict[str, tuple[str, str]]]:
 def test_a_server_with_manthan(manthan_server: VllmServer) -> None:
     status, found = asked(manthan_server.url)
     assert found["Host"] == ("ok", f"Manthan answers at {manthan_server.url}.")
-    assert found["chat template"][1].startswith("the next prompt repeats the turn before it")
     assert status == 0
 
 
@@ -40,12 +39,11 @@ def test_a_name_that_the_server_refuses(manthan_server: VllmServer, monkeypatch:
 def test_a_server_without(plain_server: VllmServer) -> None:
     status, found = asked(plain_server.url + "/v1")
     assert (status, found["Host"][0]) == (1, "wrong")
-    assert found["Host"][1].endswith("a server without Manthan is started with --manthan-policy lru.")
+    assert found["Host"][1].startswith(f"The server at {plain_server.url}/v1 has no /manthan")
 
 
 def test_no_server() -> None:
     url = f"http://127.0.0.1:{free_port()}"
     status, found = asked(url)
     assert status == 1
-    assert found["Host"][1].startswith(f"no server answers at {url} (")
-    assert found["chat template"][0] == "wrong"
+    assert found["Host"][1].startswith(f"The server at {url} cannot be reached: ")

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from spills import spilled, take_spills
 from vllm import SamplingParams
 from vllm.config import CacheConfig
 from vllm.distributed.kv_events import BlockRemoved, BlockStored, KVCacheEvent
@@ -70,8 +71,8 @@ class Engine:
             self.events.remember(request, BLOCKS, parts)
         self.now += 20.0
         self.manager.sweep(self.now)
-        for order in self.manager.take_spills(99):
-            self.manager.spilled(order.key, 100, self.now, order.group)
+        for order in take_spills(self.manager, 99):
+            spilled(self.manager, order.key, 100, self.now, order.group)
         return list(self.events.take())
 
     def forget(self) -> list[KVCacheEvent]:

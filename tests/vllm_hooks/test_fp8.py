@@ -24,10 +24,10 @@ from vllm_engine import MODEL
 
 from manthan.codec.base import Dtype
 from manthan.codec.cpu.fp8 import widened
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, block_shape, memory_shape
-from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, DeviceMemory, HostMemory, PackedMemory

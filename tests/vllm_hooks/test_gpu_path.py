@@ -14,15 +14,8 @@ from manthan.codec.base import Numbers
 from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.stores.arena import room
-from manthan.vllm_hooks.messages import (
-    GroupBlocks,
-    GroupKeys,
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    SpillBlock,
-    SpillResult,
-)
+from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import gpu_path
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.gpu_path import GpuPath

@@ -14,16 +14,8 @@ from paged_cache import cpu_blocks, paged, write
 from manthan.manager.config.model import EncryptionConfig
 from manthan.manager.stores.cold_store import ColdStoreError, HostStore
 from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
-from manthan.vllm_hooks.messages import (
-    GroupBlocks,
-    GroupKeys,
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    ManthanWorkerMetadata,
-    SpillBlock,
-    SpillResult,
-)
+from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker.host_path import HostPath
 
 pytestmark = pytest.mark.usefixtures("engine_config")

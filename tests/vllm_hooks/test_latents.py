@@ -18,8 +18,8 @@ from vllm.v1.attention.backends.mla.cpu_mla import CPUMLAImpl
 from vllm.v1.kv_cache_interface import KVCacheConfig, KVCacheGroupSpec, MLAAttentionSpec
 
 from manthan.manager.config.resolve import ConfigError
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.memory import block_format, block_shape
-from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.support import Group, Groups, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
 from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers

@@ -4,6 +4,7 @@ from typing import Any
 
 import pytest
 import torch
+from spills import spilled, take_spills
 from vllm import EngineArgs, SamplingParams
 from vllm.distributed.kv_events import BlockStored
 from vllm.utils.hashing import sha256
@@ -128,8 +129,8 @@ class Engine:
         """All that is idle goes cold."""
         self.now += IDLE_AFTER_S
         self.manager.sweep(self.now)
-        for order in self.manager.take_spills(1000):
-            self.manager.spilled(order.key, 100, self.now, order.group)
+        for order in take_spills(self.manager, 1000):
+            spilled(self.manager, order.key, 100, self.now, order.group)
         for key in self.manager.take_releases():
             if found := self.pool.get_cached_block(key, [0]):
                 self.pool.touch(found)
@@ -347,8 +348,8 @@ def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
     half.manager.request_finished("r", keys, 0.0)
     assert half.manager.next_deadline == AHEAD_AFTER_S
     half.manager.encode_ahead(AHEAD_AFTER_S, len(keys))
-    for order in half.manager.take_spills(len(keys)):
-        half.manager.spilled(order.key, 100, AHEAD_AFTER_S)
+    for order in take_spills(half.manager, len(keys)):
+        spilled(half.manager, order.key, 100, AHEAD_AFTER_S)
     assert half.manager.next_deadline == 20 - LEAD_S
 
 

@@ -27,10 +27,10 @@ from manthan.manager.cli import app
 from manthan.manager.config.model import CodecConfig
 from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.cold_store import HostStore
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.memory import Shards, block_format, memory_shape
-from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.settled import profile_digest, settle_codec, settled_profile
 from manthan.vllm_hooks.support import Group
 from manthan.vllm_hooks.transfer_config import from_vllm_config

@@ -17,7 +17,8 @@ from manthan.manager.config.model import RedisConfig
 from manthan.manager.stores.redis.client import Circuit, connect
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.manager.stores.redis.store import RedisStore
-from manthan.vllm_hooks.messages import GroupBlocks, Load, LoadResult, ManthanMetadata, SpillBlock, SpillResult
+from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import Blocks
 from manthan.vllm_hooks.worker.host_path import HostPath
 from manthan.vllm_hooks.worker.intake import Intake

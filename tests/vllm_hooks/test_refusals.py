@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 import vllm
+from loaded import load_config
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
@@ -27,7 +28,7 @@ from vllm.v1.kv_cache_interface import (
     UniformTypeKVCacheSpecs,
 )
 
-from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.disk_store import check_disk
 from manthan.vllm_hooks.memory import Shards, codec_beside, memory_shape

@@ -4,6 +4,7 @@ import logging
 
 import pytest
 from logged import said
+from spills import spilled, take_spills
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -31,8 +32,8 @@ class Told:
         manager.request_started("first", KEYS, "s", 0.0)
         manager.request_finished("first", KEYS, 0.0, places=[Place(len(KEYS), BESIDE)])
         manager.sweep(20.0)
-        for order in manager.take_spills(100):
-            manager.spilled(order.key, order.nbytes, 20.5, order.group)
+        for order in take_spills(manager, 100):
+            spilled(manager, order.key, order.nbytes, 20.5, order.group)
 
     def restore(self, *failed: FailedBlock) -> str:
         """The line that says what came back."""

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from image_model import make_image_model
+from loaded import load_config
 from logged import warnings
 from redis_server import RedisServer, running
 from vllm import EngineArgs
@@ -23,7 +24,7 @@ from vllm.v1.kv_cache_interface import (
 )
 
 from manthan.manager.config.model import CodecConfig, ColdStoreConfig, QuotasConfig
-from manthan.manager.config.resolve import ConfigError, load_config
+from manthan.manager.config.resolve import ConfigError
 from manthan.manager.stores.redis.schema import Namespace
 from manthan.vllm_hooks import fingerprint as fingerprint_module
 from manthan.vllm_hooks import kv_transfer_config, settled

@@ -12,8 +12,9 @@ import torch
 from fake_cuda import TOKENS
 
 from manthan.codec.block import BlockFormat
+from manthan.manager.work import SpillBlock, Verdict
 from manthan.vllm_hooks.connector import ManthanConnector
-from manthan.vllm_hooks.messages import ManthanMetadata, SpillBlock, Verdict
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker import guard
 from manthan.vllm_hooks.worker.blocks import DeviceMemory
 from manthan.vllm_hooks.worker.guard import A_STEP, BATCH, BATCHES, EVERY, Guard

@@ -143,9 +143,7 @@ def _fidelity(found: "Fidelity") -> str:
     return (
         f"{found.codec} adds {found.logit_noise.mean():.2g} of noise to attention logits ({LOGIT_NOISE:g} is allowed), "
         f"{found.logit_noise.max():.2g} in layer {found.worst_layer} ({WORST_LOGIT_NOISE:g}), "
-        f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); least cosine of a layer's keys "
-        f"{found.key_cosine.min():.4f}, values {found.value_cosine.min():.4f}; {found.mean_share.max():.0%} of the "
-        f"keys' energy in their mean, outliers of {found.outlier:.0f} times the rms; {found.tokens} tokens, "
+        f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); {found.tokens} tokens, "
         f"{found.decode_s * 1e6:.3g} us to decode one"
     )
 

@@ -15,7 +15,7 @@ from manthan.codec.block import BlockFormat, BlockShape
 from manthan.codec.errors import CodecError, UnknownCodecError, WireError
 from manthan.codec.gpu.paged import PagedLayout
 from manthan.manager.stores.cold_store import Buffer, Found
-from manthan.vllm_hooks.messages import SpillBlock
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.worker.layout import Layer
 
 if TYPE_CHECKING:

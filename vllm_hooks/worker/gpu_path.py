@@ -21,16 +21,9 @@ from vllm.logger import init_logger
 
 from manthan.codec.gpu.paged import GOOD, Batch, PagedCodec, status_cause
 from manthan.manager.stores.arena import Extent, room
+from manthan.manager.work import FailedBlock, GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks import compat
-from manthan.vllm_hooks.messages import (
-    FailedBlock,
-    GroupBlocks,
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    SpillBlock,
-    SpillResult,
-)
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.capacity import RESTORE_STAGING_BYTES, RESTORE_STAGINGS, STAGING_BYTES
 from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.staging import Places, Staging, pieces

@@ -15,7 +15,7 @@ from manthan.codec.block import BlockFormat
 from manthan.codec.cpu import precompile
 from manthan.codec.fidelity import Fidelity, NothingToMeasureError, Sample, measure
 from manthan.codec.rope import Rope
-from manthan.vllm_hooks.messages import SpillBlock, Verdict
+from manthan.manager.work import SpillBlock, Verdict
 from manthan.vllm_hooks.worker.blocks import PagedMemory
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 

@@ -18,11 +18,12 @@ from manthan.codec.rope import Rope
 from manthan.codec.wht import Wht
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
+from manthan.manager.work import Load, SpillBlock
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
-from manthan.vllm_hooks.messages import Load, ManthanMetadata, ManthanWorkerMetadata, SpillBlock
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
 from manthan.vllm_hooks.shared_store import namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes

@@ -12,16 +12,8 @@ import torch
 from vllm.logger import init_logger
 
 from manthan.manager.stores.cold_store import Buffer, ColdStore, ColdStoreError, Found
-from manthan.manager.work import NEEDED, RESET
-from manthan.vllm_hooks.messages import (
-    FailedBlock,
-    GroupBlocks,
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    SpillBlock,
-    SpillResult,
-)
+from manthan.manager.work import NEEDED, RESET, FailedBlock, GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import MISSING, Blocks, Copies
 from manthan.vllm_hooks.worker.intake import Intake, batches
 from manthan.vllm_hooks.worker.path import WorkerPath

@@ -16,7 +16,7 @@ from manthan.codec.errors import SizeError, WireError
 from manthan.codec.gpu.paged import ALIGNMENT, GOOD, Form, PagedCodec, status_cause
 from manthan.manager.stores.arena import Extent
 from manthan.manager.stores.cold_store import Buffer, Found
-from manthan.vllm_hooks.messages import SpillBlock
+from manthan.manager.work import SpillBlock
 from manthan.vllm_hooks.worker.blocks import Blocks, Copies, cause_of
 from manthan.vllm_hooks.worker.capacity import STAGING_BYTES
 from manthan.vllm_hooks.worker.intake import Intake

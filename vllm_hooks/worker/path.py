@@ -5,15 +5,8 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
-from manthan.vllm_hooks.messages import (
-    FailedBlock,
-    Load,
-    LoadResult,
-    ManthanMetadata,
-    ManthanWorkerMetadata,
-    SpillBlock,
-    SpillResult,
-)
+from manthan.manager.work import FailedBlock, Load, LoadResult, SpillBlock, SpillResult
+from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 
 REST_S = sys.getswitchinterval()
 """So long, at most, the model's thread stands aside for a restore in a step in which nothing is computed: as long as
