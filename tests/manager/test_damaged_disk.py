@@ -128,19 +128,6 @@ def test_a_damaged_file_costs_what_it_had(
     again.close()
 
 
-@pytest.mark.parametrize("damage", [_folder, _forbid])
-@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0" / LOCK, SEGMENT], ids=str)
-def test_it_is_set_aside(used: Path, file: Path, damage: Callable[[Path], None]) -> None:
-    damage(used / file)
-    bad = used / f"{file}.bad"
-    bad.mkdir()
-    (bad / "of before").touch()
-    with modes_count():
-        Server(used).close()
-    assert bad.exists()
-    assert not (bad / "of before").exists()
-
-
 @pytest.mark.parametrize("damage", [_file, _forbid])
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Callable[[Path], None]) -> None:
@@ -226,15 +213,6 @@ def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
         DiskStore(tmp_path / MODEL / "rank-0", 1 << 24)
     server.close()
     assert not list(tmp_path.rglob("*.bad"))
-
-
-def test_a_file_that_another_user_has_locked_stays(tmp_path: Path) -> None:
-    if os.geteuid():
-        pytest.skip("only root can give files away")
-    (tmp_path / LOCK).touch(0o600)
-    os.chown(tmp_path / LOCK, 12345, 12345)
-    with modes_count(), pytest.raises(ConfigError, match="another server uses"):
-        open_root(tmp_path)
 
 
 def test_sqlite_s_errors_that_are_the_disk_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -146,15 +146,6 @@ def test_of_what_nobody_knows_the_tokens_is_told_when_somebody_does() -> None:
     assert len(engine.forget()) == 1
 
 
-def test_what_was_never_told_is_not_taken_back() -> None:
-    engine, request = Engine(), asked()
-    assert engine.ours(request, is_known=False) == []
-    assert engine.forget() == []
-    assert engine.ours(request, is_known=False) == []
-    engine.events.remember(request, BLOCKS)
-    assert engine.forget() == [], "it was about to be told"
-
-
 def test_a_damaged_note_says_nothing() -> None:
     engine, request = Engine(), asked()
     engine.ours(request, is_known=False)

@@ -6,11 +6,9 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-import fake_cuda
 import numpy as np
 import pytest
 import torch
-from fake_cuda import FormatCodec
 from latent_model import LATENT, LAYERS, TURNED, make_latent_model
 from scripts import run_script
 from vllm.config import CacheConfig
@@ -22,8 +20,7 @@ from manthan.vllm_hooks.memory import block_format, block_shape
 from manthan.vllm_hooks.messages import SpillBlock
 from manthan.vllm_hooks.support import Group, Groups, groups_of
 from manthan.vllm_hooks.worker.blocks import CpuBlocks, HostMemory, LatentMemory
-from manthan.vllm_hooks.worker.layout import paged_layout, probe_layers
-from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
+from manthan.vllm_hooks.worker.layout import probe_layers
 
 SCRIPT = "latent_sessions.py"
 BLOCK, BLOCKS, FILLED = 16, 8, 21
@@ -83,32 +80,6 @@ def test_a_block_goes_through_the_codec(exact: int) -> None:
     before = {name: cache.clone() for name, cache in caches.items()}
     assert blocks.decode_all([b"k" * 32], [6], [bad]) == ["checksum"]
     assert all(torch.equal(before[name], cache) for name, cache in caches.items()), "nothing of it is served"
-
-
-def test_a_gpu_writes_and_reads_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """With torch's codec, whatever is exact; what is damaged is told apart."""
-    fake_cuda.install(monkeypatch)
-    caches, modules = paged()
-    for cache in caches.values():
-        cache.copy_(torch.randn(cache.shape))
-    layers = probe_layers(caches, modules, BLOCKS, SHAPE)
-    format, layout = block_format("wht-4x", GROUP), paged_layout(layers, SHAPE)
-    assert (layout.shape, layout.key_at, layout.coded.ats) == (SHAPE, LATENT, (0,))
-    ours, numpy = PagedBlocks(FormatCodec(layout, format)), CpuBlocks(HostMemory(layers, SHAPE), format)
-    spills = [SpillBlock(bytes([n]) * 32, 0, n, n * BLOCK, exact) for n, exact in enumerate((0, 4, BLOCK), 2)]
-    keys, targets = [spill.key for spill in spills], [5, 6, 7]
-    bufs = ours.encode_all(spills)
-    assert all(np.array_equal(a, b) for a, b in zip(bufs, numpy.encode_all(spills), strict=True))
-    restored = []
-    for by in (ours, numpy):
-        for cache in caches.values():
-            cache[targets] = 0
-        assert by.decode_all(keys, targets, bufs) == [None] * 3
-        restored.append(torch.stack([cache[targets] for cache in caches.values()]))
-    assert torch.equal(*restored)
-    bad = np.asarray(bufs[1]).copy()
-    bad[192 + 20] ^= 1  # what its second section is
-    assert ours.decode_all(keys[1:2], targets[1:2], [bad]) == ["checksum"]
 
 
 def test_what_is_no_plain_latent_is_refused() -> None:

@@ -72,25 +72,6 @@ def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> Non
     assert demotions == []
 
 
-def test_runs_are_of_one_kind() -> None:
-    tiers = Tiers(tier(16 * GRANULE), None)
-    pieces = (Extent(0, GRANULE), Extent(2 * GRANULE, GRANULE))
-    one, two = pieces[:1], pieces[1:]
-    for n, (extents, exact) in enumerate([(one, 0), (two, 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
-        tiers.device.put({(0, bytes([n])): Stored(extents, len(extents) * GRANULE, exact, n)})
-    keys = [bytes([n]) for n in range(6)]
-    found = [tiers.find(0, keys[n:]) for n in (0, 2, 3, 5)]
-    assert found.pop() is None
-    assert [(run.in_place, run.exact, run.extents) for run in found] == [
-        (True, 0, [one, two]),
-        (False, 0, [pieces]),
-        (False, 3, [pieces, pieces]),
-    ]
-    assert [run.first_tokens.tolist() for run in found] == [[0, 1], [2], [3, 4]]
-    assert [run.nbytes.tolist() for run in found] == [[GRANULE] * 2, [2 * GRANULE], [2 * GRANULE] * 2]
-    assert found[2].part(1, 2).extents == [pieces]
-
-
 def test_blocks_in_a_row_are_found_wherever_they_were_put() -> None:
     """Put together tail first, as evictions do; then one is gone, comes back elsewhere, or has a key of another
     length."""
