@@ -1,4 +1,4 @@
-"""The real models: that they are what they should be, and what codecs cost them."""
+"""The real models: how they are made, that they are what they should be, and what codecs cost them."""
 
 import json
 from pathlib import Path
@@ -7,12 +7,34 @@ from typing import Any
 
 import pytest
 import torch
+import typer
+from click.testing import Result
 from real_models import biased_model, real_model
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
+from manthan.benchmarks import real_model as making
 from manthan.benchmarks.cli import evaluate
 from manthan.manager.cli import app
+
+command = typer.Typer()
+command.command()(making.main)
+
+
+def run(*arguments: object, **environment: str) -> Result:
+    return CliRunner().invoke(command, [str(argument) for argument in arguments], env=environment)
+
+
+# -- making them ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.slow
+def test_the_script_says_where_they_are() -> None:
+    out = Path(real_model()).parent
+    result = run("--out", out)
+    assert result.exit_code == 0, result.stderr
+    assert result.stdout.split() == [str(out / making.PLAIN), str(out / making.BIASED)]
+
 
 # -- what they are --------------------------------------------------------------------------------------
 

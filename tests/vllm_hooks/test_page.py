@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,8 @@ from urllib.parse import quote
 import httpx
 import pytest
 from browser import Watched, chromium
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
 from manthan.benchmarks.server import VllmServer
-from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.page import FILES
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
@@ -326,16 +321,3 @@ def test_a_browser_is_told_to_run_and_load_only_what_is_of_the_page(server) -> N
     for name, content in FILES.items():
         text = content.decode().replace("http://www.w3.org/", "")
         assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:", text) == [], name
-
-
-@pytest.mark.parametrize(
-    ("api", "statuses"),
-    [({}, [200, 200, 200]), ({"enabled": False}, [404, 404, 404])],
-    ids=str,
-)
-def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> None:
-    app = FastAPI()
-    app.state.args = Namespace(kv_transfer_config=kv_transfer_config(api=api), api_key=None)
-    add_api(app)
-    client = TestClient(app, base_url="http://localhost")
-    assert [client.get(f"/manthan/{path}").status_code for path in ("", "page.js", "config")] == statuses
