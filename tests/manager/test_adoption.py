@@ -13,13 +13,13 @@ from hypothesis import Phase, settings
 from hypothesis.stateful import rule, run_state_machine_as_test
 from integrity import check_integrity
 from machine import POOL_BLOCKS, PROFILE, Sessions
-from world import BESIDE, World, chain
+from world import BESIDE, IDLE_AFTER_S, World, chain
 
 from manthan.manager.journal_link import JournalLink
 from manthan.manager.sessions.adoption import HISTORY, LeftAnchor, LeftSession
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import SessionMemoryManager
-from manthan.manager.sessions.session import Drop, DropCause, Encoding, MemoryShape, Session, SessionState
+from manthan.manager.sessions.session import CodeState, Drop, DropCause, Encoding, MemoryShape, Session, SessionState
 from manthan.manager.stores.disk.journal import Journal, JournalSession
 from manthan.manager.work import Name
 from manthan.policies import get_policy
@@ -229,6 +229,41 @@ def test_what_some_rank_does_not_have_is_dropped_and_so_is_what_nobody_names(tmp
     assert sorted(drop.keys) == sorted([keys[2], keys[3], b"stray"])
     link.close()
     assert [len(session.chain.blocks) for session in Journal(tmp_path).sessions()] == [2]
+
+
+def test_what_another_session_stores_for_a_cold_one_is_written(tmp_path: Path) -> None:
+    world = World(ranks=1, pool_blocks=12, cold_blocks=20)
+    link = JournalLink(Journal(tmp_path), world.manager)
+
+    def go_cold() -> None:
+        world.now += IDLE_AFTER_S
+        world.step(0, 99)
+        link.tell(world.now)
+        for spill in list(world.spills):
+            world.answer(spill, 0, True)
+        link.tell(world.now)
+
+    def ask(text: str, *unreadable: int) -> None:
+        world.start(text, len(text), None)
+        request = world.requests[-1]
+        world.admit(request)
+        if request.restore is not None:
+            world.end_restore(request.restore, set(unreadable))
+        world.finish(request, len(text))
+
+    ask("sab")
+    ask("sb")
+    go_cold()
+    for key in chain("sb"):
+        world.pool.uncache(world.pool.cached.get(key, -1))
+    ask("sba", 0)  # the first block's codes cannot be read: it is computed, and encoded once more
+    assert world.manager.blocks.get(b"s").code is CodeState.NONE
+    world.manager.table.touch(world.manager.table.by_id["anonymous-1"])
+    link.tell(world.now)
+    go_cold()
+    link.close()
+    written = {each.session_id: len(each.chain.blocks) for each in Journal(tmp_path).sessions()}
+    assert written == {"anonymous-1": 3, "anonymous-2": 3}
 
 
 def test_a_pin_for_a_while_ends_with_its_process(tmp_path: Path) -> None:

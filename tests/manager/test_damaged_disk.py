@@ -132,9 +132,13 @@ def test_a_damaged_file_costs_what_it_had(
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Callable[[Path], None]) -> None:
     damage(used / folder)
+    bad = used / f"{folder}.bad"
+    bad.mkdir()
+    (bad / "of before").touch()
     with modes_count():
         server = Server(used)
-    assert (used / f"{folder}.bad").exists()
+    assert bad.exists()
+    assert not (bad / "of before").exists()
     assert server.use() == len(KEYS)
     server.close()
 
@@ -213,6 +217,15 @@ def test_a_folder_in_use_is_nothing_damaged(tmp_path: Path) -> None:
         DiskStore(tmp_path / MODEL / "rank-0", 1 << 24)
     server.close()
     assert not list(tmp_path.rglob("*.bad"))
+
+
+def test_a_file_that_another_user_has_locked_stays(tmp_path: Path) -> None:
+    if os.geteuid():
+        pytest.skip("only root can give files away")
+    (tmp_path / LOCK).touch(0o600)
+    os.chown(tmp_path / LOCK, 12345, 12345)
+    with modes_count(), pytest.raises(ConfigError, match="another server uses"):
+        open_root(tmp_path)
 
 
 def test_sqlite_s_errors_that_are_the_disk_s(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,6 +1,6 @@
 """What the manager does with hints: pins, times to live, priorities, release; and with tenants' shares."""
 
-from engine import Engine, chain
+from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.session import DropCause
@@ -91,6 +91,20 @@ def test_each_use_begins_the_time_anew() -> None:
     assert engine.chains() == {"s": "a b c d"}
     engine.manager.sweep(14)
     assert engine.chains() == {}
+
+
+def test_a_session_that_is_being_evicted_is_forgotten_afterwards() -> None:
+    engine = Engine()
+    engine.talk("a b", ttl_s=IDLE_AFTER_S)
+    engine.now = IDLE_AFTER_S
+    engine.manager.sweep(engine.now - 0.1)
+    engine.manager.relieve(9, engine.now)
+    keys = engine.spill()
+    engine.manager.sweep(engine.now)
+    engine.stored(keys)
+    assert engine.states() == {"anonymous-1": "cold"}
+    engine.manager.sweep(engine.now + 1)
+    assert engine.states() == {}
 
 
 def test_lower_priorities_go_first_whatever_the_policy_says() -> None:

@@ -18,6 +18,7 @@ from manthan.vllm_hooks.http.errors import ApiError
 from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.models import Policy
 from manthan.vllm_hooks.inquiries import Inquiries
+from manthan.vllm_hooks.transfer_config import settings_of
 
 
 def page(*rows: tuple[float, str], total: int) -> dict[str, Any]:
@@ -123,6 +124,14 @@ def test_it_is_there_unless_it_is_off(options: dict[str, Any] | None, has_routes
     server.state.args = Namespace(kv_transfer_config=transfer, api_key=None)
     add_api(server)
     assert any(path.startswith("/manthan/") for path in server.openapi()["paths"]) is has_routes
+
+
+def test_where_values_are_from(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("MANTHAN_MIN_TOKENS", "7")
+    found = settings_of(Namespace(kv_transfer_config=kv_transfer_config(policy={"name": "returns", "prior": 60})))
+    assert found["min_tokens"] == {"value": 7, "from": "environment"}
+    assert found["policy.prior"] == {"value": 60, "from": "argument"}
+    assert found["backend"] == {"value": "auto", "from": "default"}
 
 
 @pytest.mark.parametrize(
