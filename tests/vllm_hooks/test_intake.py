@@ -69,14 +69,6 @@ def test_what_is_lent_is_given_back_once() -> None:
     assert ring.are_pinned(ats).tolist() == [False, False, True]
 
 
-def test_a_lost_ring_is_another_one() -> None:
-    ring = Ring(SLOT, 1, CPU)
-    before = ring.room(500)
-    ring.lose()
-    assert place(ring, before) is None
-    assert place(ring, ring.room(SLOT)) == 0
-
-
 def sized(*sizes: int) -> Iterator[Found]:
     return iter([np.zeros(size, np.uint8) for size in sizes])
 

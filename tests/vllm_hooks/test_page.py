@@ -140,21 +140,6 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     expect(life).to_contain_text("–, after search")
 
 
-def test_bars_over_time_and_numbers_at_the_top(server, table, tabs) -> None:
-    ask(server, table(3).question(1)[0], "barred")
-    tab = tabs()
-    for name, figure in [("store", "up"), ("pool", re.compile(r"^\d+%$")), ("sessions", re.compile(r"^\d+$"))]:
-        expect(tab.locator(f"[data-tile={name}] .figure")).to_have_text(figure)
-    charts = tab.locator("#charts figure")
-    expect(charts).to_have_count(2)
-    expect(charts.nth(0).get_by_role("img")).to_have_attribute(
-        "aria-label", re.compile("^Pool over time: now .* 16.3 MiB")
-    )
-    bars = charts.nth(0).locator("path.part-0")
-    expect(bars).to_have_attribute("d", re.compile("M.*M.*M"))  # three answers
-    expect(tab.locator("#where")).to_contain_text("policy lru · codec wht-5x")
-
-
 def test_filters_sorting_and_pages(server, table, tabs) -> None:
     prompt = table(4).question(1)[0]
     for n in range(3):

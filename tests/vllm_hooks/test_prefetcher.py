@@ -21,7 +21,7 @@ from vllm.v1.request import Request
 from vllm_engine import MODEL
 
 from manthan.manager.observer import Observer, Restored
-from manthan.manager.prefetcher import RETRY_S, Prefetcher
+from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -340,20 +340,6 @@ def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for
     engine.evict()
     [load] = engine.step()
     assert len(part(load).keys) == BLOCKS - SPARE
-
-
-def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None:
-    engine.compute(request("a", 8))
-    engine.evict()
-    waiting = request("waiting", 9)
-    engine.waits(waiting)  # 10 blocks, with its last token's
-    assert engine.prefetch("a") == []
-    engine.admitted(waiting, hot=0)
-    assert engine.step() == []  # not at once
-    assert engine.prefetcher.deadline == engine.now + RETRY_S
-    engine.now += RETRY_S
-    assert len(engine.step()) == 1
-    assert engine.prefetcher.deadline is None
 
 
 # -- hits ---------------------------------------------------------------------------------------------

@@ -65,13 +65,6 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert tiers.used == GRANULE  # what was taken and never put
 
 
-def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
-    tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
-    taken, demotions = tiers.take(GRANULE, 6)
-    assert [one.tier for one in taken] == [tiers.device] * 2 + [tiers.host] * 3
-    assert demotions == []
-
-
 def test_blocks_in_a_row_are_found_wherever_they_were_put() -> None:
     """Put together tail first, as evictions do; then one is gone, comes back elsewhere, or has a key of another
     length."""
