@@ -155,10 +155,6 @@ class Engine:
     def cached(self, asked: Request) -> list[bool]:
         return [self.pool.get_cached_block(key, [0]) is not None for key in asked.block_hashes]
 
-    def waits(self, asked: Request) -> None:
-        """vLLM considers a request; its last token's block counts as well."""
-        self.prefetcher.waits(asked.request_id, -(-asked.num_tokens // TOKENS))
-
     def admitted(self, asked: Request, hot: int) -> None:
         usable = (asked.num_tokens - 1) // TOKENS
         self.prefetcher.admitted(asked.request_id, asked.block_hashes, hot, usable)

@@ -19,8 +19,6 @@ from manthan.vllm_hooks.worker.capacity import TierBytes
 from manthan.vllm_hooks.worker.staging import pieces
 from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers
 
-GIB = 1 << 30
-
 
 def tier(nbytes: int) -> Tier:
     return Tier(torch.zeros(nbytes, dtype=torch.uint8))
