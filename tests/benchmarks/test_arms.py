@@ -8,7 +8,7 @@ import pytest
 from manthan.benchmarks.engines import Answer, WrongPathError
 from manthan.benchmarks.restore import Only, Setting, capacity_arm, check, chosen_arms
 from manthan.benchmarks.restore_report import latency_ratios, latency_rows
-from manthan.benchmarks.shapes import PUBLIC, Shape, write_model
+from manthan.benchmarks.shapes import Shape, write_model
 
 
 @pytest.fixture
@@ -50,25 +50,6 @@ def test_a_shape_of_a_public_model(
     shape = Shape.of(write_model(tmp_path, name, layers))
     assert (shape.token_nbytes, shape.groups, shape.window) == (kib * 1024, groups, window)
     assert shape.is_latent == (name == "deepseek-v2-lite")
-
-
-@pytest.mark.parametrize("name", PUBLIC)
-def test_transformers_and_vllm_take_a_shape(name: str, tmp_path: Path) -> None:
-    """The configuration alone, without weights."""
-    from transformers import AutoConfig
-    from vllm.config import ModelConfig
-
-    folder, config = str(write_model(tmp_path, name)), PUBLIC[name].config
-    taken = AutoConfig.from_pretrained(folder)
-    assert all(getattr(taken, key) == value for key, value in config.items() if key in ("layer_types", "head_dim"))
-    if name.startswith("qwen3.5"):
-        return  # vLLM's class imports torchvision, which its CPU build does without
-    model = ModelConfig(folder, skip_tokenizer_init=True, max_model_len=32064, dtype="bfloat16")
-    assert model.architectures == config["architectures"]
-    assert model.get_vocab_size() == config["vocab_size"]
-    assert model.hf_text_config.num_hidden_layers == config["num_hidden_layers"]
-    assert model.use_mla == ("kv_lora_rank" in config)
-    assert model.get_head_size() == (576 if model.use_mla else config["head_dim"])
 
 
 def test_both_arms_of_a_capacity_have_the_same_bytes(setting: Setting) -> None:

@@ -22,82 +22,16 @@ from manthan.benchmarks.quality_settings import (
     Shape,
     parse_settings,
 )
-from manthan.codec import DEFAULT, BlockFormat, BlockShape, codec_names, registry
+from manthan.codec import BlockFormat, BlockShape, codec_names, registry
 from manthan.codec.registry import needs_profile
 from manthan.manager.cli import app
 
 MODEL = Path(__file__).parents[1] / "data" / "tiny-llama"
 SHAPE = Shape(layers=4, heads=2, head_dim=128, vocabulary=8192, positions=8192)
-PREFIX = 512
-CODECS = ("k3v3", "wht-5x", "wht-4x")
 
 
 def run(*arguments: object) -> Any:
     return CliRunner().invoke(evaluate, ["quality", *map(str, arguments)])
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Of a run with everything, the last blocks, and nothing left exact."""
-    out = tmp_path_factory.mktemp("quality")
-    sizes = ("--prefix", PREFIX, "--continuation", 256, "--pieces", 3, "--tables", 2)
-    sizes += ("--needle", 2000, "--chats", 6, "--document", 400)
-    exact = ("--exact", f"0,128,{PREFIX}")
-    result = run(MODEL, "--engine", "transformers", "--codec", ",".join(CODECS), *exact, *sizes, "--out", out)
-    assert result.exit_code == 0, result.output
-    return out
-
-
-@pytest.fixture(scope="module")
-def report(folder: Path) -> dict[str, Any]:
-    return json.loads((folder / "quality.json").read_text())
-
-
-@pytest.fixture(scope="module")
-def found(report: dict[str, Any]) -> dict[str, Any]:
-    return report["summary"]["transformers"]
-
-
-@pytest.mark.slow
-def test_each_piece_of_each_setting_has_figures(report: dict[str, Any]) -> None:
-    arms = report["arms"]["transformers"]
-    names = [f"{codec}{exact}" for codec in CODECS for exact in ("", " 128", f" {PREFIX}")]
-    assert list(arms) == ["exact", "recomputed", *names]
-    for name, arm in arms.items():
-        long = [] if name == "recomputed" else [2000]
-        assert [piece["recall"] is None for piece in arm["pieces"]] == [True] * 3 + [False] * (2 + len(long))
-        assert [piece["context"] for piece in arm["pieces"]] == [0] * 5 + long
-    assert report["default"] == DEFAULT
-
-
-@pytest.mark.slow
-def test_the_model_knows_code_and_finds_what_it_looks_up(found: dict[str, Any]) -> None:
-    assert found["exact"]["nll"]["mean"] < 2.5
-    assert found["exact"]["perplexity"] == pytest.approx(np.exp(found["exact"]["nll"]["mean"]))
-    assert found["exact"]["recall"]["mean"] == 1
-
-
-@pytest.mark.slow
-def test_compression_costs_what_is_known_of_it(found: dict[str, Any]) -> None:
-    coarse, fine = found["k3v3"], found["wht-4x"]
-    assert 0.0005 < coarse["kl"]["mean"] < 0.03
-    assert coarse["top1"]["mean"] < 1
-    assert coarse["recall"]["mean"] > 0.97
-    assert found["wht-5x"]["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]  # in as many bytes
-    assert fine["kl"]["mean"] < 0.7 * coarse["kl"]["mean"]
-    assert fine["cosines"][0] > 0.99 > coarse["cosines"][0] > 0.98
-
-
-@pytest.mark.slow
-def test_the_report_is_shown_again(folder: Path) -> None:
-    plot = folder / "quality.png"
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    plot.unlink()
-    result = run("--plot-only", folder / "quality.json")
-    assert result.exit_code == 0, result.output
-    assert plot.read_bytes().startswith(b"\x89PNG")
-    assert "k3v3 128" in result.output
-    assert "512 tokens of prefix" in result.output
 
 
 def test_a_short_run_has_figures_and_a_plot(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -76,8 +76,6 @@ class LatentSessions:
         for rows, _, _ in self.blocks._memory._layers:
             rows[:] = 0
 
-    # -- jobs -----------------------------------------------------------------------------------------
-
     def come_back(self) -> None:
         """The same question while the session is hot, after it was cold, and with a cache of zeros."""
         self.report["hot"] = self.ask()
@@ -94,21 +92,6 @@ class LatentSessions:
         self.go_cold()
         self.report["zeros"] = self.ask()
         self.blocks.decode_all = decode_all  # type: ignore[method-assign]
-
-    def damage(self) -> None:
-        """A byte of each section of the first block changes; the session returns after each, and is computed anew."""
-        rounds = self.report["rounds"] = []
-        for section in range(3):
-            self.go_cold()
-            key = self.chain[0].key
-            buf = next(self.worker.path.store.read(self.group, [key])).copy()
-            block = wire.parse(buf)
-            at = wire.starts(block.header, [len(payload) for payload in block.payloads])[section]
-            buf[at + 40] ^= 1
-            assert self.worker.path.store.put_all(self.group, {key: buf}) == {}
-            found = self.ask()
-            kept = block.header.sections[section]
-            rounds.append(found | {"kind": kept.kind.name, "codec": kept.codec})
 
     def stored(self) -> list[list[Any]]:
         """Kind, codec and tokens of each section of the first block and of the second."""
@@ -139,7 +122,7 @@ def main() -> None:
     allow_prefix_caching()
     vllm_engine.MODEL, vllm_engine.BLOCK = job["model"], BLOCK
     sessions = LatentSessions(SteppedEngine(131, {"skip_tokenizer_init": True}, **job["manthan"]))
-    getattr(sessions, job["what"])()
+    sessions.come_back()
     with report:
         json.dump(sessions.report, report)
 

@@ -7,7 +7,7 @@ from integrity import check_integrity
 from spills import spilled, take_spills
 from told import told
 
-from manthan.manager.sessions.hints import NO_HINTS, Hints, parse_hints
+from manthan.manager.sessions.hints import NO_HINTS, Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape, Outcome, Place, SessionState
 from manthan.policies import get_policy
@@ -129,19 +129,6 @@ def test_a_restore_reads_the_anchor_too_and_its_loss_ends_the_session(world: Wor
     assert world.state("s") is None
 
 
-def test_two_sessions_share_an_anchor(world: World) -> None:
-    world.turn("a", 5, 0)
-    world.turn("b", 5, 1)
-    world.idle(100)
-    assert len(world.manager._anchors) == 1
-    world.turn("a", 8, 101)
-    assert world.names(WINDOW) == [3, 4, 6, 7]
-    world.turn("b", 8, 102)
-    assert world.names(WINDOW) == [3, 4, 6, 7]
-    world.idle(200)
-    assert world.names(WINDOW) == [6, 7]
-
-
 ALONE = MemoryShape(16, 0, {0: 0}, group=None, beside={WINDOW: {0: 50}}, hot_beside={WINDOW: 500})
 """No layer has full attention: chains are keys only."""
 
@@ -230,19 +217,6 @@ def test_what_is_told_of_a_session_counts_its_anchor(world: World) -> None:
     assert world.manager.usage.anchors == world.manager.usage.pool_nbytes == 0
 
 
-def test_what_was_cold_can_be_restored_until_what_has_grown_is_cold_as_well(world: World) -> None:
-    """The chain is hot, and the pool has lost what stands beside it: then only what is cold helps."""
-    world.turn("s", 5, 0)
-    world.idle(100)
-    for blocks, now in ((8, 101), (9, 102)):
-        world.turn("s", blocks, now)
-        assert world.names(WINDOW) == sorted({3, 4, blocks - 2, blocks - 1})
-        assert world.manager.match(KEYS) == 5
-    world.idle(200)
-    assert world.names(WINDOW) == [7, 8]
-    assert world.manager.match(KEYS) == 9
-
-
 def test_nobody_is_dropped_for_a_session_that_could_never_fit() -> None:
     world = World(capacity=1050)
     others = [bytes([100 + n]) * 32 for n in range(20)]
@@ -265,14 +239,6 @@ def test_anchors_of_idle_sessions_make_room(world: World) -> None:
     assert (WINDOW, KEYS[3]) not in world.stored, "the session that was used first"
 
 
-def test_a_pinned_session_takes_its_anchor_s_bytes(world: World) -> None:
-    world.manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"pin": True}))
-    world.manager.request_finished(
-        "r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])]
-    )
-    assert world.manager._pruning.pinned.nbytes == {"s": 4 * 100 + 2 * 50}
-
-
 def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
     manager = world.manager
     world.turn("a", 4, 0)
@@ -282,34 +248,6 @@ def test_blocks_beside_are_encoded_before_those_of_chains(world: World) -> None:
         "r", KEYS[10:14], 50, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (12, 13)])]
     )
     assert [order.group for order in take_spills(manager, 3)] == [WINDOW, WINDOW, None]
-
-
-def test_an_anchor_in_the_making_is_not_offered(world: World) -> None:
-    world.turn("s", 5, 0)
-    world.idle(100)
-    manager = world.manager
-    manager.request_started("r", KEYS[:7], "s", 101, tokens=120)
-    manager.request_finished(
-        "r", KEYS[:8], 101, tokens=130, places=[Place(8, [(WINDOW, KEYS[at], at) for at in (6, 7)])]
-    )
-    slow = take_spills(manager, 2)
-    assert {order.group for order in slow} == {WINDOW}
-    world.idle(200)
-    assert world.state("s") is SessionState.COLD
-    assert manager.match(KEYS) == 5
-    for order in slow:
-        spilled(manager, order.key, order.nbytes, 201, WINDOW)
-    check_integrity(manager)
-    assert manager.match(KEYS) == 8
-
-
-def test_an_anchor_that_nobody_needs_any_more_is_not_encoded(world: World) -> None:
-    manager = world.manager
-    manager.request_started("r", KEYS[:4], "s", 0, tokens=70, hints=parse_hints({"release": True}))
-    manager.request_finished("r", KEYS[:4], 0, tokens=70, places=[Place(4, [(WINDOW, KEYS[at], at) for at in (2, 3)])])
-    assert take_spills(manager, 100) == []
-    assert manager.blocks.reserved == len(manager.blocks) == 0
-    check_integrity(manager)
 
 
 def test_the_same_prompt_is_gone_on_from_though_the_answer_is_wanted_anew(world: World) -> None:

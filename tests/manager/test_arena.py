@@ -1,7 +1,6 @@
 """Room for blocks of different sizes: nothing overlaps, nothing leaks, and all that is free can be used."""
 
 import random
-from collections import Counter
 from copy import deepcopy
 
 import pytest
@@ -10,11 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from integrity import IntegrityError, check_store
 
-from manthan.manager.stores.arena import GRANULE, Arena, Extent, room, usable
-
-KB, MB = 1000, 1000 * 1000
-SIZES = [26 * KB, 26 * KB + 700, 98_560, 205 * KB, 410 * KB, 461 * KB, 1_024_160, 2_400_000]
-"""Of encoded blocks, from a small model's to a large one's first block in bf16; each may be up to 5% smaller."""
+from manthan.manager.stores.arena import GRANULE, Arena, Extent, room
 
 
 def total(extents: tuple[Extent, ...]) -> int:
@@ -163,43 +158,3 @@ def test_blocks_of_one_size_are_never_in_pieces(size: int) -> None:
             arena.free(held.pop(rng.randrange(len(held))))
     assert len(held) > 900
     check_store(arena)
-
-
-@pytest.mark.parametrize("full", ["as it should be", "to the last byte"])
-def test_less_than_three_percent_is_lost_to_fragments_after_a_long_churn(
-    full: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    """Blocks of mixed sizes come and go in a full arena: room is missing only where it is really taken."""
-    budget, operations, rng = 1_000 * MB, 200_000, random.Random(12)
-    most = usable(budget) if full == "as it should be" else budget
-    arena, held, pieces = Arena(budget), [], Counter[int]()
-    for operation in range(operations):
-        bound = rng.choice(SIZES)
-        real = bound - rng.randrange(bound // 20)
-        if arena.used + room(bound) > most:
-            at = rng.randrange(len(held))
-            held[at], held[-1] = held[-1], held[at]
-            arena.free(held.pop()[0])
-            continue
-        extents = arena.shrink(arena.allocate(bound), real)
-        pieces[len(extents)] += 1
-        held.append((extents, real))
-        if operation % 20_000 == 0:
-            check_store(arena)
-    check_store(arena)
-    lost = arena.used - sum(real for _, real in held)
-    assert arena.used > most - max(SIZES)
-    assert 0 <= lost < GRANULE * len(held)
-    assert budget - most + lost < 0.03 * budget
-    extents_a_block = sum(count * times for count, times in pieces.items()) / pieces.total()
-    if most < budget:
-        assert extents_a_block < 3
-        assert max(pieces) < 50
-    while arena.available:  # all of the rest can be used, however it is scattered
-        assert arena.allocate(min(SIZES[0], arena.available)) is not None
-    with capsys.disabled():
-        in_several = 100 - 100 * pieces[1] / pieces.total()
-        print(
-            f"\nfilled {full}: {pieces.total()} blocks, {in_several:.1f}% in several extents, "
-            f"{extents_a_block:.2f} a block, at most {max(pieces)}; {100 * lost / budget:.3f}% of the budget lost"
-        )

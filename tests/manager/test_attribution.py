@@ -32,15 +32,6 @@ def test_a_session_that_lost_its_kv_has_its_history_when_it_returns() -> None:
     assert (view(engine, "s").uses, view(engine, "s").gap, view(engine, "s").created) == (3, engine.now - ended, 0.0)
 
 
-def test_so_has_one_without_a_name() -> None:
-    engine = Engine(capacity=4)
-    engine.talk("a b")
-    lose_everything(engine)
-    engine.finish(engine.start("a b c"), "a b c d")
-    assert engine.chains()["anonymous-1"] == "a b c d"
-    assert view(engine, "anonymous-1").uses == 2
-
-
 def test_one_whose_tail_was_dropped_is_known_again() -> None:
     engine = Engine(capacity=4)
     engine.talk("a b c", "s")
@@ -90,16 +81,6 @@ def test_a_session_that_ends_where_others_go_on_is_not_everybodys() -> None:
     engine.talk("sys p c d")
     engine.talk("sys p e f")
     assert set(engine.chains().values()) == {"sys p a b", "sys p", "sys p c d", "sys p e f"}
-
-
-def test_what_a_request_added_and_what_was_answered() -> None:
-    engine = Engine()
-    request = engine.start("a b c", "s")
-    assert view(engine, "s").added_tokens == 3 * 16
-    engine.finish(request, "a b c d e")
-    assert (view(engine, "s").answer_tokens, view(engine, "s").tokens) == (2 * 16, 5 * 16)
-    engine.start("a b c d e f", "s")
-    assert view(engine, "s").added_tokens == 16
 
 
 def test_tokens_are_counted_exactly_where_they_are_said() -> None:
@@ -175,14 +156,6 @@ def test_a_question_aside_leaves_the_conversation_alone() -> None:
     engine.talk("sys a b c d", "s")
     engine.talk("sys title t", "s")
     assert engine.chains() == {"s": "sys a b c d", "s~2": "sys title t"}
-
-
-def test_nor_is_one_that_runs_cut_short() -> None:
-    engine = Engine()
-    engine.talk("sys a b think", "s")
-    engine.start("sys a b think c", "s")
-    engine.start("sys a b answer c", "s")
-    assert engine.chains()["s"] == "sys a b think"
 
 
 def test_without_a_name_it_may_be_somebody_else() -> None:

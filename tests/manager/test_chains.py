@@ -11,31 +11,24 @@ def engine() -> Engine:
     return Engine()
 
 
-def test_a_request_that_extends_a_chain_continues_its_session(engine: Engine) -> None:
-    engine.talk("a b c")
-    engine.talk("a b c d e")
-    assert engine.chains() == {"anonymous-1": "a b c d e"}
-    assert engine.session("anonymous-1").uses == 2
-
-
-def test_a_name_finds_its_session(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    engine.talk("x y", "bob")
-    engine.talk("a b c d", "alice")
-    assert engine.chains() == {"alice": "a b c d", "bob": "x y"}
-
-
-def test_a_request_without_a_name_may_continue_a_named_session(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    engine.talk("a b c d")
-    assert engine.chains() == {"alice": "a b c d"}
-
-
-def test_the_longest_chain_is_continued(engine: Engine) -> None:
-    engine.talk("a", "alice")
-    engine.talk("a b", "bob")
-    engine.talk("a b c d")
-    assert engine.chains() == {"alice": "a", "bob": "a b c d"}
+@pytest.mark.parametrize(
+    ("turns", "chains"),
+    [
+        ([("a b c", None), ("a b c d e", None)], {"anonymous-1": "a b c d e"}),
+        ([("a b c", None)] * 3, {"anonymous-1": "a b c"}),
+        ([("a b", "alice"), ("x y", "bob"), ("a b c d", "alice")], {"alice": "a b c d", "bob": "x y"}),
+        ([("a b", "alice"), ("a b c d", None)], {"alice": "a b c d"}),
+        ([("a", "alice"), ("a b", "bob"), ("a b c d", None)], {"alice": "a", "bob": "a b c d"}),
+    ],
+    ids=["extended", "asked again", "by name", "without its name", "the longest"],
+)
+def test_a_request_continues_its_session(
+    engine: Engine, turns: list[tuple[str, str | None]], chains: dict[str, str]
+) -> None:
+    for text, name in turns:
+        engine.talk(text, name)
+    assert engine.chains() == chains
+    assert sum(engine.session(name).uses for name in chains) == len(turns)
 
 
 def test_a_named_prompt_that_is_asked_again_is_not_a_fork_until_it_differs(engine: Engine) -> None:
@@ -60,13 +53,6 @@ def test_a_fork_is_a_new_session_that_shares_the_prefix(engine: Engine) -> None:
     assert len(engine.manager.blocks) == 5
     shared = engine.session("alice").chain[0]
     assert (shared.users, shared.hot, shared.running) == (3, 3, 0)
-
-
-def test_asking_again_and_getting_the_same_answer_is_one_session(engine: Engine) -> None:
-    for _ in range(3):
-        engine.talk("a b c")
-    assert list(engine.chains().values()) == ["a b c"]
-    assert engine.states() == {"anonymous-1": "idle"}
 
 
 def test_a_session_found_only_by_the_answer_is_continued(engine: Engine) -> None:

@@ -2,7 +2,7 @@
 
 from engine import Engine, chain
 
-from manthan.manager.sessions.session import Drop, DropCause
+from manthan.manager.sessions.session import DropCause
 
 
 def dropped(engine: Engine, cause: DropCause = DropCause.BUDGET) -> list[str]:
@@ -77,30 +77,6 @@ def test_a_session_worth_less_than_all_codes_is_given_up() -> None:
     assert engine.manager.take_releases() == chain("old older")
 
 
-def test_codes_of_an_idle_session_go_in_its_turn_and_its_blocks_stay() -> None:
-    engine = Engine(capacity=3)
-    engine.talk("a b c")
-    engine.evict()
-    engine.finish(restore(engine, "a b c"), "a b c")
-    engine.now += 1
-    engine.talk("x")
-    engine.manager.relieve(1, engine.now)
-    assert dropped(engine) == ["c"]
-    assert engine.states()["anonymous-1"] == "idle"
-    assert engine.chains()["anonymous-1"] == "a b c"
-
-
-def test_a_request_that_waits_for_its_restore_keeps_its_codes() -> None:
-    engine = Engine(capacity=2)
-    engine.talk("a b")
-    engine.evict()
-    engine.talk("x y")
-    engine.start("a b c")  # its bf16 is not back yet
-    engine.sweep()
-    assert dropped(engine) == []
-    assert engine.manager.match(chain("a b c")) == 2
-
-
 # -- restore ------------------------------------------------------------------------------------------
 
 
@@ -140,36 +116,6 @@ def test_codes_that_cannot_be_read_are_dropped_and_encoded_anew() -> None:
     assert engine.manager.match(chain("a b c")) == 1
     engine.finish(request, "a b c")
     assert engine.evict() == chain("a b")[1:]
-
-
-def test_an_unreadable_prefix_is_healed_by_the_session_that_found_it() -> None:
-    engine = Engine()
-    engine.talk("sys a")
-    engine.talk("sys b")
-    engine.evict()
-    request = restore(engine, "sys a", failed="sys")
-    assert engine.states() == {"anonymous-1": "hot", "anonymous-2": "cold"}
-    assert engine.manager.match(chain("sys b")[1:]) == 1  # behind the prefix that is hot now
-    engine.finish(request, "sys a")
-    assert engine.evict() == [b"sys"]
-    assert engine.manager.match(chain("sys b")) == 2
-
-
-def test_an_aborted_restore_of_unreadable_codes_cuts_the_cold_session() -> None:
-    engine = Engine()
-    engine.talk("a b c")
-    engine.evict()
-    request = engine.start("a b c")
-    engine.manager.restore_started(request, chain("a b c"))
-    engine.finish(request, "")
-    engine.evict()
-    assert engine.states() == {"anonymous-1": "cold"}
-    engine.manager.restore_finished(request, chain("a b")[1:])
-    assert engine.chains() == {"anonymous-1": "a"}
-    assert engine.manager.take_drops() == [
-        Drop(0, chain("a b")[1:], DropCause.FAILED),
-        Drop(0, chain("a b c")[2:], DropCause.ABANDONED),
-    ]
 
 
 def test_many_sessions_may_lose_their_common_head_at_once() -> None:

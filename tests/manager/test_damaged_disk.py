@@ -128,26 +128,17 @@ def test_a_damaged_file_costs_what_it_had(
     again.close()
 
 
-@pytest.mark.parametrize("damage", [_folder, _forbid])
-@pytest.mark.parametrize("file", [LOCK, MODEL / JOURNAL, MODEL / "rank-0" / LOCK, SEGMENT], ids=str)
-def test_it_is_set_aside(used: Path, file: Path, damage: Callable[[Path], None]) -> None:
-    damage(used / file)
-    bad = used / f"{file}.bad"
-    bad.mkdir()
-    (bad / "of before").touch()
-    with modes_count():
-        Server(used).close()
-    assert bad.exists()
-    assert not (bad / "of before").exists()
-
-
 @pytest.mark.parametrize("damage", [_file, _forbid])
 @pytest.mark.parametrize("folder", FOLDERS, ids=str)
 def test_a_damaged_folder_is_set_aside(used: Path, folder: Path, damage: Callable[[Path], None]) -> None:
     damage(used / folder)
+    bad = used / f"{folder}.bad"
+    bad.mkdir()
+    (bad / "of before").touch()
     with modes_count():
         server = Server(used)
-    assert (used / f"{folder}.bad").exists()
+    assert bad.exists()
+    assert not (bad / "of before").exists()
     assert server.use() == len(KEYS)
     server.close()
 

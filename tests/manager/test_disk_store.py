@@ -7,7 +7,6 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import disk_writer
@@ -71,16 +70,6 @@ def test_blocks_are_kept_by_group_and_key(store: DiskStore) -> None:
     assert get(store, KEYS[0]) is None
     assert np.array_equal(get(store, KEYS[0], 3), numbers(3))
     check_store(store)
-
-
-def test_what_is_put_again_is_replaced(store: DiskStore) -> None:
-    for seed in range(3):
-        store.put_all(0, {KEYS[0]: numbers(seed)})
-    assert np.array_equal(get(store, KEYS[0]), numbers(2))
-    store = again(store)
-    assert np.array_equal(get(store, KEYS[0]), numbers(2))
-    assert store.used == room(5000)
-    store.close()
 
 
 def test_the_next_process_finds_what_was_there(store: DiskStore) -> None:
@@ -233,13 +222,6 @@ def test_flipped_bytes_are_misses_whether_the_store_is_open_or_not(store: DiskSt
     store.close()
 
 
-def test_a_file_that_was_cut_is_a_miss(store: DiskStore) -> None:
-    store.put_all(0, {key: numbers(n) for n, key in enumerate(KEYS)})
-    for path in files(store.folder):
-        os.truncate(path, PAGE)
-    assert [get(store, key) for key in KEYS] == [None] * 50
-
-
 @pytest.mark.parametrize(("fault", "cause"), [(errno.ENOSPC, STORE_FULL), (errno.EIO, DiskError.cause)])
 def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch, fault: int, cause: str) -> None:
     store.put_all(0, {KEYS[0]: numbers(0)})
@@ -255,28 +237,6 @@ def test_a_disk_that_takes_nothing(store: DiskStore, monkeypatch: pytest.MonkeyP
     assert set(store.blocks()) == {(0, KEYS[0]), (0, KEYS[2])}
     check_store(store)
     store.close()
-
-
-def test_blocks_that_were_put_together_are_read_together(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Though others were put at the same time."""
-    halves = KEYS[:25], KEYS[25:]
-    with ThreadPoolExecutor(2) as threads:
-        bufs = ({key: numbers(KEYS.index(key), 9000) for key in half} for half in halves)
-        assert list(threads.map(lambda half: store.put_all(0, half), bufs)) == [{}, {}]
-    reads: list[int] = []
-    real = os.preadv
-
-    def counting(file: int, memory: list[memoryview], at: int) -> int:
-        reads.append(sum(map(len, memory)))
-        return real(file, memory, at)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(os, "preadv", counting)
-        for n, found in enumerate(store.read(0, KEYS)):
-            assert found is not None
-            assert np.array_equal(found, numbers(n, 9000))
-    assert len(reads) < 15
-    assert sum(reads) < 50 * room(9000)
 
 
 def test_a_disk_that_gives_nothing(store: DiskStore, monkeypatch: pytest.MonkeyPatch) -> None:

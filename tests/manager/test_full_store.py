@@ -56,20 +56,6 @@ def test_other_failures_are_tried_again_as_soon_as_the_session_is_idle_again() -
     assert times == [n * IDLE_AFTER_S for n in range(1, 21)]
 
 
-def test_no_part_of_a_session_is_encoded_ahead_again_and_again() -> None:
-    engine = Engine()
-    engine.talk("a b c")
-    assert tries(engine, IDLE_AFTER_S, ahead=1) == [AHEAD_AFTER_S, IDLE_AFTER_S]
-
-
-def test_pressure_leaves_it_alone_as_well() -> None:
-    engine = Engine()
-    engine.talk("a b")
-    tries(engine, 2 * LONGEST_S)
-    assert not engine.manager.relieve(99, engine.now + LONGEST_S - 1)
-    assert engine.manager.relieve(99, engine.now + LONGEST_S)
-
-
 def test_it_is_tried_when_something_else_has_left_the_store() -> None:
     engine = Engine()
     engine.talk("x y", "other")

@@ -1,6 +1,5 @@
 """What the manager does with hints: pins, times to live, priorities, release; and with tenants' shares."""
 
-import pytest
 from engine import IDLE_AFTER_S, Engine, chain
 
 from manthan.manager.sessions.budget import Shares
@@ -64,13 +63,6 @@ def test_a_pinned_session_that_outgrows_the_share_is_pinned_no_longer_and_goes_i
     assert not {"a", "b", "c"} & engine.cold()
 
 
-def test_the_share_is_free_again_when_a_pinned_session_ends() -> None:
-    engine = Engine(capacity=8)
-    engine.talk("a b", "first", pin=True)
-    engine.talk("a b", "first", release=True)
-    assert engine.talk("c d", "second", pin=True).pinned
-
-
 # -- time to live, priority, release ------------------------------------------------------------------
 
 
@@ -85,14 +77,6 @@ def test_a_session_is_forgotten_when_its_time_is_over() -> None:
     engine.manager.sweep(100)
     assert sorted(dropped(engine)) == [("a", DropCause.EXPIRED), ("b", DropCause.EXPIRED)]
     assert engine.chains() == {"long": "c d"}
-
-
-def test_an_idle_session_whose_time_is_over_leaves_the_prefix_cache_too() -> None:
-    engine = Engine()
-    engine.talk("a b", ttl_s=1)
-    engine.manager.sweep(1)
-    assert engine.manager.take_releases() == chain("a b")
-    assert engine.states() == {}
 
 
 def test_each_use_begins_the_time_anew() -> None:
@@ -153,16 +137,6 @@ def test_a_released_session_leaves_nothing() -> None:
     assert engine.chains() == {"other": "sys c"}
 
 
-def test_a_session_is_not_released_under_another_request() -> None:
-    engine = Engine()
-    engine.talk("a b", "s")
-    first, second = engine.start("a b c", "s", release=True), engine.start("a b", "s")
-    engine.finish(first, "a b c")
-    assert engine.chains() == {"s": "a b c"}
-    engine.finish(second, "a b")
-    assert engine.states() == {"s": "idle"}
-
-
 # -- tenants ------------------------------------------------------------------------------------------
 
 
@@ -175,19 +149,6 @@ def test_a_tenant_makes_room_among_its_own_sessions() -> None:
         engine.talk(f"x{i} y{i}", tenant="loud")
         engine.evict()
     assert engine.cold() == {"a", "b", "c", "x3", "y3", "x4", "y4"}
-
-
-def test_a_tenant_never_has_more_than_its_share() -> None:
-    engine = Engine(capacity=8, shares=Shares(tenants={"small": 0.25}))
-    engine.talk("a b c d e", tenant="small")
-    engine.evict()
-    assert engine.cold() == {"a", "b"}
-    assert engine.manager.blocks.reserved_of == {"small": 200}
-
-
-@pytest.mark.parametrize(("tenant", "share"), [("", 1.0), ("x", 0.5), ("named", 0.1)])
-def test_who_is_nobodys_tenant_has_no_quota(tenant: str, share: float) -> None:
-    assert Shares(tenant=0.5, tenants={"named": 0.1}).of_tenant(tenant) == share
 
 
 # -- prefetch -----------------------------------------------------------------------------------------

@@ -32,11 +32,6 @@ def ids(engine: Engine, **query: object) -> list[str]:
     return [name for _, name in listing_of(engine.manager).page(Query(**query)).keys]  # type: ignore[arg-type]
 
 
-def test_who_was_used_last_is_first(engine: Engine) -> None:
-    assert ids(engine) == ["e", "dd", "acme/c", "b", "acme/a"]
-    assert ids(engine, descending=False) == ["acme/a", "b", "acme/c", "dd", "e"]
-
-
 @pytest.mark.parametrize(
     ("query", "found"),
     [
@@ -74,22 +69,6 @@ def test_a_tenant_finds_its_own_by_the_names_it_gave_them(engine: Engine) -> Non
     assert list(listing.order("acme")) == ["c"]
 
 
-@pytest.mark.parametrize(
-    ("sort", "rising"),
-    [
-        (Sort.TOKENS, ["acme/a", "b", "dd", "acme/c", "e"]),
-        (Sort.ID, ["acme/a", "acme/c", "b", "dd", "e"]),
-        (Sort.STATE, ["e", "acme/c", "dd", "acme/a", "b"]),
-        (Sort.COLD_BYTES, ["acme/c", "dd", "e", "acme/a", "b"]),
-        (Sort.HOT_BYTES, ["acme/a", "b", "dd", "acme/c", "e"]),
-        (Sort.EXPECTED, ["acme/c", "acme/a", "b", "dd", "e"]),
-    ],
-)
-def test_sorted(engine: Engine, sort: Sort, rising: list[str]) -> None:
-    assert ids(engine, sort=sort, descending=False) == rising
-    assert ids(engine, sort=sort) == rising[::-1]
-
-
 def test_what_is_told_of_a_session(engine: Engine) -> None:
     listing = listing_of(engine.manager)
     cold, idle = listing.info(engine.session("b")), listing.info(engine.session("acme/c"))
@@ -118,23 +97,6 @@ def test_a_session_s_codes_are_in_the_tiers_that_they_are_in() -> None:
         assert infos["b"].tiers == {"0": two} | ({"1": two} if keeps else {})
         assert ids(engine, tier="0") == ["b"]
         assert set(ids(engine, tier="1")) == ({"a", "b"} if keeps else {"a"})
-
-
-def test_of_three_tiers_each_has_what_it_has_room_for() -> None:
-    """Two blocks fit into the first one, four into the second; three sessions of two, three and one of them."""
-    engine = Engine(fast=[Fast(blocks * SHAPE.cold_nbytes, fills_on_read=True) for blocks in (2, 4)])
-    for text, name in (("a one", "a"), ("b one two", "b"), ("c", "c")):
-        engine.talk(text, name)
-        engine.evict()
-        engine.manager.settle_tiers()
-    infos = {info.id: info for info in listing_of(engine.manager).page(Query()).sessions}
-    assert {name: {tier: held.blocks for tier, held in info.tiers.items()} for name, info in infos.items()} == {
-        "a": {"2": 2},
-        "b": {"0": 1, "1": 3, "2": 3},
-        "c": {"0": 1, "1": 1, "2": 1},
-    }
-    assert all(held.bytes == held.blocks * SHAPE.cold_nbytes for info in infos.values() for held in info.tiers.values())
-    assert [set(ids(engine, tier=tier)) for tier in "012"] == [{"b", "c"}, {"b", "c"}, {"a", "b", "c"}]
 
 
 def keys_of(engine: Engine, sort: Sort) -> dict[str, float | str]:

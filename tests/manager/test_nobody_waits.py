@@ -126,27 +126,6 @@ def test_blocks_that_nobody_reads_yet_are_given_up_when_requests_need_them(needs
     assert not world.driver.step(0, 1.5).revokes
 
 
-def test_no_more_is_referenced_than_leaves_room_for_the_first_that_waits() -> None:
-    world = World(low=0.9, high=1.0)
-    world.turn("chat", 60, 0.0)
-    world.ask("other", BLOCKS - 1, 1.0)
-    work = world.driver.step(0, 1.0)
-    assert len(work.spills) == 1
-    assert len(world.pool) == BLOCKS - 1
-
-
-def test_blocks_of_a_waiting_request_are_at_risk_and_its_own_hits_are_no_room() -> None:
-    """An unsaved block of a session counts as worth keeping also while its next request waits."""
-    world = World(low=0.0, high=0.0)
-    world.turn("a", 16, 0.0)
-    world.turn("b", 16, 1.0)
-    taken = world.pool.take(BLOCKS - 32)
-    assert world.manager.safe(world.pool.names(), BLOCKS) == 0
-    world.ask("a", 40, 2.0)
-    assert world.manager.safe(world.pool.names(), BLOCKS) == 0
-    world.pool.give_back(taken)
-
-
 def test_a_turn_is_encoded_ahead_two_seconds_after_it_ended_if_nothing_else_is() -> None:
     world = World(low=0.0, high=0.0)
     world.turn("chat", 6, 0.0)

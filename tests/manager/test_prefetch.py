@@ -117,11 +117,3 @@ def test_one_that_is_on_its_way_is_not_taken_again(engine: Engine) -> None:
     assert all(block.pins == 0 for block in engine.manager.blocks)
     [prefetch] = engine.manager.take_prefetches(100, engine.now)  # what is left of it
     assert prefetch.keys == chain("a b")
-
-
-def test_without_prefetch_nobody_is_remembered_for_it() -> None:
-    engine = Engine()
-    talk(engine, "a b", "A", Hints(prefetch=("A", "B"), expect_return_s=1))
-    engine.evict()
-    assert engine.manager.next_deadline is None
-    assert taken(engine) == []

@@ -4,7 +4,6 @@ from pathlib import Path
 
 import pytest
 from policy_package import another_package
-from pydantic import ValidationError
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
@@ -34,17 +33,6 @@ def test_a_policy_is_chosen_with_its_options() -> None:
     assert chosen.options == ReturnsOptions(prior=60)
     assert choose_policy(PolicyConfig(name="returns")).options == ReturnsOptions()
     assert choose_policy(PolicyConfig()).options == PolicyOptions()
-
-
-def test_options_come_from_every_source(tmp_path: Path) -> None:
-    path = tmp_path / "x.yaml"
-    path.write_text("policy: {name: returns, prior: 60}")
-    variable = {"MANTHAN_POLICY__PRIOR": "70"}
-    flags = {"policy": {"prior": 80}}
-    for env, given, seconds in (({}, {}, 60), (variable, {}, 70), (variable, flags, 80)):
-        resolved = resolve_config(path, env=env, flags=given)
-        check_registered(resolved)
-        assert choose_policy(resolved.config.policy).options == ReturnsOptions(prior=seconds)
 
 
 RIGHT = "policy.prior must be a number of returns above 0"
@@ -111,11 +99,6 @@ def test_policies_and_options_are_checked_with_the_configuration(policy: str, ex
 def test_another_package_that_is_broken_is_no_concern_of_those_who_do_not_use_it() -> None:
     check_registered(resolve_config(env={}, flags={"policy": "lru"}))
     check_registered(resolve_config(env={}, flags={"policy": {"name": "picky", "rounds": 1, "is_strict": True}}))
-
-
-def test_options_are_frozen() -> None:
-    with pytest.raises(ValidationError):
-        ReturnsOptions().prior = 1.0
 
 
 # -- the command ----------------------------------------------------------------------------------------

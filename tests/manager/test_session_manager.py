@@ -19,23 +19,6 @@ def engine() -> Engine:
 # -- sweep and eviction -------------------------------------------------------------------------------
 
 
-def test_the_deadline_is_that_of_the_session_idle_for_longest(engine: Engine) -> None:
-    assert engine.manager.next_deadline is None
-    engine.talk("a b")
-    assert engine.manager.next_deadline == AHEAD_AFTER_S
-    engine.manager.encode_ahead(AHEAD_AFTER_S, 10)
-    engine.now = 3.0
-    engine.talk("x y")
-    engine.manager.encode_ahead(3.0 + AHEAD_AFTER_S, 10)
-    assert engine.manager.next_deadline == IDLE_AFTER_S
-    request = engine.start("a b c")
-    assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
-    engine.now = 4.0
-    engine.finish(request, "a b c")
-    engine.manager.encode_ahead(4.0 + AHEAD_AFTER_S, 10)
-    assert engine.manager.next_deadline == 3.0 + IDLE_AFTER_S
-
-
 def test_a_sweep_takes_what_is_due_and_nothing_else(engine: Engine) -> None:
     engine.talk("a b")
     engine.now = 3.0
@@ -188,13 +171,6 @@ def test_relief_passes_over_sessions_that_vllm_may_overwrite_without_loss(engine
     assert not engine.manager.relieve(100, engine.now)
 
 
-def test_relief_never_takes_running_sessions(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.start("a b c")
-    assert engine.manager.blocks.exposed == 0
-    assert not engine.manager.relieve(100, engine.now)
-
-
 # -- reset --------------------------------------------------------------------------------------------
 
 
@@ -224,27 +200,3 @@ def test_a_spill_under_way_at_a_reset_is_dropped_when_it_ends(engine: Engine, an
     engine.talk("a b")
     engine.evict()
     assert engine.manager.match(chain("a b")) == 2
-
-
-def test_a_restore_under_way_at_a_reset_pins_nothing_computed_later(engine: Engine) -> None:
-    engine.talk("a b")
-    engine.evict()
-    request = engine.start("a b c")
-    engine.manager.restore_started(request, chain("a b"))
-    engine.manager.reset()
-    assert engine.manager.match(chain("a b")) == 0
-    assert len(engine.manager.blocks) == 0
-    engine.finish(request, "a b c")
-    engine.evict()
-    engine.manager.restore_finished(request, chain("a b"))
-    assert engine.manager.match(chain("a b c")) == 3
-
-
-def test_a_running_session_survives_a_reset_without_its_past(engine: Engine) -> None:
-    engine.talk("a b", "alice")
-    request = engine.start("a b c", "alice")
-    engine.manager.reset()
-    assert engine.chains() == {"alice": ""}
-    engine.finish(request, "a b c")
-    assert engine.chains() == {"alice": "a b c"}
-    assert engine.states() == {"alice": "idle"}

@@ -8,7 +8,6 @@ from spills import take_spills
 from manthan.manager.sessions.budget import Shares
 from manthan.manager.sessions.manager import PATIENCE
 from manthan.manager.sessions.session import NewsKind
-from manthan.policies import get_policy, policy_names
 
 
 @pytest.fixture
@@ -144,27 +143,3 @@ def test_who_is_expected_back_is_prefetched_in_time(engine: Engine) -> None:
 def test_a_running_session_is_not_expected(engine: Engine) -> None:
     engine.start("a one two three")
     assert engine.manager.steer("expect", engine.session("a"), engine.now, 5.0).startswith("a request of it runs; ")
-
-
-@pytest.mark.parametrize("policy", policy_names())
-def test_policies_are_told_at_once_when_a_session_is_expected(policy: str) -> None:
-    engine, told = Engine(policy=policy), []
-    for name in "ab":
-        engine.talk(f"{name} one two", name)
-    engine.evict()
-    engine.talk("b one two three", "b")
-    order = list(engine.manager.table.cold.victims())
-    kind = get_policy(policy)
-    before = kind.used
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(kind, "used", lambda self, view: (told.append(view), before(self, view)))
-        for name in "ab":
-            engine.manager.steer("expect", engine.session(name), engine.now + 1, 30.0)
-    assert [(view.session_id, view.expected, view.last_used) for view in told] == [
-        ("a", engine.now + 31, 0.0),
-        ("b", engine.now + 31, engine.now),
-        ("b", engine.now + 31, engine.now),
-    ]
-    if policy != "returns":
-        assert list(engine.manager.table.cold.victims()) == order, "nobody has been used"
-    check_integrity(engine.manager)

@@ -21,18 +21,6 @@ NO_QUOTA = Shares(pinned=1.0, tenants={"b": 0.0})
 LEAD_S = 2.0
 
 
-def test_another_tenant_s_prompt_is_not_a_session_s_next_turn() -> None:
-    engine = Engine(shares=NO_QUOTA)
-    engine.finish(engine.start("a b c", "chat", tenant="a", pin=True), "a b c")  # its answer filled no block
-    outcome = engine.finish(engine.start("a b c", tenant="b", release=True), "a b c d")
-    assert outcome is not None
-    assert outcome.session_id == "anonymous-1"
-    assert engine.chains() == {"a/chat": "a b c"}
-    assert engine.session("a/chat").pinned
-    engine.evict()
-    assert engine.cold() == {"a", "b", "c"}
-
-
 def test_a_name_of_two_tenants_is_two_sessions_and_each_is_told_its_own() -> None:
     engine = Engine()
     assert engine.talk("a b c", "chat", tenant="a", pin=True)[:2] == ("chat", True)

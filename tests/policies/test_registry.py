@@ -54,9 +54,3 @@ def test_what_is_no_policy_is_refused_in_a_sentence(name: str) -> None:
     with pytest.raises(BadPolicyError) as error:
         get_policy(name)
     assert str(error.value) == f"policy '{name}' of the package others-policies, {BAD[name]}"
-
-
-@pytest.mark.usefixtures("another_package")
-def test_a_function_is_no_policy() -> None:
-    with pytest.raises(BadPolicyError, match=r"must be a subclass of manthan\.policies\.EvictionPolicy, not <function"):
-        get_policy("function")

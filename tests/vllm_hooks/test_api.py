@@ -42,12 +42,6 @@ def test_pages_of_several_engines_are_one(offset: int, limit: int, found: list[t
     assert merged["total"] == 7
 
 
-def test_rising_pages_of_several_engines() -> None:
-    answers = [page((1.0, "a"), (7.0, "b"), total=2), page((1.0, "a"), (1.5, "c"), total=2)]
-    merged = together(answers, 0, 9, descending=False)
-    assert [(row["id"], row["engine"]) for row in merged["sessions"]] == [("a", 0), ("a", 1), ("c", 1), ("b", 0)]
-
-
 def state(free: int, up: bool, *order: str) -> dict[str, Any]:
     return {
         "now": 1.0,

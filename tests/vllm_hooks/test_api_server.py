@@ -14,8 +14,6 @@ from typer.testing import CliRunner
 
 from manthan.benchmarks.server import VllmServer
 from manthan.manager.cli import app
-from manthan.manager.sessions.hints import TOOL_NAME
-from manthan.manager.sessions.tools import ENOUGH
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
@@ -230,18 +228,6 @@ def test_a_client_says_when_it_will_be_back(api) -> None:
     assert api.get("/sessions/heidi")["expected_return"] is None
 
 
-def test_how_long_a_tool_takes_is_learned(api) -> None:
-    for _ in range(ENOUGH):
-        api.talk("ivan")
-        assert api.post("/sessions/ivan/expect", tool="search")["expected_return"] is None
-    api.talk("ivan")
-    expected = api.post("/sessions/ivan/expect", tool="search")["expected_return"]
-    assert 0 <= expected - api.get("/sessions/ivan")["last_used"] < 60
-    other = api.post("/sessions/ivan/expect", tool="another")
-    assert (other["tool"], other["expected_return"]) == ("another", None)
-    assert api.post("/sessions/ivan/expect", tool="search", seconds=600)["expected_return"] > expected + 300
-
-
 def test_a_released_session_is_unknown(api) -> None:
     api.talk("alice")
     assert api.post("/sessions/alice/release")["id"] == "alice"
@@ -354,25 +340,6 @@ def test_a_body_that_cannot_be_used(api, body: dict[str, Any], sentence: str) ->
     api.talk("alice")
     assert api.refused("POST", "/sessions/alice/pin", **body) == (422, sentence)
     assert not api.get("/sessions/alice")["pinned"]
-
-
-def test_who_expects_a_session_back_says_when_or_for_what(api) -> None:
-    api.talk("alice")
-    for body, sentence in (
-        ({}, "The body must say seconds, or a tool."),
-        ({"tool": "x" * 300}, f"tool must be {TOOL_NAME}, not "),
-        ({"tool": "\x1b[2J"}, f"tool must be {TOOL_NAME}, not "),
-        (None, "The body must be a JSON object, not None."),
-    ):
-        status, told = api.refused("POST", "/sessions/alice/expect", json=body)
-        assert (status, told[: len(sentence)]) == (422, sentence)
-    assert api.get("/sessions/alice")["expected_return"] is None
-
-
-@pytest.mark.parametrize("action", ACTIONS)
-def test_an_unknown_session(api, action: str) -> None:
-    refused = api.refused("POST", f"/sessions/nobody/{action}", json=ACTIONS[action])
-    assert refused == (404, "There is no session 'nobody'.")
 
 
 def test_the_server_s_documents_have_the_routes(api) -> None:

@@ -9,9 +9,8 @@ import yaml
 from typer.testing import CliRunner
 from vllm_engine import MODEL
 
-from manthan.benchmarks.chat_templates import BEHAVIOURS, DROPS_BEFORE_QUESTION, KEEPS
+from manthan.benchmarks.chat_templates import DROPS_BEFORE_QUESTION, KEEPS
 from manthan.manager.cli import app
-from manthan.manager.doctor.template import Renderer, load_renderer
 
 
 def examine(*words: object) -> tuple[int, dict[str, dict[str, str]]]:
@@ -68,10 +67,3 @@ def test_a_template_that_drops_thinking(tmp_path: Path) -> None:
 
 
 # -- parts ------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("behaviour", BEHAVIOURS, ids=lambda behaviour: behaviour.name)
-def test_every_template_of_the_benchmark_renders(behaviour: Any) -> None:
-    renderer = Renderer(load_renderer(MODEL).tokenizer, behaviour.template)
-    shown = renderer.decode(renderer.render([{"role": "user", "content": "Where?"}], asks=True))
-    assert "Where?" in shown

@@ -112,16 +112,6 @@ def test_an_event_has_what_vllm_s_own_has(options: dict[str, Any]) -> None:
     assert engine.events.notes == {}
 
 
-@pytest.mark.parametrize(
-    ("place", "where"),
-    [("device", ("CPU", "LOCAL")), ("disk", ("STORAGE", "LOCAL")), ("redis", ("STORAGE", "REMOTE"))],
-)
-def test_where_blocks_are(place: str, where: tuple[str, str]) -> None:
-    engine = Engine(place)
-    for event in (*engine.ours(asked()), *engine.forget()):
-        assert (event.medium, event.locality) == where
-
-
 def test_blocks_of_a_window_that_are_larger_have_their_own_tokens() -> None:
     engine, request = Engine(windows=True), asked(session_id="alice")
     theirs = engine.theirs(request, 1)
@@ -145,15 +135,6 @@ def test_of_what_nobody_knows_the_tokens_is_told_when_somebody_does() -> None:
     assert len(told.block_hashes) == BLOCKS
     assert not engine.events.has_news
     assert len(engine.forget()) == 1
-
-
-def test_what_was_never_told_is_not_taken_back() -> None:
-    engine, request = Engine(), asked()
-    assert engine.ours(request, is_known=False) == []
-    assert engine.forget() == []
-    assert engine.ours(request, is_known=False) == []
-    engine.events.remember(request, BLOCKS)
-    assert engine.forget() == [], "it was about to be told"
 
 
 def test_a_damaged_note_says_nothing() -> None:

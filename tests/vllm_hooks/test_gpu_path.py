@@ -8,10 +8,9 @@ import fake_cuda
 import numpy as np
 import pytest
 import torch
-from fake_cuda import BLOCKS, TOKENS, FormatCodec
+from fake_cuda import BLOCKS, TOKENS
 
 from manthan.codec.base import Numbers
-from manthan.codec.block import BlockFormat
 from manthan.codec.gpu.paged import PagedCodec
 from manthan.manager.stores.arena import room
 from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
@@ -33,7 +32,6 @@ class World:
         self,
         monkeypatch: pytest.MonkeyPatch,
         place: tuple[int, int],
-        fails_whole: bool = False,
         staging: int = 1 << 14,
         codec: Callable[..., PagedCodec] = fake_cuda.paged_codec,
     ) -> None:
@@ -44,7 +42,7 @@ class World:
         self.memory = DeviceMemory(self.codec.layout)
         tiers = [Tier(torch.zeros(nbytes, dtype=torch.uint8)) if nbytes else None for nbytes in place]
         self.tiers = Tiers(*tiers)
-        self.path = GpuPath({GROUP: self.codec}, self.tiers, fails_whole, FORMS)
+        self.path = GpuPath({GROUP: self.codec}, self.tiers, forms=FORMS)
 
     def nbytes(self, exact: int) -> int:
         return self.codec.form(exact).nbytes
@@ -74,14 +72,14 @@ class World:
         """Keys and values, [2, layers, heads, tokens, head_dim]."""
         return np.stack(self.memory.gather(block_id)).copy()
 
-    def encoded(self, numbers: Numbers, spill: SpillBlock, form: BlockFormat | None = None) -> np.ndarray:
+    def encoded(self, numbers: Numbers, spill: SpillBlock) -> np.ndarray:
         """The block, as numpy makes it."""
         told = {"key": spill.key, "first_token": spill.first_token, "exact": spill.exact}
-        return (form or self.codec.format).encode(*numbers, **told)
+        return self.codec.format.encode(*numbers, **told)
 
-    def as_restored(self, numbers: Numbers, spill: SpillBlock, form: BlockFormat | None = None) -> np.ndarray:
+    def as_restored(self, numbers: Numbers, spill: SpillBlock) -> np.ndarray:
         """What a block's numbers become, as numpy says."""
-        return np.stack((form or self.codec.format).decode(self.encoded(numbers, spill, form), key=spill.key))
+        return np.stack(self.codec.format.decode(self.encoded(numbers, spill), key=spill.key))
 
 
 def key(n: int) -> bytes:
@@ -102,23 +100,6 @@ def make(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Cal
         return World(monkeypatch, place, **more)
 
     return made
-
-
-def test_blocks_in_several_codecs_lie_side_by_side(make: Callable[..., World]) -> None:
-    """The guard changes the codec while there are blocks: each is decoded in its own, also in one load."""
-    world = make()
-    layout = world.codec.layout
-    finer = FormatCodec(layout, BlockFormat("wht-4x", layout.shape, b"g" * 16, GROUP))
-    world.path._make = lambda *name: {(GROUP, "wht-4x"): finer}[name]
-    names = ["", "wht-4x", "wht-4x", ""]
-    orders = [order(n)._replace(codec=name) for n, name in enumerate(names)]
-    forms = [finer.format if name else None for name in names]
-    before = [world.as_restored(world.numbers(n), spill, forms[n]) for n, spill in enumerate(orders)]
-    assert {result.cause for result in world.spill(*orders)} == {None}
-    targets = [BLOCKS - 1 - n for n in range(len(orders))]
-    assert world.load([spill.key for spill in orders], targets).failed == []
-    for target, numbers in zip(targets, before, strict=True):
-        assert np.array_equal(world.numbers(target), numbers)
 
 
 # -- what comes back ----------------------------------------------------------------------------------
@@ -185,27 +166,6 @@ def sorted_like(spills: list[SpillBlock], results: list[SpillResult]) -> list[Sp
     return [by_key[spill.key] for spill in spills]
 
 
-def test_a_load_ends_at_the_first_block_that_is_not_there(make: Callable[..., World]) -> None:
-    world = make()
-    world.spill(*(order(n, exact) for n, exact in enumerate((TOKENS, 0, 0, 3))))
-    nbytes = sum(world.nbytes(exact) for exact in (TOKENS, 0))
-    world.drop(key(2))
-    assert world.load([key(n) for n in range(4)], [40, 41, 42, 43])[1:3] == ([(GROUP, key(2), "missing")], nbytes)
-    assert world.path.take_failed_blocks() == {42, 43}
-    assert world.path.take_failed_loads() == set()
-
-
-def test_a_load_may_fail_as_a_whole(make: Callable[..., World]) -> None:
-    world = make(fails_whole=True)
-    world.spill(order(0), order(1))
-    assert world.load([key(0), key(1)], [40, 41]).failed == []
-    assert world.path.take_failed_loads() == set()
-    world.drop(key(1))
-    assert world.load([key(0), key(1)], [40, 41]).failed == [(GROUP, key(1), "missing")]
-    assert world.path.take_failed_loads() == {"request"}
-    assert world.path.take_failed_blocks() == set()
-
-
 @pytest.mark.parametrize("exact", [0, TOKENS])
 def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exact: int) -> None:
     world = make()
@@ -217,15 +177,6 @@ def test_damage_is_found_and_nothing_is_written(make: Callable[..., World], exac
     assert world.load([key(n) for n in range(3)], [40, 41, 42]).failed == [(GROUP, key(1), "checksum")]
     assert world.path.take_failed_blocks() == {41, 42}
     assert np.array_equal(world.numbers(41), before)
-
-
-def test_numbers_that_cannot_be_encoded_cost_their_block_alone(make: Callable[..., World]) -> None:
-    world = make()
-    world.codec.layout.caches[1][2, 7] = float("nan")  # of the first token
-    first, second, third = sorted_like(spills := [order(1), order(2), order(3)], world.spill(*spills))
-    assert (first.cause, second.cause, third.cause) == (None, "encode", None)
-    assert world.tiers.used == 2 * room(world.nbytes(0))
-    assert world.spill(order(2, exact=3))[0].cause is None  # where it is kept exact, it may be anything
 
 
 # -- answers ------------------------------------------------------------------------------------------
@@ -240,32 +191,6 @@ def answers(world: World, polls: int = 5) -> tuple[int, list[tuple[int, bytes, s
         reports += report.loads if report else []
     [result] = reports
     return finished, result.failed
-
-
-def second_time(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Raises when it is called for the second time."""
-    calls = []
-
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        calls.append(args)
-        if len(calls) == 2:
-            raise RuntimeError("CUDA error: an illegal memory access was encountered")
-        return function(*args, **kwargs)
-
-    return wrapper
-
-
-@pytest.mark.parametrize(("what", "is_prefetch"), [("verify", True), ("decode", False)])
-def test_a_load_that_breaks_after_its_first_chunk_is_answered_once(
-    make: Callable[..., World], monkeypatch: pytest.MonkeyPatch, what: str, is_prefetch: bool
-) -> None:
-    world = make()
-    world.spill(*(order(n, exact) for n, exact in enumerate((TOKENS, 0, 0))))
-    monkeypatch.setattr(world.codec, what, second_time(getattr(world.codec, what)))
-    world.submit([key(n) for n in range(3)], [40, 41, 42], is_prefetch=is_prefetch)
-    assert answers(world) == (0 if is_prefetch else 1, [(GROUP, key(0), "internal")])
-    assert world.path.take_failed_blocks() == (set() if is_prefetch else {40, 41, 42})
-    assert world.load([key(0), key(1)], [40, 41]).failed == []  # and the next is well
 
 
 @pytest.mark.parametrize("is_prefetch", [False, True])

@@ -14,7 +14,7 @@ from paged_cache import cpu_blocks, paged, write
 from manthan.manager.config.model import EncryptionConfig
 from manthan.manager.stores.cold_store import ColdStoreError, HostStore
 from manthan.manager.stores.sealed import OVERHEAD, SealedStore, Sealer, keys_of
-from manthan.manager.work import GroupBlocks, GroupKeys, Load, LoadResult, SpillBlock, SpillResult
+from manthan.manager.work import GroupBlocks, Load, LoadResult, SpillBlock, SpillResult
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.worker.host_path import HostPath
 
@@ -119,14 +119,6 @@ def test_blocks_go_and_come_back(start: Callable[..., Worker], exact: int) -> No
     assert not worker.same(32) or exact == 32
 
 
-def test_a_load_ends_at_the_first_block_that_is_missing(start: Callable[..., Worker]) -> None:
-    worker = start()
-    worker.spill()
-    worker.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, [KEYS[1], KEYS[3]]), GroupKeys(0, [KEYS[0]])]))
-    assert worker.load().failed == [(GROUP, KEYS[1], "missing"), (GROUP, KEYS[3], "missing")]
-    assert worker.taken() == ({"request"}, set(), {5, 6, 7})
-
-
 def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worker], tmp_path: Path) -> None:
     """Or a session of another tenant would fail once for each of its blocks."""
     keys = keys_of(EncryptionConfig(key_file=str(write_keys(tmp_path / "keys", "k1"))))
@@ -138,16 +130,6 @@ def test_blocks_that_do_not_open_are_told_all_at_once(start: Callable[..., Worke
     assert [result.nbytes for result in worker.wait(4).spills] == [worker.store.room(nbytes + OVERHEAD)] * 4
     assert worker.load().failed == [(GROUP, KEYS[1], "seal"), (GROUP, KEYS[2], "seal")]
     assert worker.load(tenant="acme").failed == [(GROUP, KEYS[0], "seal"), (GROUP, KEYS[3], "seal")]
-
-
-def test_a_load_that_fails_whole_has_no_failed_blocks(start: Callable[..., Worker]) -> None:
-    worker = start(fails_whole=True)
-    worker.spill()
-    assert worker.load().failed == []
-    assert worker.taken() == ({"request"}, set(), set())
-    worker.path.submit_loads(ManthanMetadata(drops=[GroupKeys(GROUP, [KEYS[3]])]))
-    assert worker.load().failed == [(GROUP, KEYS[3], "missing")]
-    assert worker.taken() == ({"request"}, {"request"}, set())
 
 
 def test_what_does_not_fit_is_refused_and_takes_nothing(start: Callable[..., Worker]) -> None:
@@ -182,13 +164,6 @@ def test_whatever_a_store_does_there_is_an_answer(start: Callable[..., Worker], 
     assert [result.cause for result in worker.spill()] == ["internal"] * 4
     assert worker.load().failed == [(GROUP, KEYS[0], cause)]
     assert worker.taken() == ({"request"}, set(), set(TARGETS))
-
-
-def test_a_store_that_answers_for_too_few_is_an_error(start: Callable[..., Worker], monkeypatch: Any) -> None:
-    worker = start()
-    worker.spill()
-    monkeypatch.setattr(worker.store, "read", lambda group, keys: iter([]))
-    assert worker.load().failed == [(GROUP, KEYS[0], "internal")]
 
 
 def test_spills_are_begun_apart_from_loads(start: Callable[..., Worker]) -> None:

@@ -110,27 +110,6 @@ def test_a_damaged_block_is_recomputed(engine, table) -> None:
         assert engine.on_worker(stored_blocks) == stored  # computed anew, it was stored anew
 
 
-def test_sessions_are_found_without_an_id(engine, table) -> None:
-    t = table(10)
-    prompt, right = t.question(11)
-    first = engine.ask(prompt)
-    engine.wait_until_cold(1)
-    more, right_too = t.question(12)
-    follow_up = f"{prompt}{right}\n{more.removeprefix(t.text)}"
-    answer = engine.ask(follow_up)
-    assert answer.text == right_too
-    assert answer.cached_tokens >= first.prompt_tokens // 32 * 32
-    engine.wait_until_cold(1)  # it went on with the session that it extends
-
-
-def test_short_sessions_are_left_alone(engine) -> None:
-    evictions = engine.metric("manthan_evictions_total")
-    engine.ask("bac = 4821\nassert bac == ", "short")
-    engine.ask("bac = 4821\nassert bac == ", "short")
-    assert engine.sessions("hot") + engine.sessions("idle") + engine.sessions("cold") == 0
-    assert engine.metric("manthan_evictions_total") == evictions
-
-
 def test_the_model_s_thread_neither_reads_nor_writes_the_store(engine, table) -> None:
     engine.on_worker(note_threads)
     prompt, right = table(11).question(1)

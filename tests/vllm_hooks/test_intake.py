@@ -12,7 +12,7 @@ from integrity import check_store
 from manthan.manager.stores.cold_store import Buffer, Found, HostStore
 from manthan.vllm_hooks import compat
 from manthan.vllm_hooks.worker import pinned
-from manthan.vllm_hooks.worker.intake import Intake, Ring, address, batches
+from manthan.vllm_hooks.worker.intake import Ring, address, batches
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 
 CPU = torch.device("cpu")
@@ -69,14 +69,6 @@ def test_what_is_lent_is_given_back_once() -> None:
     assert ring.are_pinned(ats).tolist() == [False, False, True]
 
 
-def test_a_lost_ring_is_another_one() -> None:
-    ring = Ring(SLOT, 1, CPU)
-    before = ring.room(500)
-    ring.lose()
-    assert place(ring, before) is None
-    assert place(ring, ring.room(SLOT)) == 0
-
-
 def sized(*sizes: int) -> Iterator[Found]:
     return iter([np.zeros(size, np.uint8) for size in sizes])
 
@@ -86,16 +78,6 @@ def sized(*sizes: int) -> Iterator[Found]:
 )
 def test_a_batch_is_full_before_it_is_too_large(sizes: tuple[int, ...], cut: list[int]) -> None:
     assert [len(batch) for batch in batches(sized(*sizes), lambda buf: buf.nbytes, 100)] == cut
-
-
-def test_what_is_read_goes_sooner_than_what_is_lent() -> None:
-    intake = Intake(8 * SLOT, 1, SLOT, 2, CPU)
-    assert [len(batch) for batch in intake.batches(sized(*[250] * 16))] == [4, 4, 4, 4]
-    memory = np.zeros(4000, np.uint8)
-    intake.ring.lend(memory, lambda: None)
-    lent: list[Found] = [memory[at : at + 250] for at in range(0, 4000, 250)]
-    assert [len(batch) for batch in intake.batches(iter(lent))] == [16]
-    intake.clear()
 
 
 def test_nothing_is_read_behind_what_is_not_there() -> None:

@@ -2,7 +2,6 @@
 
 import contextlib
 import re
-from argparse import Namespace
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -11,47 +10,14 @@ from urllib.parse import quote
 import httpx
 import pytest
 from browser import Watched, chromium
-from fastapi import FastAPI
-from fastapi.testclient import TestClient
 
 from manthan.benchmarks.server import VllmServer
-from manthan.vllm_hooks import kv_transfer_config
-from manthan.vllm_hooks.http.middleware import add_api
 from manthan.vllm_hooks.http.page import FILES
 
 expect: Any = pytest.importorskip("playwright.sync_api").expect
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
 KEY = "sesame"
 AUTHORIZED = {"Authorization": f"Bearer {KEY}"}
-WIDE, PHONE = {"width": 1280, "height": 900}, {"width": 360, "height": 740}
-READABLE = 4.5
-"""Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
-CONTRAST = """
-() => {
-  const parse = (color) => {
-    const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-    canvas.fillStyle = color;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
-  const light = (color) => color.slice(0, 3).map((part) => part / 255)
-    .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
-    .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
-  const behind = (element) => {
-    for (let at = element; at; at = at.parentElement) {
-      const color = parse(getComputedStyle(at).backgroundColor);
-      if (color[3] === 255) return color;
-    }
-    return parse(getComputedStyle(document.body).backgroundColor);
-  };
-  const texts = [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
-    && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim()));
-  return texts.map((element) => {
-    const [one, other] = [light(parse(getComputedStyle(element).color)), light(behind(element))].sort((a, b) => b - a);
-    return [element.textContent.trim().slice(0, 40), (one + 0.05) / (other + 0.05)];
-  });
-}
-"""
 
 
 @pytest.fixture(scope="module")
@@ -80,8 +46,8 @@ def tabs(browser, server) -> Iterator[Callable[..., Any]]:
     script fails or is refused."""
     contexts, watched = [], []
 
-    def open_tab(key: str | None = KEY, viewport: dict[str, int] = WIDE, **options: Any) -> Any:
-        context = browser.new_context(viewport=viewport, reduced_motion="reduce", **options)
+    def open_tab(key: str | None = KEY) -> Any:
+        context = browser.new_context(viewport={"width": 1280, "height": 900}, reduced_motion="reduce")
         contexts.append(context)
         tab = context.new_page()
         watched.append(Watched(tab))
@@ -174,31 +140,6 @@ def test_a_session_goes_cold_and_comes_back(server, table, tabs) -> None:
     expect(life).to_contain_text("–, after compile")
 
 
-def test_one_that_is_prefetched_comes_back_without_a_request(server, table, tabs) -> None:
-    ask(server, table(2).question(1)[0], "fetched")
-    tab = tabs()
-    row_of(tab, "fetched").get_by_role("button", name="Evict").click()
-    expect(state_of(tab, "fetched")).to_contain_text("cold")
-    row_of(tab, "fetched").get_by_role("button", name="Prefetch").click()
-    expect(state_of(tab, "fetched")).to_contain_text("idle")
-    expect(tab.locator("#order")).to_contain_text("fetched")
-
-
-def test_bars_over_time_and_numbers_at_the_top(server, table, tabs) -> None:
-    ask(server, table(3).question(1)[0], "barred")
-    tab = tabs()
-    for name, figure in [("store", "up"), ("pool", re.compile(r"^\d+%$")), ("sessions", re.compile(r"^\d+$"))]:
-        expect(tab.locator(f"[data-tile={name}] .figure")).to_have_text(figure)
-    charts = tab.locator("#charts figure")
-    expect(charts).to_have_count(2)
-    expect(charts.nth(0).get_by_role("img")).to_have_attribute(
-        "aria-label", re.compile("^Pool over time: now .* 16.3 MiB")
-    )
-    bars = charts.nth(0).locator("path.part-0")
-    expect(bars).to_have_attribute("d", re.compile("M.*M.*M"))  # three answers
-    expect(tab.locator("#where")).to_contain_text("policy lru · codec wht-5x")
-
-
 def test_filters_sorting_and_pages(server, table, tabs) -> None:
     prompt = table(4).question(1)[0]
     for n in range(3):
@@ -219,54 +160,7 @@ def test_filters_sorting_and_pages(server, table, tabs) -> None:
     expect(tab.locator("#empty")).to_be_visible()
 
 
-def test_pages_turn(server, tabs) -> None:
-    """So many sessions as make two pages, short ones."""
-    for n in range(27):
-        ask(server, f"{n:02d} " + "let us say hello " * 12, f"many-{n:02d}")
-    tab = tabs()
-    tab.get_by_label("Name begins with").fill("many-")
-    expect(tab.locator("tbody tr")).to_have_count(25)
-    tab.get_by_role("button", name="Next").click()
-    expect(tab.locator("#range")).to_have_text("26–27 of 27 sessions")
-    expect(tab.locator("tbody tr")).to_have_count(2)
-    expect(tab.get_by_role("button", name="Next")).to_be_disabled()
-    tab.get_by_role("button", name="Previous").click()
-    expect(tab.locator("tbody tr")).to_have_count(25)
-
-
-def test_the_map_has_a_cell_for_each_session_and_arrow_keys(server, table, tabs) -> None:
-    prompt = table(5).question(1)[0]
-    ask(server, prompt, "mapped-long")
-    ask(server, prompt[:400], "mapped-short")
-    tab = tabs()
-    tab.get_by_label("Name begins with").fill("mapped-")
-    tab.get_by_role("button", name="Map", exact=True).click()
-    cells = tab.get_by_role("region", name="idle").locator(".cell")
-    expect(cells).to_have_count(2)
-    expect(cells.nth(0)).to_have_accessible_name(re.compile(r"^mapped-long: idle, \d+ tokens"))
-    long, short = (cells.nth(n).bounding_box() for n in (0, 1))
-    assert long["width"] > short["width"] >= 24
-    cells.nth(0).focus()
-    tab.keyboard.press("ArrowRight")
-    assert has_focus(cells.nth(1))
-    tab.keyboard.press("Enter")
-    expect(tab.get_by_role("dialog")).to_contain_text("mapped-short")
-    tab.get_by_role("dialog").get_by_role("button", name="Evict").click()
-    expect(tab.get_by_role("region", name="cold").locator(".cell")).to_have_count(1, timeout=60_000)
-
-
 # -- what it does -------------------------------------------------------------------------------------
-
-
-def test_pins(server, table, tabs) -> None:
-    ask(server, table(6).question(1)[0], "kept")
-    tab = tabs()
-    row_of(tab, "kept").get_by_role("button", name="Pin").click()
-    expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text("pinned")
-    assert shown(server, "kept").json()["pinned"]
-    row_of(tab, "kept").get_by_role("button", name="Unpin").click()
-    expect(row_of(tab, "kept").locator(".pinned-mark")).to_have_text("")
-    assert not shown(server, "kept").json()["pinned"]
 
 
 def test_release_asks_first(server, table, tabs) -> None:
@@ -314,64 +208,6 @@ def test_the_keyboard_alone_does(server, table, tabs) -> None:
 
 
 # -- where it is looked at ----------------------------------------------------------------------------
-
-
-def test_a_phone_scrolls_in_one_direction_only(server, table, tabs) -> None:
-    ask(server, table(10).question(1)[0], "a-rather-long-name-without-any-place-to-break-it-" * 3)
-    tab = tabs(viewport=PHONE, has_touch=True, is_mobile=True)
-
-    def widths() -> list[int]:
-        return list(tab.evaluate("[document.documentElement.scrollWidth, innerWidth]"))
-
-    row = tab.locator("tbody tr").first
-    expect(row).to_contain_text("a-rather-long-name")
-    assert widths() == [360, 360]
-    for button in row.get_by_role("button").all():
-        assert button.bounding_box()["height"] >= 24
-    row.get_by_role("button").first.click()
-    expect(tab.locator("#life-events .kind").first).to_be_visible()
-    life = tab.get_by_role("dialog")
-    assert widths() == [360, 360]
-    assert life.evaluate("dialog => dialog.scrollWidth <= dialog.clientWidth")
-    life.get_by_role("button", name="Close").click()
-    tab.get_by_role("button", name="Map", exact=True).click()
-    expect(tab.locator(".cell").first).to_be_visible()
-    assert widths() == [360, 360]
-
-
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_texts_stand_out(server, table, tabs, scheme: str) -> None:
-    for n, state in enumerate(["idle", "cold"]):
-        ask(server, table(11 + n).question(1)[0], f"read-{state}")
-    tab = tabs(color_scheme=scheme)
-    row_of(tab, "read-cold").get_by_role("button", name="Evict").click()
-    expect(state_of(tab, "read-cold")).to_contain_text("cold")
-    ground = tab.evaluate("getComputedStyle(document.body).backgroundColor")
-    assert (int(re.findall(r"\d+", ground)[0]) < 60) == (scheme == "dark")
-    in_table = tab.evaluate(CONTRAST)
-    tab.get_by_role("button", name="Map", exact=True).click()
-    expect(tab.locator(".cell").first).to_be_visible()
-    in_map = tab.evaluate(CONTRAST)
-    tab.get_by_role("button", name=re.compile("^read-cold: cold")).click()
-    expect(tab.locator("#life-events .kind").first).to_be_visible()
-    texts = [*in_table, *in_map, *tab.evaluate(CONTRAST)]
-    assert {"Cold store", "up", "Pool", "Evict", "read-idle", "evicted", "H"} <= {text for text, _ in texts}
-    assert [(text, ratio) for text, ratio in texts if ratio < READABLE] == []
-
-
-def test_nothing_is_asked_while_nobody_looks(server, tabs) -> None:
-    tab = tabs()
-    expect(tab.locator("#age")).to_contain_text("updated")
-    asked: list[str] = []
-    tab.evaluate(
-        "Object.defineProperty(document, 'hidden', { get: () => window.isAway ?? false }); window.isAway = true"
-    )
-    tab.wait_for_timeout(0)
-    tab.on("request", lambda request: asked.append(request.url))
-    expect(tab.locator("#age")).to_have_text(re.compile(r"updated ([6-9]|\d\d+) s ago"))  # three questions' time
-    assert asked == []
-    tab.evaluate("window.isAway = false; document.dispatchEvent(new Event('visibilitychange'))")
-    expect(tab.locator("#age")).to_have_text("updated now")
 
 
 def test_it_says_that_the_server_does_not_answer(server, tabs) -> None:
@@ -470,16 +306,3 @@ def test_a_browser_is_told_to_run_and_load_only_what_is_of_the_page(server) -> N
     for name, content in FILES.items():
         text = content.decode().replace("http://www.w3.org/", "")
         assert re.findall(r"innerHTML|outerHTML|insertAdjacentHTML|document\.write|eval\(|https?:", text) == [], name
-
-
-@pytest.mark.parametrize(
-    ("api", "statuses"),
-    [({}, [200, 200, 200]), ({"enabled": False}, [404, 404, 404])],
-    ids=str,
-)
-def test_it_can_be_switched_off(api: dict[str, bool], statuses: list[int]) -> None:
-    app = FastAPI()
-    app.state.args = Namespace(kv_transfer_config=kv_transfer_config(api=api), api_key=None)
-    add_api(app)
-    client = TestClient(app, base_url="http://localhost")
-    assert [client.get(f"/manthan/{path}").status_code for path in ("", "page.js", "config")] == statuses

@@ -79,22 +79,6 @@ def test_a_session_is_hot_again_before_its_request_comes(engine, table) -> None:
     counters.wait_for("prefetch_hits", 1)
 
 
-def test_another_session_s_request_can_ask_for_it(engine, table) -> None:
-    tables = {name: table(10 + n) for n, name in enumerate(("alice", "bob"))}
-    go_cold(engine, {name: t.question(0)[0] for name, t in tables.items()})
-    counters = Counters(engine)
-    engine.ask(table(20).question(0)[0], "agent", prefetch=["alice", "bob", "nobody"])
-    counters.wait_for("prefetches", 2)
-    assert engine.sessions("cold") == 0
-    for name, t in tables.items():
-        prompt, right = t.question(7)
-        answer = engine.ask(prompt, name)
-        assert answer.text == right
-        assert is_whole(answer)
-    assert counters["restores"] == 0
-    counters.wait_for("prefetch_hits", 2)
-
-
 def test_a_request_that_comes_meanwhile_waits_and_restores_nothing(engine, table) -> None:
     (prompt, _), (again, right) = table(40).question(0), table(40).question(3)
     go_cold(engine, {"alice": prompt})

@@ -22,7 +22,7 @@ from vllm.v1.request import Request
 from vllm_engine import MODEL
 
 from manthan.manager.observer import Observer, Restored
-from manthan.manager.prefetcher import RETRY_S, Prefetcher
+from manthan.manager.prefetcher import Prefetcher
 from manthan.manager.sessions.evictions import AHEAD_AFTER_S
 from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
@@ -156,10 +156,6 @@ class Engine:
     def cached(self, asked: Request) -> list[bool]:
         return [self.pool.get_cached_block(key, [0]) is not None for key in asked.block_hashes]
 
-    def waits(self, asked: Request) -> None:
-        """vLLM considers a request; its last token's block counts as well."""
-        self.prefetcher.waits(asked.request_id, -(-asked.num_tokens // TOKENS))
-
     def admitted(self, asked: Request, hot: int) -> None:
         usable = (asked.num_tokens - 1) // TOKENS
         self.prefetcher.admitted(asked.request_id, asked.block_hashes, hot, usable)
@@ -193,21 +189,6 @@ def test_a_window_is_prefetched_with_its_chain() -> None:
     told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)]
     assert [event.group_idx for event in told[-7:]] == [GROUP] * 5 + [WINDOW] * 2
     assert engine.pool.get_num_free_blocks() == BLOCKS
-    engine.admitted(request("a", 6), hot=5)
-    assert engine.counted.hits == 1
-
-
-def test_a_window_that_vllm_has_overwritten_is_loaded_for_a_chain_that_is_hot() -> None:
-    engine, a = cold_with_window()
-    for at, block in enumerate(engine.pool.get_new_blocks(5)):
-        engine.blocks.cache(block, a.block_hashes[at], at)
-        engine.pool.free_blocks([block])
-    [load] = engine.prefetch("a")
-    [window] = load.parts
-    assert (window.group, window.keys) == (WINDOW, a.block_hashes[3:])
-    assert engine.prefetcher.is_loading(a.block_hashes[0])  # which a request finds cold without its window
-    engine.prefetcher.answered(LoadResult(load.request_id, [], 0, 0.0, is_prefetch=True), engine.now)
-    assert in_window(engine, a) == [False] * 3 + [True] * 2
     engine.admitted(request("a", 6), hot=5)
     assert engine.counted.hits == 1
 
@@ -269,19 +250,6 @@ def test_a_prefetched_chain_lies_in_the_pool_as_vllm_s_own_does(engine: Engine) 
     told = [event for event in engine.pool.take_events() if isinstance(event, BlockStored)][1:]  # after who asked
     names = [maybe_convert_block_hash(key) for key in a.block_hashes]
     assert [event.block_hashes for event in told] == [[name] for name in names]
-    assert engine.pool.reset_prefix_cache()
-
-
-def test_what_is_hot_is_not_loaded_and_moves_to_the_tail_with_the_rest(engine: Engine) -> None:
-    a, b = request("a", 5, head="system"), request("b", 4, head="system")
-    engine.compute(a)
-    engine.evict()
-    engine.compute(b)
-    [load] = engine.prefetch("a")
-    assert part(load).keys == a.block_hashes[2:]
-    engine.answer(load)
-    assert engine.queue()[-5:] == a.block_hashes[::-1]
-    assert engine.counted.blocks == 3
     assert engine.pool.reset_prefix_cache()
 
 
@@ -369,34 +337,6 @@ def test_a_session_that_is_longer_than_what_the_pool_can_spare_is_not_waited_for
     engine.evict()
     [load] = engine.step()
     assert len(part(load).keys) == BLOCKS - SPARE
-
-
-def test_room_ends_where_a_session_is_hot_though_it_has_codes(engine: Engine) -> None:
-    a, b = request("a", 5), request("b", 11)
-    engine.compute(a)
-    engine.compute(b)
-    engine.evict()
-    [load] = engine.prefetch("b")
-    engine.answer(load)
-    assert engine.prefetch("a") == []
-    assert engine.queue()[:19] == [None] * 8 + b.block_hashes[::-1]  # 4 of the 8 are spare
-    engine.evict()
-    engine.now += RETRY_S
-    assert len(engine.step()) == 1
-
-
-def test_room_that_a_waiting_request_needs_is_left_to_it(engine: Engine) -> None:
-    engine.compute(request("a", 8))
-    engine.evict()
-    waiting = request("waiting", 9)
-    engine.waits(waiting)  # 10 blocks, with its last token's
-    assert engine.prefetch("a") == []
-    engine.admitted(waiting, hot=0)
-    assert engine.step() == []  # not at once
-    assert engine.prefetcher.deadline == engine.now + RETRY_S
-    engine.now += RETRY_S
-    assert len(engine.step()) == 1
-    assert engine.prefetcher.deadline is None
 
 
 # -- hits ---------------------------------------------------------------------------------------------

@@ -4,7 +4,6 @@ import json
 from dataclasses import replace
 from importlib.metadata import requires
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,8 +13,7 @@ from loaded import load_config
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 from vllm import EngineArgs
-from vllm.config import CacheConfig, KVTransferConfig
-from vllm.platforms import current_platform
+from vllm.config import KVTransferConfig
 from vllm.v1.kv_cache_interface import (
     ChunkedLocalAttentionSpec,
     FullAttentionSpec,
@@ -23,7 +21,6 @@ from vllm.v1.kv_cache_interface import (
     KVCacheGroupSpec,
     KVCacheSpec,
     MambaSpec,
-    MLAAttentionSpec,
     SlidingWindowSpec,
     UniformTypeKVCacheSpecs,
 )
@@ -31,8 +28,8 @@ from vllm.v1.kv_cache_interface import (
 from manthan.manager.config.resolve import ConfigError
 from manthan.vllm_hooks import kv_transfer_config
 from manthan.vllm_hooks.disk_store import check_disk
-from manthan.vllm_hooks.memory import Shards, codec_beside, memory_shape
-from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, check_supported, groups_of
+from manthan.vllm_hooks.memory import Shards, memory_shape
+from manthan.vllm_hooks.support import VLLM, Group, Groups, Window, groups_of
 from manthan.vllm_hooks.telemetry.log import check_capacity
 
 MODEL = str(Path(__file__).parents[1] / "data" / "tiny-llama")
@@ -140,14 +137,6 @@ def test_a_front_end_that_hands_no_headers_on(monkeypatch: pytest.MonkeyPatch) -
     EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=manthan).create_engine_config()
 
 
-def test_a_device_tier_without_codes_on_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    config = EngineArgs(MODEL, skip_tokenizer_init=True).create_engine_config()
-    config.kv_transfer_config = kv_transfer_config(cold_store="device", backend="numpy")
-    monkeypatch.setattr(type(current_platform), "device_type", "cuda")  # there is no GPU here
-    with pytest.raises(ConfigError, match=r"cold_store.kind is device, but backend numpy keeps codes in RAM"):
-        check_supported(config)
-
-
 @pytest.mark.parametrize(
     ("change", "why"),
     [
@@ -169,13 +158,6 @@ def test_a_vllm_on_which_nothing_ran(version: str, monkeypatch: pytest.MonkeyPat
         f"Manthan cannot be used here: vLLM is {version}, but this version of Manthan was made for 0.32 and 0.33 and "
         "no other: install vllm>=0.32,<0.34."
     )
-
-
-@pytest.mark.parametrize("version", ["0.32.0+cpu", "0.33.1.post1", "dev"])
-def test_patch_releases_of_vllm_are_served(version: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vllm, "__version__", version)
-    kv = kv_transfer_config()
-    EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=kv, max_model_len=1024).create_engine_config()
 
 
 def test_what_is_installed_with_the_extra_is_served() -> None:
@@ -213,30 +195,6 @@ def test_windows_alone_are_served() -> None:
     assert not found.is_whole
     assert found.others == []
     assert told(FULL, WINDOW).is_whole
-
-
-def test_hashes_of_less_than_a_block() -> None:
-    config = KVCacheConfig(8, [], [KVCacheGroupSpec(["0"], FULL), KVCacheGroupSpec(["1"], STATE)])
-    cache = SimpleNamespace(cache_dtype="auto", kv_cache_dtype_skip_layers=[], prefix_match_unit=16)
-    with pytest.raises(ConfigError, match=r"--prefix-match-unit is 16, and the KV cache has blocks of 32 tokens"):
-        groups_of(config, cache)
-
-
-def test_of_all_groups_pages_are_kept_where_nobody_looks_into_them() -> None:
-    fp8 = CacheConfig(cache_dtype="fp8")
-    groups = told(WINDOW, STATE, FULL, cache=fp8, as_bytes=True)
-    assert groups.chain == Group(2, FULL, 1, ("2",), "fp8", (FULL.page_size_bytes,))
-    state = Group(1, STATE, 1, ("1",), "state of torch.float32 [4, 64]", (STATE.page_size_bytes,))
-    window = Group(0, WINDOW, 1, ("0",), "fp8", (WINDOW.page_size_bytes,))
-    assert groups.windows == [Window(window, 128), Window(state, None)]
-    assert [codec_beside("wht-5x", beside, "int8") for beside in (window, state)] == ["exact", "state-int8"]
-    latents = MLAAttentionSpec(block_size=32, num_kv_heads=1, head_size=576, dtype=torch.uint8, page_size_padded=2**15)
-    assert told(STATE, latents, cache=fp8, latent=512, as_bytes=True).chain == Group(
-        1, latents, 1, ("1",), "fp8", (2**15,)
-    )
-    packed = CacheConfig(cache_dtype="turboquant_3bit_nc")
-    with pytest.raises(ConfigError, match="the model's KV cache groups are SlidingWindowSpec"):
-        told(WINDOW, FULL, cache=packed, as_bytes=True)
 
 
 @pytest.mark.parametrize(

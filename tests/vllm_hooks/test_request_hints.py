@@ -51,13 +51,6 @@ def checked_behind_a_gateway(params: object, *values: str | bytes) -> Any:
 
 
 @pytest.mark.parametrize(
-    "params", [None, {}, {"manthan": None}, {"manthan": {"pin": True}}, {"do_remote_decode": True}]
-)
-def test_without_a_header_nothing_changes(params: object) -> None:
-    assert checked_params(params, "") is params
-
-
-@pytest.mark.parametrize(
     ("params", "sentence"),
     [
         ({"manthan": {"pinn": True}}, "kv_transfer_params.manthan: unknown hint 'pinn' (did you mean 'pin'?)"),
@@ -137,14 +130,6 @@ def test_what_the_client_leaves_open_an_orchestrator_may_say() -> None:
     assert hints_of(asked) == Hints(priority=-2, pin=False, ttl_s=7, prefetch=("b",))
 
 
-def test_of_an_orchestrator_s_actions_the_last_counts() -> None:
-    assert hints_of(enveloped({"ttl_s": 5, "priority": 1}, {"ttl_s": 9, "priority": None})) == Hints(
-        ttl_s=9, priority=1
-    )
-    assert hints_of(enveloped({"release": True}, {"release": False})) == NO_HINTS
-    assert hints_of(enveloped({"release": True}, {"pin": True})) == Hints(pin=True)
-
-
 def test_what_contradicts_the_client_is_left_out() -> None:
     assert hints_of(enveloped({"release": True, "ttl_s": 3}, params={"manthan": {"pin": True}})) == Hints(
         pin=True, ttl_s=3
@@ -219,13 +204,6 @@ def test_the_server_gets_the_middleware_once(flags: argparse.Namespace) -> None:
     for _ in range(2):  # vLLM may read its flags twice
         add_middleware(flags)
         assert flags.middleware == ["theirs", MIDDLEWARE]
-
-
-def test_other_servers_and_programs_do_not(flags: argparse.Namespace) -> None:
-    flags.kv_transfer_config = None
-    add_middleware(flags)
-    assert flags.middleware == ["theirs"]
-    add_middleware(argparse.Namespace(kv_transfer_config=kv_transfer_config()))
 
 
 def by_hand(**manthan: Any) -> argparse.Namespace:

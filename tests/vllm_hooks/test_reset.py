@@ -309,15 +309,6 @@ def go_cold(engine: Engine, *seeds: int) -> None:
     engine.on_worker(slow_store)
 
 
-def test_while_sessions_are_loaded(engine: Engine, traffic: Traffic) -> None:
-    go_cold(engine, 1, 2)
-    loading = [traffic.ask(1), traffic.ask(2)]
-    engine.wait(lambda: engine.metric("num_requests_waiting") == 2, "two loads")
-    assert engine.reset()
-    assert not any(asked.done() for asked in loading)
-    assert loading[0].result(60).cached_tokens > 0
-
-
 def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffic) -> None:
     go_cold(engine, 1)
     engine.on_worker(stop_reads)
@@ -331,14 +322,6 @@ def test_a_transfer_that_hangs_is_not_waited_for(engine: Engine, traffic: Traffi
         engine.on_worker(let_reads_go)
 
 
-def test_while_a_session_is_prefetched(engine: Engine, traffic: Traffic) -> None:
-    go_cold(engine, 1)
-    engine.ask("x", prefetch="user-1")
-    engine.wait(lambda: engine.metric("kv_cache_usage_perc") > 0, "a prefetch")
-    assert engine.reset()
-    assert traffic.ask(1).result(60).cached_tokens > 0
-
-
 def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engine, traffic: Traffic) -> None:
     go_cold(engine, 1)
     traffic.ask(2, max_tokens=400)
@@ -349,13 +332,6 @@ def test_after_a_reset_that_fails_nothing_cold_is_of_other_weights(engine: Engin
         assert engine.ask(Table(1).question(0)[0], "user-1").cached_tokens == 0
     finally:
         engine.on_worker(turned, 1 / OTHER)
-
-
-def test_running_requests_are_left_alone_unless_that_is_asked_for(engine: Engine, traffic: Traffic) -> None:
-    running = traffic.ask(1, max_tokens=400)
-    engine.wait(lambda: engine.metric("num_requests_running") == 1, "a request")
-    assert not engine.reset()
-    assert not running.done()
 
 
 @pytest.mark.parametrize("cold", [False, True])

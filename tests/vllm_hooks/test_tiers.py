@@ -19,8 +19,6 @@ from manthan.vllm_hooks.worker.capacity import TierBytes
 from manthan.vllm_hooks.worker.staging import pieces
 from manthan.vllm_hooks.worker.tiers import Demotion, Stored, Taken, Tier, Tiers
 
-GIB = 1 << 30
-
 
 def tier(nbytes: int) -> Tier:
     return Tier(torch.zeros(nbytes, dtype=torch.uint8))
@@ -63,32 +61,6 @@ def test_a_full_device_moves_the_oldest_to_the_host() -> None:
     assert len(tiers.take(1, 1)[0]) == 1
     tiers.clear()
     assert tiers.used == GRANULE  # what was taken and never put
-
-
-def test_while_all_of_the_device_is_written_to_new_codes_go_to_the_host() -> None:
-    tiers = Tiers(tier(2 * GRANULE), tier(3 * GRANULE))
-    taken, demotions = tiers.take(GRANULE, 6)
-    assert [one.tier for one in taken] == [tiers.device] * 2 + [tiers.host] * 3
-    assert demotions == []
-
-
-def test_runs_are_of_one_kind() -> None:
-    tiers = Tiers(tier(16 * GRANULE), None)
-    pieces = (Extent(0, GRANULE), Extent(2 * GRANULE, GRANULE))
-    one, two = pieces[:1], pieces[1:]
-    for n, (extents, exact) in enumerate([(one, 0), (two, 0), (pieces, 0), (pieces, 3), (pieces, 3)]):
-        tiers.device.put({(0, bytes([n])): Stored(extents, len(extents) * GRANULE, exact, n)})
-    keys = [bytes([n]) for n in range(6)]
-    found = [tiers.find(0, keys[n:]) for n in (0, 2, 3, 5)]
-    assert found.pop() is None
-    assert [(run.in_place, run.exact, run.extents) for run in found] == [
-        (True, 0, [one, two]),
-        (False, 0, [pieces]),
-        (False, 3, [pieces, pieces]),
-    ]
-    assert [run.first_tokens.tolist() for run in found] == [[0, 1], [2], [3, 4]]
-    assert [run.nbytes.tolist() for run in found] == [[GRANULE] * 2, [2 * GRANULE], [2 * GRANULE] * 2]
-    assert found[2].part(1, 2).extents == [pieces]
 
 
 def test_blocks_in_a_row_are_found_wherever_they_were_put() -> None:

@@ -117,14 +117,6 @@ def test_a_step_is_timed_from_where_vllm_binds_its_metadata() -> None:
     assert steps == [metadata]
 
 
-def test_a_reset_forgets_what_was_measured(world: World) -> None:
-    steps = BATCH * BATCHES // A_STEP
-    world.verdicts(steps - 1)
-    world.guard.reset()
-    assert world.verdicts(steps - 1) == []
-    assert len(world.verdicts(1)) == 1
-
-
 def test_blocks_are_copied_before_anybody_overwrites_them(world: World) -> None:
     caches = [cache.clone() for cache in world.layout.caches]
     for _ in range(BATCH * BATCHES // A_STEP):
