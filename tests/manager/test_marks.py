@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from spills import spilled, take_spills
 
 from manthan.manager.driver import Driver
 from manthan.manager.sessions.budget import Shares
