@@ -70,7 +70,7 @@ class TwoPools(RuleBasedStateMachine):
     @rule(text=st.text("ab", min_size=1, max_size=5))
     def hold(self, text: str) -> None:
         key = keys_of(text)[-1]
-        block = self.ours.get(key)
+        block = self.ours._cached.get(key)
         found = self.theirs.get_cached_block(key, GROUP)
         if block is None:
             assert found is None
@@ -97,7 +97,7 @@ class TwoPools(RuleBasedStateMachine):
     def the_same_blocks_are_free_in_the_same_order(self) -> None:
         queue = self.theirs.free_block_queue.get_all_free_blocks()
         assert len(self.ours) == len(queue) == self.theirs.get_num_free_blocks()
-        assert list(self.ours.blocks()) == [block.block_id - 1 for block in queue]
+        assert [*reversed(self.ours._empty), *self.ours._queue] == [block.block_id - 1 for block in queue]
         hashes = [block.block_hash for block in queue]
         assert list(self.ours.names()) == [None if one is None else get_block_hash(one) for one in hashes]
 

@@ -1,10 +1,11 @@
 """Metrics: collected by the scheduler half, carried in vLLM's stats, shown on /metrics as vllm:manthan_…"""
 
-from collections import Counter, defaultdict
+import collections
+from collections import defaultdict
 from collections.abc import Iterable
 from typing import Any, NamedTuple
 
-import prometheus_client
+from prometheus_client import Counter, Gauge, Histogram
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
@@ -34,7 +35,7 @@ CALLS = (
 class _Metric(NamedTuple):
     """values: of a counter's label, those that are known beforehand."""
 
-    kind: type[prometheus_client.Gauge] | type[prometheus_client.Counter] | type[prometheus_client.Histogram]
+    kind: type[Gauge] | type[Counter] | type[Histogram]
     text: str
     label: str | None = None
     buckets: tuple[float, ...] = ()
@@ -42,77 +43,65 @@ class _Metric(NamedTuple):
 
 
 METRICS: dict[str, _Metric] = {
-    "sessions": _Metric(prometheus_client.Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
-    "hot_bytes": _Metric(prometheus_client.Gauge, "KV bytes of sessions that are hot or idle, in full attention."),
+    "sessions": _Metric(Gauge, "Sessions by state: hot, idle, evicting, cold.", "state"),
+    "hot_bytes": _Metric(Gauge, "KV bytes of sessions that are hot or idle, in full attention."),
     "anchors": _Metric(
-        prometheus_client.Gauge,
+        Gauge,
         "Places from which sessions can be gone on, in models with sliding windows or states: with all they need cold.",
     ),
     "cold_bytes": _Metric(
-        prometheus_client.Gauge, "Bytes of codes in the cold store, of all KV cache groups, as its budget counts them."
+        Gauge, "Bytes of codes in the cold store, of all KV cache groups, as its budget counts them."
     ),
-    "exact_blocks": _Metric(prometheus_client.Gauge, "Cold blocks that keep all or some of their tokens exact."),
-    "cold_budget_bytes": _Metric(prometheus_client.Gauge, "The cold store's budget in bytes."),
-    "cold_store_up": _Metric(prometheus_client.Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
+    "exact_blocks": _Metric(Gauge, "Cold blocks that keep all or some of their tokens exact."),
+    "cold_budget_bytes": _Metric(Gauge, "The cold store's budget in bytes."),
+    "cold_store_up": _Metric(Gauge, "Whether the cold store answers: 1, or 0 while Redis is down."),
     "codec_noise": _Metric(
-        prometheus_client.Gauge,
+        Gauge,
         "What the configured codec does to this model's KV: noise of logits, of the worst layer's logits, of values.",
         "of",
     ),
     "codec_fallback": _Metric(
-        prometheus_client.Gauge, "Whether a finer codec is used because the configured one is not faithful: 1, or 0."
+        Gauge, "Whether a finer codec is used because the configured one is not faithful: 1, or 0."
     ),
-    "compression_ratio": _Metric(prometheus_client.Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
-    "evictions": _Metric(prometheus_client.Counter, "Sessions that went cold."),
-    "restores": _Metric(prometheus_client.Counter, "Requests that had blocks restored."),
-    "prefetches": _Metric(prometheus_client.Counter, "Sessions restored before their request came."),
-    "prefetched_blocks": _Metric(prometheus_client.Counter, "Blocks restored before their request came."),
-    "prefetch_hits": _Metric(prometheus_client.Counter, "Prefetched sessions whose request found them hot."),
-    "encoded_blocks": _Metric(prometheus_client.Counter, "Blocks encoded into the cold store, of all KV cache groups."),
+    "compression_ratio": _Metric(Gauge, "Bytes of what is cold in the pool over its encoded bytes."),
+    "evictions": _Metric(Counter, "Sessions that went cold."),
+    "restores": _Metric(Counter, "Requests that had blocks restored."),
+    "prefetches": _Metric(Counter, "Sessions restored before their request came."),
+    "prefetched_blocks": _Metric(Counter, "Blocks restored before their request came."),
+    "prefetch_hits": _Metric(Counter, "Prefetched sessions whose request found them hot."),
+    "encoded_blocks": _Metric(Counter, "Blocks encoded into the cold store, of all KV cache groups."),
     "encodings": _Metric(
-        prometheus_client.Counter,
+        Counter,
         "Blocks handed to the encoder, by what they were: exact, derived (computed behind decoded blocks).",
         "mark",
         values=("exact", "derived", "decoded"),
     ),
-    "lossy_tokens": _Metric(
-        prometheus_client.Counter, "Cached tokens of prompts that were decoded, or computed behind decoded ones."
-    ),
-    "restored_blocks": _Metric(
-        prometheus_client.Counter, "Blocks restored from the cold store, of all KV cache groups."
-    ),
+    "lossy_tokens": _Metric(Counter, "Cached tokens of prompts that were decoded, or computed behind decoded ones."),
+    "restored_blocks": _Metric(Counter, "Blocks restored from the cold store, of all KV cache groups."),
     "dropped_blocks": _Metric(
-        prometheus_client.Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
+        Counter, "Blocks dropped from the cold store, by cause.", "cause", values=tuple(DropCause)
     ),
     "overwritten_blocks": _Metric(
-        prometheus_client.Counter, "Blocks overwritten in the pool before they were encoded, and needed since."
+        Counter, "Blocks overwritten in the pool before they were encoded, and needed since."
     ),
     "failures": _Metric(
-        prometheus_client.Counter,
-        "Blocks that could not be stored or restored, by cause.",
-        "cause",
-        values=FAILURE_CAUSES,
+        Counter, "Blocks that could not be stored or restored, by cause.", "cause", values=FAILURE_CAUSES
     ),
     "errors": _Metric(
-        prometheus_client.Counter,
-        "Exceptions of Manthan's that were caught at its boundary to vLLM, by call.",
-        "call",
-        values=CALLS,
+        Counter, "Exceptions of Manthan's that were caught at its boundary to vLLM, by call.", "call", values=CALLS
     ),
     "lookups": _Metric(
-        prometheus_client.Counter,
+        Counter,
         "Prompts looked up in a shared store: found, nothing, unanswered.",
         "outcome",
         values=("found", "nothing", "unanswered"),
     ),
-    "hints": _Metric(
-        prometheus_client.Counter, "Hints that requests gave, by hint.", "hint", values=tuple(Hints.model_fields)
-    ),
-    "pins_refused": _Metric(prometheus_client.Counter, "Pins refused for want of room: quotas.pinned_share."),
-    "encode_seconds": _Metric(prometheus_client.Histogram, "Time to encode and store a block.", None, _SECONDS),
-    "restore_seconds": _Metric(prometheus_client.Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
-    "restore_bytes": _Metric(prometheus_client.Histogram, "Encoded bytes of a restore.", None, _BYTES),
-    "encode_bytes": _Metric(prometheus_client.Histogram, "Bytes of the codes that an eviction made.", None, _BYTES),
+    "hints": _Metric(Counter, "Hints that requests gave, by hint.", "hint", values=tuple(Hints.model_fields)),
+    "pins_refused": _Metric(Counter, "Pins refused for want of room: quotas.pinned_share."),
+    "encode_seconds": _Metric(Histogram, "Time to encode and store a block.", None, _SECONDS),
+    "restore_seconds": _Metric(Histogram, "Time to fetch and decode a restore.", None, _SECONDS),
+    "restore_bytes": _Metric(Histogram, "Encoded bytes of a restore.", None, _BYTES),
+    "encode_bytes": _Metric(Histogram, "Bytes of the codes that an eviction made.", None, _BYTES),
 }
 
 
@@ -136,7 +125,9 @@ class ManthanStats(KVConnectorStats):
             data={
                 "gauges": gauges | later_gauges,
                 "counters": {
-                    name: dict(Counter(counters.get(name, {})) + Counter(more_counters.get(name, {})))
+                    name: dict(
+                        collections.Counter(counters.get(name, {})) + collections.Counter(more_counters.get(name, {}))
+                    )
                     for name in counters | more_counters
                 },
                 "observations": {
@@ -156,7 +147,7 @@ class StatsRecorder:
 
     def __init__(self, manager: SessionMemoryManager) -> None:
         self._manager = manager
-        self._counters: defaultdict[str, Counter[str]] = defaultdict(Counter)
+        self._counters: defaultdict[str, collections.Counter[str]] = defaultdict(collections.Counter)
         self._observations: defaultdict[str, list[float]] = defaultdict(list)
         self.store_is_up = True
         self.judgement: Judgement | None = None
@@ -186,7 +177,7 @@ class StatsRecorder:
             "observations": dict(self._observations),
         }
         self._sent_gauges = gauges
-        self._counters, self._observations = defaultdict(Counter), defaultdict(list)
+        self._counters, self._observations = defaultdict(collections.Counter), defaultdict(list)
         return ManthanStats(data=data)
 
     def _gauges(self) -> dict[str, dict[str, float]]:
@@ -225,14 +216,14 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
     def __init__(self, *args: Any) -> None:
         super().__init__(*args)
         kinds = {
-            prometheus_client.Gauge: self._gauge_cls,
-            prometheus_client.Counter: self._counter_cls,
-            prometheus_client.Histogram: self._histogram_cls,
+            Gauge: self._gauge_cls,
+            Counter: self._counter_cls,
+            Histogram: self._histogram_cls,
         }
         self._metrics = {}
         for name, metric in METRICS.items():
             extra: dict[str, Any] = {"buckets": metric.buckets} if metric.buckets else {}
-            if metric.kind is prometheus_client.Gauge:
+            if metric.kind is Gauge:
                 extra["multiprocess_mode"] = "mostrecent"
             labels = [*self._labelnames, *([metric.label] if metric.label else [])]
             self._metrics[name] = kinds[metric.kind](
@@ -244,7 +235,7 @@ class ManthanPromMetrics(KVConnectorPromMetrics):
         """Show counters and histograms before anything happens: of a series that begins with its first event,
         Prometheus sees no increase by it. Gauges come with the first statistics."""
         for name, metric in METRICS.items():
-            if metric.kind is not prometheus_client.Gauge:
+            if metric.kind is not Gauge:
                 for engine in self.per_engine_labelvalues.values():
                     for value in metric.values if metric.label else ("",):
                         self._child(name, engine, value)
