@@ -9,10 +9,13 @@ from manthan.benchmarks.quality import main as quality
 from manthan.benchmarks.restore import main as restore
 
 bench = typer.Typer(
+    add_completion=False,
     no_args_is_help=True,
     help="Measure a vLLM server: what users wait, returns, sessions kept, and the codec.",
 )
-evaluate = typer.Typer(no_args_is_help=True, help="Measure what compression costs a model's answers.")
+evaluate = typer.Typer(
+    add_completion=False, no_args_is_help=True, help="Measure what compression costs a model's answers."
+)
 
 
 bench.command("load")(load)

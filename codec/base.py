@@ -1,4 +1,4 @@
-"""What a codec is, and the arithmetic that several of them share.
+"""Interface of a codec, and arithmetic that several codecs share.
 
 `Codec` takes the numbers of a section of a block, all layers and heads at once, with their places in the chain. A
 preset is an instance of a frozen dataclass whose fields are its options; its `codec` makes a `Codec`. Every backend

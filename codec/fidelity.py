@@ -51,7 +51,7 @@ class NothingToMeasureError(CodecError):
 
 @dataclass(frozen=True)
 class Fidelity:
-    """What a codec does to keys and values of so many tokens: noise as above by layer, [layers]."""
+    """Noise of a codec, measured on keys and values of so many tokens: as above by layer, [layers]."""
 
     codec: str
     tokens: int

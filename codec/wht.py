@@ -383,7 +383,7 @@ def _rows(chosen: Codes, section: Section, doublings: int) -> Rows:
 
 
 def _squares(numbers: Integers) -> npt.NDArray[np.int64]:
-    """Of each run."""
+    """Return the sum of squares of each run, int64."""
     rows = numbers.reshape(len(numbers), -1).astype(np.float64)
     made: npt.NDArray[np.int64] = np.einsum("rn,rn->r", rows, rows).astype(np.int64)  # exact: below 2**53
     return made

@@ -41,6 +41,8 @@ def _imported(name: str) -> Any:
         group = getattr(import_module(module), attribute)
     except ModuleNotFoundError as error:
         group = _refusing(f"manthan {name} needs {error.name}, which is not installed: pip install 'manthan-kv[bench]'")
+    except ImportError as error:
+        group = _refusing(f"manthan {name} cannot be imported: {error}")
     command = typer.main.get_command(group)
     command.name = name
     return command

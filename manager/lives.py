@@ -107,7 +107,7 @@ class Lives(Observer):
                 self._add(name, kind, f"Was {kind}.")
 
     def _add(self, session_id: str, kind: EventKind, text: str, *numbers: Any) -> None:
-        """numbers: fields of an Event behind its text."""
+        """Add an event. numbers: values for the fields after `text`."""
         session = self._sessions.get(session_id)
         if session is None:
             self.forget(session_id)

@@ -66,7 +66,7 @@ def _round(bits: np.uint32) -> Any:
 
 @jit()
 def _turn(x: Floats, cos: Floats, sin: Floats, out: Floats) -> None:
-    """One vector."""
+    """Turn one vector by RoPE's angles."""
     n = len(cos)
     for i in range(n):
         a, b, c, s = x[i], x[n + i], cos[i], sin[i]

@@ -1,4 +1,4 @@
-"""What CUDA kernels of all codecs share: their constants, their arguments, and sections that stay as they are."""
+"""Parts that CUDA kernels of all codecs share: their constants, their arguments, and sections that stay as they are."""
 
 import ctypes
 from collections.abc import Mapping, Sequence

@@ -16,7 +16,7 @@ SOURCES = ("common.cu", "k3v3.cu", "exact.cu", "seal.cu")
 
 
 class Plan(NamedTuple):
-    """How blocks of one form are worked on. coded: None where all tokens are kept exact. seal: the last of them."""
+    """Arguments of the kernels for blocks of one form. coded: None where all tokens are exact. seal: launched last."""
 
     exact: list[Job]
     coded: Job | None

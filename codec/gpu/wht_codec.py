@@ -291,7 +291,7 @@ def _groups(plan: Wht, n: int, each: int) -> list[range]:
 
 
 def _keep_books(all: Sections, books: Tensor) -> None:
-    """Where sizes and places of rows, and doublings and starts of sections are."""
+    """Set the addresses of sizes and places of rows, and of doublings and starts of sections."""
     rows = 4 * all.n * all.rows
     parts = books.split((rows, rows, 8 * all.n, 8 * all.n))
     all.sizes, all.places, all.doublings, all.starts = (part.data_ptr() for part in parts)

@@ -8,7 +8,7 @@ from http.client import HTTPException
 from typing import Annotated, Any
 from urllib.error import HTTPError
 from urllib.parse import quote, urlencode
-from urllib.request import Request, urlopen
+from urllib.request import ProxyHandler, Request, build_opener
 
 import typer
 from pydantic import ByteSize
@@ -108,13 +108,14 @@ def ask(url: str, path: str, body: Mapping[str, Any] | None = None) -> Any:
     try:
         address = f"{url.rstrip('/').removesuffix('/v1')}/manthan{path}"
         request = Request(address, data=None if body is None else json.dumps(body).encode(), headers=headers)
-        with urlopen(request, timeout=TIMEOUT_S) as answer:
+        with build_opener(ProxyHandler({})).open(request, timeout=TIMEOUT_S) as answer:  # no proxy in between
             return json.loads(answer.read())
     except HTTPError as error:
-        told = error.read()
-        if b'"message"' not in told:
-            raise AskError(f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})") from None
-        raise AskError(str(json.loads(told)["error"]["message"])) from None
+        try:
+            told = str(json.loads(error.read())["error"]["message"])
+        except (ValueError, LookupError, TypeError):  # somebody else's answer
+            told = f"The server at {url} has no /manthan: is Manthan on, with its API? ({error})"
+        raise AskError(told) from None
     except (OSError, HTTPException) as error:
         raise AskError(f"The server at {url} cannot be reached: {getattr(error, 'reason', error)}.") from None
     except ValueError as error:

@@ -6,7 +6,7 @@ A field's description completes the sentence "KEY must be …".
 import json
 from collections.abc import Iterator, Sequence
 from typing import Annotated, Any, ClassVar, Literal, NamedTuple, Self
-from urllib.parse import urlsplit
+from urllib.parse import parse_qs, urlsplit
 
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
@@ -40,6 +40,8 @@ def _redis_url(url: str) -> str:
         if parts.scheme not in REDIS_SCHEMES or parts.password or "password=" in parts.query or not is_whole:
             raise ValueError
         parts.port  # noqa: B018 which may be no number
+        if not all(0 < float(seconds) <= 60 for seconds in parse_qs(parts.query).get("socket_timeout", ())):
+            raise ValueError
     except ValueError:
         raise ValueError("not such a URL") from None
     return url
@@ -141,7 +143,7 @@ class EncryptionConfig(_Group):
 
 
 class ColdStoreConfig(_Group):
-    """Where compressed blocks are kept, and how many bytes they may take.
+    """Cold store: the place of compressed blocks, and the bytes that they may take.
 
     kind host is RAM, pinned beside a GPU; device is GPU memory; disk is a folder of a local file system; redis is a
     Redis server. The kind's tier has all blocks, in max_bytes. Beside it there may be others: host_bytes of RAM behind

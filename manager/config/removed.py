@@ -8,7 +8,7 @@ REMOVED = {
     "disk.sync_s": "what was written is on the disk 5 s later",
     "disk.timeout_s": "a restore waits for the disk for 10 s",
     "encode_threads": "one thread encodes, or four where the CPU encodes for a GPU",
-    "hot_pool": "a tenth of the KV pool is kept free of what is not saved, once there is less until there is a quarter",
+    "hot_pool": "when under a tenth of the KV pool is free of unsaved blocks, sessions are evicted until a quarter is",
     "hot_pool.high_watermark": "it is 0.25",
     "hot_pool.low_watermark": "it is 0.1",
     "log": "for logs as JSON, see vLLM's VLLM_LOGGING_CONFIG_PATH",

@@ -43,7 +43,7 @@ class Renderer:
         """Return the tokens of a conversation. Raises ConfigError for a template that cannot be rendered.
 
         Args:
-            asks: with what has the model answer.
+            asks: True to add the generation prompt.
             minutes: so much later than at first.
         """
         from jinja2 import TemplateError

@@ -27,8 +27,9 @@ HISTORY = (
     "priority",
     "expected",
 )
-"""Fields of a session that another process is to know besides those that it is made of."""
+"""Fields of a session in the journal, besides those that `SessionTable.adopt` takes."""
 FACTS = (*HISTORY, "asked_id", "tenant", "pinned", "created", "last_used")
+"""All fields of a session in the journal."""
 
 
 class LeftAnchor(NamedTuple):
@@ -98,6 +99,9 @@ class Adoption:
         for name in HISTORY:
             setattr(session, name, facts[name])
         self._table.extend(session, left.chain[:length])
+        prompt = int(session.prompt_end.partition(":")[0] or 0)
+        if prompt <= length:
+            self._table.tips.asks(session, left.chain[:prompt])
         for part in left.parts(length):
             if part[0] is None:
                 self._store(part, left)

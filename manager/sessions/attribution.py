@@ -21,7 +21,7 @@ def attribute(
     found = find(table, keys, asked_id, tenant)
     known = len(found.chain) if found is not None else 0
     remembered = table.tips.recall(keys[known:], asked_id, tenant)
-    if remembered is not None and not _has_users(table, remembered):  # else one that has this KV is meant
+    if remembered is not None and not _has_users(table, remembered):  # another session with this KV gets the request
         if table.by_id.get(remembered.session_id) is not remembered:
             table.revive(remembered)
         return remembered
@@ -43,7 +43,7 @@ def find(table: SessionTable, keys: Sequence[bytes], asked_id: str | None, tenan
     if asked_id is None:
         found = table.tips.longest(keys[: table.blocks.known(keys)], None, tenant)
         return None if found is None or _is_common_start(table, found, keys) else found
-    known, near = table.tips.nearest(keys, asked_id, tenant)
+    known, near = table.tips.nearest(keys[: table.blocks.known(keys)], asked_id, tenant)
     found = table.tips.longest(keys[:known], asked_id, tenant)
     is_again = near is not None and known == len(keys)
     return near if is_again and (found is None or len(found.chain) < known) else found
@@ -59,7 +59,7 @@ def _is_common_start(table: SessionTable, session: Session, keys: Sequence[bytes
 def _has_users(table: SessionTable, remembered: Session) -> bool:
     """True if sessions have the KV of where this one, which lost it, ended. The request then belongs to one of them."""
     block = table.blocks.get(remembered.tip)
-    return block is not None and next(table.tips.holders(block, remembered.tenant), None) is not None
+    return block is not None and table.tips.holder(block, remembered.tenant) is not None
 
 
 def kept(session: Session, keys: Sequence[bytes], asked_id: str | None, tokens: int) -> int:
@@ -95,7 +95,7 @@ def _with_changed_answer(
     """
     if asked_id is None:
         return None
-    known, origin = table.tips.nearest(keys, asked_id, tenant)
+    known, origin = table.tips.nearest(keys[: table.blocks.known(keys)], asked_id, tenant)
     if origin is None or origin.requests or not 0 < known < min(len(origin.chain), len(keys)):
         return None
     prompt = origin.prompt_tokens
@@ -104,7 +104,11 @@ def _with_changed_answer(
 
 def _inherit(table: SessionTable, session: Session, keys: Sequence[bytes]) -> None:
     """Take over the history of the only session that has the beginning of these keys, and goes on otherwise."""
-    known, origin = table.tips.nearest(keys[: table.blocks.known(keys)], None, session.tenant)
+    known = table.blocks.known(keys)
+    block = table.blocks.get(keys[known - 1]) if known else None
+    origin = None if block is None else table.tips.holder(block, session.tenant)
+    if origin is None:  # only other tenants have all of it
+        known, origin = table.tips.nearest(keys[:known], None, session.tenant)
     if origin is None or known == len(origin.chain) or origin.requests:
         return
     if table.tips.has_several(origin.chain[known - 1], session.tenant):

@@ -84,7 +84,7 @@ class BlockTable:
         for depth, key in enumerate(keys, len(chain)):
             block = blocks.get(key)
             if block is None:  # by place, which is faster: users, hot and running are 1
-                block = blocks[key] = Block(key, depth, None, _NONE, NO_CODES, None, 1, 1, 1, 0, tenant)
+                block = blocks[key] = Block(key, depth, None, _NONE, NO_CODES, None, 1, 1, 1, 0, tenant, session)
                 hot += 1
             else:
                 hot += not block.hot
@@ -92,20 +92,25 @@ class BlockTable:
                 block.users += 1
                 block.hot += 1
                 block.running += 1
+                if block.origin is None:
+                    block.origin = session
             chain.append(block)
         self.hot += hot
         self.exposed -= exposed
 
-    def leave(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
+    def leave(self, blocks: Sequence[Block], session: Session, *, hot: int, running: int) -> None:
         """A session's chain ends before these blocks; hot, running: whether it counted as such."""
         if hot or running:
             self.move(blocks, hot=-hot, running=-running)
-        known = self._blocks
+        known, changed = self._blocks, self.changed
         for block in blocks:
             block.users = users = block.users - 1
+            if block.origin is session:
+                block.origin = None
             if not users and block.code is _NONE:
                 known.pop(block.key, None)
-                self.touch(block.key)
+                if changed is not None:
+                    changed[None, block.key] = None
 
     def obtain_beside(self, group: int, key: bytes, depth: int, session: Session) -> Block:
         """The same of another group's block."""

@@ -1,4 +1,4 @@
-"""Which of a session's tokens are kept exact: its first ones."""
+"""Exact tokens of a session: its first ones are stored as they are."""
 
 import sys
 

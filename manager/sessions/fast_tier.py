@@ -1,6 +1,6 @@
-"""What the fast tiers have of the codes: GPU memory in front of RAM, RAM of a disk, a disk of Redis.
+"""Estimate of the compressed blocks in each fast tier: GPU memory before RAM, RAM before a disk, a disk before Redis.
 
-The workers keep these tiers by LRU. Here it is only reckoned, for those who ask where a session's codes are.
+The workers keep these tiers by LRU. The estimate is for those who ask where a session's blocks are.
 """
 
 from collections import OrderedDict
@@ -51,22 +51,27 @@ class FastTiers:
             order.pop(session_id, None)
 
     def settle(self, sessions: Mapping[str, Session]) -> None:
-        """Reckon what has left each tier to make room: tails of the sessions that were not used for longest.
+        """Mark the tails of the least recently used sessions as moved, until the rest fits each tier's budget.
 
-        Where reading brings codes back, those of a session in use stay: they were read just now.
+        Sessions in use are skipped where reads fill the tier: their blocks were just read.
         """
         for tier, (order, budget) in enumerate(zip(self._used, self.budgets, strict=True)):
             short = self._blocks.stored - self._blocks.moved[tier] - budget
-            for session_id in list(order) if short > 0 else ():
+            emptied = []
+            for session_id in order if short > 0 else ():
                 session = sessions[session_id]
                 if self._fills_on_read and session.state is not SessionState.COLD:
                     continue
                 for block in reversed(session.chain):
-                    if short > 0 and block.code is CodeState.COLD and not block.moved >> tier & 1:
+                    if short <= 0:
+                        break
+                    if block.code is CodeState.COLD and not block.moved >> tier & 1:
                         self._blocks.mark_moved(block, block.moved | 1 << tier)
                         short -= block.encoding.nbytes
                 if short <= 0:
                     break
+                emptied.append(session_id)
+            for session_id in emptied:
                 del order[session_id]
 
     def read(self, blocks: Iterable[Block]) -> None:

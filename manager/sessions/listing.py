@@ -80,8 +80,8 @@ class Listing:
         self._table, self._tiers = table, tiers
 
     def page(self, query: Query, offset: float = 0.0) -> Page:
-        """Return a page of the sessions that have KV, or a request. offset: from the manager's clock to that of the
-        times."""
+        """Return a page of the sessions that have KV, or a request. offset: seconds to add to
+        the manager's clock."""
         chosen = [session for session in self._table.by_id.values() if self._is_wanted(session, query)]
         keys = ((self._value(query.sort, session), session.session_id) for session in chosen)
         end = query.offset + query.limit

@@ -92,7 +92,7 @@ class Usage(NamedTuple):
 class SessionMemoryManager:
     """Decides which sessions are evicted, restored and dropped.
 
-    policy: instances of it order the hot pool, the cold store, and each fast tier in front of a slower one.
+    policy: instances of it order the hot pool and the cold store.
     capacity_nbytes: the cold store's hard budget, of all ranks together.
     idle_after_s: seconds without a request after which a sweep evicts a session.
     min_tokens: shorter sessions are not tracked.
@@ -163,7 +163,7 @@ class SessionMemoryManager:
         )
         self._adoption = Adoption(self.table, self._anchors, self.budget, self._wishes)
 
-        # What its parts do for those who drive it; each says what.
+        # Methods of the parts, for the driver.
         self.adopt = self._adoption.adopt
         self.match, self.restore_finished = self._restores.match, self._restores.finished
         self.prefetch_blocks, self.take_prefetches = self._wishes.prefetch_blocks, self._wishes.take_prefetches
@@ -227,6 +227,7 @@ class SessionMemoryManager:
         self._running[request_id] = session
         self._restores.own[request_id] = self._own_blocks(session, keys, tail, hints.quality or self._quality)
         session.prompt_end = _end(keys, tail)
+        self.table.tips.asks(session, keys)
         if hints is not NO_HINTS:
             self._hints[request_id] = hints
             self._wishes.expect(hints.prefetch, tenant, late=now + PATIENCE * self.idle_after_s)
@@ -292,13 +293,12 @@ class SessionMemoryManager:
             return 0
         if session.asked_id is None:
             if not session.chain:
-                end, last = _end(keys, tail), self.blocks.get(keys[-1]) if keys else None
-                for origin in self.table.tips.holders(last, session.tenant) if end and last is not None else ():
-                    if origin.prompt_end == end:
-                        session.kin = origin.owner
-                        return len(keys)
+                origin = self.table.tips.asked(keys, _end(keys, tail), session.tenant)
+                if origin is not None:
+                    session.kin = origin.owner
+                    return len(keys)
             return common_prefix(session.chain, keys)
-        return self.table.tips.nearest(keys, session.asked_id, session.tenant)[0]
+        return self.table.tips.nearest(keys[: self.blocks.known(keys)], session.asked_id, session.tenant)[0]
 
     def served_elsewhere(self, request_id: str, blocks: int) -> None:
         """Another engine has served the request's session, which has so many blocks of its prompt from there."""

@@ -6,7 +6,7 @@ from manthan.policies import EvictionPolicy, SessionView
 
 
 class Place:
-    """The sessions of the hot pool, the cold store, or a tier of it, each in the order of its priority's policy.
+    """The sessions of the hot pool, the cold store, each in the order of its priority's policy.
 
     Sessions of a lower priority go before all of a higher one.
     """

@@ -154,6 +154,8 @@ class Block:
     """Restores that read the codes right now; a pinned block is never dropped."""
     tenant: str = ""
     """Whose share of the cold store its codes count towards."""
+    origin: "Session | None" = None
+    """A session whose chain has the block; None if that is not known."""
     moved: int = 0
     """Which fast tiers its codes have left, as is reckoned: bit n is for tier n, the fastest 0. See `FastTiers`."""
     mark: Mark = Mark.EXACT
@@ -346,7 +348,7 @@ def _owner(tenant: str, name: str) -> str:
 
 @dataclass(frozen=True)
 class Held:
-    """What a tier has of a session. tokens, blocks: of its chain. bytes: of these and of its anchors."""
+    """Compressed blocks of a session in one tier. tokens, blocks: of its chain. bytes: of these and of its anchors."""
 
     tokens: int
     blocks: int

@@ -164,7 +164,7 @@ class SessionTable:
         del session.chain[length:]
         self.tips.enter(session)
         hot, running = session.state in HOT_STATES, session.state is _HOT
-        self.blocks.leave(cut, hot=hot, running=running)
+        self.blocks.leave(cut, session, hot=hot, running=running)
         if not session.chain and not session.requests:
             self._forget(session)
 

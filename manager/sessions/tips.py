@@ -25,20 +25,24 @@ class Tips:
         """By tenant and last key, sessions that have KV, the first that came first."""
         self._named = defaultdict[tuple[str, str | None], dict[Session, None]](dict)
         """By tenant and name; None for all of a tenant."""
+        self._prompts: dict[tuple[str, bytes, str], Session] = {}
+        """By tenant, key of a prompt's last full block, and what is behind it, the session that asked it last."""
+        self._prompt_of: dict[Session, tuple[str, bytes, str]] = {}
         self._remembered: OrderedDict[tuple[str, bytes], Session] = OrderedDict()
         """By tenant and tip, also those whose KV is gone. The oldest are forgotten."""
         self._anonymous = defaultdict[str, Iterator[int]](lambda: count(1))  # by tenant, who learns nothing of others
         self._forks = defaultdict[str, Iterator[int]](lambda: count(2))
 
     def add(self, session: Session) -> None:
-        """A session begins, or comes back."""
+        """Enter a session with KV."""
         for name in {session.asked_id, None}:
             self._named[session.tenant, name][session] = None
 
     def remove(self, session: Session) -> None:
-        """A session has no KV any more."""
+        """Take out a session without KV."""
         for name in {session.asked_id, None}:
             _discard(self._named, (session.tenant, name), session)
+        self._forget_prompt(session)
 
     def enter(self, session: Session) -> None:
         """Enter a session whose chain has changed."""
@@ -55,6 +59,23 @@ class Tips:
         found = (session for key in reversed(keys) for session in self._ending.get((tenant, key), ()))
         return next((session for session in found if asked_id in (None, session.asked_id)), None)
 
+    def asks(self, session: Session, keys: Sequence[bytes]) -> None:
+        """Note that a prompt with these full blocks, and `Session.prompt_end`, is the session's last one."""
+        self._forget_prompt(session)
+        if keys and session.prompt_end:
+            name = session.tenant, keys[-1], session.prompt_end
+            self._prompts[name], self._prompt_of[session] = session, name
+
+    def asked(self, keys: Sequence[bytes], end: str, tenant: str) -> Session | None:
+        """Return the session whose last prompt this is, and which still has its KV."""
+        found = self._prompts.get((tenant, keys[-1], end)) if keys and end else None
+        return found if found is not None and len(found.chain) >= len(keys) else None
+
+    def _forget_prompt(self, session: Session) -> None:
+        name = self._prompt_of.pop(session, None)
+        if name is not None and self._prompts.get(name) is session:
+            del self._prompts[name]
+
     def nearest(self, keys: Sequence[bytes], asked_id: str | None, tenant: str) -> tuple[int, Session | None]:
         """Return how many keys at their beginning some session, of this name or any, has, and one that has so many."""
         best, found = 0, None
@@ -65,6 +86,14 @@ class Tips:
                 if best == len(keys):
                     break
         return best, found
+
+    def holder(self, block: Block, tenant: str) -> Session | None:
+        """Return a session of the tenant whose chain has the block."""
+        found = block.origin
+        if found is None or found.tenant != tenant:
+            found = next(self.holders(block, tenant), None)
+            block.origin = block.origin or found
+        return found
 
     def holders(self, block: Block, tenant: str) -> Iterator[Session]:
         """Yield the tenant's sessions whose chain has the block. A scan, which may be ended early."""
@@ -84,6 +113,7 @@ class Tips:
         if session.chain:
             session.tip = session.chain[-1].key
             self._remembered[session.tenant, session.tip] = session
+            self._remembered.move_to_end((session.tenant, session.tip))
         while len(self._remembered) > limit:
             self._remembered.popitem(last=False)
 
@@ -109,7 +139,7 @@ class Tips:
         return next(name for told in names if (name := qualified(told, tenant)) not in taken)
 
     def forget_tenant(self, tenant: str) -> None:
-        """The tenant's last session is gone."""
+        """Drop the name counters of a tenant without sessions."""
         self._anonymous.pop(tenant, None)
         self._forks.pop(tenant, None)
 

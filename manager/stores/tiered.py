@@ -56,6 +56,7 @@ class TieredStore(ColdStore):
             if not (buf is None or isinstance(buf, str)):
                 self._keep((group, key), buf, tenant)
             yield buf
+        next(far, None)  # the store behind does the same at its end
         self._touch(group, keys)
 
     def _touch(self, group: int, keys: Sequence[bytes]) -> None:

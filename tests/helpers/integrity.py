@@ -24,7 +24,7 @@ Findings = Iterator[tuple[bool, str]]
 
 def check_integrity(manager: SessionMemoryManager) -> None:
     """Raise IntegrityError for the first thing that is not as it must be."""
-    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _chains, _order):
+    for checks in (_budget, _totals, _blocks, _anchors, _sessions, _tips, _chains, _order):
         _raise_for(checks(manager))
 
 
@@ -70,6 +70,18 @@ def _segments(store: DiskStore) -> Findings:
     counted = {number: log.alive for number, log in store._logs.items()}
     yield counted == alive, f"alive are {alive} bytes by segment, but {counted} count"
     yield store._on_disk() <= store.max_bytes, f"files take {store._on_disk()} of {store.max_bytes} bytes"
+
+
+def _tips(manager: SessionMemoryManager) -> Findings:
+    tips, sessions = manager.table.tips, set(manager.table.by_id.values())
+    for session in sessions:
+        for block in session.chain:
+            origin = block.origin
+            is_holder = origin is None or (origin in sessions and block in origin.chain[block.depth : block.depth + 1])
+            yield is_holder, f"block {block.key.hex()} has an origin without it"
+    yield set(tips._prompt_of) <= sessions, "a prompt is of a session that is gone"
+    same = {name: session for session, name in tips._prompt_of.items() if tips._prompts.get(name) is session}
+    yield tips._prompts == same, "prompts by name are not those by session"
 
 
 def _budget(manager: SessionMemoryManager) -> Findings:

@@ -175,7 +175,11 @@ def manager(capacity: int = 1000, beside: bool = False) -> SessionMemoryManager:
 def left(name: str, text: str, last_used: float, nbytes: int = 100, **facts: object) -> LeftSession:
     codes = {(None, key): Encoding(nbytes) for key in chain(text)}
     history = dict.fromkeys(HISTORY, 0) | {"ttl_s": None, "gap": None, "expected": None}
-    known = history | {"asked_id": name.rpartition("/")[2], "tenant": "", "pinned": False, "created": 0.0} | facts
+    known = (
+        history
+        | {"asked_id": name.rpartition("/")[2], "tenant": "", "pinned": False, "created": 0.0, "prompt_end": ""}
+        | facts
+    )
     anchors = known.pop("anchors", ())
     codes |= {(group, key): Encoding(50) for a in anchors for group, key, _ in a.parts}
     return LeftSession(name, known | {"last_used": last_used}, chain(text), anchors, codes)

@@ -285,8 +285,8 @@ class Taken(NamedTuple):
 class Tiers:
     """The tiers of one rank, fastest first: the device, the host, or the device spilling to the host.
 
-    New codes go to the first tier. When the device is full, codes in it move to the host: those that the policy chose,
-    or else that were not used for longest. Where that frees too little, since the rest is still being written to, new
+    New codes go to the first tier. When the device is full, codes in it move to the host: those that were used least
+    recently. Where that frees too little, since the rest is still being written to, new
     codes go to the host at once. The manager sees to it that both together never have to hold more than
     `TierBytes.usable`.
     """

@@ -52,7 +52,7 @@ which is an open file."""
 SPARE = 0.1
 """This share of the budget, and two segments, are for what is dropped and not compacted yet."""
 SYNC_S = 5.0
-"""After so long what was written is on the disk at the latest."""
+"""Seconds between two syncs of written segments."""
 CLOSE_S = 5.0
 """How long a disk that does not answer is waited for at the end."""
 READERS, AHEAD = 8, 12
