@@ -387,15 +387,11 @@ class Resets:
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
-        """Return what `about_weights` returns of each worker; None if no worker can be asked."""
-        if self._core is None:
-            return None
-        try:
-            answers: list[T] = self._call(about_weights)
-        except Exception as error:  # whatever it is, the engine goes on
-            logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
-            return None
-        return answers
+        """Return what `about_weights` returns of each worker; None where there is no engine core.
+
+        Raises what the executor raises, as when a worker has died. That is no sign that the weights are others.
+        """
+        return None if self._core is None else list(self._call(about_weights))
 
     @property
     def is_moving(self) -> bool:

@@ -209,7 +209,10 @@ class SchedulerHalf:
             weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self._boundary)
-        self._weights = self._resets.ask(weights_state)
+        try:
+            self._weights = self._resets.ask(weights_state)
+        except Exception as error:  # whatever it is, the engine goes on
+            logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
             self._redis.start()
