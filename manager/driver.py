@@ -203,19 +203,17 @@ class Driver(Generic[B]):
 
     def hits(self, request_id: str, block_ids: Sequence[Sequence[int]]) -> None:
         """The pool has these blocks of a request's prompt, by KV cache group, and serves them to it."""
-        marks = self._pool.marks
         self._exact.pop(request_id, None)
-        lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in of_group) for of_group in block_ids]
-        if any(lossy):
-            self._lossy[request_id] = max(lossy) * self.manager.shape.block_tokens
+        if lossy := max((len(self._pool.marks.lossy(of_group)) for of_group in block_ids), default=0):
+            self._lossy[request_id] = lossy * self.manager.shape.block_tokens
         else:
             self._lossy.pop(request_id, None)
 
     def computed(self, request_id: str, block_ids: Sequence[int]) -> None:
         """Mark blocks of a request that computes behind decoded ones; those that were loaded keep their marks."""
         if request_id in self._lossy:
-            marks, loaded = self._pool.marks, self._exact.get(request_id, ())
-            derived = [block_id for block_id in block_ids if not marks[block_id] and block_id not in loaded]
+            marks = self._pool.marks
+            derived = set(block_ids) - marks.lossy(block_ids) - self._exact.get(request_id, set())
             marks.set(derived, Mark.DERIVED, self.manager.owner(request_id))
 
     def serves(self, request_id: str, block_id: int) -> bool:
@@ -239,17 +237,16 @@ class Driver(Generic[B]):
     def _mark(self, load: Load, owner: Owner | None, exact: set[int]) -> None:
         """Mark the blocks that a load writes. exact: gets those that are exact."""
         for group, keys, block_ids in load.parts:
-            own = None if group == self._group else group
-            for key, block_id in zip(keys, block_ids, strict=True):
-                mark = self.manager.stored_mark(key, own)
-                self._pool.marks.set((block_id,), mark, owner)
+            marks = self.manager.stored_marks(keys, None if group == self._group else group)
+            for mark in set(marks):
+                marked = [block_id for block_id, own in zip(block_ids, marks, strict=True) if own is mark]
+                self._pool.marks.set(marked, mark, owner)
                 if mark is Mark.EXACT:
-                    exact.add(block_id)
+                    exact.update(marked)
 
     def _lossy_tokens(self, load: Load) -> int:
         """Tokens of lossy blocks among those of a load, of the group that has most of them."""
-        marks = self._pool.marks
-        lossy = [sum(marks[block_id] is not Mark.EXACT for block_id in part.block_ids) for part in load.parts]
+        lossy = (len(self._pool.marks.lossy(part.block_ids)) for part in load.parts)
         return max(lossy, default=0) * self.manager.shape.block_tokens
 
     def load_of(self, request_id: str) -> Load | None:

@@ -250,7 +250,7 @@ class Prefetcher(Generic[B]):
             self._pool.give_back([block])
             return other
         group, key = name
-        mark = self._manager.stored_mark(key, None if group == self._group else group)
+        [mark] = self._manager.stored_marks([key], None if group == self._group else group)
         self._pool.marks.set(self._pool.block_ids([block]), mark, owner)
         self._pool.cache(block, key, depth, None if group == self._group else group)
         return block

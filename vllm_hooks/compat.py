@@ -590,8 +590,9 @@ class Watched:
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:
-            if not self.marks:
-                return get_cached_block(block_hash, kv_cache_group_ids)
+            first = get_cached_block(block_hash, kv_cache_group_ids)
+            if first is None or all(self.marks.serves(block.block_id, self.asker) for block in first):
+                return first
             served = []
             for group in kv_cache_group_ids:
                 copies = self._copies(make_block_hash_with_group_id(block_hash, group))
@@ -624,11 +625,11 @@ class Watched:
         if not new:
             return
         block_ids, marks = [block.block_id for block in new], self.marks
-        if not self.lookups.computed(request, block_ids) and any(marks[block.block_id] for block in blocks):
-            marks.set((block_id for block_id in block_ids if not marks[block_id]), Mark.DERIVED, None)
-        lossy = set[int]()
+        if not self.lookups.computed(request, block_ids) and marks.lossy(block.block_id for block in blocks):
+            marks.set(set(block_ids) - marks.lossy(block_ids), Mark.DERIVED, None)
+        known, lossy = marks.lossy(block_ids), set[int]()
         for block in new:
-            if not marks[block.block_id]:
+            if block.block_id not in known:
                 for name in (block.block_hash, *self._pool.cached_block_hashes_by_block.get(block.block_id, ())):
                     lossy |= {copy.block_id for copy in self._copies(name) if marks[copy.block_id]}
         if lossy:
@@ -656,7 +657,8 @@ class PoolMarks(Marks):
             self._watchers.update(dict.fromkeys(block_ids, self._forget))
 
     def _forget(self, block: "KVCacheBlock") -> None:
-        self.clear((block.block_id,))
+        self._marks[block.block_id] = Mark.EXACT
+        self._owners.pop(block.block_id, None)
 
 
 class VllmPool:

@@ -77,6 +77,10 @@ class BlockTable:
         """A chain's block, or that of another group."""
         return self._blocks.get(key if group is None else (group, key))
 
+    def of(self, keys: Sequence[bytes], group: int | None = None) -> list[Block | None]:
+        """Several blocks of one group, as `get` finds them."""
+        return [self._blocks.get(key if group is None else (group, key)) for key in keys]
+
     def join(self, keys: Sequence[bytes], session: Session) -> None:
         """A HOT session's chain goes on with the blocks of these keys, which are new if need be."""
         chain, blocks, tenant = session.chain, self._blocks, session.tenant

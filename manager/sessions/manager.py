@@ -323,15 +323,17 @@ class SessionMemoryManager:
         session = self.table.by_id.get(session_id)
         return None if session is None else session.owner
 
-    def stored_mark(self, key: bytes, group: int | None = None) -> Mark:
-        """Mark of a resident block after its compressed block is loaded into it.
+    def stored_marks(self, keys: Sequence[bytes], group: int | None = None) -> list[Mark]:
+        """Marks of resident blocks after their compressed blocks are loaded into them.
 
         Another engine may have replaced a block that is shared by one of another codec.
         """
-        block = self.blocks.get(key, group)
-        if self._is_shared or block is None or not self.shape.is_exact(group, block.encoding):
-            return Mark.DECODED
-        return block.mark
+        if self._is_shared:
+            return [Mark.DECODED] * len(keys)
+        blocks = self.blocks.of(keys, group)
+        encodings = {block.encoding for block in blocks if block is not None}
+        exact = {encoding for encoding in encodings if self.shape.is_exact(group, encoding)}
+        return [block.mark if block is not None and block.encoding in exact else Mark.DECODED for block in blocks]
 
     def encodes(self, key: bytes, group: int | None, mark: Mark) -> None:
         """A block of this mark is about to be encoded. Another engine may replace what is shared by a lossy one."""

@@ -28,7 +28,7 @@ class Marks:
     """
 
     def __init__(self, blocks: int) -> None:
-        self._marks = bytearray(blocks)
+        self._marks = [Mark.EXACT] * blocks
         self._owners: dict[int, Owner | None] = {}
 
     def __bool__(self) -> bool:
@@ -36,7 +36,11 @@ class Marks:
         return bool(self._owners)
 
     def __getitem__(self, block_id: int) -> Mark:
-        return Mark(self._marks[block_id])
+        return self._marks[block_id]
+
+    def lossy(self, block_ids: Iterable[int]) -> set[int]:
+        """Return those of these blocks that are not exact."""
+        return self._owners.keys() & block_ids if self._owners else set()
 
     def set(self, block_ids: Iterable[int], mark: Mark, owner: Owner | None) -> None:
         """Mark blocks. An exact block has no owner."""
@@ -58,4 +62,4 @@ class Marks:
 
     def serves(self, block_id: int, owner: Owner | None) -> bool:
         """True if this block may be served to sessions of `owner`; None stands for a request that wants exact KV."""
-        return not self._marks[block_id] or (owner is not None and self._owners[block_id] == owner)
+        return block_id not in self._owners or (owner is not None and self._owners[block_id] == owner)

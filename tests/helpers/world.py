@@ -260,7 +260,7 @@ class World:
             request.restore = Restore(request, keys, request.blocks[hot:end], beside)
             self.manager.restore_started(request.request_id, keys)
             for key, block in zip(keys, request.blocks[hot:end], strict=True):
-                self.pool.marks.set([block], self.manager.stored_mark(key), request.owner)
+                self.pool.marks.set([block], self.manager.stored_marks([key])[0], request.owner)
                 stored = self.manager.blocks.get(key)
                 self.pool.generation[block] = stored is None or stored.encoding.exact < 16
                 if self.pool.generation[block] or self.is_stored_lossy(key):
@@ -337,7 +337,7 @@ class World:
             self.preempt(restore.request)
         else:
             for group, key in restore.beside:
-                self.cache_beside(group, key, self.manager.stored_mark(key, group), restore.request.owner)
+                self.cache_beside(group, key, self.manager.stored_marks([key], group)[0], restore.request.owner)
             restore.request.restore = None
             self.compute(restore.request, restore.request.prompt)
 

@@ -150,7 +150,7 @@ def test_what_another_engine_has_stored_counts_as_lossy() -> None:
         assert (order.exact == 16) == (order.key == b"s")
         engine.manager.encodes(order.key, None, Mark.EXACT)
         spilled(engine.manager, order.key, 100, engine.now)
-    assert engine.manager.stored_mark(b"s") is Mark.DECODED
+    assert engine.manager.stored_marks([b"s"]) == [Mark.DECODED]
     assert engine.manager.match(chain("s z"), engine.start("s z", "z")) == 0
 
 
