@@ -1,8 +1,8 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.logger import init_logger
@@ -18,7 +18,6 @@ from manthan.codec.rope import Rope
 from manthan.codec.wht import Wht
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
-from manthan.manager.work import Load, SpillBlock
 from manthan.vllm_hooks.compat import attention_modules
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
@@ -122,24 +121,17 @@ class WorkerHalf:
                 self._guard.reset()
             self._guard.begin(metadata.tokens)
 
-    def submit_loads(self, metadata: ManthanMetadata) -> None:
+    def submit_loads(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin the loads that a step names. vLLM may call this before or after the step's forward pass."""
         self.path.submit_loads(metadata)
+        return True
 
-    def submit_spills(self, metadata: ManthanMetadata) -> None:
+    def submit_spills(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin what comes after what the model computes in this step."""
         self.path.submit_spills(metadata)
         if self._guard is not None:
             self._guard.submit(metadata.spills)
-
-    def fail_loads(self, loads: Iterable[Load]) -> None:
-        """Answer loads that were not begun, so that vLLM computes what they were to bring."""
-        for load in loads:
-            self.path.fail_load(load)
-
-    def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
-        """Answer blocks to be encoded that were not begun."""
-        self.path.fail_spills(spills)
+        return True
 
     def take_report(self) -> ManthanWorkerMetadata | None:
         """What ended since the last call."""
@@ -149,10 +141,6 @@ class WorkerHalf:
         report = report or ManthanWorkerMetadata()
         report.verdicts += verdicts
         return report
-
-    def wait(self) -> None:
-        """Until nothing that was begun reads or writes the paged cache, whose memory may go then."""
-        self.path.wait()
 
     def shutdown(self) -> None:
         if self._guard is not None:

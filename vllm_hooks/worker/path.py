@@ -85,13 +85,15 @@ class WorkerPath(ABC):
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.spills or taken.loads or taken.copied else None
 
-    def fail_load(self, load: Load) -> None:
-        """Answer a load that was not begun."""
-        names = [(part.group, key) for part in load.parts for key in part.keys]
-        if names:  # the scheduler half knows of it
-            self._loaded(LoadResult(load.request_id, [FailedBlock(*names[0], "internal")], 0, 0.0, load.is_prefetch))
-        if not load.is_prefetch:
-            self._finished(load, 0)
+    def fail_loads(self, loads: Iterable[Load]) -> None:
+        """Answer loads that were not begun, so that vLLM computes what they were to bring."""
+        for load in loads:
+            names = [(part.group, key) for part in load.parts for key in part.keys]
+            if names:  # the scheduler half knows of it
+                failed = [FailedBlock(*names[0], "internal")]
+                self._loaded(LoadResult(load.request_id, failed, 0, 0.0, load.is_prefetch))
+            if not load.is_prefetch:
+                self._finished(load, 0)
 
     def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
         """Answer blocks to be encoded that were not begun."""
