@@ -334,7 +334,7 @@ class Driver(Generic[B]):
 
     def _hold(self, now: float) -> None:
         """Order blocks to be encoded, no more than can be begun now."""
-        if self.rests or not self.manager.has_spills:
+        if self.rests:
             return
         for run in self.manager.take_spill_runs(self._room):
             for key in self._begin(run):
@@ -538,8 +538,6 @@ class Driver(Generic[B]):
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""
-        if not self.manager.has_news:
-            return
         for eviction in self.manager.take_evictions():
             self._observer.evicted(eviction)
         for news in self.manager.take_news():

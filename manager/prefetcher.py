@@ -116,11 +116,11 @@ class Prefetcher(Generic[B]):
         wanted = self._manager.prefetch_blocks(now, self._most)
         if not wanted:
             return []
-        taken = self._manager.take_prefetches(self._room(wanted), now, limit=1)
-        if not taken:
+        session = self._manager.take_prefetch(self._room(wanted), now)
+        if session is None:
             self._look_after = now + RETRY_S
             return []
-        self._under_way = self._begin(taken[0])
+        self._under_way = self._begin(session)
         if not self._under_way.load.blocks:
             self._settle(self._under_way, now)
             return []

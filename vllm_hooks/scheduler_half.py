@@ -133,7 +133,7 @@ class SchedulerHalf:
         self._salts = salts_of(config)
         prepare_requests(self._salts.of, PARAMS, lasting)
         chosen, quotas = choose_policy(config.policy), config.quotas
-        shares = Shares(quotas.pinned_share, quotas.others_share, quotas.tenants)
+        shares = Shares(quotas.pinned_share, quotas.tenants)
         self.manager = SessionMemoryManager(
             chosen.policy,
             self._shape,
@@ -162,7 +162,7 @@ class SchedulerHalf:
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._redis = RedisLink(sessions, self.manager, self.telemetry, sessions.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None

@@ -266,11 +266,6 @@ class QuotasConfig(_Group):
     )
     isolate: bool = Field(default=True, description="true or false")
 
-    @property
-    def others_share(self) -> float:
-        """Share of each tenant that has none of its own."""
-        return self.tenants.get("*", 1.0)
-
 
 class ApiConfig(_Group):
     """What the server answers below /manthan."""
