@@ -192,27 +192,23 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
     wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, with_check)
 
 
-class Asked(NamedTuple):
-    """What came of a question to engine cores: an answer of each; or none, for they are dead."""
-
-    answers: list[Any]
-    is_dead: bool = False
-
-
-async def ask_cores(client: Any, name: str, *args: Any) -> Asked:
+async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
     """Call what each engine core behind this client (`app.state.engine_client`) was told to `offer`.
 
     vLLM's own way to its workers, `collective_rpc`, does not lead to the scheduler; its sleep mode and its prefix cache
     are reached like this.
+
+    Returns: an answer of each; None if they are dead.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if client.errored:
-        return Asked([], is_dead=True)
+        return None
     try:
-        return Asked(await client.engine_core.call_utility_all_async(name, *args))
+        answers: list[Any] = await client.engine_core.call_utility_all_async(name, *args)
     except EngineDeadError:
-        return Asked([], is_dead=True)
+        return None
+    return answers
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
