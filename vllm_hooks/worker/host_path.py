@@ -60,7 +60,7 @@ class HostPath(WorkerPath):
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
     def warm_up(self, exacts: Mapping[int, Sequence[int]]) -> None:
-        """Encode and decode block 0, which the pool does not use, on each thread, and store nothing.
+        """Encode and decode block 0, which the pool does not use, on each thread of a GPU's path, and store nothing.
 
         Args:
             exacts: by group, numbers of a block's first tokens that may have to be kept exact.
@@ -75,15 +75,13 @@ class HostPath(WorkerPath):
                         if not isinstance(found, str):
                             made[group, codec, exact] = np.array(found)
 
-        def decode(intake: Intake | None) -> None:
+        def decode(intake: Intake) -> None:
             for (group, _, _), encoded in made.items():
-                if intake is None:
-                    self.blocks[group].decode_all([b""], [0], [encoded])
-                else:
-                    self.blocks[group].begin([b""], [0], [encoded], intake)()
-                    intake.clear()
+                self.blocks[group].begin([b""], [0], [encoded], intake)()
+                intake.clear()
 
-        restores, prefetches = self._intakes or (None, None)
+        assert self._intakes is not None
+        restores, prefetches = self._intakes
         self._encoders.on_each(encode)
         self._loaders.on_each(lambda: decode(restores))
         self._prefetchers.on_each(lambda: decode(prefetches))
