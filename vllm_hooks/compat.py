@@ -647,27 +647,21 @@ class VllmPool:
 
     def mark(self, name: BlockName) -> Mark | None:
         """Mark of the block that the prefix cache finds under this name; None if it finds none."""
-        group, key = (self._group, name) if isinstance(name, bytes) else name
-        found = self._find(group, key)
+        found = self.get(name)
         return None if found is None else self.marks[found.block_id]
 
-    def _find(self, group: int, key: bytes) -> "KVCacheBlock | None":
+    def get(self, name: BlockName) -> "KVCacheBlock | None":
+        group, key = (self._group, name) if isinstance(name, bytes) else name
         return self._pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(BlockHash(key), group))
-
-    def get(self, key: bytes) -> "KVCacheBlock | None":
-        return self._find(self._group, key)
 
     def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
         return [block.block_id for block in blocks]
 
-    def hold(self, key: bytes) -> "KVCacheBlock | None":
-        return self.hold_beside(self._group, key)
+    def hold_all(self, names: Sequence[BlockName]) -> "list[KVCacheBlock | None]":
+        return [self.hold(name) for name in names]
 
-    def hold_all(self, keys: "Sequence[bytes]") -> "list[KVCacheBlock | None]":
-        return [self.hold(key) for key in keys]
-
-    def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
-        found = self._find(group, key)
+    def hold(self, name: BlockName) -> "KVCacheBlock | None":
+        found = self.get(name)
         if found is not None:
             self._pool.touch([found])
         return found
