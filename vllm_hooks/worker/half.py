@@ -59,7 +59,7 @@ from manthan.vllm_hooks.worker.layout import (
     raw_layout,
 )
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
-from manthan.vllm_hooks.worker.path import Resting, WorkerPath
+from manthan.vllm_hooks.worker.path import WorkerPath
 from manthan.vllm_hooks.worker.pinned import PinnedRam
 from manthan.vllm_hooks.worker.rope import running_rope
 from manthan.vllm_hooks.worker.weights import loaded_of
@@ -115,7 +115,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self._groups.windows)
-        self.path: WorkerPath = Resting()
+        self.path = WorkerPath()
         self._guard: Guard | None = None
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
