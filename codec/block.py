@@ -22,7 +22,7 @@ from manthan.codec.errors import (
     ProfileError,
     ShapeError,
     SizeError,
-    UnknownBlockCodecError,
+    WireError,
 )
 from manthan.codec.model import NO_FACTS, ModelFacts
 from manthan.codec.registry import get_codec, needs_profile
@@ -191,7 +191,7 @@ class BlockFormat:
         found = header.sections
         for section in found:
             if section.codec not in self._codecs:
-                raise UnknownBlockCodecError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.")
+                raise WireError(f"a section is in codec {section.codec!r}: the block's is {self.codec}.", "codec")
         exact = exact_of(found)
         tokens = self.shape.tokens
         if header.tokens != tokens or exact > tokens or found != sections(self.codec, self.shape, exact):

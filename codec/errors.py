@@ -45,67 +45,25 @@ class ProfileError(CodecError):
     """A profile is missing, damaged, or not one of this model."""
 
 
-class WireError(CodecError):
-    """Base of what makes an encoded block unusable. cause: a word for metric labels."""
-
-    cause: str = "invalid"
-
-
-class HeaderError(WireError):
+class HeaderError(CodecError):
     """A header to be written does not fit the format."""
 
-    cause = "header"
 
+class WireError(CodecError):
+    """An encoded block that cannot be used.
 
-class TruncatedError(WireError):
-    """Shorter than its header says, or than a header."""
+    cause: a word for metric labels: truncated or trailing (shorter or longer than its header says), magic (it is no
+    encoded block), version, checksum, codec (one that such a block cannot have), key (it is another block), fingerprint
+    (made for another model, dtype, codec or shard) or size (see SizeError).
+    """
 
-    cause = "truncated"
-
-
-class TrailingBytesError(WireError):
-    """Longer than its header says."""
-
-    cause = "trailing"
-
-
-class MagicError(WireError):
-    """Not an encoded block."""
-
-    cause = "magic"
-
-
-class VersionError(WireError):
-    """An encoded block of a version that this code does not read."""
-
-    cause = "version"
-
-
-class ChecksumError(WireError):
-    """Bytes have changed since the block was sealed."""
-
-    cause = "checksum"
-
-
-class UnknownBlockCodecError(WireError):
-    """A section is in a codec that such a block cannot have."""
-
-    cause = "codec"
+    def __init__(self, message: str, cause: str) -> None:
+        super().__init__(message)
+        self.cause = cause
 
 
 class SizeError(WireError):
     """Shapes and lengths contradict each other, or are not those of the block asked for."""
 
-    cause = "size"
-
-
-class KeyMismatchError(WireError):
-    """Another block than the one asked for."""
-
-    cause = "key"
-
-
-class FingerprintMismatchError(WireError):
-    """Made for another model, dtype, codec or shard."""
-
-    cause = "fingerprint"
+    def __init__(self, message: str) -> None:
+        super().__init__(message, "size")

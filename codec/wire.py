@@ -27,17 +27,7 @@ import numpy.typing as npt
 import xxhash
 
 from manthan.codec.base import Codes, Dtype, Section, SectionKind, align16
-from manthan.codec.errors import (
-    ChecksumError,
-    FingerprintMismatchError,
-    HeaderError,
-    KeyMismatchError,
-    MagicError,
-    SizeError,
-    TrailingBytesError,
-    TruncatedError,
-    VersionError,
-)
+from manthan.codec.errors import HeaderError, SizeError, WireError
 
 MAGIC = b"MNTH"
 VERSION = 1
@@ -176,13 +166,12 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
     found = front.key[: front.key_len]
     if data[KEY_AT + front.key_len : HEADER.size].any() or (key is not None and found != key):
         wanted = "a key that ends so" if key is None else key.hex()
-        raise KeyMismatchError(f"the block is {found.hex()}, not {wanted}.")
+        raise WireError(f"the block is {found.hex()}, not {wanted}.", "key")
     if front.group != group:
-        raise KeyMismatchError(f"the block is of KV cache group {front.group}, not {group}.")
+        raise WireError(f"the block is of KV cache group {front.group}, not {group}.", "key")
     if fingerprint is not None and front.fingerprint != fingerprint:
-        raise FingerprintMismatchError(
-            f"the block's fingerprint is {front.fingerprint.hex()}, not {fingerprint.hex()}."
-        )
+        wrong = f"the block's fingerprint is {front.fingerprint.hex()}, not {fingerprint.hex()}."
+        raise WireError(wrong, "fingerprint")
     entries = [_entry(data, HEADER.size + ENTRY.size * n) for n in range(front.sections)]
     sections, sizes = tuple(section for section, _ in entries), [size for _, size in entries]
     header = BlockHeader(found, front.fingerprint, front.tokens, sections, group, front.first_token, front.mark)
@@ -196,14 +185,12 @@ def parse(buf: Buffer, *, key: bytes | None = None, fingerprint: bytes | None = 
 
 def peek(data: Codes) -> Front:
     """The header of a block that is whole and of this version, uint8; whether it is as it was sealed is not asked.
-
-    Raises MagicError, VersionError, TruncatedError, TrailingBytesError.
-    """
+    Raises WireError."""
     _check_version(data)
     front = Front(*HEADER.unpack_from(data.data))
     if data.size != front.nbytes:
-        error = TruncatedError if data.size < front.nbytes else TrailingBytesError
-        raise error(f"the block has {data.size} bytes: its header says {front.nbytes}.")
+        cause = "truncated" if data.size < front.nbytes else "trailing"
+        raise WireError(f"the block has {data.size} bytes: its header says {front.nbytes}.", cause)
     return front
 
 
@@ -237,7 +224,7 @@ def _front(data: Codes) -> Front:
     """The header of a block that is whole, of this version, and as it was sealed."""
     front = peek(data)
     if front.checksum != int.from_bytes(_checksum(data), "little"):
-        raise ChecksumError(f"the block's checksum is not the {front.checksum:#018x} that its header says.")
+        raise WireError(f"the block's checksum is not the {front.checksum:#018x} that its header says.", "checksum")
     fits = front.head_nbytes == HEADER.size + ENTRY.size * front.sections <= data.size
     if not fits or front.sections > SECTIONS_MAX or front.key_len > KEY_MAX:
         raise SizeError(
@@ -256,11 +243,11 @@ def _check_version(data: Codes) -> None:
     start = data[:6].tobytes()
     magic, version = start[:4], int.from_bytes(start[4:], "little")
     if data.size >= len(MAGIC) and magic != MAGIC:
-        raise MagicError(f"the block begins with {magic!r}, not {MAGIC!r}.")
+        raise WireError(f"the block begins with {magic!r}, not {MAGIC!r}.", "magic")
     if len(start) == 6 and version != VERSION:
-        raise VersionError(f"format {version} cannot be read: it must be {VERSION}.")
+        raise WireError(f"format {version} cannot be read: it must be {VERSION}.", "version")
     if data.size < HEADER.size:
-        raise TruncatedError(f"{data.size} bytes are fewer than a header's {HEADER.size}.")
+        raise WireError(f"{data.size} bytes are fewer than a header's {HEADER.size}.", "truncated")
 
 
 def _entry(data: Codes, at: int) -> tuple[Section, int]:

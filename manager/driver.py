@@ -331,7 +331,7 @@ class Driver(Generic[B]):
 
     def _hold(self, now: float) -> None:
         """Order blocks to be encoded, no more than can be begun now."""
-        if self.rests or not self.manager.has_spills:
+        if self.rests:
             return
         for run in self.manager.take_spill_runs(self._room):
             for key in self._begin(run):
@@ -355,7 +355,7 @@ class Driver(Generic[B]):
     def _begin(self, run: SpillRun) -> list[bytes]:
         """Have these blocks encoded, referenced until they are copied. Returns those that are in the pool no more."""
         keys, group = run.keys, run.group
-        found = self._pool.hold_all(keys) if group is None else [self._pool.hold_beside(group, key) for key in keys]
+        found = self._pool.hold_all(keys if group is None else [(group, key) for key in keys])
         gone = [at for at, block in enumerate(found) if block is None or self._is_decoded(block)]
         self._done += [block for at in gone if (block := found[at]) is not None]
         left, lost = run.without(gone), set(gone)
@@ -535,8 +535,6 @@ class Driver(Generic[B]):
 
     def tell_news(self) -> None:
         """Of sessions, to the observer."""
-        if not self.manager.has_news:
-            return
         for eviction in self.manager.take_evictions():
             self._observer.evicted(eviction)
         for news in self.manager.take_news():

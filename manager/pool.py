@@ -26,14 +26,11 @@ class Pool(FreeQueue, Protocol[B]):
     def block_ids(self, blocks: Sequence[B]) -> Sequence[int]:
         """Their numbers in the paged cache."""
 
-    def hold(self, key: bytes) -> B | None:
+    def hold(self, name: BlockName) -> B | None:
         """A block that holds this, with one more user: nobody overwrites a block with users."""
 
-    def hold_all(self, keys: Sequence[bytes]) -> list[B | None]:
+    def hold_all(self, names: Sequence[BlockName]) -> list[B | None]:
         """The same of several."""
-
-    def hold_beside(self, group: int, key: bytes) -> B | None:
-        """The same of a block of another KV cache group."""
 
     def take(self, count: int) -> list[B]:
         """The first so many free blocks, for one user; what they held is lost."""

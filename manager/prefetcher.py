@@ -11,7 +11,7 @@ from manthan.manager.pool import B, Pool
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Owner
 from manthan.manager.sessions.pressure import Runway
-from manthan.manager.sessions.session import Prefetch
+from manthan.manager.sessions.session import BlockName, Prefetch
 from manthan.manager.work import RESET, STORE_DOWN, GroupBlocks, Load, LoadResult, Name
 
 RETRY_S = 0.1
@@ -116,11 +116,11 @@ class Prefetcher(Generic[B]):
         wanted = self._manager.prefetch_blocks(now, self._most)
         if not wanted:
             return []
-        taken = self._manager.take_prefetches(self._room(wanted), now, limit=1)
-        if not taken:
+        session = self._manager.take_prefetch(self._room(wanted), now)
+        if session is None:
             self._look_after = now + RETRY_S
             return []
-        self._under_way = self._begin(taken[0])
+        self._under_way = self._begin(session)
         if not self._under_way.load.blocks:
             self._settle(self._under_way, now)
             return []
@@ -189,7 +189,7 @@ class Prefetcher(Generic[B]):
         """Hold what of the session is hot, and take blocks for the rest."""
         own = self._group
         names: list[Name] = [*((own, key) for key in session.keys), *((group, key) for group, key, _ in session.beside)]
-        blocks = {name: block for name in names if (block := self._hold(name)) is not None}
+        blocks = {name: block for name in names if (block := self._pool.hold(self._name(name))) is not None}
         missing = [name for name in names if name not in blocks]
         blocks |= zip(missing, self._pool.take(len(missing)), strict=True)
         self._runway.taken(len(names))
@@ -203,9 +203,9 @@ class Prefetcher(Generic[B]):
         beside = {(group, key): blocks[group, key] for group, key, _ in session.beside}
         return UnderWay(session, chain, beside, load, frozenset(missing))
 
-    def _hold(self, name: Name) -> B | None:
-        group, key = name
-        return self._pool.hold(key) if group == self._group else self._pool.hold_beside(group, key)
+    def _name(self, name: Name) -> BlockName:
+        """As the pool calls it."""
+        return name[1] if name[0] == self._group else name
 
     def _settle(self, ended: UnderWay[B], now: float) -> None:
         """Every rank has answered: what is good becomes hot, and all blocks are the pool's again."""
@@ -246,7 +246,7 @@ class Prefetcher(Generic[B]):
 
     def _entered(self, name: Name, block: B, depth: int, owner: Owner | None) -> B:
         """The block that holds this now; it is referenced."""
-        if (other := self._hold(name)) is not None:
+        if (other := self._pool.hold(self._name(name))) is not None:
             self._pool.give_back([block])
             return other
         group, key = name

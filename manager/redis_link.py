@@ -23,7 +23,6 @@ class RedisLink:
     """Never waits.
 
     Args:
-        wait_s: Seconds that a request waits for the answer to its lookup, at most.
         beside: Returns group and place of each block of other groups that a request needs to go on behind so many
             blocks; None for a model without such groups.
     """
@@ -33,10 +32,9 @@ class RedisLink:
         sessions: RedisSessions,
         manager: SessionMemoryManager,
         observer: Observer,
-        wait_s: float,
-        beside: Callable[[int], Iterable[tuple[int, int]]] | None = None,
+        beside: Callable[[int], Iterable[tuple[int, int]]] | None,
     ) -> None:
-        self._sessions, self._manager, self._observer, self._wait_s = sessions, manager, observer, wait_s
+        self._sessions, self._manager, self._observer = sessions, manager, observer
         self._beside = beside
         self._group = manager.shape.main_group
         self._lookups: dict[str, Lookup] = {}
@@ -55,7 +53,7 @@ class RedisLink:
         first = self._manager.remote.known(keys)
         if not self._manager.min_blocks <= len(keys) > first:
             return
-        lookup = Lookup(list(keys), first, now + self._wait_s)
+        lookup = Lookup(list(keys), first, now + self._sessions.timeout_s)
         needed = self._needed(lookup) if self._beside is not None else None
         if self._sessions.look_up(request_id, session_id, self._group, keys[first:], needed):
             self._lookups[request_id] = lookup

@@ -3,6 +3,7 @@
 import hashlib
 import secrets
 import time
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
@@ -41,7 +42,7 @@ class Adapters:
 
     def content(self, adapter: "LoRARequest") -> str:
         """Return the digest of the files; a name that no other engine has, if vLLM may have read others."""
-        files = files_in(adapter.lora_path)
+        files = files_in(folder_of(adapter.lora_path))
         known = self._known.get(adapter.lora_int_id)
         if known is None or known[0] != files:
             is_settled = known is None and files and max(file.changed_ns for file in files) < self._began_ns
@@ -57,11 +58,17 @@ class Adapters:
         return known[1]
 
 
-def files_in(path: str) -> Files:
-    """Return the states of an adapter's files; none if its folder is missing or changes just now."""
+@cache
+def folder_of(path: str) -> Path:
+    """Return where an adapter's files are. A name of the Hugging Face Hub is looked up once, because that asks the
+    hub."""
     from vllm.lora.utils import get_adapter_absolute_path
 
-    folder = Path(get_adapter_absolute_path(path))
+    return Path(get_adapter_absolute_path(path))
+
+
+def files_in(folder: Path) -> Files:
+    """Return the states of an adapter's files; none if its folder is missing or changes just now."""
     try:
         stats = [(path, path.stat()) for path in sorted({path for name in FILES for path in folder.glob(name)})]
     except OSError:
@@ -79,4 +86,4 @@ def digest_of(files: Files) -> str:
                 digest.update(hashlib.file_digest(file, "sha256").digest())
     except OSError:
         return ""
-    return digest.hexdigest()[:32] if files == files_in(str(files[0].path.parent)) else ""
+    return digest.hexdigest()[:32] if files == files_in(files[0].path.parent) else ""

@@ -11,7 +11,7 @@ import queue
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import msgspec
 from vllm.logger import init_logger
@@ -41,6 +41,7 @@ if TYPE_CHECKING:
     from vllm.v1.kv_hints import KvHintsEnvelope
 
     from manthan.manager.work import Name
+    from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 logger = init_logger("vllm.manthan")
 
@@ -52,8 +53,12 @@ PAUSE_S = 1e-3
 """Seconds between two steps of that, which leave the interpreter to threads that transfer."""
 LOADS = ("load_model", "reload_weights", "update_weights", "finish_weight_update")
 """Methods of workers that change weights. Not all of them do so by the model's `load_weights`."""
-STEPS = ("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch")
-"""Methods of workers that an engine core calls in each step."""
+HARMLESS = (
+    *("execute_model", "sample_tokens", "take_draft_token_ids", "execute_dummy_batch"),
+    *("check_health", "profile", "add_lora", "remove_lora", "pin_lora", "list_loras"),
+    *("get_kv_connector_handshake_metadata", "reset_mm_cache", "reset_encoder_cache", "synchronize_device"),
+)
+"""Methods of workers that never change weights: those of each step, and others that are called often."""
 WRAPPED = {
     "vllm.engine.arg_utils.EngineArgs.add_cli_args": "Plugins have no way to add flags.",
     "vllm.engine.arg_utils.EngineArgs.from_cli_args": "The flags choose the connector and the server's middleware.",
@@ -187,27 +192,23 @@ def before_engine(check: "Callable[[VllmConfig, Any, str | None], object]", para
     wrap("vllm.v1.engine.input_processor.InputProcessor.process_inputs", InputProcessor, with_check)
 
 
-class Asked(NamedTuple):
-    """What came of a question to engine cores: an answer of each; or none, for they are dead."""
-
-    answers: list[Any]
-    is_dead: bool = False
-
-
-async def ask_cores(client: Any, name: str, *args: Any) -> Asked:
+async def ask_cores(client: Any, name: str, *args: Any) -> list[Any] | None:
     """Call what each engine core behind this client (`app.state.engine_client`) was told to `offer`.
 
     vLLM's own way to its workers, `collective_rpc`, does not lead to the scheduler; its sleep mode and its prefix cache
     are reached like this.
+
+    Returns: an answer of each; None if they are dead.
     """
     from vllm.v1.engine.exceptions import EngineDeadError
 
     if client.errored:
-        return Asked([], is_dead=True)
+        return None
     try:
-        return Asked(await client.engine_core.call_utility_all_async(name, *args))
+        answers: list[Any] = await client.engine_core.call_utility_all_async(name, *args)
     except EngineDeadError:
-        return Asked([], is_dead=True)
+        return None
+    return answers
 
 
 def key_check(args: argparse.Namespace) -> "Callable[[Headers], bool] | None":
@@ -333,32 +334,6 @@ def _ring(core: "EngineCoreProc") -> Callable[[], None]:
     return lambda: inputs.put_nowait((EngineCoreRequestType.WAKEUP, None))
 
 
-class Halting(Protocol):
-    """The scheduler half as sleeps and resets see it."""
-
-    def halt(self) -> None:
-        """Begin no transfer, and end those that are under way as soon as that is safe."""
-
-    @property
-    def is_moving(self) -> bool:
-        """True while a transfer is under way."""
-
-    def go_on(self, was_reset: bool) -> None:
-        """Undo `halt`. was_reset: True if vLLM's prefix cache is empty now."""
-
-    def adapter_loaded(self, adapter: "LoRARequest") -> None:
-        """Workers are about to read an adapter's files."""
-
-    def paused(self, drops: bool) -> None:
-        """The engine has come to rest. drops: True if what is cold is to go, unless the engine sleeps."""
-
-    def doubt(self) -> None:
-        """A reset failed that may have been asked for since the weights are others."""
-
-    def called(self, has_loaded: bool) -> None:
-        """Workers did something that a caller asked for. has_loaded: True if that was to load weights."""
-
-
 class Resets:
     """Sleeps, and resets of the prefix cache, of the engine under construction.
 
@@ -366,11 +341,12 @@ class Resets:
     sleep no more than of any other pause. Where there is no engine core, nothing is replaced.
 
     Args:
-        half: told before vLLM resets, and after.
+        half: told before vLLM resets, and after, by way of its `ask`, so that nothing is raised.
     """
 
-    def __init__(self, half: Halting) -> None:
+    def __init__(self, half: "SchedulerHalf") -> None:
         self._half = half
+        self._tell = functools.partial(half.ask, otherwise=None)
         self.is_halting = False
         """True while transfers are waited for."""
         self.is_pausing = False
@@ -400,7 +376,7 @@ class Resets:
 
         scheduler = self._core.scheduler
         return (
-            self._half.is_moving
+            self._half.ask(self._half.is_moving, otherwise=self._half.driver.holds_any())
             or scheduler.has_finished_requests()
             or any(
                 request.status is RequestStatus.WAITING_FOR_REMOTE_KVS
@@ -415,7 +391,7 @@ class Resets:
         def noticed(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
             self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
             if self.is_pausing:
-                self._half.paused(drops=reset_connector and not self.is_asleep)
+                self._tell(self._half.paused, reset_connector and not self.is_asleep)
             try:
                 return once_halted(reset_running_requests, reset_connector)
             finally:
@@ -425,10 +401,10 @@ class Resets:
             scheduler = self._core.scheduler
             if scheduler.running and not reset_running_requests:
                 logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
-                self._half.doubt()
+                self._tell(self._half.doubt)
                 return reset(False, reset_connector)
             was_reset = False
-            self._half.halt()
+            self._tell(self._half.halt)
             try:
                 if self._come_to_rest(reset_running_requests):
                     self._recompute_waiting()
@@ -441,7 +417,7 @@ class Resets:
                     scheduler.reset_connector_cache()
                 return False
             finally:
-                self._half.go_on(was_reset)
+                self._tell(self._half.go_on, was_reset)
 
         return noticed
 
@@ -497,42 +473,22 @@ class Resets:
         """Tell the scheduler half of each call of workers: one may load weights, and a level-1 sleep keeps them."""
 
         def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
-            if method in STEPS:
-                return call(method, *args, **kwargs)
             level = (kwargs.get("kwargs") or {}).get("level")
             if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
-                self._half.paused(drops=False)
+                self._tell(self._half.paused, False)
             if method == "add_lora":
-                self._half.adapter_loaded(kwargs["args"][0])
+                self._tell(self._half.adapter_loaded, kwargs["args"][0])
+            if method in HARMLESS:
+                return call(method, *args, **kwargs)
             try:
                 return call(method, *args, **kwargs)
             finally:
-                self._half.called(method in LOADS)
+                self._tell(self._half.called, method in LOADS)
 
         return with_notice
 
 
-class Lookups(Protocol):
-    """Who asks for cached blocks, and what came of it; see `watch_lookups`."""
-
-    def asker(self, request: Any) -> Owner | None:
-        """Owner of the request's session; None if the request wants exact KV only."""
-
-    def found(self, request: Any, block_ids: Sequence[Sequence[int]]) -> None:
-        """vLLM has found these blocks of each KV cache group for the request."""
-
-    def computed(self, request: Any, block_ids: Sequence[int]) -> bool:
-        """vLLM is about to enter these blocks of the request, loaded or computed, into its prefix cache.
-
-        Returns: False if they could not be marked.
-        """
-
-
-class Boundary(Halting, Lookups, Protocol):
-    """Boundary between vLLM and the scheduler half. None of its calls raises."""
-
-
-def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
+def watch_lookups(pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
     """Serve each request only those cached blocks that it may have, and mark what it computes behind decoded ones.
 
     vLLM offers connectors no say in its local prefix cache. 0.33's cap on the hit's length would not do either: another
@@ -542,7 +498,7 @@ def watch_lookups(pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
     from vllm.v1.core.kv_cache_manager import KVCacheManager
 
     own: Any = pool
-    own.manthan = Watched(pool, marks, lookups)
+    own.manthan = Watched(pool, marks, half)
     wrap("vllm.v1.core.kv_cache_manager.KVCacheManager.prefix_cache_lookup_enabled", KVCacheManager, _asking)
     wrap("vllm.v1.core.block_pool.BlockPool.get_cached_block", pool, own.manthan.serving)
     wrap("vllm.v1.core.kv_cache_coordinator.KVCacheCoordinator.cache_blocks", KVCacheCoordinator, _marking)
@@ -554,7 +510,7 @@ def _asking(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
     def enabled_for(self: Any, request: Any) -> bool:
         watched: Watched | None = getattr(self.block_pool, "manthan", None)
         if watched is not None:
-            watched.asker = watched.lookups.asker(request)
+            watched.asker = watched.half.ask(watched.half.asker, request, otherwise=None)
         return is_enabled(self, request)
 
     return enabled_for
@@ -583,8 +539,8 @@ def _marking(cache_blocks: Callable[..., None]) -> Callable[..., None]:
 class Watched:
     """A block pool whose lookups and entries are watched."""
 
-    def __init__(self, pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
-        self._pool, self.marks, self.lookups = pool, marks, lookups
+    def __init__(self, pool: "BlockPool", marks: Marks, half: "SchedulerHalf") -> None:
+        self._pool, self.marks, self.half = pool, marks, half
         self.asker: Owner | None = None
         """Owner of the session whose request vLLM looks up now."""
 
@@ -607,7 +563,8 @@ class Watched:
     def found(self, request: Any, managers: Sequence[Any]) -> None:
         """vLLM has found blocks for a request, and has taken others for it, which have no mark."""
         tables = [manager.req_to_blocks.get(request.request_id, ()) for manager in managers] if self.marks else []
-        self.lookups.found(request, [[block.block_id for block in blocks] for blocks in tables])
+        block_ids = [[block.block_id for block in blocks] for blocks in tables]
+        self.half.ask(self.half.found, request, block_ids, otherwise=None)
 
     def copied(self, managers: Sequence[Any]) -> None:
         """Give each copy (copy-on-write) of a lossy block its mark."""
@@ -625,7 +582,8 @@ class Watched:
         if not new:
             return
         block_ids, marks = [block.block_id for block in new], self.marks
-        if not self.lookups.computed(request, block_ids) and marks.lossy(block.block_id for block in blocks):
+        is_marked = self.half.ask(self.half.computed, request, block_ids, otherwise=False)
+        if not is_marked and marks.lossy(block.block_id for block in blocks):
             marks.set(set(block_ids) - marks.lossy(block_ids), Mark.DERIVED, None)
         known, lossy = marks.lossy(block_ids), set[int]()
         for block in new:
@@ -691,27 +649,21 @@ class VllmPool:
 
     def mark(self, name: BlockName) -> Mark | None:
         """Mark of the block that the prefix cache finds under this name; None if it finds none."""
-        group, key = (self._group, name) if isinstance(name, bytes) else name
-        found = self._find(group, key)
+        found = self.get(name)
         return None if found is None else self.marks[found.block_id]
 
-    def _find(self, group: int, key: bytes) -> "KVCacheBlock | None":
+    def get(self, name: BlockName) -> "KVCacheBlock | None":
+        group, key = (self._group, name) if isinstance(name, bytes) else name
         return self._pool.cached_block_hash_to_block.get_one_block(make_block_hash_with_group_id(BlockHash(key), group))
-
-    def get(self, key: bytes) -> "KVCacheBlock | None":
-        return self._find(self._group, key)
 
     def block_ids(self, blocks: "Sequence[KVCacheBlock]") -> list[int]:
         return [block.block_id for block in blocks]
 
-    def hold(self, key: bytes) -> "KVCacheBlock | None":
-        return self.hold_beside(self._group, key)
+    def hold_all(self, names: Sequence[BlockName]) -> "list[KVCacheBlock | None]":
+        return [self.hold(name) for name in names]
 
-    def hold_all(self, keys: "Sequence[bytes]") -> "list[KVCacheBlock | None]":
-        return [self.hold(key) for key in keys]
-
-    def hold_beside(self, group: int, key: bytes) -> "KVCacheBlock | None":
-        found = self._find(group, key)
+    def hold(self, name: BlockName) -> "KVCacheBlock | None":
+        found = self.get(name)
         if found is not None:
             self._pool.touch([found])
         return found

@@ -13,7 +13,6 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 from vllm.logger import init_logger
 from vllm.v1.metrics.cache_hit_source import CacheHitSource
 
-from manthan.manager.sessions.marks import Owner
 from manthan.manager.work import GroupBlocks, Load
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.scheduler_half import SchedulerHalf
@@ -27,7 +26,6 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
-    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -63,7 +61,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         self._told_blocks: set[int] = set()
         """Of loads that vLLM is told of in this step."""
         if role is KVConnectorRole.SCHEDULER:
-            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self)
+            self.scheduler = SchedulerHalf(vllm_config, kv_cache_config, self._ask)
         else:
             self.worker = WorkerHalf(vllm_config, kv_cache_config)
 
@@ -113,47 +111,6 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def bind_gpu_block_pool(self, gpu_block_pool: "BlockPool") -> None:
         self.scheduler.bind(gpu_block_pool)
 
-    # What vLLM asks no connector is asked by wrappers of its lookups and of its resets; see `compat`.
-
-    def asker(self, request: "Request") -> Owner | None:
-        nobody: Owner | None = None
-        return self._ask(self.scheduler.asker, request, otherwise=nobody)
-
-    def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
-        self._ask(self.scheduler.found, request, block_ids, otherwise=None)
-
-    def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
-        return self._ask(self.scheduler.computed, request, block_ids, otherwise=False)
-
-    def adapter_loaded(self, adapter: "LoRARequest") -> None:
-        self._ask(self.scheduler.adapter_loaded, adapter, otherwise=None)
-
-    def paused(self, drops: bool) -> None:
-        self._ask(self.scheduler.paused, drops, otherwise=None)
-
-    def halt(self) -> None:
-        self._ask(self.scheduler.halt, otherwise=None)
-
-    @property
-    def is_moving(self) -> bool:
-        return self._holds_blocks() if self._is_broken else self._ask(self._moves, otherwise=True)
-
-    def go_on(self, was_reset: bool) -> None:
-        self._ask(self.scheduler.go_on, was_reset, otherwise=None)
-
-    def called(self, has_loaded: bool) -> None:
-        self._ask(self.scheduler.called, has_loaded, otherwise=None)
-
-    def doubt(self) -> None:
-        self._ask(self.scheduler.doubt, otherwise=None)
-
-    def _moves(self) -> bool:
-        return self.scheduler.is_moving
-
-    def _holds_blocks(self) -> bool:
-        """True while blocks of before an error are referenced."""
-        return self._try(self.scheduler.driver.holds_any, otherwise=False)
-
     def on_new_request(self, request: "Request") -> None:
         self._ask(self.scheduler.new_request, request, otherwise=None)
 
@@ -202,9 +159,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         return self.request_finished(request, block_ids[self.scheduler.groups.chain.index])
 
     def has_pending_push_work(self) -> bool:
-        if self._is_broken:
-            return self._holds_blocks()
-        return self._ask(self._has_work, otherwise=False)
+        return self._ask(self._has_work, otherwise=self.scheduler.driver.holds_any())
 
     def _has_work(self) -> bool:
         return self.scheduler.has_work
@@ -249,7 +204,7 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
     def unregister_kv_caches(self) -> None:
         """vLLM 0.33 is about to take the cache's memory away (sleep mode), and has reset its prefix cache. The
         addresses stay, and wake up with other memory behind them: there is nothing to restore."""
-        self.worker.wait()
+        self.worker.path.wait()
 
     def bind_connector_metadata(self, connector_metadata: KVConnectorMetadata) -> None:
         """vLLM calls this before each step's forward pass. It may call `start_load_kv` after the pass."""
@@ -258,14 +213,10 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def start_load_kv(self, forward_context: "ForwardContext", **kwargs: Any) -> None:
         metadata = self._metadata
-        self.worker.fail_loads(metadata.failed)
-        if self._try(self._submit_loads, metadata, otherwise=False) is False:
+        self.worker.path.fail_loads(metadata.failed)
+        if not self._try(self.worker.submit_loads, metadata, otherwise=False):
             begun = set(map(id, self.worker.path.begun))
-            self.worker.fail_loads([load for load in metadata.loads if id(load) not in begun])
-
-    def _submit_loads(self, metadata: ManthanMetadata) -> bool:
-        self.worker.submit_loads(metadata)
-        return True
+            self.worker.path.fail_loads([load for load in metadata.loads if id(load) not in begun])
 
     def wait_for_layer_load(self, layer_name: str) -> None:
         """Restores are asynchronous: no layer waits for one."""
@@ -280,13 +231,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
         it: encodings begin here, behind that. Their blocks are referenced until they are done: nothing to wait for.
         """
         metadata = self._metadata
-        if self._try(self._submit_spills, metadata, otherwise=False) is False:
+        if not self._try(self.worker.submit_spills, metadata, otherwise=False):
             begun = set(map(id, self.worker.path.begun))
-            self.worker.fail_spills([spill for spill in metadata.spills if id(spill) not in begun])
-
-    def _submit_spills(self, metadata: ManthanMetadata) -> bool:
-        self.worker.submit_spills(metadata)
-        return True
+            self.worker.path.fail_spills([spill for spill in metadata.spills if id(spill) not in begun])
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> KVConnectorTransferResults:
         return self._try(self._transfer_results, otherwise=KVConnectorTransferResults())

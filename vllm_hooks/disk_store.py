@@ -1,5 +1,9 @@
 """A cold store on disk as this engine uses it: its folder, its journal, and each rank's blocks."""
 
+import multiprocessing
+import os
+import signal
+import threading
 import time
 from collections.abc import MutableMapping
 from pathlib import Path
@@ -16,7 +20,6 @@ from manthan.manager.stores.disk.root import check_folder, open_rank, open_root,
 from manthan.manager.stores.disk.segment import newest
 from manthan.manager.stores.sealed import Sealer, keys_of
 from manthan.manager.work import Name
-from manthan.vllm_hooks.orphans import end_with_parent
 from manthan.vllm_hooks.telemetry.log import human_bytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config
 
@@ -59,7 +62,7 @@ class DiskBooks:
         root = _root(config, self._parallel)
         self._folder, self._lock = root / name, open_root(root)
         self._keys = keys_of(config.cold_store.encryption)
-        end_with_parent()
+        _end_with_parent()
         for other, nbytes in remove_others(root, name).items():
             logger.warning(
                 "Manthan: %s in %s is of another model or configuration, and is removed: %s",
@@ -94,6 +97,21 @@ class DiskBooks:
     def close(self) -> None:
         if self._lock is not None:
             self._lock.close()
+
+
+def _end_with_parent() -> None:
+    """End this process in order when the server that started it has ended: vLLM leaves engines of a killed server
+    behind, and nobody else can have their folder."""
+    parent = multiprocessing.parent_process()
+    if parent is None:
+        return
+
+    def watch() -> None:
+        parent.join()
+        logger.warning("Manthan: the server has ended, and so does its engine.")
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=watch, name="manthan-parent", daemon=True).start()
 
 
 def _root(config: ManthanConfig, parallel: "ParallelConfig") -> Path:

@@ -16,7 +16,6 @@ from manthan.codec.state import STATE_CODECS, StateLayout, StatePart
 from manthan.codec.wht import NAME as WHT
 from manthan.codec.wire import FINGERPRINT_LEN
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import facts_of
 from manthan.manager.sessions.session import MemoryShape
 from manthan.manager.stores.arena import room
 from manthan.vllm_hooks.kv_dtype import FP8
@@ -138,7 +137,7 @@ def rank_facts(profile: Profile | None, group: "Group", rank: int, ranks: int) -
             f"the profile of {profile.info.model} is of {profile.info.layers} layers, but {group.layers} have a KV "
             "cache of their own: use a codec without a profile."
         )
-    return facts_of(profile, rank, ranks)
+    return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
 
 
 def fallback_shapes(

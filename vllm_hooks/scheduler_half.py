@@ -2,7 +2,7 @@
 
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import groupby
 from operator import attrgetter
 from typing import TYPE_CHECKING, Any
@@ -27,7 +27,6 @@ from manthan.manager.stores.redis.schema import FALL
 from manthan.manager.sweeper import Sweeper
 from manthan.manager.work import GroupBlocks, Load, on_each
 from manthan.vllm_hooks.compat import (
-    Boundary,
     Resets,
     VllmPool,
     ask_workers,
@@ -104,13 +103,11 @@ def _weights(config: ManthanConfig) -> str:
 class SchedulerHalf:
     """Runs on the scheduler's thread, inside its calls. It decides and counts; it never waits, encodes or stores.
 
-    boundary: asks this one on behalf of vLLM's lookups and resets, and raises nothing; None for this one itself.
+    ask: calls a method of this one on behalf of vLLM, and raises nothing.
     """
 
-    def __init__(
-        self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", boundary: Boundary | None = None
-    ) -> None:
-        self._vllm_config, self._boundary = vllm_config, boundary or self
+    def __init__(self, vllm_config: "VllmConfig", kv_cache_config: "KVCacheConfig", ask: Callable[..., Any]) -> None:
+        self._vllm_config, self.ask = vllm_config, ask
         self.config = config = from_vllm_config(vllm_config)
         self._ranks = vllm_config.parallel_config.world_size
         groups = groups_of(kv_cache_config, vllm_config.cache_config, latent_of(vllm_config), keeps_bytes(vllm_config))
@@ -136,7 +133,7 @@ class SchedulerHalf:
         self._salts = salts_of(config)
         prepare_requests(self._salts.of, PARAMS, lasting)
         chosen, quotas = choose_policy(config.policy), config.quotas
-        shares = Shares(quotas.pinned_share, quotas.others_share, quotas.tenants)
+        shares = Shares(quotas.pinned_share, quotas.tenants)
         self.manager = SessionMemoryManager(
             chosen.policy,
             self._shape,
@@ -165,7 +162,7 @@ class SchedulerHalf:
         if namespace is not None and shared:
             sessions = make_sessions(vllm_config, config, namespace, owner, self._ring)
             beside = self._places if self.groups.windows else None
-            self._redis = RedisLink(sessions, self.manager, self.telemetry, sessions.timeout_s, beside)
+            self._redis = RedisLink(sessions, self.manager, self.telemetry, beside)
         self.driver: Driver[KVCacheBlock]
         self._hot: dict[str, int] = {}  # by id of a request that asks, how many of its blocks were found hot
         self._place: str | None = None
@@ -173,7 +170,7 @@ class SchedulerHalf:
         self._deadline: float | None = None
         self._rung = False
         self._wake = engine_waker()
-        self._resets = Resets(self._boundary)
+        self._resets = Resets(self)
         self._weights: list[tuple[int, str]] | None = None
         """State of the weights that computed what is cold; None if it cannot be told."""
         self._is_unsure = False
@@ -208,7 +205,7 @@ class SchedulerHalf:
             in_flight=self._in_flight(),
             weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
-        watch_lookups(pool, self.pool.marks, self._boundary)
+        watch_lookups(pool, self.pool.marks, self)
         try:
             self._weights = self._resets.ask(weights_state)
         except Exception as error:  # whatever it is, the engine goes on
@@ -220,13 +217,16 @@ class SchedulerHalf:
     # -- vLLM's local prefix cache; see `watch_lookups` ----------------------------------------------
 
     def asker(self, request: "Request") -> Owner | None:
+        """Owner of the request's session; None if the request wants exact KV only."""
         return self.manager.asker(request.request_id)
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
+        """vLLM has found these blocks of each KV cache group for the request."""
         self.driver.hits(request.request_id, block_ids)
         self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
+        """vLLM enters these blocks of the request, loaded or computed, into its prefix cache. True: they are marked."""
         self.driver.computed(request.request_id, block_ids)
         return True
 
@@ -470,11 +470,12 @@ class SchedulerHalf:
         logger.info("Manthan: the cold store is emptied.")
 
     def halt(self) -> None:
+        """Begin no transfer, and end those that are under way as soon as that is safe."""
         self._cancels = True
         self.driver.halt(time.monotonic())
 
-    @property
     def is_moving(self) -> bool:
+        """True while a transfer is under way."""
         return self.driver.is_moving
 
     def go_on(self, was_reset: bool) -> None:
@@ -496,9 +497,11 @@ class SchedulerHalf:
         return self._resets.is_asleep
 
     def adapter_loaded(self, adapter: "LoRARequest") -> None:
+        """Workers are about to read an adapter's files."""
         self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
+        """The engine has come to rest. drops: True if what is cold is to go, unless the engine sleeps."""
         self._drops = drops
 
     def _begin_again(self) -> None:
@@ -519,11 +522,13 @@ class SchedulerHalf:
             self.reset()
 
     def called(self, has_loaded: bool) -> None:
+        """Workers did something that a caller asked for. has_loaded: True if that was to load weights."""
         self._was_called = True
         if has_loaded:
             self._weights, self._is_unsure = None, True
 
     def doubt(self) -> None:
+        """A reset failed that may have been asked for since the weights are others."""
         self._is_unsure = True
 
     def _heed_calls(self) -> None:

@@ -11,6 +11,7 @@ from urllib.parse import parse_qs, urlsplit
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ByteSize, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 
+from manthan.manager.config.removed import KINDS
 from manthan.manager.sessions.hints import QUALITY, Quality
 
 
@@ -202,11 +203,8 @@ class ColdStoreConfig(_Group):
 
     @model_validator(mode="after")
     def _check_tiers(self) -> Self:
-        if self.kind == "tiered":
-            raise ValueError(
-                "cold_store.kind is tiered, which is no more: name the last tier, disk or redis, and the bytes of "
-                "those in front of it, cold_store.host_bytes and cold_store.disk_bytes"
-            )
+        if self.kind in KINDS:
+            raise ValueError(f"cold_store.kind is {self.kind}, which is no more: {KINDS[self.kind]}")
         if self.host_bytes and self.kind == "host":
             raise ValueError(
                 "cold_store.host_bytes is RAM beside cold_store.kind device, disk or redis, but kind is host: use "
@@ -265,11 +263,6 @@ class QuotasConfig(_Group):
         default="", description="the name of an HTTP header that holds no secret, such as X-Tenant-ID; empty for none"
     )
     isolate: bool = Field(default=True, description="true or false")
-
-    @property
-    def others_share(self) -> float:
-        """Share of each tenant that has none of its own."""
-        return self.tenants.get("*", 1.0)
 
 
 class ApiConfig(_Group):

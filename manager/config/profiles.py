@@ -5,7 +5,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from manthan.codec.errors import ProfileError
-from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS, Profile
 from manthan.codec.registry import needs_profile
 from manthan.manager.calibration.places import has_weights, profile_path
@@ -92,11 +91,6 @@ def check_profile(chosen: ChosenCodec, model: str, layers: int, heads: int, head
             f"numbers, but {model} has {layers} with {heads} of {head_dim}: run "
             f"`{_command(model, len(chosen.profile.ranks))}`"
         )
-
-
-def facts_of(profile: Profile, rank: int, ranks: int) -> ModelFacts:
-    """What a rank's codec needs, of a model that turns its keys as the profile says."""
-    return ModelFacts(profile.info.rope, profile.for_rank(rank, ranks))
 
 
 def _command(model: str, ranks: int) -> str:

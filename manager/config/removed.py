@@ -29,3 +29,9 @@ REMOVED = {
     "redis.username": "name the user in redis.url, as in redis://USER@HOST",
     "sweep_interval_s": "idle sessions are looked for four times in idle_after_s, and twice a second at least",
 }
+
+KINDS = {
+    "tiered": "name the last tier, disk or redis, and the bytes of those in front of it, cold_store.host_bytes and "
+    "cold_store.disk_bytes",
+}
+"""Values of cold_store.kind that are no more, and what takes their place. Start-up ends with that sentence."""

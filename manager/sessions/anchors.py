@@ -47,7 +47,7 @@ class Anchors:
         if anchor is None:
             blocks = [self._blocks.obtain_beside(*part, session) for part in parts]
             anchor = self._at[last.key] = Anchor(last.key, depth, blocks)
-            self._blocks.change(blocks, users=+1, hot=0, running=0)
+            self._blocks.use(blocks, +1)
             for block in blocks:
                 self._of.setdefault(block, {})[anchor.key] = anchor
         if session not in anchor.sessions:
@@ -126,7 +126,7 @@ class Anchors:
             if not of_block:
                 del self._of[block]
                 idle.append(block)
-        self._blocks.change(anchor.parts, users=-1, hot=0, running=0)
+        self._blocks.use(anchor.parts, -1)
         for block in idle:
             if block.code is CodeState.QUEUED:
                 self._orders.take_back(block)

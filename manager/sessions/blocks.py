@@ -163,8 +163,8 @@ class BlockTable:
             block.pins += by
 
     def move(self, blocks: Sequence[Block], *, hot: int, running: int) -> None:
-        """A session that holds these blocks changed its state: `change` for all of them at once, for long chains. hot,
-        running: -1, 0 or 1."""
+        """A session that holds these blocks changed its state: add -1, 0 or 1 to their counts, and keep the
+        totals."""
         if not hot:
             self._run(blocks, running)
             return
@@ -195,14 +195,11 @@ class BlockTable:
                 exposed -= running
         self.exposed += exposed
 
-    def change(self, blocks: Sequence[Block], *, users: int, hot: int, running: int) -> None:
-        """Add to the blocks' counts, -1, 0 or 1 each, and keep the totals."""
+    def use(self, blocks: Sequence[Block], by: int) -> None:
+        """Add to the number of anchors that blocks of other groups are part of."""
         for block in blocks:
-            block.users += users
-        self.move(blocks, hot=hot, running=running)
-        if users < 0:
-            for block in blocks:
-                self._forget_if_unused(block)
+            block.users += by
+            self._forget_if_unused(block)
 
     # -- its codes ------------------------------------------------------------------------------------
 

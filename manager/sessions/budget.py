@@ -14,21 +14,22 @@ from manthan.policies import EvictionPolicy
 
 
 class Shares(NamedTuple):
-    """Of the cold store's budget, how much pinned sessions may take together, and each tenant; 1 for all of it.
+    """Of the cold store's budget, how much pinned sessions may take together, and each tenant: "*" is each without a
+    share of its own, 1 is all of it.
 
     Of its share, a tenant's pinned sessions may take as much as all may of the whole: where shares add up to no more
     than 1, nobody's pins keep others from theirs.
     """
 
     pinned: float = 0.25
-    tenant: float = 1.0
     tenants: Mapping[str, float] = {}
     heads: float = 0.25
     """Of heads that sessions share, which are kept exact."""
 
     def of_tenant(self, tenant: str) -> float:
         """The share of one tenant; who is nobody's tenant has no quota of its own."""
-        return self.tenants.get(tenant, 1.0 if tenant in ("", NOBODY) else self.tenant)
+        others = 1.0 if tenant in ("", NOBODY) else self.tenants.get("*", 1.0)
+        return self.tenants.get(tenant, others)
 
 
 class ColdBudget:

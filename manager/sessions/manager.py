@@ -26,7 +26,6 @@ from manthan.manager.sessions.remote import RemoteBlocks
 from manthan.manager.sessions.restores import Restores
 from manthan.manager.sessions.session import (
     HOT_STATES,
-    Block,
     BlockName,
     CodeState,
     Drop,
@@ -166,7 +165,7 @@ class SessionMemoryManager:
         # Methods of the parts, for the driver.
         self.adopt = self._adoption.adopt
         self.match, self.restore_finished = self._restores.match, self._restores.finished
-        self.prefetch_blocks, self.take_prefetches = self._wishes.prefetch_blocks, self._wishes.take_prefetches
+        self.prefetch_blocks, self.take_prefetch = self._wishes.prefetch_blocks, self._wishes.take_prefetch
         self.prefetch_finished = self._wishes.prefetched
         self.relieve, self.encode_ahead = self._evictions.relieve, self._evictions.encode_ahead
         self.all_spilled, self.spill_failed = self._evictions.spilled, self._evictions.failed
@@ -484,27 +483,15 @@ class SessionMemoryManager:
         """Up to `limit` blocks to encode now; each must be answered by all_spilled, spill_failed or lost."""
         runs = []
         for (group, tenant), some in groupby(self._orders.take_spills(limit), _GROUP_AND_TENANT):
-            blocks = list(some)
-            runs.append(self._run(blocks, [block.encoding for block in blocks], group, tenant))
+            blocks, tokens = list(some), self.shape.tokens_of(group)
+            first_tokens = [block.depth * tokens for block in blocks]
+            encodings = [block.encoding for block in blocks]
+            runs.append(SpillRun([block.key for block in blocks], first_tokens, encodings, group, tenant))
         return runs
-
-    def _run(self, blocks: Sequence[Block], encodings: list[Encoding], group: int | None, tenant: str) -> SpillRun:
-        tokens = self.shape.tokens_of(group)
-        return SpillRun([b.key for b in blocks], [b.depth * tokens for b in blocks], encodings, group, tenant)
 
     def settle_tiers(self) -> None:
         """Reckon what leaves the fast tiers for what is being encoded."""
         self.table.fronts.settle(self.table.by_id)
-
-    @property
-    def has_spills(self) -> bool:
-        """Whether there may be spills to be taken."""
-        return self._orders.has_queue
-
-    @property
-    def has_news(self) -> bool:
-        """Whether there are evictions or news to be taken."""
-        return bool(self._orders.evictions or self._orders.news)
 
     @property
     def has_orders(self) -> bool:
@@ -551,11 +538,6 @@ class SessionMemoryManager:
     def on_their_way(self) -> int:
         """Blocks that are queued or being encoded."""
         return self.blocks.queued + self.blocks.spilling
-
-    @property
-    def cold_blocks(self) -> int:
-        """Blocks that have codes, or will have."""
-        return self.blocks.queued + self.blocks.spilling + self.blocks.cold
 
     @property
     def usage(self) -> Usage:

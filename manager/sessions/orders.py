@@ -68,11 +68,6 @@ class Orders:
                 self.has_freed = self.has_freed or any(block.code is _COLD for block in alike)
             self._blocks.forget_all(alike)
 
-    @property
-    def has_queue(self) -> bool:
-        """Whether there is a queue, be it of blocks that are QUEUED no longer."""
-        return bool(self._queue)
-
     def take_spills(self, limit: int) -> list[Block]:
         taken: list[Block] = []
         while self._queue and (room := limit - len(taken)) > 0:
@@ -109,8 +104,6 @@ class Orders:
 
     def take_news(self) -> list[News]:
         """Return what else happened to sessions since the last call."""
-        if not self.news:
-            return []
         taken = list(self.news)
         self.news.clear()
         return taken

@@ -112,7 +112,7 @@ class Pruning:
 
     def _end_before(self, block: Block, state: SessionState) -> list[list[Block]]:
         """Cut the sessions of that state before the block. Returns the blocks that each has lost."""
-        holders = [session for session in self._table.holders(block) if session.state is state]
+        holders = [one for one in self._table.by_id.values() if one.state is state and one.has(block)]
         return [self._shorten(session, block.depth, DropCause.ABANDONED) for session in holders]
 
     def forget_session(self, session: Session, cause: DropCause) -> None:

@@ -310,6 +310,10 @@ class Session:
     prompt_end: str = ""
     """Number of full blocks of its last prompt, and the tokens behind them; empty where these are not known."""
 
+    def has(self, block: Block) -> bool:
+        """True if its chain has the block."""
+        return block.depth < len(self.chain) and self.chain[block.depth] is block
+
     @property
     def owner(self) -> Owner:
         """Tenant and name; branches of one named session have the same."""

@@ -9,7 +9,7 @@ from manthan.manager.sessions.blocks import BlockTable
 from manthan.manager.sessions.deadlines import Deadlines
 from manthan.manager.sessions.fast_tier import Fast, FastTiers
 from manthan.manager.sessions.place import Place
-from manthan.manager.sessions.session import HOT_STATES, Block, MemoryShape, Session, SessionState
+from manthan.manager.sessions.session import HOT_STATES, MemoryShape, Session, SessionState
 from manthan.manager.sessions.tips import Tips
 from manthan.policies import EvictionPolicy, SessionView
 
@@ -171,11 +171,6 @@ class SessionTable:
     def remember(self, session: Session) -> None:
         """A request of the session ended: by this chain it will be known again."""
         self.tips.remember(session, REMEMBERED + 2 * len(self.by_id))
-
-    def holders(self, block: Block) -> list[Session]:
-        """The sessions whose chain holds a block; a scan, for what is rare."""
-        depth = block.depth
-        return [s for s in self.by_id.values() if depth < len(s.chain) and s.chain[depth] is block]
 
     # -- who goes first -------------------------------------------------------------------------------
 

@@ -97,9 +97,8 @@ class Tips:
 
     def holders(self, block: Block, tenant: str) -> Iterator[Session]:
         """Yield the tenant's sessions whose chain has the block. A scan, which may be ended early."""
-        depth = block.depth
         some = self._named.get((tenant, None), ()) if block.users else ()
-        return (session for session in some if depth < len(session.chain) and session.chain[depth] is block)
+        return (session for session in some if session.has(block))
 
     def has_several(self, block: Block, tenant: str) -> bool:
         """True if more than one session of the tenant has the block."""

@@ -184,20 +184,16 @@ class Wishes:
                 longest = max(longest, size)
         return longest
 
-    def take_prefetches(self, room: int, now: float, limit: int | None = None) -> list[Prefetch]:
-        """Return cold sessions, up to `limit`, that are expected and fit into so many blocks together; answer each with
-        `prefetched`. Their codes are not dropped until then. Those that do not fit wait until they are late."""
-        taken: list[Prefetch] = []
-        for session in self._awaited(now):
-            if len(taken) == limit:
-                break
-            if self._size(session) <= room:
-                del self._to_prefetch[session.session_id]
-                room -= self._size(session)
-                keys = [block.key for block in session.chain]
-                self._restores.started(_prefetch_id(session.session_id), keys)
-                taken.append(Prefetch(session.session_id, keys, self._beside(session), session.tenant))
-        return taken
+    def take_prefetch(self, room: int, now: float) -> Prefetch | None:
+        """Return the first cold session that is expected and fits into so many blocks; answer it with `prefetched`. Its
+        codes are not dropped until then. Those that do not fit wait until they are late."""
+        session = next((session for session in self._awaited(now) if self._size(session) <= room), None)
+        if session is None:
+            return None
+        del self._to_prefetch[session.session_id]
+        keys = [block.key for block in session.chain]
+        self._restores.started(_prefetch_id(session.session_id), keys)
+        return Prefetch(session.session_id, keys, self._beside(session), session.tenant)
 
     def _beside(self, session: Session) -> tuple[tuple[int, bytes, int], ...]:
         """Group, key and depth of the blocks of the anchor that a cold session ends with, if the model needs one."""

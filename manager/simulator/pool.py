@@ -23,7 +23,7 @@ class SimulatedPool:
         self.marks = Marks(blocks)
         self._users = [0] * blocks
         self._key: list[bytes | None] = [None] * blocks
-        self._cached: dict[bytes, int] = {}
+        self._cached: dict[BlockName, int] = {}
         self._copies: dict[bytes, list[int]] = {}  # further blocks of the same key, which nobody finds meanwhile
 
     def __len__(self) -> int:
@@ -39,7 +39,7 @@ class SimulatedPool:
 
     def mark(self, name: BlockName) -> Mark | None:
         """Mark of the block that holds this; None if no block does."""
-        block = self._cached.get(name) if isinstance(name, bytes) else None
+        block = self._cached.get(name)
         return None if block is None else self.marks[block]
 
     def hit(self, keys: Iterable[bytes], serves: Callable[[int], bool] = lambda block: True) -> list[int]:
@@ -53,19 +53,15 @@ class SimulatedPool:
             blocks.append(block)
         return blocks
 
-    def hold(self, key: bytes) -> int | None:
-        """The block with that key, with one more user."""
-        return self.hold_all((key,))[0]
+    def hold(self, name: BlockName) -> int | None:
+        """The block with that key, with one more user; there is one group."""
+        return self.hold_all((name,))[0]
 
-    def hold_all(self, keys: Iterable[bytes]) -> list[int | None]:
+    def hold_all(self, names: Iterable[BlockName]) -> list[int | None]:
         """The same of several."""
-        blocks = list(map(self._cached.get, keys))
+        blocks = list(map(self._cached.get, names))
         self.touch([block for block in blocks if block is not None])
         return blocks
-
-    def hold_beside(self, group: int, key: bytes) -> int | None:
-        """There is one group."""
-        return None
 
     def touch(self, blocks: Iterable[int]) -> None:
         """One more user for each, which have keys."""

@@ -128,6 +128,6 @@ class Counting(Observer):
 
     def look_at_store(self) -> None:
         """Before codes are dropped: the most that the cold store ever holds, or has promised."""
-        cold = self._manager.cold_blocks
+        cold = self._manager.on_their_way + self._manager.blocks.cold
         if cold > self._tally.peak_cold:
             self._tally.peak_cold = cold

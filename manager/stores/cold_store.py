@@ -229,12 +229,6 @@ class HostStore(FrontStore):
             self._grow()
             return usable(self._arena.nbytes)
 
-    @property
-    def available(self) -> int:
-        """Bytes that blocks can still take."""
-        with self._lock:
-            return self._arena.available
-
     def names(self) -> list[tuple[int, bytes]]:
         with self._lock:
             return list(self._blocks)

@@ -8,7 +8,7 @@ import pytest
 from manthan.codec import NonFiniteError, ShapeError, get_codec, wire
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.block import BlockFormat, BlockShape, sections
-from manthan.codec.errors import DtypeError, SizeError, UnknownBlockCodecError, UnknownCodecError, WireError
+from manthan.codec.errors import DtypeError, SizeError, UnknownCodecError, WireError
 
 PRINT = bytes(range(16))
 KEY = b"k" * 32
@@ -114,8 +114,8 @@ FORGED = {
     "tokens of the block": (4, lambda header: replace(header, tokens=15), SizeError, None),
     "exact where codes should be": (0, with_section(0, codec="exact"), SizeError, None),
     "codes where exact should be": (4, with_section(0, codec="k3v3"), SizeError, None),
-    "another of our codecs": (0, with_section(1, codec="wht-5x"), UnknownBlockCodecError, None),
-    "a codec that nobody has": (0, with_section(1, codec="k9"), UnknownBlockCodecError, None),
+    "another of our codecs": (0, with_section(1, codec="wht-5x"), WireError, None),
+    "a codec that nobody has": (0, with_section(1, codec="k9"), WireError, None),
     "payloads traded": (4, lambda header: header, SizeError, (3072 - 16, 2976, 2976)),
     "a payload too long": (0, lambda header: header, SizeError, (4992, 4992)),
 }

@@ -12,7 +12,7 @@ from manthan.codec import BlockFormat, BlockShape, CodecError, NonFiniteError, P
 from manthan.codec.base import Dtype, Section, SectionKind
 from manthan.codec.cpu.klt import PARTS
 from manthan.codec.cpu.numbers import as_floats, as_numbers
-from manthan.codec.errors import FingerprintMismatchError, SizeError
+from manthan.codec.errors import SizeError, WireError
 from manthan.codec.model import ModelFacts
 from manthan.codec.profile import PRESETS
 from manthan.codec.registry import codec_names, needs_profile
@@ -210,5 +210,5 @@ def test_a_block_with_the_first_tokens_exact():
         assert not np.array_equal(x[:, :, 4:], y[:, :, 4:])
     other = profiles.built(512)
     wrong = BlockFormat("klt-8x", shape, bytes.fromhex(other.digest)[:16], facts=ModelFacts(profiles.ROPE, other))
-    with pytest.raises(FingerprintMismatchError):
+    with pytest.raises(WireError, match="fingerprint"):
         wrong.decode(block, key=b"k")

@@ -95,57 +95,55 @@ def test_the_format_has_not_changed():
 DATA = bytes(block())
 
 REFUSED = {
-    "empty": (b"", errors.TruncatedError, "truncated", "0 bytes are fewer than a header's 128"),
-    "magic alone": (DATA[:4], errors.TruncatedError, "truncated", "4 bytes"),
-    "header cut": (DATA[:127], errors.TruncatedError, "truncated", "127 bytes are fewer than a header's 128"),
-    "payload cut": (DATA[:-1], errors.TruncatedError, "truncated", "431 bytes: its header says 432"),
-    "trailing": (DATA + b"\0", errors.TrailingBytesError, "trailing", "433 bytes: its header says 432"),
-    "magic": (b"X" + DATA[1:], errors.MagicError, "magic", "b'XNTH'"),
-    "pickle": (b"\x80\x05" + DATA[2:], errors.MagicError, "magic", "not b'MNTH'"),
-    "format 3": (resealed(DATA, 4, b"\3"), errors.VersionError, "version", "format 3 cannot be read"),
-    "payload": (DATA[:-20] + bytes([DATA[-20] ^ 1]) + DATA[-19:], errors.ChecksumError, "checksum", "checksum is not"),
-    "checksum": (DATA[:8] + b"\0" * 8 + DATA[16:], errors.ChecksumError, "checksum", "0x0000000000000000"),
-    "header length": (resealed(DATA, 6, b"\xb0"), errors.SizeError, "size", "a header of 432 bytes with 3 sections"),
-    "a section more": (resealed(DATA, 50, b"\4"), errors.SizeError, "size", "320 bytes with 4 sections"),
+    "empty": (b"", "truncated", "0 bytes are fewer than a header's 128"),
+    "magic alone": (DATA[:4], "truncated", "4 bytes"),
+    "header cut": (DATA[:127], "truncated", "127 bytes are fewer than a header's 128"),
+    "payload cut": (DATA[:-1], "truncated", "431 bytes: its header says 432"),
+    "trailing": (DATA + b"\0", "trailing", "433 bytes: its header says 432"),
+    "magic": (b"X" + DATA[1:], "magic", "b'XNTH'"),
+    "pickle": (b"\x80\x05" + DATA[2:], "magic", "not b'MNTH'"),
+    "format 3": (resealed(DATA, 4, b"\3"), "version", "format 3 cannot be read"),
+    "payload": (DATA[:-20] + bytes([DATA[-20] ^ 1]) + DATA[-19:], "checksum", "checksum is not"),
+    "checksum": (DATA[:8] + b"\0" * 8 + DATA[16:], "checksum", "0x0000000000000000"),
+    "header length": (resealed(DATA, 6, b"\xb0"), "size", "a header of 432 bytes with 3 sections"),
+    "a section more": (resealed(DATA, 50, b"\4"), "size", "320 bytes with 4 sections"),
     "sections without end": (
         resealed(DATA, 6, b"\x80\xff" + DATA[8:50] + struct.pack("<H", 1022)),
-        errors.SizeError,
         "size",
         "1022 sections",
     ),
-    "key length": (resealed(DATA, 56, b"\x41"), errors.SizeError, "size", "a key of 65 bytes"),
-    "behind the key": (resealed(DATA, 127, b"\1"), errors.KeyMismatchError, "key", "a key that ends so"),
-    "mark": (resealed(DATA, 57, b"\2"), errors.SizeError, "size", "cannot have mark 2"),
-    "padding of the header": (resealed(DATA, 58, b"\1"), errors.SizeError, "size", "bytes that no header has"),
-    "padding of a section": (resealed(DATA, 128 + 63, b"\1"), errors.SizeError, "size", "bytes that no header has"),
-    "place": (resealed(DATA, 40, b"\xff" * 8), errors.SizeError, "size", "cannot begin at token 18446744073709551615"),
-    "kind": (resealed(DATA, 128, b"\x09"), errors.SizeError, "size", "kind 9"),
-    "dtype": (resealed(DATA, 129, b"\0"), errors.SizeError, "size", "dtype 0"),
-    "codec": (resealed(DATA, 160, b"l\xf6yd3"), errors.SizeError, "size", "is unknown"),
-    "payload length": (resealed(DATA, 152, b"\x28\1"), errors.SizeError, "size", "do not make a block of 432"),
-    "endless payload": (resealed(DATA, 152, b"\xff" * 8), errors.SizeError, "size", "do not make a block of 432"),
+    "key length": (resealed(DATA, 56, b"\x41"), "size", "a key of 65 bytes"),
+    "behind the key": (resealed(DATA, 127, b"\1"), "key", "a key that ends so"),
+    "mark": (resealed(DATA, 57, b"\2"), "size", "cannot have mark 2"),
+    "padding of the header": (resealed(DATA, 58, b"\1"), "size", "bytes that no header has"),
+    "padding of a section": (resealed(DATA, 128 + 63, b"\1"), "size", "bytes that no header has"),
+    "place": (resealed(DATA, 40, b"\xff" * 8), "size", "cannot begin at token 18446744073709551615"),
+    "kind": (resealed(DATA, 128, b"\x09"), "size", "kind 9"),
+    "dtype": (resealed(DATA, 129, b"\0"), "size", "dtype 0"),
+    "codec": (resealed(DATA, 160, b"l\xf6yd3"), "size", "is unknown"),
+    "payload length": (resealed(DATA, 152, b"\x28\1"), "size", "do not make a block of 432"),
+    "endless payload": (resealed(DATA, 152, b"\xff" * 8), "size", "do not make a block of 432"),
 }
 
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_anything_else_is_refused(what):
-    data, error, cause, text = REFUSED[what]
-    with pytest.raises(error, match=text) as refusal:
+    data, cause, text = REFUSED[what]
+    with pytest.raises(errors.WireError, match=text) as refusal:
         wire.parse(data)
     assert refusal.value.cause == cause
-    assert isinstance(refusal.value, errors.WireError)
 
 
 def test_another_blocks_key_group_or_fingerprint_is_refused():
     assert wire.parse(DATA, key=HEADER.key, fingerprint=HEADER.fingerprint).header == HEADER
-    with pytest.raises(errors.KeyMismatchError, match=r"0101.*, not 0202") as refusal:
+    with pytest.raises(errors.WireError, match=r"0101.*, not 0202") as refusal:
         wire.parse(DATA, key=b"\2" * 32)
     assert refusal.value.cause == "key"
-    with pytest.raises(errors.KeyMismatchError):
+    with pytest.raises(errors.WireError):
         wire.parse(DATA, key=b"\1" * 31)
-    with pytest.raises(errors.KeyMismatchError, match="KV cache group 0, not 1"):
+    with pytest.raises(errors.WireError, match="KV cache group 0, not 1"):
         wire.parse(DATA, key=HEADER.key, group=1)
-    with pytest.raises(errors.FingerprintMismatchError, match=r"0001.*, not 7070") as mismatch:
+    with pytest.raises(errors.WireError, match=r"0001.*, not 7070") as mismatch:
         wire.parse(DATA, fingerprint=b"p" * 16)
     assert mismatch.value.cause == "fingerprint"
 

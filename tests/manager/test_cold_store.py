@@ -44,7 +44,7 @@ def test_what_is_put_can_be_read_in_the_order_asked() -> None:
     assert a is not None
     assert missing is None
     assert (b.nbytes, b[0], a.nbytes, a[0]) == (60 * GRANULE, 2, 40 * GRANULE, 1)
-    assert (store.used, store.available, store.peak) == (BUDGET, 0, BUDGET)
+    assert (store.used, store._arena.available, store.peak) == (BUDGET, 0, BUDGET)
 
 
 def test_groups_are_kept_apart() -> None:
@@ -86,7 +86,7 @@ def test_blocks_that_are_smaller_than_expected_leave_their_room_to_others(bound:
         assert store.put_all(0, {key: buffer(size) for key, size in sizes.items()}) == {}
         assert store.used == sum(map(store.room, sizes.values()))
         store.drop(0, sizes)
-        assert store.available == BUDGET
+        assert store._arena.available == BUDGET
     assert keep(store, b"a", BUDGET)
     check_store(store)
 
@@ -122,7 +122,7 @@ def test_blocks_may_lie_in_several_chunks_and_extents(monkeypatch: pytest.Monkey
     blocks = {bytes([at]): rng.integers(0, 256, size, np.uint8) for at, size in enumerate([1, 700, 2000, 300, 4000])}
     assert store.put_all(0, blocks) == {}
     store.drop(0, [b"\0", b"\3"])
-    last = {b"last": rng.integers(0, 256, store.available - 10, np.uint8)}
+    last = {b"last": rng.integers(0, 256, store._arena.available - 10, np.uint8)}
     assert store.put_all(0, last) == {}
     assert len(store._blocks[0, b"last"].extents) > 1
     kept = {key: buf for key, buf in (blocks | last).items() if key not in (b"\0", b"\3")}

@@ -141,7 +141,7 @@ def test_a_released_session_leaves_nothing() -> None:
 
 
 def test_a_tenant_makes_room_among_its_own_sessions() -> None:
-    engine = Engine(capacity=8, shares=Shares(tenant=0.5))
+    engine = Engine(capacity=8, shares=Shares(tenants={"*": 0.5}))
     engine.talk("a b c", tenant="quiet")
     engine.evict()
     for i in range(5):
@@ -158,7 +158,7 @@ def test_codes_are_not_dropped_while_they_are_fetched() -> None:
     engine = Engine(capacity=2, prefetch_lead_s=2.0)
     engine.talk("a b", "agent", expect_return_s=60)
     engine.evict()
-    engine.manager.take_prefetches(9, 58)
+    engine.manager.take_prefetch(9, 58)
     engine.now = 59
     engine.talk("c d")
     engine.evict()

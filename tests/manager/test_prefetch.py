@@ -27,8 +27,9 @@ def talk(engine: Engine, text: str, name: str, hints: Hints) -> None:
     engine.manager.request_finished(request, chain(text), engine.now)
 
 
-def taken(engine: Engine, room: int = 100, limit: int | None = None) -> list[str]:
-    return [prefetch.session_id for prefetch in engine.manager.take_prefetches(room, engine.now, limit)]
+def taken(engine: Engine, room: int = 100) -> str | None:
+    prefetch = engine.manager.take_prefetch(room, engine.now)
+    return None if prefetch is None else prefetch.session_id
 
 
 def expected_in(seconds: float) -> Hints:
@@ -40,23 +41,24 @@ def test_a_session_is_due_so_long_before_it_is_expected(engine: Engine) -> None:
     engine.evict()
     assert engine.manager.next_deadline == 20 - LEAD_S
     engine.now = 17.9
-    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, [])
+    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, None)
     engine.now = 18.0
     assert engine.manager.prefetch_blocks(engine.now) == 3
-    [prefetch] = engine.manager.take_prefetches(3, engine.now)
+    prefetch = engine.manager.take_prefetch(3, engine.now)
+    assert prefetch is not None
     assert (prefetch.session_id, prefetch.keys) == ("A", chain("a b c"))
     engine.manager.prefetch_finished("A", True, (), engine.now)
     assert engine.states() == {"A": "idle"}
-    assert taken(engine) == []
+    assert taken(engine) is None
 
 
 def test_one_that_goes_cold_when_it_is_due_already_is_restored_then(engine: Engine) -> None:
     talk(engine, "a b", "A", expected_in(IDLE_AFTER_S + 1))
     engine.now = IDLE_AFTER_S - 0.5
-    assert taken(engine) == []  # it is hot still
+    assert taken(engine) is None  # it is hot still
     engine.now = 0.0
     engine.evict()
-    assert taken(engine) == ["A"]
+    assert taken(engine) == "A"
 
 
 def test_one_that_does_not_fit_is_taken_until_it_is_late(engine: Engine) -> None:
@@ -64,24 +66,23 @@ def test_one_that_does_not_fit_is_taken_until_it_is_late(engine: Engine) -> None
     talk(engine, "x y", "X", expected_in(20))
     engine.evict()
     engine.now = 18.0
-    assert taken(engine, room=2) == ["X"]
+    assert taken(engine, room=2) == "X"
     engine.now = 20.0
-    assert taken(engine, room=3) == ["A"]
+    assert taken(engine, room=3) == "A"
     talk(engine, "q r s", "Q", expected_in(20))
     engine.evict()
     engine.now += 11.0
-    assert taken(engine) == []
+    assert taken(engine) is None
 
 
 def test_another_session_s_request_can_ask_for_it_even_when_it_is_late(engine: Engine) -> None:
     talk(engine, "a b c", "A", expected_in(1))
     engine.evict()
-    assert taken(engine) == []
+    assert taken(engine) is None
     talk(engine, "x y", "X", Hints(prefetch=("A", "unheard of", "X")))
-    assert taken(engine, limit=0) == []
-    assert taken(engine, limit=1) == ["A"]
+    assert taken(engine) == "A"
     engine.evict()
-    assert taken(engine) == []  # X was hot when it was asked for
+    assert taken(engine) is None  # X was hot when it was asked for
 
 
 def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engine: Engine) -> None:
@@ -93,7 +94,7 @@ def test_one_that_was_back_meanwhile_is_not_restored_when_it_is_cold_again(engin
     engine.manager.relieve(99, engine.now)
     engine.stored(engine.spill())
     assert engine.states()["A"] == "cold"
-    assert taken(engine) == []
+    assert taken(engine) is None
 
 
 def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
@@ -102,18 +103,19 @@ def test_one_that_no_pool_can_hold_is_given_up(engine: Engine) -> None:
     engine.evict()
     engine.now = 18.0
     assert engine.manager.prefetch_blocks(engine.now, most=2) == 2
-    assert taken(engine) == ["X"]
+    assert taken(engine) == "X"
 
 
 def test_one_that_is_on_its_way_is_not_taken_again(engine: Engine) -> None:
     talk(engine, "a b c", "A", Hints())
     engine.evict()
     talk(engine, "x y", "X", Hints(prefetch=("A",)))
-    assert taken(engine) == ["A"]
+    assert taken(engine) == "A"
     talk(engine, "x y z", "X", Hints(prefetch=("A",)))
-    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, [])
+    assert (engine.manager.prefetch_blocks(engine.now), taken(engine)) == (0, None)
     engine.manager.prefetch_finished("A", False, chain("a b c")[2:], engine.now)
     assert engine.manager.take_drops()[0].cause is DropCause.FAILED
     assert all(block.pins == 0 for block in engine.manager.blocks)
-    [prefetch] = engine.manager.take_prefetches(100, engine.now)  # what is left of it
+    prefetch = engine.manager.take_prefetch(100, engine.now)  # what is left of it
+    assert prefetch is not None
     assert prefetch.keys == chain("a b")

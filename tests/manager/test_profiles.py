@@ -10,7 +10,7 @@ from logged import warnings
 from manthan.codec.profile import PRESETS, Profile
 from manthan.manager.calibration.places import profile_path
 from manthan.manager.config.model import CodecConfig, ConfigError
-from manthan.manager.config.profiles import check_profile, choose_codec, facts_of
+from manthan.manager.config.profiles import check_profile, choose_codec
 from manthan.manager.config.registered import check_registered
 from manthan.manager.config.resolve import resolve_config
 
@@ -137,8 +137,6 @@ def test_cut_for_ranks() -> None:
     saved(profile_path(MODEL, 2), ranks=2)
     chosen = choose_codec(CodecConfig(name="klt-5x"), MODEL, 2)
     assert chosen.profile is not None
-    facts = facts_of(chosen.profile, 1, 2)
-    assert facts.rope == profiles.ROPE
-    assert facts.profile is not None
-    assert len(facts.profile.ranks) == 1
-    assert facts.profile.digest == chosen.profile.digest
+    of_rank = chosen.profile.for_rank(1, 2)
+    assert len(of_rank.ranks) == 1
+    assert of_rank.digest == chosen.profile.digest

@@ -102,8 +102,8 @@ def test_a_prefetch_is_of_the_chain_and_its_anchor(one: One) -> None:
     one.go_cold(5, 0)
     one.start("who asks", 0, 20, prefetch=("alice",))
     assert one.manager.prefetch_blocks(20) == 5 + 3
-    assert one.manager.take_prefetches(7, 20) == []
-    assert one.manager.take_prefetches(8, 20) == [Prefetch("alice", KEYS[:5], tuple(beside(5)))]
+    assert one.manager.take_prefetch(7, 20) is None
+    assert one.manager.take_prefetch(8, 20) == Prefetch("alice", KEYS[:5], tuple(beside(5)))
     assert one.manager.blocks.get(KEYS[4], STATE).pins == 1
     one.manager.prefetch_finished("alice", True, [], 21)
     check_integrity(one.manager)
@@ -121,7 +121,7 @@ def test_a_prefetch_is_of_the_chain_and_its_anchor(one: One) -> None:
 def test_a_prefetch_that_finds_no_anchor_ends_the_session(one: One) -> None:
     one.go_cold(5, 0)
     one.start("who asks", 0, 20, prefetch=("alice",))
-    one.manager.take_prefetches(8, 20)
+    one.manager.take_prefetch(8, 20)
     one.manager.prefetch_finished("alice", False, [], 21, [(STATE, KEYS[4])])
     assert (STATE, KEYS[4]) in one.dropped()
     assert one.state("alice") is None

@@ -84,7 +84,7 @@ def test_what_is_found_extends_what_is_known(engine: Shared) -> None:
 
 
 def test_what_is_found_counts_towards_nobody_s_share() -> None:
-    engine = Shared(capacity=4, shares=Shares(tenant=0.5))
+    engine = Shared(capacity=4, shares=Shares(tenants={"*": 0.5}))
     request = engine.start("a b c d", "alice")
     engine.find(request, "a b c")
     assert engine.manager.blocks.reserved == 3 * SHAPE.cold_nbytes

@@ -64,7 +64,7 @@ def test_no_two_of_tenant_and_name_make_the_same_id(tenant: str, name: str, othe
 
 
 def test_a_tenant_without_sessions_takes_no_memory() -> None:
-    engine = Engine(shares=Shares(tenant=0.5))
+    engine = Engine(shares=Shares(tenants={"*": 0.5}))
     for n in range(3):
         engine.talk("a b c", "chat", f"made up {n}", ttl_s=15)
     engine.evict()
@@ -128,7 +128,7 @@ TALK = st.fixed_dictionaries(
     }
 )
 EVENTS = st.lists(st.one_of(TALK, TALK, st.sampled_from(["evict", "evict", "prefetch"])), max_size=16)
-NONE_SHARED = Shares(pinned=0.5, tenant=0.25, tenants={"": 0.25})
+NONE_SHARED = Shares(pinned=0.5, tenants={"": 0.25, "*": 0.25})
 """All of the store, between TENANTS: one of them can use its share up, and pins too."""
 
 
@@ -166,7 +166,7 @@ class Watched:
                     self.seen.append(outcome)
 
     def prefetch(self) -> None:
-        for prefetch in self.engine.manager.take_prefetches(1000, self.engine.now):
+        while (prefetch := self.engine.manager.take_prefetch(1000, self.engine.now)) is not None:
             self.engine.manager.prefetch_finished(prefetch.session_id, True, (), self.engine.now)
             if prefetch.tenant == self.of:
                 self.seen.append(prefetch)

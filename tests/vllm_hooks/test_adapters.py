@@ -47,7 +47,7 @@ def test_files_count_that_are_there_when_an_adapter_is_loaded(tmp_path: Path) ->
     current, adapters = tmp_path / "current", Adapters()
     current.symlink_to(one)
     resets = object.__new__(Resets)
-    resets._half = SimpleNamespace(adapter_loaded=adapters.content, called=lambda has_loaded: None)
+    resets._half, resets._tell = SimpleNamespace(adapter_loaded=adapters.content), lambda call, *args: call(*args)
     resets._calling(lambda *args, **kwargs: [True])("add_lora", args=(asked(str(current)),))
     current.unlink()
     current.symlink_to(two)

@@ -117,6 +117,17 @@ def test_a_dead_engine() -> None:
     assert (refused.value.status, refused.value.sentence) == (503, "The engine is dead.")
 
 
+def test_a_server_without_an_engine() -> None:
+    client = gated()
+    client.app.state.engine_client = None  # type: ignore[attr-defined]
+    for reply in (
+        client.get("/manthan/sessions"),
+        client.post("/manthan/sessions/a/pin"),
+        client.get("/manthan/state"),
+    ):
+        assert (reply.status_code, reply.json()["error"]["message"]) == (503, "This server has no engine.")
+
+
 @pytest.mark.parametrize(("options", "has_routes"), [({}, True), ({"api": {"enabled": False}}, False), (None, False)])
 def test_it_is_there_unless_it_is_off(options: dict[str, Any] | None, has_routes: bool) -> None:
     server = FastAPI()

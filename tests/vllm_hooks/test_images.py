@@ -93,7 +93,7 @@ def core(monkeypatch: pytest.MonkeyPatch) -> Core:
     """Of an engine with a cold store that lasts."""
     core = Core(Cache())
     monkeypatch.setattr(compat, "_core_under_construction", lambda: core)
-    compat.prepare_requests(Salts(bytes(8)).of, "kv_transfer_params", by_content=True)
+    compat.prepare_requests(Salts(bytes(8), isolate=True).of, "kv_transfer_params", by_content=True)
     return core
 
 
@@ -123,7 +123,7 @@ def test_blocks_of_an_image_that_is_not_at_hand_are_nobody_elses(core: Core) -> 
     salts = [made(each, None, "cat").cache_salt for each in (core, core)]
     assert salts[0] == salts[1]
     assert str(salts[0]).startswith(f"{CONTENT}unknown-")
-    assert Salts(bytes(8)).of(None, None, None, None, False) != salts[0]
+    assert Salts(bytes(8), isolate=True).of(None, None, None, None, False) != salts[0]
 
 
 def test_media_that_another_server_has_encoded_are_nobody_elses(core: Core) -> None:
@@ -136,9 +136,9 @@ def test_media_that_another_server_has_encoded_are_nobody_elses(core: Core) -> N
 
 
 def test_salts_hold_adapters_beside_what_tenants_have(tmp_path: Any) -> None:
-    salts, adapter = Salts(bytes(8)), LoRARequest("adapter", 1, str(tmp_path))
-    alone = salts.of(None, None, None, adapter)
+    salts, adapter = Salts(bytes(8), isolate=True), LoRARequest("adapter", 1, str(tmp_path))
+    alone = salts.of(None, None, None, adapter, True)
     assert alone is not None
-    assert salts.of(None, None, "secret", adapter) == f"{alone}secret"
+    assert salts.of(None, None, "secret", adapter, True) == f"{alone}secret"
     assert salts.of(None, None, None, adapter, False) not in (alone, salts.of(None, None, None, None, False))
-    assert salts.of(None, None, alone) != alone  # nobody comes by it
+    assert salts.of(None, None, alone, None, True) != alone  # nobody comes by it

@@ -130,4 +130,4 @@ def test_a_limit_in_the_middle_leaves_what_there_is(monkeypatch: pytest.MonkeyPa
     ram.start()
     ram.wait()
     assert len(ram.spans) == 3
-    assert HostStore(5 * PIECE, ram).available == 3 * (PIECE - 256)
+    assert HostStore(5 * PIECE, ram)._arena.available == 3 * (PIECE - 256)

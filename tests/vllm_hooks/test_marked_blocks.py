@@ -1,6 +1,6 @@
 """Marks in vLLM's own block pool: of new blocks and copies, of blocks that take others' hashes, of parts of blocks."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -51,6 +51,9 @@ class Asked:
         self.told: list[list[int]] = []
         self.count = 0
         self.decoded = self.enter(4 * TOKENS, Mark.DECODED)
+
+    def ask(self, call: Callable[..., Any], *args: Any, otherwise: Any) -> Any:
+        return call(*args)
 
     def computed(self, request: Request, block_ids: Sequence[int]) -> bool:
         """A request behind decoded blocks computes what has no mark."""

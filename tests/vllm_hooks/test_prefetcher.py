@@ -310,7 +310,7 @@ def test_a_session_is_due_two_seconds_before_it_is_expected() -> None:
     vllm_config = EngineArgs(MODEL, skip_tokenizer_init=True, kv_transfer_config=transfer).create_engine_config()
     spec = FullAttentionSpec(block_size=32, num_kv_heads=2, head_size=128, dtype=torch.bfloat16)
     group = KVCacheGroupSpec([f"model.layers.{n}" for n in range(4)], spec)
-    half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]))
+    half = SchedulerHalf(vllm_config, KVCacheConfig(10, [], [group]), lambda call, *args, otherwise: call(*args))
     keys = [bytes([n]) * 32 for n in range(8)]
     half.manager.request_started("r", keys, "expected", 0.0, hints=Hints(expect_return_s=20))
     half.manager.request_finished("r", keys, 0.0)

@@ -11,7 +11,7 @@ from vllm.v1.kv_hints import KvHintAction, KvHintsEnvelope
 from manthan.manager.config.resolve import ManthanConfig
 from manthan.vllm_hooks.http.salts import MARK, Salts, salts_of
 
-SALTS = Salts(b"key")
+SALTS = Salts(b"key", isolate=True)
 NAME = st.text("ab\x00\x01-", max_size=4)
 SALT = st.none() | NAME.filter(bool)  # vLLM has no empty ones
 
@@ -23,39 +23,39 @@ def said(tenant: str | None) -> dict[str, Any]:
 @example("a", "bc", "ab", "c")
 @given(NAME.filter(str.isprintable), SALT, NAME.filter(str.isprintable), SALT)
 def test_two_tenants_have_no_salt_in_common(tenant: str, salt: str | None, other: str, theirs: str | None) -> None:
-    one, another = SALTS.of(said(tenant), None, salt), SALTS.of(said(other), None, theirs)
+    one, another = SALTS.of(said(tenant), None, salt, None, True), SALTS.of(said(other), None, theirs, None, True)
     assert (one == another) == ((tenant, salt) == (other, theirs))
     for guess in filter(None, (one, another)):
         if tenant != other:
-            assert SALTS.of(said(other), None, guess) != one
-        assert (SALTS.of(None, None, guess) == guess) == (not guess.startswith(MARK))
+            assert SALTS.of(said(other), None, guess, None, True) != one
+        assert (SALTS.of(None, None, guess, None, True) == guess) == (not guess.startswith(MARK))
 
 
 def test_nobody_s_salt_stays_what_it_is() -> None:
     for params in (None, {}, said(None), said(""), {"manthan": {"pin": True}}):
-        assert SALTS.of(params, None, None) is None
-        assert SALTS.of(params, None, "own") == "own"
+        assert SALTS.of(params, None, None, None, True) is None
+        assert SALTS.of(params, None, "own", None, True) == "own"
 
 
 def test_who_forges_a_salt_has_one_of_its_own() -> None:
-    theirs = SALTS.of(said("acme"), None, None)
+    theirs = SALTS.of(said("acme"), None, None, None, True)
     assert theirs is not None
     for mine in (SALTS, Salts(b"key", isolate=False)):
-        assert mine.of(None, None, theirs) not in (theirs, None)
-        assert mine.of(None, None, theirs) == mine.of(None, None, theirs)
-    assert Salts(b"key", isolate=False).of(said("acme"), None, "own") == "own"
+        assert mine.of(None, None, theirs, None, True) not in (theirs, None)
+        assert mine.of(None, None, theirs, None, True) == mine.of(None, None, theirs, None, True)
+    assert Salts(b"key", isolate=False).of(said("acme"), None, "own", None, True) == "own"
 
 
 def test_a_tenant_that_an_orchestrator_names() -> None:
     envelope = KvHintsEnvelope("0.1", "m", [KvHintAction("1", "manthan.hints", "1.0", {"tenant": "acme"})])
-    assert SALTS.of(None, envelope, None) == SALTS.of(said("acme"), None, None)
-    assert SALTS.of(said("beta"), envelope, None) == SALTS.of(said("beta"), None, None)
+    assert SALTS.of(None, envelope, None, None, True) == SALTS.of(said("acme"), None, None, None, True)
+    assert SALTS.of(said("beta"), envelope, None, None, True) == SALTS.of(said("beta"), None, None, None, True)
 
 
 def salt(**store: Any) -> str | None:
     """What an engine that starts now gives acme."""
     config = ManthanConfig.model_validate({"cold_store": store, "disk": "/codes"})
-    return salts_of(config).of(said("acme"), None, "own")
+    return salts_of(config).of(said("acme"), None, "own", None, True)
 
 
 def test_salts_last_as_long_as_what_is_stored_by_them(tmp_path: Path) -> None:

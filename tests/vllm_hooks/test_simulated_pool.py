@@ -117,4 +117,4 @@ def test_of_other_groups_blocks_the_pool_tells_their_groups() -> None:
     told = list(chains.names())
     named = [*keys, *((0, key) for key in keys)]
     assert (len(told), sorted(filter(None, told), key=named.index)) == (6, named)
-    assert chains.hold_beside(0, keys[0]).block_id == blocks[0].block_id
+    assert chains.hold((0, keys[0])).block_id == blocks[0].block_id

@@ -27,9 +27,9 @@ from manthan.vllm_hooks.http.models import (
     SessionWithLife,
     Setting,
 )
-from manthan.vllm_hooks.transfer_config import from_vllm_config, settings_of
+from manthan.vllm_hooks.http.page import PATHS, PREFIX, page_router
+from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on, settings_of
 
-PREFIX = "/manthan"
 STATUSES = {
     401: "No API key, or a wrong one.",
     403: "There is no API key, and the request's `Host` is not one of this server's.",
@@ -46,18 +46,26 @@ STEERED = OF_ONE | {
 }
 
 
-def add_gate(app: FastAPI, args: Namespace, page: frozenset[str]) -> None:
-    """Let nobody into the routes who may not ask; see `Gate`. page: paths of the page."""
-    hosts = {*from_vllm_config(args).api.hosts, getattr(args, "host", None) or ""} - {""}
+def add_api(app: FastAPI) -> None:
+    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off.
+
+    `Gate` lets nobody into the routes who may not ask.
+    """
+    args = app.state.args
+    if not is_on(args) or not (config := from_vllm_config(args).api).enabled:
+        return
+    hosts = {*config.hosts, getattr(args, "host", None) or ""} - {""}
     router: Any = app.router
     router.middleware_stack = Gate(  # behind vLLM's own middleware
         router.middleware_stack,
         prefix=PREFIX,
-        page=page,
+        page=PATHS,
         has_key=key_check(args),
         hosts=frozenset(name.lower() for name in hosts),
         origins=frozenset(getattr(args, "allowed_origins", ())) - {"*"},
     )
+    app.include_router(make_router(args))
+    app.include_router(page_router())
 
 
 def make_router(args: Namespace) -> APIRouter:
@@ -82,10 +90,11 @@ def make_router(args: Namespace) -> APIRouter:
 
     @router.get("/state", response_model=EngineState, summary="Show the pool, the cold store and the policy")
     async def state(request: Request, bound: Bound) -> Any:
+        found = await _cores(request).state(bound)
         model = request.app.state.vllm_config.model_config
         name = model.served_model_name or model.model
         about = {"version": version("manthan-kv"), "model": name if isinstance(name, str) else name[0]}
-        return await _cores(request).state(bound) | about
+        return found | about
 
     @router.get(
         "/config",

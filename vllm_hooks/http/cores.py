@@ -19,20 +19,23 @@ DEAD = 503
 
 
 class Cores:
-    """client: vLLM's, of one engine or of several data-parallel ones, each of which has sessions of its own."""
+    """client: vLLM's, of one engine or of several data-parallel ones, each of which has sessions of its own; None for a
+    server without an engine."""
 
     def __init__(self, client: Any) -> None:
         self._client = client
 
     async def ask(self, what: str, asked: dict[str, Any]) -> list[Answer]:
         """What each says. Raises ApiError."""
+        if self._client is None:
+            raise ApiError(DEAD, "This server has no engine.")
         try:
             found = await asyncio.wait_for(ask_cores(self._client, METHOD, what, asked), ANSWERED_S)
         except TimeoutError:
             raise ApiError(DEAD, f"The engine has not answered within {ANSWERED_S:g} s.") from None
-        if found.is_dead:
+        if found is None:
             raise ApiError(DEAD, "The engine is dead.")
-        return [from_json(answer) for answer in found.answers]
+        return [from_json(answer) for answer in found]
 
     async def sessions(self, asked: dict[str, Any]) -> Answer:
         offset, limit = asked["offset"], asked["limit"]

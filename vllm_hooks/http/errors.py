@@ -28,11 +28,6 @@ class ApiError(Exception):
         return JSONResponse({"error": error}, self.status, headers)
 
 
-def not_right(name: str, right: str, value: object) -> ApiError:
-    """Of a parameter or a field that is not what it must be."""
-    return ApiError(HTTPStatus.UNPROCESSABLE_ENTITY, must_be(name, right, value, show=reprlib.repr), name)
-
-
 def route_with(rights: Mapping[str, str]) -> type[APIRoute]:
     """Routes whose errors are those of this API. rights: what each parameter and field must be."""
 
@@ -67,4 +62,5 @@ def _mistake(error: RequestValidationError, rights: Mapping[str, str]) -> ApiErr
     name = place[0]
     if first["type"] == "extra_forbidden":
         return ApiError(status, f"The body has an unknown field {reprlib.repr(name)}.", name)
-    return not_right(name, rights.get(name, "something else"), first["input"])
+    right = rights.get(name, "something else")
+    return ApiError(status, must_be(name, right, first["input"], show=reprlib.repr), name)

@@ -4,13 +4,10 @@ import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from fastapi import FastAPI
 from fastapi.responses import JSONResponse
 
-from manthan.vllm_hooks.http.api import add_gate, make_router
+from manthan.vllm_hooks.http.api import add_api
 from manthan.vllm_hooks.http.hints import Incoming, keep
-from manthan.vllm_hooks.http.page import PATHS, page_router
-from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on
 
 Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
@@ -95,13 +92,3 @@ class Answer:
 def _is_stream(message: Message) -> bool:
     headers = dict(message.get("headers", ()))
     return bool(headers.get(b"content-type", b"").startswith(b"text/event-stream"))
-
-
-def add_api(app: FastAPI) -> None:
-    """Add the HTTP API and the live page to the server of an engine with Manthan, unless they are off."""
-    args = app.state.args
-    if not is_on(args) or not from_vllm_config(args).api.enabled:
-        return
-    add_gate(app, args, PATHS)
-    app.include_router(make_router(args))
-    app.include_router(page_router())

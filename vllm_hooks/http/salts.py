@@ -30,7 +30,7 @@ class Salts:
     isolate: whether tenants have salts of their own; in any case nobody comes by another's, which another engine may
     have stored by."""
 
-    def __init__(self, key: bytes, isolate: bool = True) -> None:
+    def __init__(self, key: bytes, isolate: bool) -> None:
         self._key, self._isolate = key, isolate
         self.adapters = Adapters()
         self._unknown = f"unknown-{secrets.token_hex(16)}"
@@ -40,8 +40,8 @@ class Salts:
         params: Any,
         envelope: "KvHintsEnvelope | None",
         salt: str | None,
-        adapter: "LoRARequest | None" = None,
-        is_known: bool = True,
+        adapter: "LoRARequest | None",
+        is_known: bool,
     ) -> str | None:
         """Return the salt of a request with these kv_transfer_params, kv_hints, salt and LoRA adapter.
 

@@ -9,11 +9,8 @@ from manthan.codec.cpu.exact import EXACT
 from manthan.codec.fidelity import LOGIT_NOISE, VALUE_NOISE, WORST_LOGIT_NOISE
 from manthan.codec.registry import needs_profile
 from manthan.manager.config.model import ConfigError, ManthanConfig
-from manthan.manager.sparing import Sparing
 
 if TYPE_CHECKING:
-    from collections.abc import Iterable
-
     from vllm.config import VllmConfig
 
     from manthan.codec.fidelity import Fidelity
@@ -21,9 +18,6 @@ if TYPE_CHECKING:
     from manthan.manager.sessions.session import Eviction, MemoryShape
 
 logger = init_logger("vllm.manthan")
-
-QUIET_S = 60.0
-"""How long nothing is said of a cause after it was."""
 
 
 def human_bytes(nbytes: int) -> str:
@@ -146,15 +140,3 @@ def _fidelity(found: "Fidelity") -> str:
         f"{found.value_noise.max():.2g} to values ({VALUE_NOISE:g}); {found.tokens} tokens, "
         f"{found.decode_s * 1e6:.3g} us to decode one"
     )
-
-
-class Complaints:
-    """Says that blocks could not be stored, and why: the first at once, and then how many once a minute."""
-
-    def __init__(self) -> None:
-        self._sparing = Sparing(QUIET_S)
-
-    def not_stored(self, causes: "Iterable[str]") -> None:
-        for cause in causes:
-            if count := self._sparing.due(cause):
-                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count)

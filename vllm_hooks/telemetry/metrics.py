@@ -27,7 +27,7 @@ FAILURE_CAUSES = (
 
 CALLS = (
     *("new_request", "match", "allocated", "step", "worker_output", "finished"),
-    *("_submit_loads", "_submit_spills", "_transfer_results", "take_report"),
+    *("submit_loads", "submit_spills", "_transfer_results", "take_report"),
 )
 """Calls of the scheduler half, after an exception in which vLLM serves as without Manthan, and of the worker half."""
 

@@ -9,14 +9,17 @@ from manthan.manager.sessions.hints import Hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.marks import Mark
 from manthan.manager.sessions.session import Drop, Eviction, News, Outcome
+from manthan.manager.sparing import Sparing
 from manthan.manager.work import SpillResult
-from manthan.vllm_hooks.telemetry.log import Complaints, tell_eviction, tell_restore, tell_verdict
+from manthan.vllm_hooks.telemetry.log import logger, tell_eviction, tell_restore, tell_verdict
 from manthan.vllm_hooks.telemetry.metrics import ManthanStats, StatsRecorder
 from manthan.vllm_hooks.telemetry.traces import Traces
 
 if TYPE_CHECKING:
     from vllm.v1.request import Request
 
+QUIET_S = 60.0
+"""Seconds for which nothing is said of a cause after it was."""
 TOTALS = ("evictions", "restores", "prefetches", "failures", "restored_tokens", "computed_tokens")
 
 
@@ -28,7 +31,7 @@ class Telemetry(Observer):
         self.totals = dict.fromkeys(TOTALS, 0)
         """Since the start."""
         self._stats = StatsRecorder(manager)
-        self._complaints = Complaints()
+        self._failures = Sparing(QUIET_S)
 
     def take(self) -> ManthanStats | None:
         """Metrics since the last call, for vLLM to carry to where they are shown."""
@@ -90,7 +93,9 @@ class Telemetry(Observer):
     def not_spilled(self, causes: Collection[str]) -> None:
         self._stats.count_all("failures", causes)
         self.totals["failures"] += len(causes)
-        self._complaints.not_stored(causes)
+        for cause in causes:
+            if count := self._failures.due(cause):
+                logger.warning("Manthan: blocks could not be stored (%s): %d", cause, count)
 
     def overwritten(self, blocks: int) -> None:
         self._stats.count("overwritten_blocks", blocks)

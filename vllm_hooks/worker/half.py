@@ -1,8 +1,8 @@
 """The worker half of the connector: it chooses how this rank's blocks become codes, once it has seen the KV cache."""
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from vllm.logger import init_logger
@@ -18,14 +18,17 @@ from manthan.codec.rope import Rope
 from manthan.codec.wht import Wht
 from manthan.manager.config.model import ConfigError
 from manthan.manager.stores.cold_store import ColdStore, HostStore
-from manthan.manager.work import Load, SpillBlock
+from manthan.manager.stores.redis.schema import Namespace
+from manthan.manager.stores.sealed import SealedStore, Sealer, keys_of
+from manthan.manager.stores.tiered import TieredStore
 from manthan.vllm_hooks.compat import attention_modules
+from manthan.vllm_hooks.disk_store import open_disk
 from manthan.vllm_hooks.fingerprint import fingerprint
 from manthan.vllm_hooks.kv_dtype import is_packed
 from manthan.vllm_hooks.memory import block_format, block_shape, codec_beside, exact_counts, rank_facts, with_states
 from manthan.vllm_hooks.messages import ManthanMetadata, ManthanWorkerMetadata
 from manthan.vllm_hooks.settled import settled_profile
-from manthan.vllm_hooks.shared_store import namespace_of
+from manthan.vllm_hooks.shared_store import make_redis, namespace_of
 from manthan.vllm_hooks.support import Group, UnsupportedError, groups_of, latent_of, page_nbytes
 from manthan.vllm_hooks.transfer_config import from_vllm_config, keeps_bytes
 from manthan.vllm_hooks.worker.blocks import (
@@ -56,9 +59,9 @@ from manthan.vllm_hooks.worker.layout import (
     raw_layout,
 )
 from manthan.vllm_hooks.worker.paged_blocks import PagedBlocks
-from manthan.vllm_hooks.worker.path import Resting, WorkerPath
+from manthan.vllm_hooks.worker.path import WorkerPath
+from manthan.vllm_hooks.worker.pinned import PinnedRam
 from manthan.vllm_hooks.worker.rope import running_rope
-from manthan.vllm_hooks.worker.stores import make_store
 from manthan.vllm_hooks.worker.weights import loaded_of
 
 if TYPE_CHECKING:
@@ -112,7 +115,7 @@ class WorkerHalf:
         self._kv_cache_config = kv_cache_config
         self._num_blocks = kv_cache_config.num_blocks
         self._fails_whole = bool(self._groups.windows)
-        self.path: WorkerPath = Resting()
+        self.path = WorkerPath()
         self._guard: Guard | None = None
 
     def begin_step(self, metadata: ManthanMetadata) -> None:
@@ -122,24 +125,17 @@ class WorkerHalf:
                 self._guard.reset()
             self._guard.begin(metadata.tokens)
 
-    def submit_loads(self, metadata: ManthanMetadata) -> None:
+    def submit_loads(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin the loads that a step names. vLLM may call this before or after the step's forward pass."""
         self.path.submit_loads(metadata)
+        return True
 
-    def submit_spills(self, metadata: ManthanMetadata) -> None:
+    def submit_spills(self, metadata: ManthanMetadata) -> Literal[True]:
         """Begin what comes after what the model computes in this step."""
         self.path.submit_spills(metadata)
         if self._guard is not None:
             self._guard.submit(metadata.spills)
-
-    def fail_loads(self, loads: Iterable[Load]) -> None:
-        """Answer loads that were not begun, so that vLLM computes what they were to bring."""
-        for load in loads:
-            self.path.fail_load(load)
-
-    def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
-        """Answer blocks to be encoded that were not begun."""
-        self.path.fail_spills(spills)
+        return True
 
     def take_report(self) -> ManthanWorkerMetadata | None:
         """What ended since the last call."""
@@ -149,10 +145,6 @@ class WorkerHalf:
         report = report or ManthanWorkerMetadata()
         report.verdicts += verdicts
         return report
-
-    def wait(self) -> None:
-        """Until nothing that was begun reads or writes the paged cache, whose memory may go then."""
-        self.path.wait()
 
     def shutdown(self) -> None:
         if self._guard is not None:
@@ -169,10 +161,8 @@ class WorkerHalf:
         name, store = "", None
         if config.cold_store.is_lasting:
             namespace = namespace_of(self._vllm_config, config, self._groups, loaded_of(self._vllm_config).digest())
-            name, store = (
-                namespace.name,
-                make_store(self._vllm_config, namespace, self._pinning_for(layers[0].rows.device)),
-            )
+            gpu = self._pinning_for(layers[0].rows.device)
+            name, store = namespace.name, _make_store(self._vllm_config, namespace, gpu)
         codecs = (config.codec.name, *finer_codecs(config.codec.name))
         rope = self._rope(self._group)
         forms = [self._format(codec, group, self._facts(codec, group, rope), name) for codec in codecs]
@@ -306,6 +296,26 @@ def codec_backend(wanted: str, device: torch.device) -> str:
     if wanted != "auto":
         return wanted
     return "numpy" if torch.cuda.get_device_properties(device).is_integrated else "cuda"
+
+
+def _make_store(vllm_config: "VllmConfig", namespace: Namespace, gpu: torch.device | None) -> ColdStore:
+    """A rank's store of codes that outlive the engine. gpu: that reads what is in RAM itself. Raises ConfigError."""
+    config, parallel = from_vllm_config(vllm_config), vllm_config.parallel_config
+    cold, ranks, rank = config.cold_store, parallel.world_size, parallel.rank
+    store: ColdStore
+    if cold.is_shared:
+        store = make_redis(config, namespace, rank)
+    else:
+        store = open_disk(config, parallel, namespace.name, cold.max_bytes // ranks, rank)
+    if cold.front_disk_bytes:
+        front = open_disk(config, parallel, namespace.name, cold.front_disk_bytes // ranks, rank)
+        store = TieredStore(front, store)
+    if keys := keys_of(cold.encryption):
+        store = SealedStore(store, Sealer(keys, namespace.name), rank)
+    if cold.front_bytes:
+        nbytes = cold.front_bytes // ranks
+        store = TieredStore(HostStore(nbytes, PinnedRam(nbytes, gpu) if gpu else None), store)
+    return store
 
 
 def paged_codec(layout: PagedLayout | RawLayout, form: BlockFormat) -> PagedCodec:

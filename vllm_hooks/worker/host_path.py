@@ -5,7 +5,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 
 import numpy as np
 import torch
@@ -17,7 +17,6 @@ from manthan.vllm_hooks.messages import ManthanMetadata
 from manthan.vllm_hooks.worker.blocks import MISSING, Blocks, Copies
 from manthan.vllm_hooks.worker.intake import Intake, batches
 from manthan.vllm_hooks.worker.path import WorkerPath
-from manthan.vllm_hooks.worker.streams import behind, model_event
 from manthan.vllm_hooks.worker.threads import Threads, allowed_cpus
 
 logger = init_logger("vllm.manthan.worker")
@@ -60,7 +59,7 @@ class HostPath(WorkerPath):
         self._prefetchers = Threads(1, "manthan-prefetch", cpus)
 
     def warm_up(self, exacts: Mapping[int, Sequence[int]]) -> None:
-        """Encode and decode block 0, which the pool does not use, on each thread, and store nothing.
+        """Encode and decode block 0, which the pool does not use, on each thread of a GPU's path, and store nothing.
 
         Args:
             exacts: by group, numbers of a block's first tokens that may have to be kept exact.
@@ -75,15 +74,13 @@ class HostPath(WorkerPath):
                         if not isinstance(found, str):
                             made[group, codec, exact] = np.array(found)
 
-        def decode(intake: Intake | None) -> None:
+        def decode(intake: Intake) -> None:
             for (group, _, _), encoded in made.items():
-                if intake is None:
-                    self.blocks[group].decode_all([b""], [0], [encoded])
-                else:
-                    self.blocks[group].begin([b""], [0], [encoded], intake)()
-                    intake.clear()
+                self.blocks[group].begin([b""], [0], [encoded], intake)()
+                intake.clear()
 
-        restores, prefetches = self._intakes or (None, None)
+        assert self._intakes is not None
+        restores, prefetches = self._intakes
         self._encoders.on_each(encode)
         self._loaders.on_each(lambda: decode(restores))
         self._prefetchers.on_each(lambda: decode(prefetches))
@@ -350,3 +347,20 @@ class _Loaded:
         """The next one is not, unless one is known already; nor is the last one, if it happened behind that."""
         self.good = min(self.good, len(self._blocks) - 1)
         self.failed = self.failed or [FailedBlock(*self._blocks[self.good], cause)]
+
+
+def model_event(device: torch.device) -> torch.cuda.Event | None:
+    """What the model's stream has been given up to now; None where the model has none. For the model's thread."""
+    return None if device.type == "cpu" else torch.cuda.current_stream(device).record_event()
+
+
+@contextmanager
+def behind(model: torch.cuda.Event | None, device: torch.device) -> Iterator[None]:
+    """GPU work in this context runs on a stream of its own, after what the model's stream was given before."""
+    if model is None:
+        yield
+        return
+    stream = torch.cuda.Stream(device)
+    stream.wait_event(model)
+    with torch.cuda.stream(stream):
+        yield

@@ -202,7 +202,7 @@ class PagedBlocks(Blocks):
             exact = 0
         codec = self._codecs[self.format_of(buf)]
         fits = exact <= codec.layout.tokens and codec.form(exact).fits(len(buf))
-        return Kind(codec, exact) if fits and front.first_token <= wire.PLACE_MAX else SizeError.cause
+        return Kind(codec, exact) if fits and front.first_token <= wire.PLACE_MAX else "size"
 
     def _places(self, kind: Kind) -> Sequence[tuple[Extent]]:
         """Where blocks lie in the buffers."""

@@ -2,7 +2,6 @@
 
 import sys
 import threading
-from abc import ABC, abstractmethod
 from collections.abc import Iterable, Mapping, Sequence
 
 from manthan.manager.work import FailedBlock, Load, LoadResult, SpillBlock, SpillResult
@@ -14,8 +13,9 @@ any thread of Python may keep it waiting. Steps that follow each other at once w
 time, of which the thread that restores has need."""
 
 
-class WorkerPath(ABC):
-    """Takes a step's metadata, works in the background, and reports what has ended.
+class WorkerPath:
+    """Takes a step's metadata, works in the background, and reports what has ended. This one does nothing, as before
+    there is a KV cache.
 
     The scheduler half holds a reference on every block that is named here until it is answered for, or copied, so no
     block is written to by anybody else meanwhile. The caller is the model's thread: nothing here raises, and nothing
@@ -39,19 +39,15 @@ class WorkerPath(ABC):
         self._failed_loads: set[str] = set()
         self._failed_blocks: set[int] = set()
 
-    @abstractmethod
     def submit_loads(self, metadata: ManthanMetadata) -> None:
         """Begin all that a step's metadata asks for but spills."""
 
-    @abstractmethod
     def submit_spills(self, metadata: ManthanMetadata) -> None:
         """Begin the spills, once what the model computes in this step was begun: they come after it."""
 
-    @abstractmethod
     def wait(self) -> None:
         """Until nothing that was begun reads or writes the paged cache."""
 
-    @abstractmethod
     def shutdown(self) -> None:
         """Wait for what is under way and let go of threads and memory."""
 
@@ -85,13 +81,15 @@ class WorkerPath(ABC):
             taken, self._report = self._report, ManthanWorkerMetadata()
             return taken if taken.spills or taken.loads or taken.copied else None
 
-    def fail_load(self, load: Load) -> None:
-        """Answer a load that was not begun."""
-        names = [(part.group, key) for part in load.parts for key in part.keys]
-        if names:  # the scheduler half knows of it
-            self._loaded(LoadResult(load.request_id, [FailedBlock(*names[0], "internal")], 0, 0.0, load.is_prefetch))
-        if not load.is_prefetch:
-            self._finished(load, 0)
+    def fail_loads(self, loads: Iterable[Load]) -> None:
+        """Answer loads that were not begun, so that vLLM computes what they were to bring."""
+        for load in loads:
+            names = [(part.group, key) for part in load.parts for key in part.keys]
+            if names:  # the scheduler half knows of it
+                failed = [FailedBlock(*names[0], "internal")]
+                self._loaded(LoadResult(load.request_id, failed, 0, 0.0, load.is_prefetch))
+            if not load.is_prefetch:
+                self._finished(load, 0)
 
     def fail_spills(self, spills: Sequence[SpillBlock]) -> None:
         """Answer blocks to be encoded that were not begun."""
@@ -122,19 +120,3 @@ class WorkerPath(ABC):
         """The codes of a load are not needed any more."""
         with self._lock:
             self._report.loads.append(result)
-
-
-class Resting(WorkerPath):
-    """There is no KV cache yet: nothing is asked for, and nothing comes back."""
-
-    def submit_loads(self, metadata: ManthanMetadata) -> None:
-        pass
-
-    def submit_spills(self, metadata: ManthanMetadata) -> None:
-        pass
-
-    def wait(self) -> None:
-        pass
-
-    def shutdown(self) -> None:
-        pass

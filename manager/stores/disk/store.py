@@ -26,7 +26,7 @@ from typing import NamedTuple, TypeAlias
 import numpy as np
 
 from manthan.manager.sparing import Sparing
-from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, Landing
+from manthan.manager.stores.cold_store import STORE_FULL, Buffer, ColdStoreError, FrontStore, HostStore, Landing
 from manthan.manager.stores.disk.files import is_damage, lock, make_folder, set_aside
 from manthan.manager.stores.disk.segment import (
     APART,
@@ -610,33 +610,11 @@ class _Placed(NamedTuple):
     kept: _Kept
 
 
-class NoStore(FrontStore):
-    """In place of a disk that cannot be used: it has nothing, and keeps nothing."""
+class NoStore(HostStore):
+    """In place of a disk that cannot be used: it has no room, and says that the disk is why."""
+
+    def __init__(self) -> None:
+        super().__init__(0)
 
     def put_all(self, group: int, blocks: Mapping[bytes, Buffer], tenant: str = "") -> dict[bytes, str]:
         return dict.fromkeys(blocks, DiskError.cause)
-
-    def read(
-        self, group: int, keys: Sequence[bytes], tenant: str = "", into: Landing | None = None
-    ) -> Iterator[Buffer | None]:
-        yield from (None for _ in keys)
-
-    def absent(self, group: int, keys: Sequence[bytes]) -> list[bytes]:
-        return list(keys)
-
-    def drop(self, group: int, keys: Iterable[bytes]) -> None:
-        pass
-
-    def cleared(self, place: str) -> "NoStore":
-        return self
-
-    def close(self) -> None:
-        pass
-
-    def room(self, nbytes: int) -> int:
-        return room(nbytes)
-
-    usable = used = 0
-
-    def names(self) -> list[Name]:
-        return []

@@ -42,10 +42,6 @@ class Namespace:
         slug = re.sub(r"[^a-z0-9.]+", "-", model.rstrip("/").rpartition("/")[2].lower()).strip("-")[:40]
         return cls(prefix, f"{slug or 'model'}-{hashlib.sha256(text.encode()).hexdigest()[:12]}")
 
-    def apart(self, epoch: str) -> "Namespace":
-        """Return another namespace of the model, for KV that must not be mixed with this one's."""
-        return Namespace(self.prefix, f"{self.name}-{epoch}")
-
     def session(self, session_id: str) -> str:
         """Key of a session's hash. Characters that a shell might stumble over are percent-encoded."""
         return f"{self.prefix}{{{self.name}}}:session:{quote(session_id, safe='@~+,=/', errors='surrogatepass')}"

@@ -134,7 +134,7 @@ class RedisSessions:
     def reset(self) -> str:
         """Return the name of a new namespace. The KV may be of other weights from now on."""
         with self._wake:
-            self._namespace = self._base.apart(secrets.token_hex(4))
+            self._namespace = Namespace(self._base.prefix, f"{self._base.name}-{secrets.token_hex(4)}")
             self._answers |= {lookup.request_id: LookupResult() for lookup in self._lookups}
             self._answers = dict.fromkeys(self._answers, LookupResult())
             self._lookups, self._records, self._drops, self._renewed = [], {}, [], {}
