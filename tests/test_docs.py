@@ -93,6 +93,10 @@ def test_yaml_loads(block: str, tmp_path: Path) -> None:
     assert load_config(path, env={}).cold_store.is_shared
 
 
+def test_there_is_yaml() -> None:
+    assert YAML
+
+
 def test_every_hint_is_explained_and_has_an_example() -> None:
     table = {row[0].strip("`"): row[1] for row in rows("hint", HINTS)}
     assert set(table) == set(Hints.model_fields)

@@ -5,7 +5,7 @@ import tracemalloc
 
 import pytest
 
-from manthan.manager.sessions.hints import HintError, Hints, check_session_id
+from manthan.manager.sessions.hints import HintError, Hints, check_session_id, parse_hints
 from manthan.manager.sessions.manager import SessionMemoryManager
 from manthan.manager.sessions.session import MemoryShape
 from manthan.policies import get_policy
@@ -48,3 +48,10 @@ def test_nothing_is_left_of_sessions_that_are_gone(what: str) -> None:
 def test_an_id_that_cannot_be_shown_is_refused(session_id: str) -> None:
     with pytest.raises(HintError, match="session_id must have at most 256 printable characters"):
         check_session_id(session_id)
+
+
+@pytest.mark.parametrize("hint", ["ttl_s", "expect_return_s"])
+def test_seconds_have_a_bound(hint: str) -> None:
+    assert getattr(parse_hints({hint: 2_592_000}), hint) == 2_592_000
+    with pytest.raises(HintError, match=f"{hint} must be .* at most 2592000 .30 days., not"):
+        parse_hints({hint: 2_592_001})

@@ -16,6 +16,7 @@ from integrity import check_store
 from numpy.typing import NDArray
 
 from manthan.manager.stores.cold_store import STORE_FULL
+from manthan.manager.stores.disk import store as disk_store
 from manthan.manager.stores.disk.segment import HEADER, PAGE, room
 from manthan.manager.stores.disk.store import DiskError, DiskSlowError, DiskStore, FolderInUseError
 
@@ -301,6 +302,24 @@ def test_while_a_write_hangs_nothing_is_kept_and_nobody_waits(folder: Path, monk
     assert set(store.blocks()) == {(0, KEYS[number]) for number in (0, 1, 5)}
     check_store(store)
     store.close()
+
+
+def test_while_a_sync_hangs_blocks_are_kept_and_nobody_waits(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    begun, hung = threading.Event(), threading.Event()
+    with monkeypatch.context() as broken:
+        broken.setattr(disk_store, "SYNC_S", 0.01)
+        broken.setattr(disk_store, "CLOSE_S", 0.1)
+        broken.setattr(os, "fdatasync", lambda _: begun.set() or hung.wait(60))
+        store = DiskStore(folder, 4 * MIB, timeout_s=1.0)
+        assert store.put_all(0, {KEYS[0]: numbers(0)}) == {}
+        assert begun.wait(60)
+        assert store.put_all(0, {KEYS[1]: numbers(1)}) == {}
+        assert all(np.array_equal(get(store, KEYS[number]), numbers(number)) for number in (0, 1))
+        store.close()
+        hung.set()
+    assert "the disk does not answer; it is left as it is" in caplog.text
 
 
 # -- a process that is killed ---------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from collections.abc import Callable
 
 import pytest
 from engine import IDLE_AFTER_S, Engine, chain
+from integrity import check_integrity
 from spills import spilled, take_spills
 
 from manthan.manager.driver import Driver
@@ -78,6 +79,30 @@ def test_a_decoded_block_s_compressed_copy_is_not_dropped_before_others() -> Non
     dropped = {key for drop in engine.manager.take_drops() for key in drop.keys}
     assert dropped == {b"x"}
     engine.finish(request, TEXT)
+
+
+def test_nobody_keeps_a_tail_of_what_goes_behind_a_decoded_block() -> None:
+    marks: dict[BlockName, Mark] = {}
+    engine = Engine(mark=lambda name: marks.get(name, Mark.EXACT))
+    texts = {"alice": "a b c d", "bob": "a b c", "carol": "a"}
+    for name, text in texts.items():
+        engine.talk(text, name)
+    engine.evict()
+
+    def come_back(name: str, unreadable: bytes) -> str:
+        request = engine.start(texts[name], name)
+        engine.manager.restore_started(request, chain(texts[name]))
+        engine.manager.restore_finished(request, [unreadable])
+        return request
+
+    request = come_back("bob", b"a b c")  # which is computed again: alice's is not lost
+    marks |= {b"a": Mark.DECODED, b"a b": Mark.DECODED, b"a b c": Mark.DERIVED}
+    engine.finish(request, texts["bob"])
+    assert engine.chains()["alice"] == texts["alice"]
+    request = come_back("carol", b"a")  # bob's only copy may not be encoded: he loses what is behind it, c too
+    assert engine.chains() == {"alice": "a b", "carol": "a"}
+    check_integrity(engine.manager)
+    engine.finish(request, texts["carol"])
 
 
 def test_what_was_computed_behind_decoded_blocks_is_encoded_once() -> None:

@@ -125,7 +125,6 @@ def test_another_configuration_finds_nothing_and_removes_the_old(left: Path) -> 
         assert ask_all(again)[1] == 0
 
 
-@SLOW
 def test_behind_a_reset_nothing_is_found_again(left: Path) -> None:
     with engine(left) as second:
         assert all_return(second)
