@@ -232,7 +232,7 @@ def prepare_requests(
     params_key: str,
     by_content: bool,
 ) -> None:
-    """Have the block hashes of requests of the engine under construction hold what Manthan tells requests apart by.
+    """Have the block hashes of this engine's requests cover tenant, LoRA adapter's files and media's content.
 
     vLLM hashes a request where it makes it of what came in, before any connector hears of it, on a thread of its own.
 
@@ -250,11 +250,14 @@ def prepare_requests(
         def prepare(request: "EngineCoreRequest") -> Any:
             extra = (request.sampling_params and request.sampling_params.extra_args) or {}
             features = request.mm_features if by_content else None
-            if features:
+            is_elsewhere = (
+                extra.get("ec_transfer_params") or core.vllm_config.ec_transfer_config
+            )  # media may be sizes only
+            if features and not is_elsewhere:
                 request = msgspec.structs.replace(
                     request, mm_features=named_by_content(features, core.mm_receiver_cache)
                 )
-            known = not features or all(feature.data is not None for feature in features)
+            known = not features or (not is_elsewhere and all(feature.data is not None for feature in features))
             said = extra.get(params_key), request.kv_hints, request.cache_salt, request.lora_request
             return preprocess(msgspec.structs.replace(request, cache_salt=salt(*said, known)))
 
@@ -343,6 +346,9 @@ class Halting(Protocol):
     def go_on(self, was_reset: bool) -> None:
         """Undo `halt`. was_reset: True if vLLM's prefix cache is empty now."""
 
+    def adapter_loaded(self, adapter: "LoRARequest") -> None:
+        """Workers are about to read an adapter's files."""
+
     def paused(self, drops: bool) -> None:
         """The engine has come to rest. drops: True if what is cold is to go, unless the engine sleeps."""
 
@@ -367,6 +373,8 @@ class Resets:
         self._half = half
         self.is_halting = False
         """True while transfers are waited for."""
+        self.is_pausing = False
+        """True while vLLM resets because the engine comes to rest."""
         self._core = core = _core_under_construction()
         if core is not None:
             self._call = core.model_executor.collective_rpc
@@ -379,15 +387,11 @@ class Resets:
         return self._core is not None and bool(self._core.model_executor.is_sleeping)
 
     def ask(self, about_weights: Callable[[Any], T]) -> list[T] | None:
-        """Return what `about_weights` returns of each worker; None if no worker can be asked."""
-        if self._core is None:
-            return None
-        try:
-            answers: list[T] = self._call(about_weights)
-        except Exception as error:  # whatever it is, the engine goes on
-            logger.warning("Manthan: it cannot be told whether weights change: %s: %s", type(error).__name__, error)
-            return None
-        return answers
+        """Return what `about_weights` returns of each worker; None where there is no engine core.
+
+        Raises what the executor raises, as when a worker has died. That is no sign that the weights are others.
+        """
+        return None if self._core is None else list(self._call(about_weights))
 
     @property
     def is_moving(self) -> bool:
@@ -408,11 +412,17 @@ class Resets:
     # -- resets ---------------------------------------------------------------------------------------
 
     def _halted(self, reset: Callable[[bool, bool], bool]) -> Callable[..., bool]:
-        def once_halted(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
-            scheduler = self._core.scheduler
-            if sys._getframe(1).f_code.co_name == "_reset_caches":  # the engine pauses; it may be about to sleep
+        def noticed(reset_running_requests: bool = False, reset_connector: bool = False) -> bool:
+            self.is_pausing = sys._getframe(1).f_code.co_name == "_reset_caches"  # the engine may be about to sleep
+            if self.is_pausing:
                 self._half.paused(drops=reset_connector and not self.is_asleep)
-                reset_connector = False
+            try:
+                return once_halted(reset_running_requests, reset_connector)
+            finally:
+                self.is_pausing = False
+
+        def once_halted(reset_running_requests: bool, reset_connector: bool) -> bool:
+            scheduler = self._core.scheduler
             if scheduler.running and not reset_running_requests:
                 logger.warning("Manthan: the prefix cache is not reset, since %d requests run.", len(scheduler.running))
                 self._half.doubt()
@@ -433,7 +443,7 @@ class Resets:
             finally:
                 self._half.go_on(was_reset)
 
-        return once_halted
+        return noticed
 
     def _come_to_rest(self, may_preempt: bool) -> bool:
         """Take steps in which vLLM computes nothing, until every transfer has ended; False if that takes too long.
@@ -484,7 +494,7 @@ class Resets:
             scheduler.waiting.prepend_request(request)
 
     def _calling(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        """Callers load weights by this, and do other things with workers; a sleep is one of them."""
+        """Tell the scheduler half of each call of workers: one may load weights, and a level-1 sleep keeps them."""
 
         def with_notice(method: Any, *args: Any, **kwargs: Any) -> Any:
             if method in STEPS:
@@ -492,6 +502,8 @@ class Resets:
             level = (kwargs.get("kwargs") or {}).get("level")
             if method == "discard" or (method == "sleep" and level == 1):  # the weights stay
                 self._half.paused(drops=False)
+            if method == "add_lora":
+                self._half.adapter_loaded(kwargs["args"][0])
             try:
                 return call(method, *args, **kwargs)
             finally:
@@ -574,7 +586,7 @@ class Watched:
     def __init__(self, pool: "BlockPool", marks: Marks, lookups: Lookups) -> None:
         self._pool, self.marks, self.lookups = pool, marks, lookups
         self.asker: Owner | None = None
-        """Whose request looks blocks up."""
+        """Owner of the session whose request vLLM looks up now."""
 
     def serving(self, get_cached_block: Callable[..., Any]) -> Callable[..., Any]:
         def get_served(block_hash: BlockHash, kv_cache_group_ids: list[int]) -> Any:

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from vllm.distributed.kv_events import KVCacheEvent
     from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
     from vllm.forward_context import ForwardContext
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.sched.output import SchedulerOutput
@@ -123,6 +124,9 @@ class ManthanConnector(KVConnectorBase_V1, SupportsHMA):
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
         return self._ask(self.scheduler.computed, request, block_ids, otherwise=False)
+
+    def adapter_loaded(self, adapter: "LoRARequest") -> None:
+        self._ask(self.scheduler.adapter_loaded, adapter, otherwise=None)
 
     def paused(self, drops: bool) -> None:
         self._ask(self.scheduler.paused, drops, otherwise=None)

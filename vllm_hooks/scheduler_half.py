@@ -59,7 +59,6 @@ from manthan.vllm_hooks.transfer_config import from_vllm_config, is_on_gpu, keep
 from manthan.vllm_hooks.worker.capacity import (
     COPIES_BYTES,
     CPU_ENCODE_THREADS,
-    ENCODE_THREADS,
     STAGING_BYTES,
     fast_tiers,
     room_in,
@@ -70,6 +69,7 @@ from manthan.vllm_hooks.worker.weights import loaded_digest, loads, weights_stat
 if TYPE_CHECKING:
     from vllm.config import VllmConfig
     from vllm.distributed.kv_events import KVCacheEvent
+    from vllm.lora.request import LoRARequest
     from vllm.v1.core.block_pool import BlockPool
     from vllm.v1.core.kv_cache_manager import KVCacheBlocks
     from vllm.v1.core.kv_cache_utils import BlockHash, KVCacheBlock
@@ -79,8 +79,8 @@ if TYPE_CHECKING:
 logger = init_logger("vllm.manthan")
 
 LEAD_S = 2.0
-"""A session that is expected is restored so many seconds before, or half its idle time where that is less: it would be
-idle for too long again before its request comes."""
+"""Seconds by which a prefetch precedes the expected return, at most half of `idle_after_s`. A session that is restored
+earlier would be evicted again before its request."""
 SOURCES = {
     "device": CacheHitSource.DEVICE,
     "host": CacheHitSource.HOST,
@@ -133,7 +133,8 @@ class SchedulerHalf:
         lasting = config.cold_store.is_lasting
         namespace = namespace_of(vllm_config, config, self.groups, _weights(config)) if lasting else None
         owner = engine_name()
-        prepare_requests(salts_of(config).of, PARAMS, lasting)
+        self._salts = salts_of(config)
+        prepare_requests(self._salts.of, PARAMS, lasting)
         chosen, quotas = choose_policy(config.policy), config.quotas
         shares = Shares(quotas.pinned_share, quotas.others_share, quotas.tenants)
         self.manager = SessionMemoryManager(
@@ -178,6 +179,8 @@ class SchedulerHalf:
         self._is_unsure = False
         """True from a reset, a sleep or a load to the next request: the weights may be others by then."""
         self._drops = False
+        self._found = set[str]()
+        """Requests of which `found` told since vLLM looked their blocks up."""
         """True from a pause that clears caches to the next request, unless the engine sleeps meanwhile."""
         self._was_called = False
         """True if workers did something for a caller since the last request. It may have loaded weights."""
@@ -206,7 +209,10 @@ class SchedulerHalf:
             weigh=sum if self.config.cold_store.is_shared else on_each(self._ranks),
         )
         watch_lookups(pool, self.pool.marks, self._boundary)
-        self._weights = self._resets.ask(weights_state)
+        try:
+            self._weights = self._resets.ask(weights_state)
+        except Exception as error:  # whatever it is, the engine goes on
+            logger.warning("Manthan: workers do not tell of their weights: %s: %s", type(error).__name__, error)
         self._sweeper.start()
         if self._redis is not None:
             self._redis.start()
@@ -218,6 +224,7 @@ class SchedulerHalf:
 
     def found(self, request: "Request", block_ids: Sequence[Sequence[int]]) -> None:
         self.driver.hits(request.request_id, block_ids)
+        self._found.add(request.request_id)
 
     def computed(self, request: "Request", block_ids: Sequence[int]) -> bool:
         self.driver.computed(request.request_id, block_ids)
@@ -231,7 +238,7 @@ class SchedulerHalf:
             return max(CPU_ENCODE_THREADS, COPIES_BYTES * self._ranks // nbytes)
         if not config.cold_store.is_lasting:
             return A_STEP
-        return max(1, ENCODE_THREADS * STAGING_BYTES * self._ranks // nbytes)
+        return max(1, STAGING_BYTES * self._ranks // nbytes)
 
     def _kv_events(self, kv_cache_config: "KVCacheConfig") -> KvEvents | None:
         """What tells routers of what is cold, if that is wanted."""
@@ -314,9 +321,12 @@ class SchedulerHalf:
         if self._events is not None and self._redis is not None:  # others may have stored what it asks for
             self._events.remember(request, usable)
         self.driver.admitted(request.request_id, keys, hot, usable, sum(map(len, blocks.blocks)))
+        was_found = request.request_id in self._found  # not if a connector loads: vLLM caches the blocks later
+        self._found.discard(request.request_id)
+        if not was_found:
+            self.driver.hits(request.request_id, blocks.get_block_ids())
         if tokens:
             block_ids = blocks.get_block_ids()
-            self.driver.hits(request.request_id, block_ids)  # others are told when vLLM caches what they compute
             end, hot_tokens = hot + tokens // self._block_size, hot * self._block_size
             found, beside = end + self.groups.again, []
             for group, parts in groupby(self.groups.beside(found), attrgetter("group")):
@@ -454,6 +464,8 @@ class SchedulerHalf:
 
     def reset(self) -> None:
         """Drop all KV, hot and cold: a reset asks for that, or other weights compute from now on."""
+        if self._resets.is_pausing:  # `paused` knows what is to go
+            return
         self._place = self.driver.reset(time.monotonic())
         logger.info("Manthan: the cold store is emptied.")
 
@@ -482,6 +494,9 @@ class SchedulerHalf:
     def is_out_of_use(self) -> bool:
         """True while the engine sleeps."""
         return self._resets.is_asleep
+
+    def adapter_loaded(self, adapter: "LoRARequest") -> None:
+        self._salts.adapters.content(adapter)
 
     def paused(self, drops: bool) -> None:
         self._drops = drops

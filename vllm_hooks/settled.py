@@ -1,7 +1,6 @@
 """The codec that an engine runs with: settled once, before its processes start, and the same in all of them."""
 
 import logging
-from concurrent.futures import ProcessPoolExecutor
 from functools import cache
 from multiprocessing import get_context
 from pathlib import Path
@@ -17,12 +16,16 @@ from manthan.vllm_hooks.support import has_draft
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, is_on_gpu, keeps_bytes, settings
 
 if TYPE_CHECKING:
+    from multiprocessing.connection import Connection
+
     from vllm.config import VllmConfig
 
 logger = logging.getLogger("vllm.manthan")
 
-ASKED, DIGEST = "manthan_codec_asked", "manthan_profile_digest"
+ASKED, DIGEST, FAULT = "manthan_codec_asked", "manthan_profile_digest", "manthan_kernel_fault"
 """Beside the configuration, in what vLLM carries to its processes."""
+PROBE_S = 60.0
+"""Seconds that compiling a kernel for a try may take."""
 AS_THEY_ARE = {"name": EXACT, "profile": "", "sink_tokens": 0, "guard": False}
 """The codec of blocks that are kept as they are."""
 
@@ -35,7 +38,12 @@ def settle_codec(vllm_config: "VllmConfig") -> None:
     extra, model = _extra(vllm_config), vllm_config.model_config
     parallel = vllm_config.parallel_config
     asked = CodecConfig.model_validate(extra.setdefault(ASKED, extra[EXTRA_KEY]["codec"]))
-    fault = kernel_fault() if is_on_gpu(vllm_config) and extra[EXTRA_KEY]["backend"] == "auto" else None
+    if FAULT not in extra:
+        is_probed = is_on_gpu(vllm_config) and extra[EXTRA_KEY]["backend"] == "auto"
+        extra[FAULT] = kernel_fault() if is_probed else ""
+    fault = extra[FAULT]
+    if fault and extra[EXTRA_KEY]["cold_store"]["kind"] == "device":
+        raise ConfigError(f"cold_store.kind is device, but this GPU's kernels cannot be compiled ({fault}): use host")
     if fault:
         logger.warning("Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: %s", fault)
         extra[EXTRA_KEY] = extra[EXTRA_KEY] | {"backend": "numpy"}
@@ -65,22 +73,37 @@ def kernel_fault() -> str:
     if capability is None or capability.major < 8:
         known = "not known" if capability is None else f"{capability.as_version_str()}, below 8.0"
         return f"its compute capability is {known}"
-    with ProcessPoolExecutor(1, get_context("fork")) as processes:
-        fault = processes.submit(_compiling, f"sm_{capability.major}{capability.minor}").result()
+    fault = _compiled(f"sm_{capability.major}{capability.minor}")
     if fault and current_platform.is_integrated_gpu():  # the codec runs on the CPU there
         return ""
     return fault
 
 
-def _compiling(architecture: str) -> str:
-    """Compile a kernel that does nothing; return why it failed."""
-    from manthan.codec.gpu.nvrtc import CompileError, cubin
+def _compiled(architecture: str) -> str:
+    """Compile a kernel that does nothing, in a process of its own; return why it failed."""
+    forks = get_context("fork")
+    answers, answer = forks.Pipe(duplex=False)
+    try:
+        process = forks.Process(target=_compile, args=(architecture, answer), name="manthan-probe", daemon=True)
+        process.start()
+        answer.close()
+        fault = str(answers.recv()) if answers.poll(PROBE_S) else f"the compiler did not end in {PROBE_S:g} s"
+        process.kill()
+        process.join()
+    except (OSError, EOFError, AssertionError) as error:  # no process can be started, or it has died
+        return f"{type(error).__name__}: {error}"
+    return fault
+
+
+def _compile(architecture: str, answer: "Connection") -> None:
+    from manthan.codec.gpu.nvrtc import cubin
 
     try:
         cubin('extern "C" __global__ void nothing() {}', architecture)
-    except CompileError as error:
-        return " ".join(str(error).split())
-    return ""
+    except Exception as error:  # also that of a library that cannot be loaded
+        answer.send(" ".join(str(error).split()))
+    else:
+        answer.send("")
 
 
 def without_profile(asked: CodecConfig) -> CodecConfig:

@@ -1,6 +1,7 @@
 """LoRA adapters are told apart by what they contain."""
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from vllm.lora.request import LoRARequest
 from vllm_engine import Table
 
 from manthan.vllm_hooks.adapters import Adapters
+from manthan.vllm_hooks.compat import Resets
 
 
 def asked(folder: str, in_place: bool = False) -> LoRARequest:
@@ -37,6 +39,19 @@ def test_files_that_changed_since_the_engine_began_are_nobody_elses(tmp_path: Pa
     unknown = [each.content(asked(folder)) for each in (adapters, asked_late)]
     assert len({first, second, *unknown}) == 4
     assert adapters.content(asked(folder)) == unknown[0]
+
+
+def test_files_count_that_are_there_when_an_adapter_is_loaded(tmp_path: Path) -> None:
+    """Later the path may lead to others, also to files that are older than the engine."""
+    one, two = (make_adapter(tmp_path / name, seed) for seed, name in enumerate("ab"))
+    current, adapters = tmp_path / "current", Adapters()
+    current.symlink_to(one)
+    resets = object.__new__(Resets)
+    resets._half = SimpleNamespace(adapter_loaded=adapters.content, called=lambda has_loaded: None)
+    resets._calling(lambda *args, **kwargs: [True])("add_lora", args=(asked(str(current)),))
+    current.unlink()
+    current.symlink_to(two)
+    assert adapters.content(asked(str(current))) != Adapters().content(asked(two))
 
 
 @pytest.mark.parametrize("in_place", [False, True])

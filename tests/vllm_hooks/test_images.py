@@ -1,5 +1,6 @@
 """Multimodal prompts: an image is part of its blocks' keys, and its KV goes cold and returns with the others."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -65,6 +66,7 @@ class Core:
 
     def __init__(self, cache: Cache | None = None) -> None:
         self.mm_receiver_cache = cache
+        self.vllm_config = SimpleNamespace(ec_transfer_config=None)
 
     def preprocess_add_request(self, request: EngineCoreRequest) -> EngineCoreRequest:
         return request
@@ -76,11 +78,11 @@ def picture(color: float) -> MultiModalKwargsItem:
     return MultiModalKwargsItem({"pixel_values": pixels})
 
 
-def made(core: Core, item: MultiModalKwargsItem | None, name: str, prefix: str = "") -> EngineCoreRequest:
+def made(core: Core, item: MultiModalKwargsItem | None, name: str, prefix: str = "", **extra: Any) -> EngineCoreRequest:
     """What becomes of a request with an image that its client gave a name."""
     feature = MultiModalFeatureSpec(item, "image", prefix + name, PlaceholderRange(0, 1), name)
     request = EngineCoreRequest(
-        "r", [5], [feature], SamplingParams(max_tokens=1), None, 0.0, None, None, None, kv_hints=None
+        "r", [5], [feature], SamplingParams(max_tokens=1, extra_args=extra), None, 0.0, None, None, None, kv_hints=None
     )
     found: EngineCoreRequest = core.preprocess_add_request(request)
     return found
@@ -124,9 +126,19 @@ def test_blocks_of_an_image_that_is_not_at_hand_are_nobody_elses(core: Core) -> 
     assert Salts(bytes(8)).of(None, None, None, None, False) != salts[0]
 
 
+def test_media_that_another_server_has_encoded_are_nobody_elses(core: Core) -> None:
+    """What comes of them may be their sizes alone, which two images have in common."""
+    found = made(core, picture(1), "cat", ec_transfer_params={"peer": "there"})
+    assert name_of(found) == "cat"
+    assert str(found.cache_salt).startswith(f"{CONTENT}unknown-")
+    core.vllm_config.ec_transfer_config = object()
+    assert made(core, picture(1), "cat").cache_salt == found.cache_salt
+
+
 def test_salts_hold_adapters_beside_what_tenants_have(tmp_path: Any) -> None:
     salts, adapter = Salts(bytes(8)), LoRARequest("adapter", 1, str(tmp_path))
     alone = salts.of(None, None, None, adapter)
     assert alone is not None
     assert salts.of(None, None, "secret", adapter) == f"{alone}secret"
+    assert salts.of(None, None, None, adapter, False) not in (alone, salts.of(None, None, None, None, False))
     assert salts.of(None, None, alone) != alone  # nobody comes by it

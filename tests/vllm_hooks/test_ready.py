@@ -1,6 +1,8 @@
 """Nothing compiles after an engine is ready, and where kernels cannot be compiled it starts without them."""
 
+import os
 import sys
+import time
 from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -12,6 +14,7 @@ from vllm.platforms.interface import DeviceCapability
 from vllm_engine import Engine, Table
 
 from manthan.codec.cpu.exact import EXACT
+from manthan.manager.config.model import ConfigError
 from manthan.vllm_hooks import settled
 from manthan.vllm_hooks.transfer_config import EXTRA_KEY, kv_transfer_config
 
@@ -75,3 +78,19 @@ def test_a_gpu_whose_kernels_cannot_be_compiled_keeps_blocks_exact(
     assert (config["codec"]["name"], config["backend"]) == (EXACT, "numpy")
     expected = "Manthan: codec exact is used, on the CPU, for this GPU's kernels cannot be compiled: "
     assert said == [expected + reason]
+    monkeypatch.setattr(settled, "kernel_fault", lambda: pytest.fail("it is known"))
+    with warnings() as said:
+        settled.settle_codec(gpu)  # in another process
+    assert said == [expected + reason]
+    gpu.kv_transfer_config.kv_connector_extra_config[EXTRA_KEY]["cold_store"]["kind"] = "device"
+    with pytest.raises(ConfigError, match=r"cold_store.kind is device, but .* use host"):
+        settled.settle_codec(gpu)
+
+
+def test_a_compiler_that_hangs_or_dies_is_a_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(settled, "PROBE_S", 0.2)
+    monkeypatch.setattr(settled, "_compile", lambda architecture, answer: time.sleep(600))
+    assert settled._compiled("sm_90") == "the compiler did not end in 0.2 s"
+    monkeypatch.setattr(settled, "PROBE_S", 60.0)
+    monkeypatch.setattr(settled, "_compile", lambda architecture, answer: os._exit(1))
+    assert settled._compiled("sm_90") == "EOFError: "

@@ -6,6 +6,7 @@ import sys
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import Future
+from types import SimpleNamespace
 from typing import Any
 
 import cloudpickle
@@ -14,7 +15,9 @@ from sleeper import OTHER, turned
 from vllm.distributed.kv_transfer import get_kv_transfer_group
 from vllm_engine import BLOCK, GPU_BYTES, MODEL, Answer, Engine, Table, fork_engines, restore_worker
 
+from manthan.vllm_hooks.compat import Resets
 from manthan.vllm_hooks.inquiries import METHOD
+from manthan.vllm_hooks.scheduler_half import SchedulerHalf
 
 
 @pytest.fixture(scope="module")
@@ -378,3 +381,18 @@ def test_all_at_once(engine: Engine, traffic: Traffic, cold: bool) -> None:
     assert not loading.done()
     assert (loading.result(60).cached_tokens == 0) == cold
     assert (traffic.ask(2).result(60).cached_tokens == 0) == cold
+
+
+def test_workers_that_cannot_be_asked_are_no_reason_to_drop_what_is_cold() -> None:
+    """One that was killed, say: a disk's sessions are there when the engine starts again."""
+
+    def died(*_: object) -> None:
+        raise RuntimeError("cancelled")
+
+    half, resets = object.__new__(SchedulerHalf), object.__new__(Resets)
+    resets._core, resets._call = object(), died
+    half.driver, half._resets = SimpleNamespace(rests=True), resets
+    half._was_called, half._is_unsure, half._weights, half._drops = True, False, [(1, "state")], False
+    with pytest.raises(RuntimeError, match="cancelled"):
+        half._begin_again()
+    assert not half._drops

@@ -1,4 +1,4 @@
-"""Middleware of a server with Manthan: it adds /manthan, keeps headers at hand, and refuses streams with status 400."""
+"""Middleware of a server with Manthan. It adds /manthan, stores request headers, and answers refused streams by 400."""
 
 import asyncio
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -16,6 +16,8 @@ Message = MutableMapping[str, Any]
 Send = Callable[[Message], Awaitable[None]]
 MOST_HELD = 8
 """Messages of a stream that are held back at most: some routes announce an answer before they make it."""
+HOLD_S = 30.0
+"""Seconds after which a stream goes on although nobody has checked a request: it may have none for the engine."""
 
 
 class Middleware:
@@ -29,8 +31,9 @@ class Middleware:
         if not self._has_begun:  # the server's start: routes can be added, and its flags are known
             self._has_begun = True
             add_api(scope["app"])
-        if scope["type"] == "http":
-            answer = Answer(keep(scope["headers"]), scope, receive, send)
+        incoming = keep(scope["headers"]) if "headers" in scope else None  # of a WebSocket, too
+        if incoming is not None and scope.get("method") == "POST":
+            answer = Answer(incoming, scope, receive, send)
             try:
                 await self._app(scope, receive, answer.send)
             except Exception:
@@ -60,6 +63,7 @@ class Answer:
                 self._held = [message]
                 loop = asyncio.get_running_loop()
                 self._incoming.then = lambda: loop.call_soon_threadsafe(loop.create_task, self.go_on())
+                loop.call_later(HOLD_S, lambda: loop.create_task(self.go_on()))
                 return
             is_early = not self._incoming.is_checked and bool(message.get("more_body"))
             if self._held is not None and is_early and len(self._held) < MOST_HELD:
@@ -80,7 +84,9 @@ class Answer:
         if held and refusal is not None:
             self.is_refused = True
             error = {"message": str(refusal), "type": "BadRequestError", "param": None, "code": 400}
-            await JSONResponse({"error": error}, 400)(self._scope, self._receive, self._send)
+            answer = JSONResponse({"error": error}, 400)
+            answer.raw_headers += [pair for pair in held[0]["headers"] if not pair[0].startswith(b"content-")]  # CORS
+            await answer(self._scope, self._receive, self._send)
             return
         for message in held or ():
             await self._send(message)

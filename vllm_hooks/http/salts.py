@@ -32,7 +32,7 @@ class Salts:
 
     def __init__(self, key: bytes, isolate: bool = True) -> None:
         self._key, self._isolate = key, isolate
-        self._adapters = Adapters()
+        self.adapters = Adapters()
         self._unknown = f"unknown-{secrets.token_hex(16)}"
 
     def of(
@@ -49,7 +49,8 @@ class Salts:
             is_known: False if media of the prompt are missing, so that no other engine may have the request's blocks.
         """
         salted = self._of_tenant(params, envelope, salt)
-        content = self._adapters.content(adapter) if adapter is not None else "" if is_known else self._unknown
+        parts = ["" if adapter is None else self.adapters.content(adapter), "" if is_known else self._unknown]
+        content = "-".join(filter(None, parts))
         return f"{CONTENT}{content}/{salted or ''}" if content else salted
 
     def _of_tenant(self, params: Any, envelope: "KvHintsEnvelope | None", salt: str | None) -> str | None:

@@ -31,10 +31,8 @@ RESTORE_STAGING_BYTES = 128 << 20
 RESTORE_STAGINGS = 2
 """One is decoded while the next is copied."""
 CPU_ENCODE_THREADS = 4
-"""Where the CPU encodes for a GPU, as on a GB10. On vLLM's CPU build one thread does, beside those of the model."""
-ENCODE_THREADS = 2
-"""At most, where codes of a GPU go by the CPU: each has a buffer of STAGING_BYTES."""
-STAGINGS_BYTES = (ENCODE_THREADS + 1) * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
+"""Number of threads that encode on the CPU for a GPU, as on a GB10. vLLM's CPU build uses one."""
+STAGINGS_BYTES = 2 * STAGING_BYTES + RESTORE_STAGINGS * RESTORE_STAGING_BYTES
 """All of them."""
 
 

@@ -6,6 +6,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 
 import torch
 from vllm.logger import init_logger
@@ -23,6 +24,8 @@ logger = init_logger("vllm.manthan.worker")
 
 BATCH = 16
 """Blocks that are measured together."""
+COMPILE_S = 300.0
+"""Seconds that readiness waits for kernels to be compiled."""
 BATCHES = 4
 """Measurements that make the first verdict, of 64 blocks; later ones are made of up to twice as many."""
 A_STEP = 4
@@ -72,7 +75,9 @@ class Guard:
     def wait(self) -> None:
         """Wait until the kernels are compiled."""
         if self._warm_up is not None:
-            self._warm_up.join()
+            self._warm_up.join(COMPILE_S)
+            if self._warm_up.is_alive():
+                logger.warning("Manthan: the guard's kernels were not compiled in %g s.", COMPILE_S)
 
     def _compile(self) -> None:
         """Compile in another process, because the compiler holds the GIL, which the model's thread needs.
@@ -81,7 +86,8 @@ class Guard:
         """
         names = [format.codec for format in self._formats]
         command = [sys.executable, "-m", precompile.__name__, self._formats[0].shape.dtype.name, *names]
-        subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False)
+        with suppress(subprocess.TimeoutExpired):
+            subprocess.run(command, stdin=subprocess.DEVNULL, capture_output=True, check=False, timeout=COMPILE_S)
         for format in self._formats:
             format.warm_up()
 
