@@ -108,7 +108,7 @@ def test_damaged_codes_are_recomputed(way: tuple[str, Engine]) -> None:
     prompt, right = Table(50).question(5)
     engine.ask(prompt, "damaged")
     engine.wait_until_cold(1)
-    engine.on_worker(gpu_worker.damage, 0)
+    engine.on_worker(gpu_worker.damage)
     before = engine.metric("manthan_failures_total", cause="checksum")
     assert engine.ask(prompt, "damaged").text == right
     engine.wait(lambda: engine.metric("manthan_failures_total", cause="checksum") == before + 1, "a counted failure")

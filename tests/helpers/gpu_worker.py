@@ -30,18 +30,8 @@ def tiers(worker: Any) -> dict[str, tuple[int, int, int]]:
     return {name: (len(t), t.arena.available, t.arena.nbytes) for name, t in both.items() if t is not None}
 
 
-def damage(worker: Any, exact: int) -> None:
-    """One byte changes of one block with so many exact tokens."""
-    if hasattr(path(), "tiers"):
-        found = [(tier, block) for tier in path().tiers.all for block in tier.blocks().values() if block.exact == exact]
-        tier, block = found[len(found) // 3]
-        tier.codes[block.extents[0].start + 1000] ^= 1
-        return
-    [blocks] = path().blocks.values()
-    store, most = path().store, blocks.format.max_nbytes(exact)
-    least = most if exact else 0  # codes may take less than their bound
-    found = [(name, kept) for name, kept in store._blocks.items() if least <= kept.nbytes <= most]
-    (group, key), _ = found[len(found) // 3]
-    [buf] = store.read(group, [key])
-    buf[1000] ^= 1
-    store.put_all(group, {key: buf})
+def damage(worker: Any) -> None:
+    """One byte changes of one block without exact tokens."""
+    found = [(tier, block) for tier in path().tiers.all for block in tier.blocks().values() if block.exact == 0]
+    tier, block = found[len(found) // 3]
+    tier.codes[block.extents[0].start + 1000] ^= 1
