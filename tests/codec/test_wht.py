@@ -160,7 +160,7 @@ def test_fused_and_plain_agree_bit_for_bit(head_dim, turning, dtype, vectors):
 
 @pytest.mark.parametrize("first", [0, 100_000])
 @pytest.mark.parametrize("tokens", [1, 3, 16, 31, 128])
-@pytest.mark.parametrize("head_dim", [64, 80, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [40, 64, 80, 96, 128, 256, 504])
 def test_a_round_trip_loses_little(head_dim, tokens, first, vectors):
     turn = rope(head_dim)
     codec = codec_of(head_dim, turn)

@@ -349,14 +349,7 @@ def test_the_key_is_asked_for_and_kept_in_the_tab(server, tabs) -> None:
 
 def test_a_tenant_sees_its_own(server, table, tabs) -> None:
     for n, tenant in enumerate(["grün", "globex"]):
-        prompt, own = table(13 + n).question(1)[0], AUTHORIZED | {"X-Tenant-ID": tenant.encode()}
-        body = {
-            "model": MODEL,
-            "messages": [{"role": "user", "content": prompt}],
-            "max_tokens": 4,
-            "session_id": "theirs",
-        }
-        httpx.post(f"{server.url}/v1/chat/completions", json=body, headers=own, timeout=120).raise_for_status()
+        ask(server, table(13 + n).question(1)[0], "theirs", tenant)
     tab = tabs()
     expect(row_of(tab, "grün/theirs")).to_be_visible()
     expect(row_of(tab, "globex/theirs")).to_be_visible()
