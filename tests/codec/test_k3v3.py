@@ -52,10 +52,6 @@ def test_the_quantizer_is_the_one_that_max_printed():
     assert thresholds == pytest.approx([0.5006, 1.0500, 1.7480], abs=1e-4)
 
 
-def test_a_vector_of_128_takes_50_bytes():
-    assert get_codec("k3v3", 128).max_nbytes(section_of(np.zeros((1600, 128)))) == 1600 * 50
-
-
 @pytest.mark.parametrize("head_dim", [96, 128])
 def test_decoding_follows_the_format(head_dim):
     """Against a decoder written from the format's description alone, in float64."""

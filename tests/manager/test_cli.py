@@ -3,19 +3,12 @@
 import os
 import subprocess
 import sys
-from importlib.metadata import version
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
 from manthan.manager.cli import app
-
-
-def test_version() -> None:
-    result = CliRunner().invoke(app, ["version"])
-    assert result.exit_code == 0
-    assert result.output == f"{version('manthan-kv')}\n"
 
 
 def test_config_check_prints_every_value_and_its_source(tmp_path: Path) -> None:

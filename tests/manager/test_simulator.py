@@ -46,12 +46,6 @@ def check(requests: list[TracedRequest], tally: Tally, setup: Setup) -> None:
 # -- a pool and a cold store ------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("hot", "cold"), [(400, 400), (600, 3000), (20000, 100)])
-def test_a_pool_and_a_cold_store(conversations, hot, cold) -> None:
-    setup = Setup(get_policy("lru"), hot_blocks=hot, cold_blocks=cold)
-    check(conversations, replay(conversations, setup, journal=True), setup)
-
-
 def test_with_a_pool_for_all_nothing_goes_cold(conversations) -> None:
     """What is encoded ahead fills the cold store, and drops nothing. A shared block is exact, as large as five."""
     setup = Setup(get_policy("lru"), hot_blocks=40000, cold_blocks=100, idle_after_s=1e9)

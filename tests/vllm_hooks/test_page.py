@@ -23,18 +23,12 @@ READABLE = 4.5
 """Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
 CONTRAST = """
 () => {
-  const canvas = new OffscreenCanvas(1, 1).getContext("2d", { willReadFrequently: true });
-  const parse = (color) => {
-    canvas.clearRect(0, 0, 1, 1);
-    canvas.fillStyle = color;
-    canvas.fillRect(0, 0, 1, 1);
-    return [...canvas.getImageData(0, 0, 1, 1).data];
-  };
+  const parse = (color) => color.match(/[0-9.]+/g).map(Number); // red, green, blue, and how dense it is if not wholly
   const light = (color) => color.slice(0, 3).map((part) => part / 255)
     .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
     .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
   const ground = (element) => parse(getComputedStyle(element).backgroundColor);
-  const behind = (element) => (ground(element)[3] === 255 || element === document.body)
+  const behind = (element) => (ground(element).length === 3 || element === document.body)
     ? ground(element) : behind(element.parentElement);
   return [...document.querySelectorAll("body *")].filter((element) => element.checkVisibility()
     && [...element.childNodes].some((node) => node.nodeType === Node.TEXT_NODE && node.textContent.trim()))
