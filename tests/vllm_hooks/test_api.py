@@ -107,15 +107,11 @@ def steered(*answers: dict[str, Any]) -> dict[str, Any]:
 def test_of_several_engines_the_session_that_was_used_last_is_shown() -> None:
     unknown = {"refused": [404, "There is no session 'a'."]}
     assert steered({"id": "a", "last_used": 1.0}, {"id": "a", "last_used": 2.0}, unknown)["engine"] == 1
-    with pytest.raises(ApiError) as refused:
-        steered(unknown, {"refused": [409, "Not now."]})
-    assert (refused.value.status, refused.value.sentence) == (409, "Not now.")
-
-
-def test_a_dead_engine() -> None:
-    with pytest.raises(ApiError) as refused:
-        steered()
-    assert (refused.value.status, refused.value.sentence) == (503, "The engine is dead.")
+    answers = (unknown, {"refused": [409, "Not now."]}), ()
+    for given, error in zip(answers, ((409, "Not now."), (503, "The engine is dead.")), strict=True):
+        with pytest.raises(ApiError) as refused:
+            steered(*given)
+        assert (refused.value.status, refused.value.sentence) == error
 
 
 @pytest.mark.parametrize(("options", "has_routes"), [({}, True), ({"api": {"enabled": False}}, False), (None, False)])

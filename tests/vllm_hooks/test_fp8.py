@@ -39,10 +39,9 @@ AVX512 = torch.cpu._is_avx512_supported()
 without = pytest.mark.skipif(not AVX512, reason="vLLM has fp8 KV on x86 with AVX-512 only")
 
 
-def fp8_spec(tokens: int = 32, head_dim: int = 64, mode: KVQuantMode = KVQuantMode.FP8_PER_TENSOR) -> FullAttentionSpec:
-    return FullAttentionSpec(
-        block_size=tokens, num_kv_heads=HEADS, head_size=head_dim, dtype=torch.uint8, kv_quant_mode=mode
-    )
+SPEC = FullAttentionSpec(
+    block_size=32, num_kv_heads=HEADS, head_size=64, dtype=torch.uint8, kv_quant_mode=KVQuantMode.FP8_PER_TENSOR
+)
 
 
 def fp8_cache(cache_dtype: str, spec: FullAttentionSpec, scale: float) -> tuple[dict[str, Any], dict[str, Any]]:
@@ -60,7 +59,7 @@ def fp8_cache(cache_dtype: str, spec: FullAttentionSpec, scale: float) -> tuple[
 @pytest.mark.parametrize("scale", [1.0, 0.01, 3.0])
 @pytest.mark.parametrize(("cache_dtype", "dtype"), [("fp8", Dtype.FLOAT8_E4M3), ("fp8_e5m2", Dtype.FLOAT8_E5M2)])
 def test_a_block_that_vllm_wrote_is_found_whatever_the_scale(cache_dtype: str, dtype: Dtype, scale: float) -> None:
-    spec = fp8_spec()
+    spec = SPEC
     caches, layers = fp8_cache(cache_dtype, spec, scale)
     shape = shape_of(spec, cache_dtype)
     memory = HostMemory(probe_layers(caches, layers, BLOCKS, shape), shape)
@@ -93,7 +92,7 @@ def test_a_gpus_cache_of_fp8_is_read_by_way_of_the_cpu() -> None:
             numbers = torch.cat([key, value], -1).to(torch.float8_e4m3fn)
             cache.view(torch.uint8)[slots // 32, slots % 32] = numbers.view(torch.uint8)
 
-    spec = fp8_spec()
+    spec = SPEC
     caches = {f"layer-{n}": torch.zeros(BLOCKS, 32, HEADS, 128, dtype=torch.float8_e4m3fn) for n in range(LAYERS)}
     layers = {name: SimpleNamespace(impl=Impl()) for name in caches}
     shape = shape_of(spec, "fp8")
@@ -170,7 +169,7 @@ def test_layers_of_several_kinds_are_refused_where_nothing_is_quantized() -> Non
 
 
 def test_kinds_of_fp8_are_not_taken_for_each_other() -> None:
-    config, spec = EngineArgs(MODEL).create_engine_config(), fp8_spec()
+    config, spec = EngineArgs(MODEL).create_engine_config(), SPEC
     groups = [Group(0, spec, LAYERS, cache_dtype=dtype) for dtype in ("fp8", "fp8_e4m3", "fp8_e5m2")]
     packed = Group(0, spec, LAYERS, cache_dtype="int8_per_token_head", layer_nbytes=(4352,) * LAYERS)
     marks = [fingerprint(config, group, "wht-5x") for group in (*groups, packed)]
