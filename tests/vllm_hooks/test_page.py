@@ -23,7 +23,7 @@ READABLE = 4.5
 """Contrast of text and what is behind it, as WCAG 2 wants it of small text."""
 CONTRAST = """
 () => {
-  const parse = (color) => color.match(/[0-9.]+/g).map(Number); // red, green, blue, and how dense it is if not wholly
+  const parse = (color) => color.match(/[0-9.]+/g).map((part) => part * (color.startsWith("color(") ? 255 : 1));
   const light = (color) => color.slice(0, 3).map((part) => part / 255)
     .map((part) => (part <= 0.04045 ? part / 12.92 : ((part + 0.055) / 1.055) ** 2.4))
     .reduce((sum, part, n) => sum + part * [0.2126, 0.7152, 0.0722][n], 0);
